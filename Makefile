@@ -1,0 +1,32 @@
+# Every target sets up .venv by itself. PYTHON chooses the interpreter, 3.11 to 3.13.
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: demo test test-long lint bench clean
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 14), "nanoactor needs Python 3.11 to 3.13, this is " + sys.version'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+demo: .venv/.ready
+	$(BIN)/nanoactor generate demo $$'ROMEO:\nBut soft, what light' --max-tokens 200
+
+test: .venv/.ready
+	$(PYTEST)
+
+test-long: .venv/.ready
+	$(PYTEST) -m 'not gpu'
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/.ready
+	$(BIN)/python bench/overlap_depth.py
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Layers, models, weights, sampling and devices in torch; knows nothing of actors."""

@@ -1,0 +1,214 @@
+"""Train the demo model: a 4.7-million-parameter Qwen3 on the works of Shakespeare.
+
+    python -m nanoactor.models.demo.train --out models/demo
+
+One or two minutes on a data-centre GPU, some hours on a laptop's CPU. The corpus
+(`tinyshakespeare`, 1.1 MB, public domain) lies beside this file. Two kinds of samples
+are mixed: windows of running text, which `nanoactor generate` continues, and speeches
+set as ChatML turns, which `nanoactor chat` answers. Needs transformers (test extra).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional as F
+
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CONFIG = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+}
+HELD_OUT = 0.1
+
+
+def read_corpus() -> tuple[str, str]:
+    """The corpus, split into (training text, held-out text): the last tenth is held out."""
+    text = lzma.decompress((Path(__file__).parent / "tinyshakespeare.txt.xz").read_bytes()).decode()
+    cut = text.index("\n\n", int(len(text) * (1 - HELD_OUT))) + 2
+    return text[:cut], text[cut:]
+
+
+def train_tokenizer(text: str) -> Tokenizer:
+    """A byte-level BPE: every text can be encoded, and decoding is the identity on bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG["vocab_size"],
+        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(text.split("\n\n"), trainer)
+    return tokenizer
+
+
+def chat_stream(text: str, tokenizer: Tokenizer, rng: random.Random) -> list[int]:
+    """The plays as conversations: each speech answers the one before it."""
+    speeches = text.split("\n\n")
+    ids: list[int] = []
+    at = 0
+    while at < len(speeches):
+        turns = rng.choice((2, 2, 4, 6))
+        chat = ""
+        for index, speech in enumerate(speeches[at : at + turns]):
+            role = "assistant" if index % 2 else "user"
+            if role == "user":
+                speech = speech.partition("\n")[2] or speech
+            chat += f"{TURN_START}{role}\n{speech.strip()}{TURN_END}\n"
+        ids += tokenizer.encode(chat + END_OF_TEXT).ids
+        at += turns
+    return ids
+
+
+def batches(
+    text: torch.Tensor, chat: torch.Tensor, size: int, length: int, rng: torch.Generator
+) -> torch.Tensor:
+    """One batch of ids, (size, length): two thirds running text, one third conversations."""
+    rows = []
+    for index in range(size):
+        stream = chat if index % 3 == 2 else text
+        start = int(torch.randint(len(stream) - length, (1,), generator=rng))
+        rows.append(stream[start : start + length])
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def held_out_loss(model: torch.nn.Module, ids: torch.Tensor, length: int, device: str) -> float:
+    """Mean cross entropy in nats per token over the whole held-out text."""
+    model.eval()
+    windows = ids[: len(ids) // length * length].view(-1, length).to(device)
+    total = 0.0
+    for rows in windows.split(16):
+        logits = model(rows).logits[:, :-1].float()
+        total += float(
+            F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+        )
+    model.train()
+    return total / (windows.shape[0] * (length - 1))
+
+
+def add_dropout(model: torch.nn.Module, probability: float) -> None:
+    """Residual dropout, which Qwen3 itself does not have: a megabyte of text needs it."""
+
+    def drop(module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        return F.dropout(output, probability, module.training)
+
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(drop)
+        layer.mlp.register_forward_hook(drop)
+    model.model.embed_tokens.register_forward_hook(drop)
+
+
+def save(model: torch.nn.Module, tokenizer: Tokenizer, out: Path) -> None:
+    """Write a Hugging Face directory: bfloat16 weights, tokenizer, chat template, defaults."""
+    out.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save(str(out / "tokenizer.json"))
+    ids = [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)]
+    files = {
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": TURN_END,
+            "pad_token": END_OF_TEXT,
+            "chat_template": CHAT_TEMPLATE,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": CONFIG["max_position_embeddings"],
+        },
+        "generation_config.json": {
+            "do_sample": True,
+            "temperature": 0.8,
+            "top_k": 40,
+            "top_p": 0.95,
+            "eos_token_id": ids,
+            "pad_token_id": ids[1],
+        },
+    }
+    for name, content in files.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main() -> None:
+    """Train, keep the weights with the lowest held-out loss, save them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--batch", type=int, default=24)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--dropout", type=float, default=0.3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    train_text, test_text = read_corpus()
+    tokenizer = train_tokenizer(train_text)
+    text = torch.tensor(tokenizer.encode(train_text).ids)
+    chat = torch.tensor(chat_stream(train_text, tokenizer, random.Random(0)))
+    test = torch.tensor(tokenizer.encode(test_text).ids)
+    print(f"{len(text)} tokens of text, {len(chat)} of chat, {len(test)} held out")
+
+    turn_end = tokenizer.token_to_id(TURN_END)
+    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG, eos_token_id=turn_end, bos_token_id=None))
+    model.to(args.device)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters")
+    add_dropout(model, args.dropout)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=args.rate,
+        betas=(0.9, 0.98),
+    )
+    rng = torch.Generator().manual_seed(0)
+    best, best_weights = math.inf, None
+    for step in range(args.steps):
+        warm = min(1.0, (step + 1) / 100)
+        cosine = 0.5 * (1 + math.cos(math.pi * step / args.steps))
+        for group in optimizer.param_groups:
+            group["lr"] = args.rate * warm * (0.02 + 0.98 * cosine)
+        rows = batches(text, chat, args.batch, args.length, rng).to(args.device)
+        with torch.autocast(args.device, torch.bfloat16):
+            logits = model(rows).logits[:, :-1]
+        loss = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 100 == 99:
+            held = held_out_loss(model, test, args.length, args.device)
+            print(f"step {step + 1}: training {loss.item():.3f}, held out {held:.3f}", flush=True)
+            if held < best:
+                best, best_weights = held, {k: v.clone() for k, v in model.state_dict().items()}
+    assert best_weights is not None
+    model.load_state_dict(best_weights)
+    per_byte = best * len(test) / len(test_text.encode()) / math.log(2)
+    print(f"held-out loss {best:.3f} nats per token, {per_byte:.3f} bits per byte")
+    save(model, tokenizer, args.out)
+
+
+if __name__ == "__main__":
+    main()

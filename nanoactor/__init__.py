@@ -1,0 +1,48 @@
+"""nanoactor: an LLM inference engine made of actors.
+
+Importing this package is light; torch is imported only in runner processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanoactor.config import EngineConfig
+    from nanoactor.engine import AsyncLLM
+    from nanoactor.llm import LLM
+    from nanoactor.outputs import CompletionOutput, RequestOutput, RequestOutputKind
+    from nanoactor.params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+]
+
+_HOMES = {
+    "AsyncLLM": "nanoactor.engine",
+    "CompletionOutput": "nanoactor.outputs",
+    "EngineConfig": "nanoactor.config",
+    "LLM": "nanoactor.llm",
+    "RequestOutput": "nanoactor.outputs",
+    "RequestOutputKind": "nanoactor.outputs",
+    "SamplingParams": "nanoactor.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

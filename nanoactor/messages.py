@@ -1,0 +1,318 @@
+"""Every message of the engine: who sends it to whom, and what its fields mean.
+
+`uid` is the frontend's number of a request, counted from 0 without gaps. `slot` is a row of
+the running batch. A *step* is numbered from 1 without gaps. Arrays of one message that
+describe the same rows have the same length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.runtime.codec import NamedArrays, message
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+
+
+@message(1)
+class Sampling:
+    """How the runner chooses a sequence's tokens."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+@message(2)
+class Stopping:
+    """When the scheduler ends a sequence."""
+
+    max_tokens: int
+    min_tokens: int
+    eos_ids: tuple[int, ...]
+    """Empty where end-of-sequence is ignored."""
+    stop_ids: tuple[int, ...]
+
+
+@message(3)
+class TextOptions:
+    """How the detokenizer makes text and where it stops."""
+
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special: bool
+    min_tokens: int
+
+
+@message(10)
+class Submit:
+    """Frontend to tokenizer: a request with exactly one of text, chat or token ids."""
+
+    uid: int
+    epoch: int
+    text: str | None
+    chat: list[Any] | None
+    chat_options: dict[str, Any]
+    token_ids: Int32
+    priority: int
+    sampling: Sampling
+    stopping: Stopping
+    text_options: TextOptions
+
+
+@message(11)
+class Admit:
+    """Tokenizer to scheduler: a request that may run.
+
+    `token_ids` are the prompt and, where a request continues after a restart, the output so
+    far: output starts at `prompt_length`. `hashes` has a row of 16 bytes for each full block.
+    """
+
+    uid: int
+    epoch: int
+    token_ids: Int32
+    prompt_length: int
+    hashes: NDArray[np.uint8]
+    priority: int
+    sampling: Sampling
+    stopping: Stopping
+    text_options: TextOptions
+    arrays: NamedArrays
+    """Pixels, grids and the like, by name; nothing reads them yet."""
+
+
+@message(12)
+class Reject:
+    """Tokenizer to scheduler: a request that cannot run, and why."""
+
+    uid: int
+    epoch: int
+    text: str
+
+
+@message(13)
+class Abort:
+    """Frontend to scheduler: end a request; it may not have arrived yet, or be over."""
+
+    uid: int
+
+
+@message(20)
+class Match:
+    """Scheduler to block manager: give a slot the blocks for these tokens.
+
+    `blocks` credits were debited for it, as if no prefix were cached.
+    """
+
+    uid: int
+    slot: int
+    token_ids: Int32
+    hashes: NDArray[np.uint8]
+    blocks: int
+
+
+@message(21)
+class Admissions:
+    """What the runners must know of sequences that run for the first time; a row each."""
+
+    slots: Int32
+    temperature: Float32
+    top_k: Int32
+    top_p: Float32
+    min_p: Float32
+    seed: NDArray[np.uint64]
+    unmasked_from: Int32
+    """Position from which the ids in `masked_ids` may be sampled (`min_tokens`)."""
+    masked_ids: Int32
+    masked_counts: Int32
+    """How many of `masked_ids` belong to each row."""
+
+
+@message(22)
+class Plan:
+    """Scheduler to block manager: one step, in counts. It becomes a `Step` there.
+
+    The rows are the prefill rows, then the slots of the decode set in ascending order.
+    """
+
+    step: int
+    slots: Int32
+    """Prefill rows: the slot, ..."""
+    starts: Int32
+    """... its first position in this step, ..."""
+    counts: Int32
+    """... how many tokens, ..."""
+    samples: NDArray[np.bool_]
+    """... and whether the row ends what is to be prefilled, so that a token is sampled."""
+    joins: Int32
+    """Slots that enter the decode set before this step."""
+    leaves: Int32
+    """Slots that leave the decode set before this step."""
+    grows: Int32
+    """Slots of the decode set that need one more block for this step."""
+    admissions: Admissions
+
+
+@message(23)
+class Known:
+    """Scheduler to block manager: a step is done, and these slots got these tokens."""
+
+    step: int
+    slots: Int32
+    token_ids: Int32
+
+
+@message(24)
+class Free:
+    """Scheduler to block manager: these slots' sequences no longer need their blocks.
+
+    Steps up to `fence` may still use them.
+    """
+
+    slots: Int32
+    fence: int
+
+
+@message(30)
+class Step:
+    """Block manager to every runner: a plan with the ids that it needs."""
+
+    step: int
+    slots: Int32
+    starts: Int32
+    counts: Int32
+    samples: NDArray[np.bool_]
+    token_ids: Int32
+    """The prefill rows' tokens, one row after the other."""
+    joins: Int32
+    leaves: Int32
+    table_slots: Int32
+    """Changes to block tables: the slot, ..."""
+    table_starts: Int32
+    """... the first entry that changes, ..."""
+    table_counts: Int32
+    """... and how many, ..."""
+    table_blocks: Int32
+    """... and the block ids, one change after the other."""
+    admissions: Admissions
+
+
+@message(31)
+class StepDone:
+    """Runner to scheduler: the tokens sampled in a step, by row, rows that sample none left out."""
+
+    step: int
+    token_ids: Int32
+    seconds: float
+    """How long the device took."""
+
+
+@message(32)
+class StepWanted:
+    """Runner to scheduler: the device will run dry unless this step is planned now."""
+
+    step: int
+
+
+@message(40)
+class Credits:
+    """Block manager to scheduler: what matches found and what frees gave back."""
+
+    uids: Int64
+    """Of the matches answered, in their order."""
+    hits: Int32
+    """How many tokens of each are already computed."""
+    refunds: Int32
+    """How many of the debited blocks other sequences already hold."""
+    freed: Int32
+    """For each `Free` answered: blocks that nobody holds any more, ..."""
+    fences: Int32
+    """... and the step that must be done before they may be written again."""
+    slots: Int32
+    """How many slots each answered `Free` named."""
+
+
+@message(50)
+class Open:
+    """Scheduler to detokenizer: a request's tokens will follow."""
+
+    uid: int
+    token_ids: Int32
+    prompt_length: int
+    options: TextOptions
+
+
+@message(51)
+class Finish:
+    """The end of a request's token stream, after the tokens it travels with."""
+
+    uid: int
+    reason: str
+    """"stop", "length", "abort" or "error"."""
+    stop_reason: int | str | None
+    error: str
+    cached_tokens: int
+    preemptions: int
+    hide_last: bool
+    """The last token is a stop token: its text is not part of the output."""
+
+
+@message(52)
+class Tokens:
+    """Scheduler to detokenizer: what a step brought, at most one token for each request."""
+
+    step: int
+    uids: Int64
+    indices: Int32
+    """The index of each token in its request's output, from 0."""
+    token_ids: Int32
+    finishes: tuple[Finish, ...]
+
+
+@message(60)
+class Opened:
+    """The scheduler has taken a request; what its prompt became."""
+
+    uid: int
+    prompt_token_ids: Int32
+
+
+@message(61)
+class Terminal:
+    """The last word on a request; nothing follows. Its counts are those of the whole output."""
+
+    uid: int
+    reason: str
+    stop_reason: int | str | None
+    error: str
+    tokens: int
+    characters: int
+    cached_tokens: int
+    preemptions: int
+
+
+@message(62)
+class Chunk:
+    """Detokenizer to frontend: what is new, for any number of requests."""
+
+    opened: tuple[Opened, ...]
+    uids: Int64
+    texts: list[str]
+    counts: Int32
+    """How many of `token_ids` belong to each of `uids`."""
+    token_ids: Int32
+    terminals: tuple[Terminal, ...]
+
+
+@message(63)
+class Stop:
+    """Detokenizer to scheduler: a stop string ended a request; its terminal is on its way."""
+
+    uid: int

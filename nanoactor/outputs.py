@@ -1,0 +1,69 @@
+"""What the engine yields, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+
+class RequestOutputKind(enum.Enum):
+    """What each output of a stream holds."""
+
+    CUMULATIVE = 0
+    """All text and tokens so far."""
+    DELTA = 1
+    """What is new since the output before."""
+    FINAL_ONLY = 2
+    """One output, at the end."""
+
+
+@dataclasses.dataclass(slots=True)
+class CompletionOutput:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """"stop", "length" or "abort"; None while it goes on."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for end-of-sequence and other ends."""
+    cumulative_logprob: float | None = None
+    logprobs: Any = None
+    """Always None: SamplingParams offers no logprobs."""
+
+    def finished(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(slots=True)
+class RequestMetrics:
+    """When what happened, in seconds of `time.monotonic()`."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from the request's arrival to its first token at the user's loop."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclasses.dataclass(slots=True)
+class RequestOutput:
+    """The state of one request when it was yielded."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache held; known at the end."""
+    num_preemptions: int = 0
+    """How often the sequence gave its blocks to older ones; known at the end."""
+    prompt_logprobs: Any = None

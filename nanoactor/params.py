@@ -1,0 +1,108 @@
+"""Sampling parameters, named and meant as in vLLM and the OpenAI API."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.outputs import RequestOutputKind
+
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. None means: as the model's defaults say.
+
+    Truncation follows transformers: temperature, then top-k, then top-p, then min-p, each on
+    what the one before left. Raises `InvalidRequest` on construction, naming the value.
+    """
+
+    temperature: float | None = None
+    """0 is greedy. Default: the model's `generation_config.json`, else 1."""
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 or -1: no limit."""
+    min_p: float | None = None
+    """Drop tokens less likely than this share of the likeliest."""
+    seed: int | None = None
+    """The stream of random numbers; drawn at the door if none is given."""
+    max_tokens: int | None = None
+    """Default: as many as fit `max_model_len`."""
+    min_tokens: int = 0
+    """No end-of-sequence, stop token or stop string before so many tokens."""
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        """Check every value and bring `stop` and `stop_token_ids` into their one form."""
+        _number("temperature", self.temperature, 0.0, 1e4)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _whole("top_k", self.top_k, -1)
+        _whole("seed", self.seed, 0, 2**64 - 1)
+        _whole("max_tokens", self.max_tokens, 1)
+        _whole("min_tokens", self.min_tokens, 0, optional=False)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise InvalidRequest(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+            )
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+
+
+def _number(
+    name: str, value: Any, low: float, high: float, open_low: bool = False
+) -> None:
+    if value is None:
+        return
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or not low <= value <= high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise InvalidRequest(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}")
+
+
+def _whole(
+    name: str, value: Any, low: int, high: int | None = None, optional: bool = True
+) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be a whole number, got {value!r}")
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidRequest(f"{name} must be {limit}, got {value}")
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise InvalidRequest(f"stop must hold non-empty strings, got {string!r}")
+        if len(string) > MAX_STOP_LENGTH:
+            raise InvalidRequest(f"a stop string may have {MAX_STOP_LENGTH} characters at most")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop may hold {MAX_STOP_STRINGS} strings, got {len(strings)}")
+    return strings
+
+
+def _stop_ids(ids: Any) -> tuple[int, ...]:
+    try:
+        found = tuple(ids or ())
+    except TypeError:
+        raise InvalidRequest(f"stop_token_ids must be a list of token ids, got {ids!r}") from None
+    for token in found:
+        _whole("stop_token_ids", token, 0, 2**31 - 1, optional=False)
+    return found

@@ -1,0 +1,113 @@
+"""An actor: one mailbox, one state, one message handled at a time.
+
+A handler is a plain function: it changes the actor's state and sends. It cannot await, so
+it can wait neither for a reply nor for room in a ring, and no cycle of messages can
+deadlock. Work that takes long belongs on a thread of the actor's own, which hands its
+result back with `Context.call_soon`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nanoactor.runtime.errors import RuntimeFault
+from nanoactor.runtime.lease import Lease
+from nanoactor.runtime.outbox import Outbox
+
+Handler = Callable[[Any], None]
+Facts = dict[str, Any]
+"""What an actor makes known to all others when it is ready: plain picklable values."""
+
+
+class Context:
+    """What the node gives to an actor: its outboxes, its loop, its logger."""
+
+    def __init__(
+        self,
+        name: str,
+        loop: asyncio.AbstractEventLoop,
+        outboxes: Mapping[str, Outbox],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self.name = name
+        self.loop = loop
+        self.log = logging.getLogger(f"nanoactor.{name}")
+        self._outboxes = outboxes
+        self._fail = fail
+        self._lease: Lease | None = None
+
+    def outbox(self, edge: str) -> Outbox:
+        """The outbox of one of this actor's edges, by the target's or the edge's name."""
+        try:
+            return self._outboxes[edge]
+        except KeyError:
+            raise RuntimeFault(
+                f"actor {self.name} has no edge {edge!r}; it has {sorted(self._outboxes)}"
+            ) from None
+
+    def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run a function on the actor's loop, from any thread; an exception ends the node."""
+        self.loop.call_soon_threadsafe(self._guarded, function, arguments)
+
+    def call_later(self, seconds: float, function: Callable[..., None]) -> asyncio.TimerHandle:
+        """Run a function on the actor's loop after a while; call this on the loop."""
+        return self.loop.call_later(seconds, self._guarded, function, ())
+
+    def _guarded(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:
+            self._fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the node because of an error, from the loop's thread."""
+        self._fail(error)
+
+    def enter(self, lease: Lease) -> None:
+        """For the mailbox: the message about to be handled is read under this lease."""
+        self._lease = lease
+
+    def hold(self) -> Lease | None:
+        """Keep the message at hand readable beyond its handler; None where it owns its memory.
+
+        The caller must release the lease, on the loop. Called only while a message is handled.
+        """
+        lease, self._lease = self._lease, None
+        return lease
+
+
+class Actor:
+    """Base of all actors; made where it runs, with its configuration and nothing else."""
+
+    context: Context
+
+    def __init__(self, config: Any) -> None:
+        """`config` is what the topology holds for this actor."""
+
+    def setup(self) -> Facts:
+        """Get ready, as long as it takes; runs before any message. Returns what others need.
+
+        An exception here becomes the caller's, if its class says `travels = True`.
+        """
+        return {}
+
+    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+        """All actors are ready: take the context, and what every actor made known."""
+        self.context = context
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Which message class goes to which method."""
+        return {}
+
+    def on_ready(self, outbox: Outbox) -> None:
+        """An outbox that had to wait has sent all it held."""
+
+    def stop(self) -> None:
+        """The system ends: stop threads, let go of what the process's end does not free."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Figures of the actor's own, for `System.statistics()`."""
+        return {}

@@ -1,0 +1,137 @@
+"""What a node's process runs: bound to its parent's life, silent on Ctrl-C, one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import importlib.abc
+import importlib.machinery
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+from nanoactor.runtime import control
+from nanoactor.runtime.codec import schema_hashes
+from nanoactor.runtime.node import Node
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+EXIT_ORPHANED, EXIT_FAILED = 70, 71
+
+
+def main(descriptor: int) -> None:
+    """Entry of a child: `descriptor` is its end of the control channel. Never returns."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    faulthandler.enable()
+    connection = Connection(descriptor)
+    bootstrap = connection.recv()
+    assert isinstance(bootstrap, control.Bootstrap)
+    _die_with_parent(bootstrap.parent_pid, bootstrap.plan.name)
+    sys.meta_path.insert(0, _Blocker(bootstrap.blocked_modules))
+    child = _Child(bootstrap, connection)
+    child.run()
+
+
+def _die_with_parent(parent: int, name: str) -> None:
+    """Have the kernel end this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(_PR_SET_NAME, f"na:{name}"[:15].encode(), 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call above took effect
+        os._exit(EXIT_ORPHANED)
+
+
+class _Blocker(importlib.abc.MetaPathFinder):
+    """Refuses to import what has no place in this node."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Raise for a blocked top-level module; leave all others to the usual finders."""
+        if fullname.partition(".")[0] in self._names:
+            raise ModuleNotFoundError(f"{fullname} is not imported in this node", name=fullname)
+        return None
+
+
+class _Child:
+    """The node, its loop, and the thread that listens to the parent."""
+
+    def __init__(self, bootstrap: control.Bootstrap, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._culprit = bootstrap.plan.actors[0].name
+        self._loop = _new_loop()
+        self._node = Node(bootstrap.plan, self._fail)
+        root = logging.getLogger()
+        root.setLevel(bootstrap.log_level)
+        root.addHandler(control.ChannelHandler(connection, self._lock))
+
+    def run(self) -> None:
+        """Set the actors up, report, and serve until told to stop."""
+        asyncio.set_event_loop(self._loop)
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+        try:
+            facts = self._node.setup(self._note_culprit)
+            self._send(control.Ready(facts, schema_hashes()))
+        except BaseException as error:
+            self._fail(self._culprit, error)
+        self._loop.run_forever()
+
+    def _note_culprit(self, actor: str) -> None:
+        self._culprit = actor
+
+    def _send(self, message: Any) -> None:
+        with self._lock:
+            self._connection.send(message)
+
+    def _fail(self, actor: str, error: BaseException) -> None:
+        """Report what happened and end: a node with a failed actor serves nobody."""
+        try:
+            self._send(control.Failed.of(actor, error))
+        finally:
+            os._exit(EXIT_FAILED)
+
+    def _listen(self) -> None:
+        """Runs in a thread, as the loop may block in C; without a parent there is no work."""
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                os._exit(EXIT_ORPHANED)
+            self._loop.call_soon_threadsafe(self._obey, message)
+
+    def _obey(self, message: Any) -> None:
+        match message:
+            case control.Start(facts):
+                try:
+                    self._node.start(self._loop, facts)
+                except BaseException as error:
+                    self._fail(self._culprit, error)
+                self._send(control.Started())
+            case control.Query(number):
+                self._send(control.Reply(number, self._node.statistics()))
+            case control.Stop():
+                # Everything that must be released, stop() releases; skipping the
+                # interpreter's own end saves a torch process half a second.
+                self._node.stop()
+                os._exit(0)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    if os.environ.get("NANOACTOR_LOOP", "uvloop") == "asyncio":
+        return asyncio.new_event_loop()
+    import uvloop
+
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

@@ -1,0 +1,134 @@
+"""The control channel of a node: start-up, readiness, log records, queries, shutdown.
+
+It is a `multiprocessing` connection over an inherited socket pair and exists beside the
+edges: it works before they are open and after an actor has failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pickle
+import threading
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from nanoactor.runtime.actor import Facts
+from nanoactor.runtime.node import NodePlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bootstrap:
+    """Parent to child, first: what to become."""
+
+    plan: NodePlan
+    parent_pid: int
+    log_level: int
+    blocked_modules: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """Parent to child: every node is ready, let messages flow."""
+
+    facts: Mapping[str, Facts]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Query:
+    """Parent to child: report your statistics."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stop:
+    """Parent to child: end."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ready:
+    """Child to parent: all actors are set up."""
+
+    facts: Mapping[str, Facts]
+    schema: Mapping[int, str]
+    """The digests of the message classes that it knows."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Started:
+    """Child to parent: the node receives messages."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failed:
+    """Child to parent: an actor raised, at start or later; the process ends."""
+
+    actor: str
+    trace: str
+    exception: bytes
+    """The pickled exception where its class says `travels = True`, else empty."""
+
+    @classmethod
+    def of(cls, actor: str, error: BaseException) -> Failed:
+        """Describe an exception so that it can be raised, or at least read, elsewhere."""
+        trace = "".join(traceback.format_exception(error))
+        travels = getattr(type(error), "travels", False)
+        return cls(actor, trace, pickle.dumps(error) if travels else b"")
+
+    def original(self) -> BaseException | None:
+        """The exception itself, where it travelled."""
+        return pickle.loads(self.exception) if self.exception else None  # noqa: S301 - our child
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reply:
+    """Child to parent: the answer to a `Query`."""
+
+    number: int
+    figures: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Log:
+    """Child to parent: one log record, its message already formatted."""
+
+    name: str
+    level: int
+    text: str
+    created: float
+    pid: int
+
+
+class ChannelHandler(logging.Handler):
+    """Sends a child's log records to the parent, whose logging decides what becomes of them."""
+
+    def __init__(self, connection: Connection, lock: threading.Lock) -> None:
+        super().__init__()
+        self._connection = connection
+        self._lock_channel = lock
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Format and send; a parent that is gone ends this process, so nothing is lost."""
+        text = record.getMessage()
+        if record.exc_info:
+            text += "\n" + "".join(traceback.format_exception(*record.exc_info))
+        entry = Log(record.name, record.levelno, text, record.created, os.getpid())
+        try:
+            with self._lock_channel:
+                self._connection.send(entry)
+        except OSError:
+            self.handleError(record)
+
+
+def replay(entry: Log, node: str) -> None:
+    """Hand a child's record to this process's logging, under the actor's name."""
+    logger = logging.getLogger(entry.name)
+    if not logger.isEnabledFor(entry.level):
+        return
+    record = logger.makeRecord(entry.name, entry.level, "", 0, "%s", (entry.text,), None)
+    record.created, record.process, record.processName = entry.created, entry.pid, node
+    logger.handle(record)

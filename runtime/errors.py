@@ -1,0 +1,55 @@
+"""What can go wrong in the runtime, one type each; the message says the cause and the mend."""
+
+from __future__ import annotations
+
+
+class RuntimeFault(Exception):
+    """Base of every error that the actor runtime raises."""
+
+
+class TopologyError(RuntimeFault):
+    """The declared actors, nodes and edges do not form a system that may run."""
+
+
+class CodecError(RuntimeFault):
+    """A message class or a record does not follow the wire format."""
+
+
+class SchemaMismatch(CodecError):
+    """Two nodes disagree about the message classes: they run different versions of the code."""
+
+
+class RecordTooLarge(RuntimeFault):
+    """A message exceeds what its edge can carry: half the ring's capacity."""
+
+
+class OutboxOverflow(RuntimeFault):
+    """An actor sent more on an edge than the edge's declared bound: a bug in the protocol."""
+
+
+class PeerBroken(RuntimeFault):
+    """The node at the other end of an edge is dead: nothing sent on it will be received."""
+
+
+class LeaseEscaped(RuntimeFault):
+    """An array that was read in place outlived its lease: it would read reused memory."""
+
+
+class RingCorrupted(RuntimeFault):
+    """A record's sequence number, length or checksum is wrong: memory was overwritten."""
+
+
+class StartupFailed(RuntimeFault):
+    """A node did not become ready: it raised, died or missed the deadline."""
+
+
+class NodeDied(RuntimeFault):
+    """A node ended while it was still needed."""
+
+
+class UnsupportedPlatform(RuntimeFault):
+    """The operating system lacks something that the chosen transport needs."""
+
+
+class NotUsableHere(RuntimeFault):
+    """The system is used from another event loop or another process than it was started in."""

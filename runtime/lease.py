@@ -1,0 +1,51 @@
+"""Reading in place without reading reused memory.
+
+A record's bytes belong to the ring again once its lease is released. Views that numpy or
+torch made of them would then show other data, and `memoryview.release()` does not stop
+them. So each record is read through a buffer object of its own, and every view holds a
+reference to it: when the lease ends, a count above the runtime's own means an escape.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from nanoactor.runtime.errors import LeaseEscaped
+
+# The lease's own reference and the argument of getrefcount.
+_OWN_REFERENCES = 2
+
+
+class Lease:
+    """The right to read one record in place, until `release()`.
+
+    An actor gets one from `Context.hold()`; records retire in the order in which they came,
+    so a lease that is held keeps the space of all later ones too. Not thread-safe: release
+    it on the node's loop.
+    """
+
+    __slots__ = ("_buffer", "_retire", "released")
+
+    def __init__(self, buffer: Any, retire: Callable[[], None]) -> None:
+        self._buffer = buffer
+        self._retire = retire
+        self.released = False
+
+    def release(self) -> None:
+        """Give the record back; a second call does nothing.
+
+        Raises `LeaseEscaped` where a view of it is still alive.
+        """
+        if self.released:
+            return
+        references = 0 if self._buffer is None else sys.getrefcount(self._buffer)
+        if references > _OWN_REFERENCES:
+            raise LeaseEscaped(
+                f"{references - _OWN_REFERENCES} view(s) of a record outlive its lease; "
+                "copy what is kept longer, or hold the lease until it is no longer needed"
+            )
+        self.released = True
+        self._buffer = None
+        self._retire()

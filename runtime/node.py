@@ -1,0 +1,164 @@
+"""A node: the actors that share one process and one event loop, wired to their edges."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nanoactor.runtime.actor import Actor, Context, Facts
+from nanoactor.runtime.errors import TopologyError
+from nanoactor.runtime.mailbox import DelayedDelivery, Mailbox
+from nanoactor.runtime.outbox import LocalOutbox, MixedOutbox, Outbox, RemoteOutbox
+from nanoactor.runtime.topology import ActorSpec, EdgeSpec
+from nanoactor.runtime.transport import Deliver, Receiver, ReceiverEnd, SenderEnd
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodePlan:
+    """All that a node needs to know of the topology; picklable."""
+
+    name: str
+    actors: tuple[ActorSpec, ...]
+    edges: tuple[EdgeSpec, ...]
+    """Every edge that starts at an actor of this node."""
+    senders: Mapping[int, SenderEnd]
+    """By position in `edges`: the writing end towards other nodes, where there are any."""
+    receivers: tuple[tuple[str, str, ReceiverEnd], ...]
+    """(edge label, target actor, reading end) of every edge that ends here from elsewhere."""
+    debug_delay_ms: float = 0.0
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The file descriptors that the node's process must inherit."""
+        ends: list[SenderEnd | ReceiverEnd] = [*self.senders.values()]
+        ends += [end for _, _, end in self.receivers]
+        return tuple(fd for end in ends for fd in end.descriptors)
+
+
+class Node:
+    """Builds the actors, then opens the edges, then lets messages flow."""
+
+    def __init__(self, plan: NodePlan, on_failure: Callable[[str, BaseException], None]) -> None:
+        """`on_failure` is called once, with the actor's name, when an actor cannot go on."""
+        self.plan = plan
+        self.actors: dict[str, Actor] = {}
+        self._on_failure = on_failure
+        self._failed = False
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._outboxes: dict[str, dict[str, Outbox]] = {}
+        self._remote: list[RemoteOutbox] = []
+        self._receivers: list[tuple[str, Receiver]] = []
+
+    def setup(self, on_culprit: Callable[[str], None] = lambda name: None) -> dict[str, Facts]:
+        """Import, make and set up every actor; returns what each makes known."""
+        facts = {}
+        for spec in self.plan.actors:
+            on_culprit(spec.name)
+            actor = _import_factory(spec.factory)(spec.config)
+            self.actors[spec.name] = actor
+            facts[spec.name] = actor.setup()
+        return facts
+
+    def start(self, loop: asyncio.AbstractEventLoop, facts: Mapping[str, Facts]) -> None:
+        """Open the edges, start the actors, then begin to receive."""
+        for spec in self.plan.actors:
+            context = Context(
+                spec.name, loop, self._outboxes.setdefault(spec.name, {}), self._fatal(spec.name)
+            )
+            actor = self.actors[spec.name]
+            self._mailboxes[spec.name] = Mailbox(context, actor.handlers(), self._fatal(spec.name))
+            actor.context = context
+        for position, edge in enumerate(self.plan.edges):
+            outbox = self._open_outbox(position, edge, loop)
+            self._outboxes[edge.source][edge.label] = outbox
+        for spec in self.plan.actors:
+            self.actors[spec.name].start(self.actors[spec.name].context, facts)
+        for label, target, end in self.plan.receivers:
+            receiver = end.open()
+            self._receivers.append((f"{label} -> {target}", receiver))
+            deliver = self._delayed(self._mailboxes[target].deliver, loop, label, target)
+            receiver.start(loop, deliver, self._fatal(target))
+
+    def _open_outbox(
+        self, position: int, edge: EdgeSpec, loop: asyncio.AbstractEventLoop
+    ) -> Outbox:
+        parts: list[Outbox] = []
+        local = [target for target in edge.targets if target in self._mailboxes]
+        if local:
+            parts.append(LocalOutbox(edge.label, [self._local_put(edge, t, loop) for t in local]))
+        if position in self.plan.senders:
+            actor = self.actors[edge.source]
+            sender = self.plan.senders[position].open()
+            remote = RemoteOutbox(edge.label, sender, loop, edge.bound, actor.on_ready)
+            self._remote.append(remote)
+            parts.append(remote)
+        return parts[0] if len(parts) == 1 else MixedOutbox(edge.label, parts)
+
+    def _local_put(
+        self, edge: EdgeSpec, target: str, loop: asyncio.AbstractEventLoop
+    ) -> Callable[[Any], None]:
+        mailbox = self._mailboxes[target]
+        if not self.plan.debug_delay_ms:
+            return mailbox.put
+        delayed = self._delayed(mailbox.deliver, loop, edge.label, target)
+        return lambda message: (delayed(message, None), None)[1]
+
+    def _delayed(
+        self, deliver: Deliver, loop: asyncio.AbstractEventLoop, label: str, target: str
+    ) -> Deliver:
+        delay = self.plan.debug_delay_ms
+        if not delay:
+            return deliver
+        return DelayedDelivery(deliver, loop, self._fatal(target), delay, f"{label}>{target}")
+
+    def _fatal(self, actor: str) -> Callable[[BaseException], None]:
+        def fail(error: BaseException) -> None:
+            if not self._failed:
+                self._failed = True
+                self._on_failure(actor, error)
+
+        return fail
+
+    def break_off(self, reason: str) -> None:
+        """Another node died: what is sent to other nodes from now on raises `PeerBroken`."""
+        self._failed = True
+        for outbox in self._remote:
+            outbox.break_off(reason)
+
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """Per actor: its own figures, its mailbox, its outboxes, and the edges that end at it."""
+        figures: dict[str, dict[str, Any]] = {}
+        for name, actor in self.actors.items():
+            outboxes = self._outboxes.get(name, {})
+            figures[name] = {
+                "actor": actor.statistics(),
+                "mailbox": self._mailboxes[name].statistics() if name in self._mailboxes else {},
+                "outboxes": {label: box.statistics() for label, box in outboxes.items()},
+                "inboxes": {
+                    label: dataclasses.asdict(receiver.statistics)
+                    for label, receiver in self._receivers
+                    if label.endswith(f"-> {name}")
+                },
+            }
+        return figures
+
+    def stop(self) -> None:
+        """Stop the actors, latest first, then close the edges."""
+        self._failed = True
+        for actor in reversed(self.actors.values()):
+            actor.stop()
+        for outbox in self._remote:
+            outbox.close()
+        for _, receiver in self._receivers:
+            receiver.close()
+
+
+def _import_factory(path: str) -> type[Actor]:
+    module, _, name = path.partition(":")
+    factory = getattr(importlib.import_module(module), name, None)
+    if not (isinstance(factory, type) and issubclass(factory, Actor)):
+        raise TopologyError(f"{path} is not an Actor class")
+    return factory

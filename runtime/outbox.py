@@ -1,0 +1,162 @@
+"""Where a sent message waits when its edge has no room, so that no handler ever does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from nanoactor.runtime.codec import Encoded, encode
+from nanoactor.runtime.errors import OutboxOverflow, PeerBroken
+from nanoactor.runtime.transport import EdgeStatistics, Sender
+
+
+class Outbox(Protocol):
+    """The sending side of an edge, the same for a ring, a queue and a neighbour in the node."""
+
+    label: str
+
+    def send(self, message: Any) -> None:
+        """Send now or as soon as there is room; never waits.
+
+        The message and its arrays must not be changed afterwards. Raises `RecordTooLarge`,
+        `OutboxOverflow` past the edge's bound, `PeerBroken` after the other side died.
+        """
+
+    @property
+    def ready(self) -> bool:
+        """Whether a message would leave at once.
+
+        An actor that can merge what it has to say keeps it until then (`Actor.on_ready`).
+        """
+
+    def break_off(self, reason: str) -> None:
+        """The other side is dead: forget what waits, refuse what comes."""
+
+    def statistics(self) -> dict[str, int]:
+        """Messages, bytes, waits, the present depth and the highest."""
+
+
+class RemoteOutbox:
+    """An outbox before a transport."""
+
+    def __init__(
+        self,
+        label: str,
+        sender: Sender,
+        loop: asyncio.AbstractEventLoop,
+        bound: int | None,
+        on_ready: Callable[[Outbox], None],
+    ) -> None:
+        self.label = label
+        self._sender = sender
+        self._loop = loop
+        self._bound = bound
+        self._on_ready = on_ready
+        self._waiting: deque[Encoded] = deque()
+        self._high_water = 0
+        self._broken = ""
+
+    def send(self, message: Any) -> None:
+        """Write the message, or queue it behind those that wait."""
+        if self._broken:
+            raise PeerBroken(f"{self.label}: {self._broken}")
+        encoded = encode(message)
+        if not self._waiting:
+            if self._sender.try_send(encoded):
+                return
+            self._sender.when_writable(self._loop, self._flush)
+        self._waiting.append(encoded)
+        depth = len(self._waiting)
+        self._high_water = max(self._high_water, depth)
+        if self._bound is not None and depth > self._bound:
+            raise OutboxOverflow(f"{self.label}: {depth} messages wait, its bound is {self._bound}")
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing waits."""
+        return not self._waiting
+
+    def _flush(self) -> None:
+        while self._waiting:
+            if not self._sender.try_send(self._waiting[0]):
+                self._sender.when_writable(self._loop, self._flush)
+                return
+            self._waiting.popleft()
+        self._on_ready(self)
+
+    def break_off(self, reason: str) -> None:
+        """Forget what waits; later sends raise `PeerBroken`."""
+        self._broken = reason
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Close the transport's end."""
+        self.break_off("the system is closed")
+        self._sender.close()
+
+    def statistics(self) -> dict[str, int]:
+        """Messages, bytes, waits, depth and high-water mark."""
+        return _figures(self._sender.statistics, len(self._waiting), self._high_water)
+
+
+def _figures(statistics: EdgeStatistics, depth: int, high_water: int) -> dict[str, int]:
+    return {
+        "messages": statistics.messages,
+        "bytes": statistics.bytes,
+        "waits": statistics.waits,
+        "depth": depth,
+        "high_water": high_water,
+    }
+
+
+class LocalOutbox:
+    """An outbox to actors of the same node: messages pass by reference."""
+
+    ready = True
+
+    def __init__(self, label: str, puts: list[Callable[[Any], None]]) -> None:
+        self.label = label
+        self._puts = puts
+        self._statistics = EdgeStatistics()
+
+    def send(self, message: Any) -> None:
+        """Put the message into every target's mailbox."""
+        self._statistics.messages += 1
+        for put in self._puts:
+            put(message)
+
+    def break_off(self, reason: str) -> None:
+        """A neighbour cannot die alone: nothing to break."""
+
+    def statistics(self) -> dict[str, int]:
+        """How many messages passed; what waits, waits in the mailbox."""
+        return _figures(self._statistics, 0, 0)
+
+
+class MixedOutbox:
+    """An edge whose targets live partly in this node and partly in others."""
+
+    def __init__(self, label: str, parts: list[Outbox]) -> None:
+        self.label = label
+        self._parts = parts
+
+    def send(self, message: Any) -> None:
+        """Send on every part."""
+        for part in self._parts:
+            part.send(message)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every part is."""
+        return all(part.ready for part in self._parts)
+
+    def break_off(self, reason: str) -> None:
+        """Break every part."""
+        for part in self._parts:
+            part.break_off(reason)
+
+    def statistics(self) -> dict[str, int]:
+        """The first part's figures: all parts carry the same messages."""
+        return self._parts[0].statistics()

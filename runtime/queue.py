@@ -1,0 +1,230 @@
+"""The portable transport: the ring's records through a pipe, a thread at either end.
+
+It is what `multiprocessing.Queue` is for one writer and one reader, without its named
+semaphores, which would stay behind after SIGKILL. It copies every record twice and wakes
+two threads; it exists for platforms without memfd and as the benchmark's baseline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from nanoactor.runtime.codec import HEADER, KIND_ARRAYS, Encoded, decode
+from nanoactor.runtime.errors import RecordTooLarge
+from nanoactor.runtime.lease import Lease
+from nanoactor.runtime.transport import Deliver, EdgeStatistics, Fatal
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueueSenderEnd:
+    """The writing ends of one pipe for each reader."""
+
+    pipes: tuple[int, ...]
+    capacity: int
+    debug: bool
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The pipes' writing ends."""
+        return self.pipes
+
+    def open(self) -> QueueSender:
+        """Start the writing threads; the descriptors now belong to the sender."""
+        return QueueSender(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueueReceiverEnd:
+    """The reading end of one pipe."""
+
+    pipe: int
+    debug: bool
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The pipe's reading end."""
+        return (self.pipe,)
+
+    def open(self) -> QueueReceiver:
+        """Take over the descriptor."""
+        return QueueReceiver(self)
+
+
+def create_queue(
+    readers: int, capacity: int, debug: bool = False
+) -> tuple[QueueSenderEnd, list[QueueReceiverEnd]]:
+    """Make pipes for one writer and `readers` readers.
+
+    `capacity` bounds the bytes that wait in the writer for each reader, as it bounds a ring.
+    """
+    pairs = [os.pipe() for _ in range(readers)]
+    receivers = [QueueReceiverEnd(read, debug) for read, _ in pairs]
+    return QueueSenderEnd(tuple(write for _, write in pairs), capacity, debug), receivers
+
+
+class QueueSender:
+    """Hands records to one writing thread per reader."""
+
+    def __init__(self, end: QueueSenderEnd) -> None:
+        self.statistics = EdgeStatistics()
+        self._end = end
+        self._sequence = 0
+        self._writers = [_PipeWriter(fd) for fd in end.pipes]
+
+    @property
+    def max_record(self) -> int:
+        """Half the capacity, in bytes, like a ring of the same size."""
+        return self._end.capacity // 2
+
+    def try_send(self, encoded: Encoded) -> bool:
+        """Queue one record for every reader; False where too many bytes wait already.
+
+        Raises `RecordTooLarge` for more than half the capacity.
+        """
+        if encoded.nbytes > self.max_record:
+            raise RecordTooLarge(
+                f"a record of {encoded.nbytes} bytes on an edge whose limit is {self.max_record}"
+            )
+        if any(w.waiting + encoded.nbytes > self._end.capacity for w in self._writers):
+            self.statistics.waits += 1
+            return False
+        record = encoded.to_bytes(self._sequence, self._end.debug)
+        self._sequence += 1
+        for writer in self._writers:
+            writer.put(record)
+        self.statistics.messages += 1
+        self.statistics.bytes += encoded.nbytes
+        return True
+
+    def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        """Call back once when the fullest writer has written something."""
+        max(self._writers, key=lambda writer: writer.waiting).when_written(loop, callback)
+
+    def close(self) -> None:
+        """Let the threads write what they have, then close the pipes."""
+        for writer in self._writers:
+            writer.close()
+
+
+class _PipeWriter:
+    """A thread that writes to one pipe, and how many bytes wait for it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.waiting = 0
+        self._lock = threading.Lock()
+        self._callbacks: list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = []
+        self._records: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
+        self._pipe = Connection(descriptor, readable=False)
+        self._thread = threading.Thread(target=self._run, name="nanoactor-pipe-out", daemon=True)
+        self._thread.start()
+
+    def put(self, record: bytearray) -> None:
+        with self._lock:
+            self.waiting += len(record)
+        self._records.put(record)
+
+    def when_written(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if self.waiting:
+                self._callbacks.append((loop, callback))
+                return
+        loop.call_soon(callback)
+
+    def _run(self) -> None:
+        # A reader that is gone is the supervisor's business; here it only ends the writing.
+        with contextlib.suppress(OSError):
+            while (record := self._records.get()) is not None:
+                self._pipe.send_bytes(record)
+                with self._lock:
+                    self.waiting -= len(record)
+                    callbacks, self._callbacks = self._callbacks, []
+                for loop, callback in callbacks:
+                    with contextlib.suppress(RuntimeError):  # the loop is closed
+                        loop.call_soon_threadsafe(callback)
+        self._pipe.close()
+
+    def close(self) -> None:
+        self._records.put(None)
+        self._thread.join(timeout=1.0)
+
+
+class QueueReceiver:
+    """A thread reads records and hands them to the loop in batches."""
+
+    def __init__(self, end: QueueReceiverEnd) -> None:
+        self.statistics = EdgeStatistics()
+        self._end = end
+        self._pipe = Connection(end.pipe, writable=False)
+        self._sequence = 0
+        self._lock = threading.Lock()
+        self._records: deque[bytes] = deque()
+        self._woken = False
+        """Whether a call of `_drain` is under way that will see what is appended now."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._deliver: Deliver
+        self._fatal: Fatal
+        self._thread: threading.Thread | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, deliver: Deliver, fatal: Fatal) -> None:
+        """Deliver every record on the loop from now on."""
+        self._loop, self._deliver, self._fatal = loop, deliver, fatal
+        self._thread = threading.Thread(target=self._run, name="nanoactor-pipe-in", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                record = self._pipe.recv_bytes()
+                with self._lock:
+                    self._records.append(record)
+                    wake, self._woken = not self._woken, True
+                if wake and not self._wake():
+                    break
+        self._pipe.close()
+
+    def _wake(self) -> bool:
+        loop = self._loop
+        if loop is None:
+            return False
+        try:
+            loop.call_soon_threadsafe(self._drain)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
+    def _drain(self) -> None:
+        try:
+            self.statistics.waits += 1
+            with self._lock:
+                records, self._records = self._records, deque()
+                self._woken = False
+            while records and self._loop is not None:
+                self._read(records.popleft())
+        except BaseException as error:
+            self._fatal(error)
+
+    def _read(self, record: bytes) -> None:
+        nbytes, kind, _, sent, _, _ = HEADER.unpack_from(record)
+        value = decode(record, self._sequence, self._end.debug)
+        self._sequence += 1
+        self.statistics.messages += 1
+        self.statistics.bytes += nbytes
+        self.statistics.waiting_ns += time.monotonic_ns() - sent
+        # The record is memory of its own and never reused, so nothing can escape from it.
+        lease = Lease(None, lambda: None) if kind == KIND_ARRAYS else None
+        self._deliver(value, lease)
+
+    def close(self) -> None:
+        """Stop delivering. The thread ends when the writer closes its end of the pipe."""
+        self._loop = None
+        if self._thread is None:
+            self._pipe.close()

@@ -1,0 +1,336 @@
+"""The Linux transport: one writer, one or more readers, records in anonymous shared memory.
+
+Nothing in shared memory synchronises. The writer stores a record and then adds one to each
+reader's *items* eventfd; a reader takes the count from there and reads exactly so many
+records. It adds the bytes that it is done with to its *space* eventfd; the writer reuses
+exactly what every reader has credited. The kernel's own locking inside these system calls
+orders the stores, on every processor architecture. There are no names: nothing can collide,
+and nothing stays when processes are killed.
+
+A record is contiguous. Where it does not fit before the ring's end, a padding record fills
+the rest; as a record is at most half the ring, padding and record together always fit into
+an empty ring. A reader credits all it has consumed whenever it has drained the ring:
+crediting lazily can leave an empty ring in which the next record never fits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+import mmap
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from nanoactor.runtime.codec import HEADER, KIND_ARRAYS, KIND_PADDING, Encoded, decode
+from nanoactor.runtime.errors import RecordTooLarge, RingCorrupted, UnsupportedPlatform
+from nanoactor.runtime.lease import Lease
+from nanoactor.runtime.transport import Deliver, EdgeStatistics, Fatal
+
+POISON = 0xDB
+MIN_CAPACITY = 4096
+
+
+def ring_capacity(largest_record: int) -> int:
+    """The smallest capacity, a power of two, in which such a record may be sent."""
+    return max(MIN_CAPACITY, 1 << (2 * largest_record - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RingSenderEnd:
+    """The writing end: the memory, and a pair of eventfds for each reader."""
+
+    memory: int
+    events: tuple[tuple[int, int], ...]
+    capacity: int
+    debug: bool
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The memory's descriptor and every reader's items and space eventfd."""
+        return (self.memory, *(fd for pair in self.events for fd in pair))
+
+    def open(self) -> RingSender:
+        """Map the memory; the descriptors now belong to the sender."""
+        return RingSender(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RingReceiverEnd:
+    """The reading end: the memory and this reader's own pair of eventfds."""
+
+    memory: int
+    items: int
+    space: int
+    capacity: int
+    debug: bool
+    spin_us: float = 0.0
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The memory's descriptor and this reader's items and space eventfd."""
+        return (self.memory, self.items, self.space)
+
+    def open(self) -> RingReceiver:
+        """Map the memory; the descriptors now belong to the receiver."""
+        return RingReceiver(self)
+
+
+def create_ring(
+    readers: int, capacity: int, debug: bool = False, spin_us: float = 0.0
+) -> tuple[RingSenderEnd, list[RingReceiverEnd]]:
+    """Make a ring for one writer and `readers` readers; every end has descriptors of its own.
+
+    `capacity` is in bytes, a power of two from 4096. `debug` adds a checksum to every record
+    and overwrites released space. `spin_us` is how long a reader that has drained its ring
+    looks again before it blocks. Raises `UnsupportedPlatform` where there is no memfd.
+    """
+    if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
+        raise UnsupportedPlatform("the ring needs Linux (memfd, eventfd); use transport='queue'")
+    if capacity < MIN_CAPACITY or capacity & (capacity - 1):
+        raise ValueError(f"capacity must be a power of two >= {MIN_CAPACITY}, got {capacity}")
+    memory = os.memfd_create("nanoactor-ring", os.MFD_CLOEXEC)
+    # Half as much again is mapped and never touched, so that a lease's buffer may be rounded
+    # up to a power of two past the ring's end (see RingReceiver._lease).
+    os.ftruncate(memory, capacity + capacity // 2)
+    flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+    pairs = [(os.eventfd(0, flags), os.eventfd(0, flags)) for _ in range(readers)]
+    receivers = [
+        RingReceiverEnd(os.dup(memory), os.dup(items), os.dup(space), capacity, debug, spin_us)
+        for items, space in pairs
+    ]
+    return RingSenderEnd(memory, tuple(pairs), capacity, debug), receivers
+
+
+class RingSender:
+    """Writes records; knows how far each reader has credited space back."""
+
+    def __init__(self, end: RingSenderEnd) -> None:
+        self.statistics = EdgeStatistics()
+        self._end = end
+        self._capacity = end.capacity
+        self._view = memoryview(mmap.mmap(end.memory, end.capacity + end.capacity // 2))
+        self._items = [items for items, _ in end.events]
+        self._spaces = [space for _, space in end.events]
+        self._written = 0
+        self._credited = [0] * len(end.events)
+        self._reusable = self._capacity
+        """Position up to which may be written: the slowest reader's credit plus the capacity."""
+        self._sequence = 0
+        self._waiting: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
+
+    @property
+    def max_record(self) -> int:
+        """Half the ring, in bytes."""
+        return self._capacity // 2
+
+    def try_send(self, encoded: Encoded) -> bool:
+        """Write one record and tell every reader; False where the slowest has no room for it.
+
+        Raises `RecordTooLarge` for more than half the ring.
+        """
+        nbytes = encoded.nbytes
+        if nbytes > self._capacity // 2:
+            raise RecordTooLarge(
+                f"a record of {nbytes} bytes on an edge whose limit is {self.max_record}: "
+                f"give the edge a ring of {ring_capacity(nbytes)} bytes"
+            )
+        at = self._written & (self._capacity - 1)
+        room = self._capacity - at
+        padding = room if nbytes > room else 0
+        end = self._written + padding + nbytes
+        if end > self._reusable:
+            self._collect()
+            if end > self._reusable:
+                self.statistics.waits += 1
+                return False
+        if padding:
+            HEADER.pack_into(self._view, at, padding, KIND_PADDING, self._sequence, 0, 0, 0)
+            at = 0
+        encoded.write_into(self._view, at, self._sequence, self._end.debug)
+        self._sequence += 1
+        self._written = end
+        for items in self._items:
+            os.eventfd_write(items, 1)
+        self.statistics.messages += 1
+        self.statistics.bytes += nbytes
+        return True
+
+    def _collect(self) -> None:
+        """Take what the readers credited; in debug mode overwrite what may now be reused."""
+        for index, space in enumerate(self._spaces):
+            with contextlib.suppress(BlockingIOError):
+                self._credited[index] += os.eventfd_read(space)
+        reusable = min(self._credited) + self._capacity
+        if self._end.debug:
+            self._poison(self._reusable, reusable)
+        self._reusable = reusable
+
+    def _poison(self, start: int, stop: int) -> None:
+        while start < stop:
+            at = start & (self._capacity - 1)
+            size = min(stop - start, self._capacity - at)
+            self._view[at : at + size] = bytes([POISON]) * size
+            start += size
+
+    def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        """Call back once when a reader has credited space."""
+        if self._waiting is None:
+            self._waiting = (loop, callback)
+            for space in self._spaces:
+                loop.add_reader(space, self._writable)
+
+    def _writable(self) -> None:
+        callback = self._stop_waiting()
+        self._collect()
+        if callback is not None:
+            callback()
+
+    def _stop_waiting(self) -> Callable[[], None] | None:
+        if self._waiting is None:
+            return None
+        loop, callback = self._waiting
+        self._waiting = None
+        for space in self._spaces:
+            loop.remove_reader(space)
+        return callback
+
+    def close(self) -> None:
+        """Let go of memory and descriptors; unread records stay with their readers."""
+        self._stop_waiting()
+        self._view = memoryview(b"")
+        _close_all(self._end.descriptors)
+        self._items, self._spaces = [], []
+
+
+class RingReceiver:
+    """Reads records in place and credits their space back in order."""
+
+    def __init__(self, end: RingReceiverEnd) -> None:
+        self.statistics = EdgeStatistics()
+        self._end = end
+        self._capacity = end.capacity
+        self._memory: Any = mmap.mmap(end.memory, end.capacity + end.capacity // 2)
+        self._position = 0
+        self._sequence = 0
+        self._due = 0
+        """Records that the writer has published and that were not yet read."""
+        self._held: deque[list[int]] = deque()
+        """[end position, 1 once released] of each record whose space is not yet credited."""
+        self._credited = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._deliver: Deliver
+        self._fatal: Fatal
+
+    def start(self, loop: asyncio.AbstractEventLoop, deliver: Deliver, fatal: Fatal) -> None:
+        """Deliver every record on the loop from now on."""
+        self._loop, self._deliver, self._fatal = loop, deliver, fatal
+        loop.add_reader(self._end.items, self._on_items)
+
+    def _on_items(self) -> None:
+        """Drain the ring. An exception here would only be logged by the loop: it is fatal."""
+        try:
+            self.statistics.waits += 1
+            self._take_count()
+            deadline = 0.0
+            while True:
+                while self._due and self._loop is not None:
+                    self._read_one()
+                    deadline = 0.0
+                self._credit()
+                if self._end.spin_us <= 0 or self._loop is None:
+                    return
+                deadline = deadline or time.perf_counter() + self._end.spin_us * 1e-6
+                while not self._take_count():
+                    if time.perf_counter() > deadline:
+                        return
+                self.statistics.spins += 1
+        except BaseException as error:
+            self._fatal(error)
+
+    def _take_count(self) -> bool:
+        try:
+            self._due += os.eventfd_read(self._end.items)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _read_one(self) -> None:
+        at = self._position & (self._capacity - 1)
+        nbytes, kind, _, sent, _, _ = HEADER.unpack_from(self._memory, at)
+        if kind == KIND_PADDING:
+            self._position += nbytes
+            at = 0
+            nbytes, kind, _, sent, _, _ = HEADER.unpack_from(self._memory, at)
+        if not 0 < nbytes <= self._capacity // 2:
+            raise RingCorrupted(f"record {self._sequence} claims a length of {nbytes} bytes")
+        self._due -= 1
+        self._position += nbytes
+        entry = [self._position, 0]
+        self._held.append(entry)
+        self.statistics.messages += 1
+        self.statistics.bytes += nbytes
+        self.statistics.waiting_ns += time.monotonic_ns() - sent
+        if kind == KIND_ARRAYS:
+            self._deliver_leased(at, nbytes, entry)
+        else:
+            value = decode(self._memory, self._sequence, self._end.debug, at)
+            self._sequence += 1
+            entry[1] = 1
+            self._deliver(value, None)
+        if self._position - self._credited > self._capacity // 4:
+            self._credit()
+
+    def _deliver_leased(self, at: int, nbytes: int, entry: list[int]) -> None:
+        buffer = self._buffer(at, nbytes)
+        value = decode(buffer, self._sequence, self._end.debug)
+        self._sequence += 1
+        lease = Lease(buffer, lambda: self._retire(entry))
+        del buffer
+        kept = self._deliver(value, lease)
+        del value
+        if not kept:
+            lease.release()
+
+    def _buffer(self, at: int, nbytes: int) -> Any:
+        """An object of the record's own that every view of it refers to.
+
+        ctypes makes a type for each length; rounding up keeps them few.
+        """
+        size = 1 << (nbytes - 1).bit_length()
+        return (ctypes.c_char * size).from_buffer(self._memory, at)
+
+    def _retire(self, entry: list[int]) -> None:
+        entry[1] = 1
+        if self._held and self._held[0] is entry and not self._due:
+            self._credit()
+
+    def _credit(self) -> None:
+        """Give the writer all space up to the first record that is still held."""
+        credited = self._credited
+        while self._held and self._held[0][1]:
+            credited = self._held.popleft()[0]
+        if credited != self._credited and self._loop is not None:
+            os.eventfd_write(self._end.space, credited - self._credited)
+            self._credited = credited
+
+    def close(self) -> None:
+        """Stop delivering; let go of memory and descriptors.
+
+        The memory itself stays mapped as long as a view of it lives.
+        """
+        if self._loop is not None:
+            self._loop.remove_reader(self._end.items)
+            self._loop = None
+        self._memory = None
+        _close_all(self._end.descriptors)
+
+
+def _close_all(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

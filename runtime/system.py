@@ -1,0 +1,376 @@
+"""The supervisor: starts the nodes of a topology, watches them, ends them.
+
+It lives in the user's process. One library thread starts the children, since the kernel
+ties a child's life to the *thread* that started it, and hears their control channels; a
+pidfd on the user's loop notices a death. It installs no signal handlers.
+
+Children are started as `python -c`, not through `multiprocessing`'s spawn: that would run
+the user's script a second time, demand a `__main__` guard, and leave a resource tracker
+behind. Everything a child needs travels over inherited descriptors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from nanoactor.runtime import control
+from nanoactor.runtime.actor import Actor, Facts
+from nanoactor.runtime.codec import schema_hashes
+from nanoactor.runtime.errors import (
+    NodeDied,
+    NotUsableHere,
+    RuntimeFault,
+    SchemaMismatch,
+    StartupFailed,
+)
+from nanoactor.runtime.node import Node, NodePlan
+from nanoactor.runtime.topology import NodeSpec, Topology
+from nanoactor.runtime.wiring import Options, wire
+
+log = logging.getLogger("nanoactor.system")
+
+
+class System:
+    """A running topology. Use it from the event loop and the process in which it was started."""
+
+    def __init__(
+        self, topology: Topology, options: Options, on_death: Callable[[BaseException], None]
+    ) -> None:
+        """`on_death` is called once, on the loop, when the running system has become useless."""
+        topology.validate()
+        self._topology = topology
+        self._options = options
+        self._on_death = on_death
+        self._children: dict[str, _ChildProcess] = {}
+        self._node: Node | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0
+        self._thread: _ReaperThread | None = None
+        self._dead: BaseException | None = None
+        self._closing = False
+        self._queries: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        self._numbers = itertools.count()
+        self.facts: dict[str, Facts] = {}
+
+    async def start(self) -> None:
+        """Start every node and wait until all are ready.
+
+        Raises what an actor's set-up raised, if its class travels, else `StartupFailed` with
+        the name of the actor or node and its traceback. Nothing is left running then.
+        """
+        self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
+        try:
+            await asyncio.wait_for(self._start(), self._options.start_timeout)
+        except TimeoutError:
+            late = [c.name for c in self._children.values() if not c.is_ready]
+            await self.close()
+            raise StartupFailed(
+                f"not ready after {self._options.start_timeout:.0f} s: node(s) {', '.join(late)}; "
+                "raise start_timeout if the model is large or the disk slow"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> None:
+        assert self._loop is not None
+        plans = wire(self._topology, self._options)
+        local = plans.pop(self._topology.local)
+        specs = {node.name: node for node in self._topology.nodes}
+        self._children = {
+            name: _ChildProcess(specs[name], plan, self._loop) for name, plan in plans.items()
+        }
+        if self._children:
+            self._thread = _ReaperThread(self._children, self._hear, self._loop)
+            self._thread.start()
+        self._node = Node(local, self._local_failed)
+        self.facts |= self._node.setup()
+        for child in self._children.values():
+            report = await child.ready
+            _check_schema(child.name, report.schema)
+            self.facts |= report.facts
+        for child in self._children.values():
+            self._loop.add_reader(child.pidfd, self._child_died, child)
+            child.send(control.Start(self.facts))
+        self._node.start(self._loop, self.facts)
+        for child in self._children.values():
+            await child.started
+
+    def actor(self, name: str) -> Actor:
+        """An actor of the local node."""
+        assert self._node is not None
+        return self._node.actors[name]
+
+    def check_usable(self) -> None:
+        """Raise `NotUsableHere` in a forked process or on another event loop."""
+        if os.getpid() != self._pid:
+            raise NotUsableHere(
+                "the engine was started in another process; start one after the fork, not before"
+            )
+        if asyncio.get_running_loop() is not self._loop:
+            raise NotUsableHere(
+                "the engine was started on another event loop; use it there, or start a second one"
+            )
+
+    @property
+    def dead(self) -> BaseException | None:
+        """Why the system became useless, if it did."""
+        return self._dead
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the nodes that are processes of their own."""
+        return {name: child.pid for name, child in self._children.items()}
+
+    async def statistics(self) -> dict[str, dict[str, Any]]:
+        """Every actor's figures, by actor; a node that does not answer in a second is left out."""
+        assert self._loop is not None
+        assert self._node is not None
+        figures = dict(self._node.statistics())
+        pending = []
+        for child in self._children.values():
+            number = next(self._numbers)
+            pending.append(self._queries.setdefault(number, self._loop.create_future()))
+            child.send(control.Query(number))
+        if pending:
+            done, _ = await asyncio.wait(pending, timeout=1.0)
+            for answer in done:
+                figures |= answer.result()
+        self._queries.clear()
+        return figures
+
+    def _hear(self, child: _ChildProcess, message: Any) -> None:
+        """A control message, on the loop."""
+        match message:
+            case control.Ready():
+                _resolve(child.ready, message)
+            case control.Started():
+                _resolve(child.started, None)
+            case control.Reply(number, figures):
+                if number in self._queries:
+                    _resolve(self._queries[number], figures)
+            case control.Failed():
+                child.failure = message
+            case None:
+                self._child_ended(child)
+
+    def _child_ended(self, child: _ChildProcess) -> None:
+        """The channel closed: everything the child had to say has been heard."""
+        error = child.describe_end()
+        for future in (child.ready, child.started):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # it is raised where start() awaits it, if it still does
+        self._die(error)
+
+    def _child_died(self, child: _ChildProcess) -> None:
+        """The pidfd is readable: the process is gone, perhaps with a last word in its channel."""
+        assert self._loop is not None
+        self._loop.remove_reader(child.pidfd)
+        if not self._closing:
+            self._loop.call_later(0.02, self._child_ended, child)
+
+    def _local_failed(self, actor: str, error: BaseException) -> None:
+        log.error("actor %s failed", actor, exc_info=error)
+        failure = RuntimeFault(f"actor {actor} failed: {error!r}")
+        failure.__cause__ = error
+        self._die(failure)
+
+    def _die(self, error: BaseException) -> None:
+        if self._dead is not None or self._closing:
+            return
+        self._dead = error
+        if self._node is not None:
+            self._node.break_off(str(error))
+        for child in self._children.values():
+            child.kill()
+        self._on_death(error)
+
+    async def close(self) -> None:
+        """End every node, latest first, and wait until none is left. A second call does nothing."""
+        if self._closing:
+            return
+        self._closing = True
+        assert self._loop is not None
+        for child in self._children.values():
+            if child.pidfd >= 0:
+                self._loop.remove_reader(child.pidfd)
+        for child in reversed(self._children.values()):
+            child.send(control.Stop())
+        if self._thread is not None:
+            try:
+                await asyncio.wait_for(
+                    asyncio.shield(self._thread.done), self._options.stop_timeout
+                )
+            except TimeoutError:
+                for child in self._children.values():
+                    child.kill()
+                await self._thread.done
+            self._thread.join()
+        if self._node is not None:
+            self._node.stop()
+        for child in self._children.values():
+            child.close()
+
+
+def _check_schema(node: str, theirs: Mapping[int, str]) -> None:
+    ours = schema_hashes()
+    differing = [number for number in theirs if ours.get(number, theirs[number]) != theirs[number]]
+    if differing:
+        raise SchemaMismatch(
+            f"node {node} lays out the messages {differing} differently from this process: "
+            "its code is of another version"
+        )
+
+
+def _resolve(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+class _ChildProcess:
+    """One node in a process of its own, as its parent sees it."""
+
+    def __init__(self, spec: NodeSpec, plan: NodePlan, loop: asyncio.AbstractEventLoop) -> None:
+        self.name = spec.name
+        self.ready: asyncio.Future[control.Ready] = loop.create_future()
+        self.started: asyncio.Future[None] = loop.create_future()
+        self.failure: control.Failed | None = None
+        self.pidfd = -1
+        self.process: subprocess.Popen[bytes] | None = None
+        self._spec = spec
+        self._plan = plan
+        self._lock = threading.Lock()
+        ours, self._theirs = socket.socketpair()
+        self.connection = Connection(ours.detach())
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 before it was started."""
+        return self.process.pid if self.process else 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it reported that its actors are set up."""
+        return self.ready.done() and not self.ready.cancelled()
+
+    def spawn(self) -> None:
+        """Start the process; runs on the library's thread. Its descriptors are closed here."""
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from nanoactor.runtime.child import main; main({self._theirs.fileno()})"
+        )
+        try:
+            self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
+                [sys.executable, "-c", program],
+                pass_fds=(self._theirs.fileno(), *self._plan.descriptors),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **self._spec.environment},
+            )
+            self.pidfd = os.pidfd_open(self.process.pid)
+        except (OSError, ValueError) as error:
+            self.failure = control.Failed.of(self.name, error)
+        finally:  # without our copies, the child's end shows at once on ours
+            self._theirs.close()
+            for descriptor in self._plan.descriptors:
+                os.close(descriptor)
+        level = logging.getLogger("nanoactor").getEffectiveLevel()
+        blocked = self._spec.blocked_modules
+        self.send(control.Bootstrap(self._plan, os.getpid(), level, blocked))
+
+    def send(self, message: Any) -> None:
+        """Send on the control channel; a child that is gone is noticed elsewhere."""
+        with self._lock, contextlib.suppress(OSError):
+            self.connection.send(message)
+
+    def reap(self, timeout: float | None) -> None:
+        """Wait until the process ended, so that it leaves no zombie."""
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout)
+
+    def kill(self) -> None:
+        """End it now."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+
+    def describe_end(self) -> BaseException:
+        """Why it ended, as the error to raise."""
+        if self.failure is None:
+            code = self.process.poll() if self.process else None
+            how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"status {code}"
+            return NodeDied(f"node {self.name} (pid {self.pid}) ended unexpectedly: {how}")
+        original = self.failure.original()
+        described = StartupFailed(f"actor {self.failure.actor} failed:\n{self.failure.trace}")
+        if original is None:
+            return described
+        original.__cause__ = described
+        return original
+
+    def close(self) -> None:
+        """Let go of descriptors."""
+        self.connection.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+class _ReaperThread(threading.Thread):
+    """Starts the children, hears what they say, and lives until the last one is reaped."""
+
+    def __init__(
+        self,
+        children: Mapping[str, _ChildProcess],
+        hear: Callable[[_ChildProcess, Any], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        # A daemon: where the user's program ends without close(), the children end with it.
+        super().__init__(name="nanoactor-supervisor", daemon=True)
+        self._children = children
+        self._hear = hear
+        self._loop = loop
+        self.done: asyncio.Future[None] = loop.create_future()
+        """Resolved when no child is left."""
+        self._open = {child.connection: child for child in children.values()}
+
+    def run(self) -> None:
+        """Start, then listen until every channel is closed, then reap."""
+        # Children inherit the mask: Ctrl-C cannot reach them before they ignore it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        for child in self._children.values():
+            child.spawn()
+        while self._open:
+            for connection in wait(list(self._open)):
+                assert isinstance(connection, Connection)
+                self._receive(self._open[connection])
+        for child in self._children.values():
+            child.reap(None)
+        self._tell(_resolve, self.done, None)
+
+    def _receive(self, child: _ChildProcess) -> None:
+        try:
+            message = child.connection.recv()
+        except (EOFError, OSError):
+            del self._open[child.connection]
+            message = None
+            child.reap(1.0)
+        if isinstance(message, control.Log):
+            control.replay(message, child.name)
+        else:
+            self._tell(self._hear, child, message)
+
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the user's loop is closed
+            self._loop.call_soon_threadsafe(function, *arguments)

@@ -1,0 +1,122 @@
+"""The declared shape of a system: actors, the nodes they live in, the edges between them.
+
+Everything is declared before anything starts, and checked: each edge has one writer, and
+the edges whose traffic no protocol bounds form no cycle, so that no chain of full outboxes
+can grow without end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import graphlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from nanoactor.runtime.errors import TopologyError
+
+Transport = Literal["ring", "queue"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """One actor: a name, the class that is imported where it runs, and its configuration."""
+
+    name: str
+    factory: str
+    """"package.module:Class", a subclass of `Actor`; called with `config`."""
+    config: Any
+    """Picklable; travels once, at start."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """One process with one event loop, and the actors in it."""
+
+    name: str
+    actors: tuple[str, ...]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Variables set before the process starts; None of them reach other nodes."""
+    blocked_modules: tuple[str, ...] = ()
+    """Modules whose import fails here, so that nothing heavy slips into a light process."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EdgeSpec:
+    """A one-way channel from one actor to one other, or to several that all get everything."""
+
+    source: str
+    targets: tuple[str, ...]
+    capacity: int = 1 << 16
+    """Bytes; a power of two, at least twice the largest record."""
+    bound: int | None = None
+    """How many messages can wait unsent by protocol; None where nothing bounds them."""
+    name: str = ""
+    """How the source addresses it; the target's name where there is one target."""
+    transport: Transport = "ring"
+
+    @property
+    def label(self) -> str:
+        """The name by which the source sends."""
+        return self.name or next(iter(self.targets), "nobody")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Topology:
+    """The whole system. Nodes start together and stop in reverse order."""
+
+    actors: tuple[ActorSpec, ...]
+    nodes: tuple[NodeSpec, ...]
+    edges: tuple[EdgeSpec, ...]
+    local: str
+    """The node that lives in the caller's process and on its event loop."""
+
+    def validate(self) -> None:
+        """Raise `TopologyError` naming the first thing that is wrong."""
+        names = [actor.name for actor in self.actors]
+        _refuse_duplicates("actor", names)
+        _refuse_duplicates("node", [node.name for node in self.nodes])
+        _refuse_duplicates("edge", [f"{edge.source} -> {edge.label}" for edge in self.edges])
+        placed = [actor for node in self.nodes for actor in node.actors]
+        _refuse_duplicates("placement of actor", placed)
+        if set(placed) != set(names):
+            raise TopologyError(f"actors without a node, or unknown: {set(placed) ^ set(names)}")
+        if self.local not in {node.name for node in self.nodes}:
+            raise TopologyError(f"the local node {self.local!r} is not declared")
+        for edge in self.edges:
+            _check_edge(edge, set(names))
+        self._check_cycles()
+
+    def _check_cycles(self) -> None:
+        graph: dict[str, set[str]] = {}
+        for edge in self.edges:
+            if edge.bound is None:
+                graph.setdefault(edge.source, set()).update(edge.targets)
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:
+            path = " -> ".join(reversed(error.args[1]))
+            raise TopologyError(
+                f"unbounded edges form a cycle: {path}; an outbox in it could grow without end. "
+                "Give one of these edges the bound that its protocol keeps"
+            ) from error
+
+    def node_of(self, actor: str) -> str:
+        """The name of the node in which an actor lives."""
+        return next(node.name for node in self.nodes if actor in node.actors)
+
+
+def _refuse_duplicates(what: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise TopologyError(f"{what} {name!r} is declared twice")
+
+
+def _check_edge(edge: EdgeSpec, actors: set[str]) -> None:
+    label = f"edge {edge.source} -> {edge.label}"
+    unknown = {edge.source, *edge.targets} - actors
+    if unknown or not edge.targets:
+        raise TopologyError(f"{label}: unknown or missing actors {sorted(unknown)}")
+    if len(edge.targets) > 1 and not edge.name:
+        raise TopologyError(f"{label}: an edge with several targets needs a name")
+    if edge.source in edge.targets:
+        raise TopologyError(f"{label}: an actor calls itself by a method, not by a message")

@@ -1,0 +1,95 @@
+"""What every transport offers to the outboxes and mailboxes above it.
+
+A transport carries records from one writer to one or more readers, in order, each once.
+The pieces are made in the supervisor's process as *ends*: plain descriptors of inherited
+file descriptors that are opened, in whatever process, into a `Sender` or a `Receiver`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from nanoactor.runtime.codec import Encoded
+from nanoactor.runtime.lease import Lease
+
+Deliver = Callable[[Any, Lease | None], bool]
+"""Called with each message in turn, and with the lease it is read under, if it needs one.
+
+True where whoever took the message keeps the lease; else the receiver releases it at once.
+"""
+
+Fatal = Callable[[BaseException], None]
+"""Called when reading or handling failed: the node cannot go on."""
+
+
+@dataclasses.dataclass(slots=True)
+class EdgeStatistics:
+    """Counters of one end of an edge, since it was opened."""
+
+    messages: int = 0
+    bytes: int = 0
+    waits: int = 0
+    """Writer: sends that found no room. Reader: wake-ups."""
+    spins: int = 0
+    """Reader: wake-ups avoided because a record came during the bounded spin."""
+    waiting_ns: int = 0
+    """Reader: time between send and delivery, summed over messages."""
+
+
+class Sender(Protocol):
+    """The writing end of an edge."""
+
+    statistics: EdgeStatistics
+
+    @property
+    def max_record(self) -> int:
+        """The longest record that can ever be sent, in bytes."""
+
+    def try_send(self, encoded: Encoded) -> bool:
+        """Write and publish one record; False where there is no room for it now.
+
+        Raises `RecordTooLarge` where there never will be.
+        """
+
+    def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        """Call back once, on the loop, when room may have appeared."""
+
+    def close(self) -> None:
+        """Let go of memory and descriptors."""
+
+
+class Receiver(Protocol):
+    """The reading end of an edge."""
+
+    statistics: EdgeStatistics
+
+    def start(self, loop: asyncio.AbstractEventLoop, deliver: Deliver, fatal: Fatal) -> None:
+        """Deliver every record on the loop from now on."""
+
+    def close(self) -> None:
+        """Stop delivering; let go of memory and descriptors."""
+
+
+class SenderEnd(Protocol):
+    """A writing end before it is opened; picklable."""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The file descriptors that the opening process must inherit."""
+
+    def open(self) -> Sender:
+        """Open it in this process, which takes over the descriptors."""
+
+
+class ReceiverEnd(Protocol):
+    """A reading end before it is opened; picklable."""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The file descriptors that the opening process must inherit."""
+
+    def open(self) -> Receiver:
+        """Open it in this process, which takes over the descriptors."""

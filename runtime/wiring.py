@@ -1,0 +1,79 @@
+"""From a topology to what each node must open: makes rings and queues, hands out their ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from nanoactor.runtime.node import NodePlan
+from nanoactor.runtime.queue import create_queue
+from nanoactor.runtime.ring import create_ring
+from nanoactor.runtime.topology import ActorSpec, EdgeSpec, Topology, Transport
+from nanoactor.runtime.transport import ReceiverEnd, SenderEnd
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """How a system runs, apart from its shape."""
+
+    transport: Transport | None = None
+    """Overrides the transport of every edge."""
+    debug: bool = False
+    """Checksums on records, released space overwritten."""
+    debug_delay_ms: float = 0.0
+    """Delay each message on each edge by a random time up to this, keeping the edge's order."""
+    spin_us: float = 0.0
+    """How long a ring's reader looks again before it blocks; only where cores are idle."""
+    start_timeout: float = 600.0
+    """Seconds until every node must be ready."""
+    stop_timeout: float = 5.0
+    """Seconds that a node may take to end before it is killed."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Draft:
+    actors: list[ActorSpec]
+    edges: list[EdgeSpec]
+    senders: dict[int, SenderEnd]
+    receivers: list[tuple[str, str, ReceiverEnd]]
+
+
+def wire(topology: Topology, options: Options) -> dict[str, NodePlan]:
+    """Make the transport of every edge that crosses nodes; the plan of each node by its name."""
+    actors = {actor.name: actor for actor in topology.actors}
+    drafts = {
+        node.name: _Draft([actors[name] for name in node.actors], [], {}, [])
+        for node in topology.nodes
+    }
+    for edge in topology.edges:
+        source = topology.node_of(edge.source)
+        remote = [target for target in edge.targets if topology.node_of(target) != source]
+        draft = drafts[source]
+        position = len(draft.edges)
+        draft.edges.append(edge)
+        if not remote:
+            continue
+        sender, receivers = _create(edge, len(remote), options)
+        draft.senders[position] = sender
+        for target, end in zip(remote, receivers, strict=True):
+            label = f"{edge.source} -> {edge.label}" if edge.name else edge.source
+            drafts[topology.node_of(target)].receivers.append((label, target, end))
+    return {
+        name: NodePlan(
+            name,
+            tuple(draft.actors),
+            tuple(draft.edges),
+            draft.senders,
+            tuple(draft.receivers),
+            options.debug_delay_ms,
+        )
+        for name, draft in drafts.items()
+    }
+
+
+def _create(
+    edge: EdgeSpec, readers: int, options: Options
+) -> tuple[SenderEnd, Sequence[ReceiverEnd]]:
+    if (options.transport or edge.transport) == "ring":
+        return create_ring(readers, edge.capacity, options.debug, options.spin_us)
+    return create_queue(readers, edge.capacity, options.debug)

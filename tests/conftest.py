@@ -1,0 +1,46 @@
+"""Shared by all tests: stacks on a hang, no network, a watch for what is left behind."""
+
+import faulthandler
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+faulthandler.enable()
+
+
+def children() -> set[int]:
+    """Process ids of this process's living children."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+        except OSError:
+            continue
+    return {pid for pid in found if state(pid) not in ("", "Z")}
+
+
+def state(pid: int) -> str:
+    """A process's state letter; empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def descriptors() -> int:
+    """How many file descriptors this process has open."""
+    return len(os.listdir("/proc/self/fd")) - 1
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_shared_memory():
+    """Each test leaves /dev/shm as it found it."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    deadline = time.monotonic() + 2
+    while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left

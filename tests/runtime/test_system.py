@@ -1,0 +1,275 @@
+"""Nodes start, work, die and end; the same actors in one process and in several."""
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from nanoactor.runtime.errors import (
+    LeaseEscaped,
+    NodeDied,
+    NotUsableHere,
+    PeerBroken,
+    StartupFailed,
+)
+from nanoactor.runtime.system import System
+from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
+from nanoactor.runtime.wiring import Options
+from tests.conftest import children, descriptors, state
+from tests.runtime.actors import Do, Ping, Travelling
+
+
+def topology(together=False, config="", environment=None, blocked=()):
+    nodes = [NodeSpec("user", ("asker", "adder"))]
+    if not together:
+        child = NodeSpec("child", ("adder",), environment or {}, blocked)
+        nodes = [NodeSpec("user", ("asker",)), child]
+    return Topology(
+        (
+            ActorSpec("asker", "tests.runtime.actors:Asker", None),
+            ActorSpec("adder", "tests.runtime.actors:Adder", config),
+        ),
+        tuple(nodes),
+        (EdgeSpec("asker", ("adder",)), EdgeSpec("adder", ("asker",), bound=1000)),
+        "user",
+    )
+
+
+class Running:
+    """A started system, its asker, and what it died of."""
+
+    def __init__(self, shape=None, **options):
+        self.deaths = []
+        self.system = System(
+            shape or topology(), Options(debug=True, **options), self.deaths.append
+        )
+
+    async def __aenter__(self):
+        await self.system.start()
+        self.asker = self.system.actor("asker")
+        self.outbox = self.asker.context.outbox("adder")
+        return self
+
+    async def __aexit__(self, *_):
+        await self.system.close()
+
+    async def until(self, condition, seconds=5.0):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "nothing happened"
+            await asyncio.sleep(0.005)
+
+
+def ping(number, size=10):
+    return Ping(number, np.full(size, number, np.int32))
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("transport", ["ring", "queue"])
+@pytest.mark.parametrize("delay", [0.0, 3.0])
+def test_an_actor_cannot_tell_where_the_others_are(together, transport, delay):
+    async def main():
+        shape = topology(together)
+        async with Running(shape, transport=transport, debug_delay_ms=delay) as run:
+            for number in range(100):
+                run.outbox.send(ping(number))
+            await run.until(lambda: len(run.asker.pongs) == 100)
+            assert [pong.number for pong in run.asker.pongs] == list(range(100))
+            assert all(pong.total == 10 * pong.number for pong in run.asker.pongs)
+            assert (run.asker.pongs[0].pid == os.getpid()) == together
+            figures = await run.system.statistics()
+            assert figures["adder"]["mailbox"]["handled"] == 100
+            assert figures["adder"]["outboxes"]["asker"]["messages"] == 100
+            assert figures["asker"]["mailbox"]["handled"] == 100
+        assert not run.deaths
+
+    asyncio.run(main())
+
+
+def test_a_held_lease_survives_its_handler():
+    async def main():
+        async with Running() as run:
+            run.outbox.send(Do("hold"))
+            for number in range(50):
+                run.outbox.send(ping(number, 1000))
+            assert not run.outbox.ready  # the ring is full of records that are held
+            await run.until(lambda: len(run.asker.pongs) == 50)
+            assert [pong.total for pong in run.asker.pongs] == [1000 * n for n in range(50)]
+            assert [pong.number for pong in run.asker.pongs] == list(range(50))
+
+    asyncio.run(main())
+
+
+def test_a_view_kept_without_its_lease_ends_the_node_with_the_reason():
+    async def main():
+        async with Running() as run:
+            run.outbox.send(Do("keep"))
+            run.outbox.send(ping(1))
+            await run.until(lambda: run.deaths)
+            assert LeaseEscaped.__name__ in str(run.deaths[0])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["kill", "die", "raise"])
+def test_death_is_noticed_within_100_ms_and_sends_raise(how):
+    async def main():
+        async with Running() as run:
+            begin = time.monotonic()
+            if how == "kill":
+                os.kill(run.system.pids["child"], signal.SIGKILL)
+            else:
+                run.outbox.send(Do(how))
+            await run.until(lambda: run.deaths)
+            assert time.monotonic() - begin < 0.1
+            if how == "raise":
+                assert "ValueError: asked to" in str(run.deaths[0])
+            else:
+                assert isinstance(run.deaths[0], NodeDied)
+                assert re.search("SIGKILL|status 3", str(run.deaths[0]))
+            with pytest.raises(PeerBroken, match="child|adder"):
+                run.outbox.send(ping(1))
+        assert len(run.deaths) == 1
+
+    asyncio.run(main())
+
+
+def test_an_exception_that_travels_is_raised_where_start_is_awaited():
+    async def main():
+        async with Running(topology(config="fail")):
+            pass
+
+    with pytest.raises(Travelling, match="no such weights") as caught:
+        asyncio.run(main())
+    assert "in setup" in str(caught.value.__cause__)
+    assert not children()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_any_other_exception_at_start_names_the_actor(together):
+    async def main():
+        async with Running(topology(together, config="fail plainly")):
+            pass
+
+    with pytest.raises((StartupFailed, ValueError), match="something else"):
+        asyncio.run(main())
+
+
+def test_a_node_that_is_late_is_named_and_ended():
+    async def main():
+        async with Running(topology(config="hang"), start_timeout=1.0, stop_timeout=0.2):
+            pass
+
+    with pytest.raises(StartupFailed, match=r"not ready after 1 s: node\(s\) child"):
+        asyncio.run(main())
+    assert not children()
+
+
+def test_a_blocked_module_cannot_be_imported_in_a_node():
+    async def main():
+        async with Running(topology(config="import", blocked=("wave",))):
+            pass
+
+    with pytest.raises(StartupFailed, match="wave is not imported in this node"):
+        asyncio.run(main())
+
+
+def test_a_childs_log_records_reach_the_users_logging(caplog):
+    async def main():
+        async with Running():
+            pass
+
+    with caplog.at_level(logging.WARNING, "nanoactor"):
+        asyncio.run(main())
+    record = next(r for r in caplog.records if r.name == "nanoactor.adder")
+    assert (record.getMessage(), record.processName) == ("set up well", "child")
+
+
+def test_closing_leaves_no_process_thread_or_descriptor():
+    async def main():
+        threads, before = threading.active_count(), descriptors()
+        for _ in range(3):
+            async with Running() as run:
+                run.outbox.send(ping(1))
+                await run.until(lambda: run.asker.pongs)
+            assert not children()
+            assert (threading.active_count(), descriptors()) == (threads, before)
+            await run.system.close()
+
+    asyncio.run(main())
+
+
+def test_a_node_that_does_not_stop_is_killed():
+    async def main():
+        async with Running(stop_timeout=0.3) as run:
+            run.outbox.send(Do("sleep 30"))
+            await asyncio.sleep(0.05)
+            begin = time.monotonic()
+        assert time.monotonic() - begin < 2
+        assert not children()
+
+    asyncio.run(main())
+
+
+def test_another_loop_and_a_forked_process_are_refused():
+    async def main():
+        async with Running() as run:
+            run.system.check_usable()
+
+            def elsewhere():
+                async def use():
+                    run.system.check_usable()
+
+                with pytest.raises(NotUsableHere, match="another event loop"):
+                    asyncio.run(use())
+
+            await asyncio.to_thread(elsewhere)
+            run.system._pid -= 1
+            with pytest.raises(NotUsableHere, match="another process"):
+                run.system.check_usable()
+
+    asyncio.run(main())
+
+
+SCRIPT = """
+import asyncio, os, sys, time
+sys.path.insert(0, os.getcwd())
+from tests.runtime.test_system import Running
+async def main():
+    async with Running() as run:
+        print(run.system.pids["child"], flush=True)
+        if sys.argv[1] == "raise":
+            raise SystemExit(1)
+        if sys.argv[1] == "block":
+            time.sleep(60)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL", "raise", "block"])
+def test_no_child_survives_the_users_process(way, tmp_path):
+    script = tmp_path / "user.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    user = subprocess.Popen(
+        [sys.executable, script, way], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    pid = int(user.stdout.readline())
+    time.sleep(0.05)
+    if way != "raise":
+        user.send_signal(getattr(signal, way, signal.SIGKILL))
+    end = time.monotonic() + 2
+    while state(pid) not in ("", "Z") and time.monotonic() < end:
+        time.sleep(0.01)
+    assert state(pid) in ("", "Z")
+    assert user.wait(5) != 0
+    user.stdout.close()
