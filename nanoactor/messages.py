@@ -235,8 +235,6 @@ class Credits:
     """For each `Free` answered: blocks that nobody holds any more, ..."""
     fences: Int32
     """... and the step that must be done before they may be written again."""
-    slots: Int32
-    """How many slots each answered `Free` named."""
 
 
 @message(50)

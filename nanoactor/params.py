@@ -54,7 +54,9 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}")
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise InvalidRequest(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+            raise InvalidRequest(
+                f"output_kind must be a RequestOutputKind, got {self.output_kind!r}"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
@@ -63,20 +65,18 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
 
 
-def _number(
-    name: str, value: Any, low: float, high: float, open_low: bool = False
-) -> None:
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
     if value is None:
         return
     fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not fits or not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
-        raise InvalidRequest(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}")
+        raise InvalidRequest(
+            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}"
+        )
 
 
-def _whole(
-    name: str, value: Any, low: int, high: int | None = None, optional: bool = True
-) -> None:
+def _whole(name: str, value: Any, low: int, high: int | None = None, optional: bool = True) -> None:
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool):

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from nanoactor.runtime.codec import copied
 from nanoactor.runtime.errors import RuntimeFault
 from nanoactor.runtime.lease import Lease
 from nanoactor.runtime.outbox import Outbox
 
+M = TypeVar("M")
 Handler = Callable[[Any], None]
 Facts = dict[str, Any]
 """What an actor makes known to all others when it is ready: plain picklable values."""
@@ -69,6 +71,10 @@ class Context:
     def enter(self, lease: Lease) -> None:
         """For the mailbox: the message about to be handled is read under this lease."""
         self._lease = lease
+
+    def own(self, message: M) -> M:
+        """The message at hand, with arrays of its own if they are being read in place."""
+        return message if self._lease is None else copied(message)
 
     def hold(self) -> Lease | None:
         """Keep the message at hand readable beyond its handler; None where it owns its memory.

@@ -43,7 +43,8 @@ Array = NDArray[Any]
 # Annotate a field with this alias where a message carries a variable number of arrays.
 NamedArrays = dict[str, NDArray[Any]]
 
-_DTYPES = tuple(map(np.dtype, "? i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()))
+_DTYPES = tuple(np.dtype(code) for code in ("?", *(f"{k}{n}" for k in "iu" for n in (1, 2, 4, 8))))
+_DTYPES += tuple(np.dtype(code) for code in ("f2", "f4", "f8"))
 _DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 M = TypeVar("M")

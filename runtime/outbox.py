@@ -67,7 +67,9 @@ class RemoteOutbox:
             if self._sender.try_send(encoded):
                 return
             self._sender.when_writable(self._loop, self._flush)
-        self._waiting.append(encoded)
+        # What waits may be a view of something read in place: it takes a copy along.
+        arrays = [array.copy() for array in encoded.arrays]
+        self._waiting.append(Encoded(encoded.meta, arrays, encoded.nbytes))
         depth = len(self._waiting)
         self._high_water = max(self._high_water, depth)
         if self._bound is not None and depth > self._bound:

@@ -1,0 +1,70 @@
+"""What one step runs on, as the model sees it. Rows are sequences: prefill rows, then decode."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVCache:
+    """One layer's paged keys and values, each (blocks, block_size, kv_heads, head_dim)."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """A chunk of one prompt: its queries attend to the cached prefix and to themselves."""
+
+    first: int
+    """Where its tokens begin in the step."""
+    tokens: int
+    context: int
+    """Length of the sequence at the end of the chunk: the last query sees so many positions."""
+    blocks: torch.Tensor
+    """int64, the blocks that hold the context, in order."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Where each token's key and value go, and what each row attends to."""
+
+    slot_mapping: torch.Tensor
+    """int64 (tokens,): block * block_size + offset of each token."""
+    prefills: tuple[PrefillRow, ...]
+    decode_first: int
+    """Where the decode rows' tokens begin, one each, up to the end of the step."""
+    decode_tables: torch.Tensor
+    """int64 (decode rows, most blocks): padded with block 0."""
+    decode_contexts: torch.Tensor
+    """int64 (decode rows,): each row's length, its new token included."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How to choose the rows' tokens; row indices are prepared on the host, so none is synced."""
+
+    temperature: torch.Tensor
+    """float32 (rows,)."""
+    top_k: torch.Tensor
+    """int64 (rows,): 0 for no limit."""
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+    """int64 (rows,): the bits of an unsigned 64-bit seed."""
+    positions: torch.Tensor
+    """int64 (rows,): the position that the sampled token will have."""
+    greedy: torch.Tensor
+    """int64: the rows with temperature 0."""
+    plain: torch.Tensor
+    """int64: rows that sample from the whole vocabulary."""
+    truncated: torch.Tensor
+    """int64: rows with top-k, top-p or min-p."""
+    most: int
+    """The largest top-k of the truncated rows; 0 where one of them has none."""
+    masked_rows: torch.Tensor
+    """int64: with `masked_ids`, logits that must not be chosen (`min_tokens`)."""
+    masked_ids: torch.Tensor

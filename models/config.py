@@ -1,0 +1,170 @@
+"""The configuration of a model, read from a Hugging Face `config.json`; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanoactor.models.errors import ModelError, UnsupportedModel
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding: which scaling, and its numbers."""
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    original_max_positions: int = 0
+    """yarn: the length that the model was trained with before it was stretched."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The sizes of a dense Qwen3 and its kin."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    attention_bias: bool
+    tie_embeddings: bool
+    dtype: str
+    """The data type in which the weights are stored, as the configuration says."""
+    eos_token_ids: tuple[int, ...]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; `ModelError` where it is missing or malformed."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return content
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The configuration in `directory`/config.json.
+
+    Raises `ModelError` where something is missing or contradictory, `UnsupportedModel` where
+    it asks for what is not implemented.
+    """
+    return parse_config(read_json(directory / "config.json"), directory / "config.json")
+
+
+def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConfig:
+    """The same from a dictionary; `origin` names it in errors."""
+    architectures = raw.get("architectures") or [""]
+    heads = _positive(raw, "num_attention_heads", origin)
+    hidden = _positive(raw, "hidden_size", origin)
+    config = ModelConfig(
+        architecture=str(architectures[0]),
+        vocab_size=_positive(raw, "vocab_size", origin),
+        hidden_size=hidden,
+        intermediate_size=_positive(raw, "intermediate_size", origin),
+        num_layers=_positive(raw, "num_hidden_layers", origin),
+        num_heads=heads,
+        num_kv_heads=_positive(raw, "num_key_value_heads", origin, heads),
+        head_dim=_positive(raw, "head_dim", origin, hidden // heads),
+        max_positions=_positive(raw, "max_position_embeddings", origin),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=_read_rope(raw, origin),
+        attention_bias=bool(raw.get("attention_bias", False)),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        dtype=_read_dtype(raw),
+        eos_token_ids=as_ids(raw.get("eos_token_id")),
+    )
+    _refuse_unknown(raw, config, origin)
+    return config
+
+
+def as_ids(value: Any) -> tuple[int, ...]:
+    """Token ids from a configuration's None, number or list."""
+    if value is None:
+        return ()
+    return (int(value),) if isinstance(value, int) else tuple(int(item) for item in value)
+
+
+def _positive(raw: Mapping[str, Any], key: str, origin: object, default: int | None = None) -> int:
+    value = raw.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ModelError(f"{origin}: {key} must be a positive whole number, got {value!r}")
+    return value
+
+
+def _read_dtype(raw: Mapping[str, Any]) -> str:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise UnsupportedModel(f"dtype {name!r} is not supported; known are {', '.join(DTYPES)}")
+    return name
+
+
+def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
+    # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling.
+    raw_rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    kind = str(raw_rope.get("rope_type") or raw_rope.get("type") or "default")
+    theta = float(raw_rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+    if kind == "default":
+        return RopeConfig(kind, theta)
+    if kind not in ("linear", "yarn"):
+        reason = " (it makes results depend on how a prompt is chunked)" * (kind == "dynamic")
+        raise UnsupportedModel(
+            f"{origin}: rope type {kind!r} is not supported{reason}; known are default, linear, yarn"
+        )
+    factor = raw_rope.get("factor")
+    if not isinstance(factor, int | float) or factor < 1:
+        raise ModelError(
+            f"{origin}: rope type {kind!r} needs a factor of at least 1, got {factor!r}"
+        )
+    original = raw_rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+    return RopeConfig(
+        kind,
+        theta,
+        float(factor),
+        int(original),
+        float(raw_rope.get("beta_fast") or 32.0),
+        float(raw_rope.get("beta_slow") or 1.0),
+        raw_rope.get("attention_factor"),
+        raw_rope.get("mscale"),
+        raw_rope.get("mscale_all_dim"),
+        bool(raw_rope.get("truncate", True)),
+    )
+
+
+def _refuse_unknown(raw: Mapping[str, Any], config: ModelConfig, origin: object) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModel(f"{origin}: hidden_act {raw['hidden_act']!r}; only silu is known")
+    if raw.get("use_sliding_window"):
+        raise UnsupportedModel(f"{origin}: use_sliding_window is not supported")
+    if raw.get("quantization_config"):
+        raise UnsupportedModel(f"{origin}: quantized weights are not supported")
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(
+            f"{origin}: {config.num_heads} attention heads cannot share "
+            f"{config.num_kv_heads} key-value heads evenly"
+        )
+    if config.head_dim % 2:
+        raise ModelError(f"{origin}: head_dim must be even, got {config.head_dim}")

@@ -1,0 +1,97 @@
+"""What a model needs from an accelerator. A port is one file in `devices/` that offers this
+and passes `tests/models/test_device.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+from nanoactor.models.batch import AttentionBatch, KVCache, SamplingBatch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """In bytes."""
+
+    total: int
+    free: int
+
+
+class Event(Protocol):
+    """A point in the device's queue of work."""
+
+    def record(self) -> None:
+        """Put the point behind all that is queued now."""
+
+    def done(self) -> bool:
+        """Whether the device has passed it."""
+
+    def wait(self) -> None:
+        """Block the calling thread until it has."""
+
+
+class Device(Protocol):
+    """Memory, events and the fused operators that layers call."""
+
+    name: str
+    torch_device: torch.device
+    collective_backend: str
+    """gloo, nccl or hccl."""
+    default_dtype: torch.dtype
+    """What `dtype="auto"` becomes where the checkpoint's own type is slow here."""
+    default_block_size: int
+    default_memory_utilization: float
+    """The share of the memory that is free at start which weights and cache may take."""
+
+    def prepare_thread(self, threads: int) -> None:
+        """Set up the calling thread for computing, with so many intra-operator threads."""
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Whether models run in this type at a sensible speed."""
+
+    def memory(self) -> Memory:
+        """What the device has, and what is free now."""
+
+    def reset_peak(self) -> None:
+        """Begin to watch for the peak of allocation."""
+
+    def peak(self) -> int:
+        """Bytes allocated at most since `reset_peak`, beyond what was allocated then."""
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """A host tensor that the device copies from and to asynchronously."""
+
+    def event(self) -> Event:
+        """A new event."""
+
+    def synchronize(self) -> None:
+        """Block until the device is idle."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / sqrt(mean(x²) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual)."""
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate (tokens, heads, head_dim); dimension i is paired with i + head_dim / 2."""
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(first half of the last dimension) * second half (arXiv:2002.05202)."""
+
+    def write_kv(
+        self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slots: torch.Tensor
+    ) -> None:
+        """Store (tokens, kv_heads, head_dim) at the flat positions `slots` of the cache."""
+
+    def attention(
+        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of (tokens, heads, head_dim) over the paged cache, same shape."""
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Ids, int64 (rows,), chosen from logits (rows, vocabulary)."""

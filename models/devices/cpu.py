@@ -1,0 +1,105 @@
+"""The CPU: the embedded default and the ground truth. Nothing to compile, float32 exact."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import torch
+
+from nanoactor.models.device import Memory
+from nanoactor.models.devices.portable import PortableOperators
+
+
+class _Done:
+    """The CPU works in the calling thread: what was called is done."""
+
+    def record(self) -> None:
+        """Nothing is ever queued."""
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class CPUDevice(PortableOperators):
+    """PyTorch on the host's cores."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    collective_backend = "gloo"
+    default_block_size = 16
+    default_memory_utilization = 0.4
+
+    def __init__(self) -> None:
+        self._base = 0
+        native = self.supports(torch.bfloat16)
+        self.default_dtype = torch.bfloat16 if native else torch.float32
+
+    def prepare_thread(self, threads: int) -> None:
+        """Limit OpenMP here; each thread that computes has its own setting."""
+        torch.set_num_threads(threads)
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """float32 always; bfloat16 where the processor multiplies in it."""
+        if dtype == torch.bfloat16:
+            flags = _first_line("/proc/cpuinfo", "flags") + _first_line("/proc/cpuinfo", "Features")
+            return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+        return dtype == torch.float32
+
+    def memory(self) -> Memory:
+        """What the host, or the container if it has less, can still give."""
+        total = _kibibytes("/proc/meminfo", "MemTotal") * 1024
+        free = _kibibytes("/proc/meminfo", "MemAvailable") * 1024
+        limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+        if limit is not None:
+            total = min(total, limit)
+            free = min(free, limit - (used or 0))
+        return Memory(total, max(0, free))
+
+    def reset_peak(self) -> None:
+        """Remember the process's peak so far."""
+        self._base = _peak_bytes()
+
+    def peak(self) -> int:
+        """How far the process's peak has risen."""
+        return _peak_bytes() - self._base
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Ordinary memory."""
+        return torch.empty(shape, dtype=dtype)
+
+    def event(self) -> _Done:
+        """An event that has always happened."""
+        return _Done()
+
+    def synchronize(self) -> None:
+        """Nothing is ever queued."""
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _first_line(path: str, key: str) -> str:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(key)), "")
+
+
+def _kibibytes(path: str, key: str) -> int:
+    words = _first_line(path, key + ":").split()
+    return int(words[1]) if len(words) > 1 else 0
+
+
+def _cgroup(name: str) -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup", name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,76 @@
+"""Rotary position embedding (arXiv:2104.09864) with the scalings *linear* and *yarn*."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from nanoactor.models.config import RopeConfig
+
+
+class RotaryEmbedding:
+    """Cosines and sines for every position, made once; all layers of a step share a lookup."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, max_positions: int) -> None:
+        frequencies, scale = _frequencies(config, head_dim)
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+        self._cos = angles.cos() * scale
+        self._sin = angles.sin() * scale
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> RotaryEmbedding:
+        """Move the tables; angles are computed in float32 whatever the dtype."""
+        self._cos = self._cos.to(device, dtype)
+        self._sin = self._sin.to(device, dtype)
+        return self
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin), each (tokens, head_dim / 2), for integer positions (tokens,)."""
+        return self._cos[positions], self._sin[positions]
+
+
+def _frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """(frequency of each pair of dimensions, factor on cosines and sines)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / config.theta**exponents
+    if config.kind == "linear":
+        return frequencies / config.factor, 1.0
+    if config.kind == "yarn":
+        return _yarn(config, head_dim, frequencies)
+    return frequencies, 1.0
+
+
+def _yarn(
+    config: RopeConfig, head_dim: int, frequencies: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """YaRN, arXiv:2309.00071: stretch slow dimensions, keep fast ones, blend between."""
+
+    def dimension(rotations: float) -> float:
+        # Where a pair of dimensions turns so many times over the original length.
+        length = config.original_max_positions
+        return (
+            head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+        )
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    keep = 1 - ramp.clamp(0, 1)
+    blended = frequencies / config.factor * (1 - keep) + frequencies * keep
+    return blended, _yarn_attention_factor(config)
+
+
+def _yarn_attention_factor(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return float(config.attention_factor)
+
+    def temperature(scale: float, mscale: float = 1.0) -> float:
+        return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1 else 1.0
+
+    if config.mscale and config.mscale_all_dim:
+        return temperature(config.factor, config.mscale) / temperature(
+            config.factor, config.mscale_all_dim
+        )
+    return temperature(config.factor)

@@ -1,0 +1,61 @@
+"""Choosing tokens: greedy, or by the Gumbel-max trick with noise keyed by (seed, position).
+
+The arg-max of score + Gumbel noise is a sample from softmax(score); as the noise depends on
+(seed, position, token id) alone, a sampled token does not depend on the batch around it.
+Truncation is that of transformers: temperature, top-k, top-p, min-p, in this order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.batch import SamplingBatch
+from nanoactor.models.philox import gumbel_noise, gumbel_noise_at
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The chosen ids, int64 (rows,), from logits (rows, vocabulary) of any floating type."""
+    logits = logits.float()
+    if batch.masked_rows.numel():
+        logits[batch.masked_rows, batch.masked_ids] = float("-inf")
+    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if batch.greedy.numel():
+        chosen[batch.greedy] = logits[batch.greedy].argmax(-1)
+    if batch.plain.numel():
+        chosen[batch.plain] = _sample_plain(logits, batch, batch.plain)
+    if batch.truncated.numel():
+        chosen[batch.truncated] = _sample_truncated(logits, batch, batch.truncated)
+    return chosen
+
+
+def _sample_plain(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
+    scores = logits[rows] / batch.temperature[rows, None]
+    noise = gumbel_noise(batch.seeds[rows], batch.positions[rows], scores.shape[-1])
+    return (scores + noise).argmax(-1)
+
+
+def _sample_truncated(
+    logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
+) -> torch.Tensor:
+    scores = logits[rows] / batch.temperature[rows, None]
+    most = min(batch.most or scores.shape[-1], scores.shape[-1])
+    scores, ids = scores.topk(most)
+    keep = truncation(scores, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows])
+    noise = gumbel_noise_at(batch.seeds[rows], batch.positions[rows], ids)
+    best = (scores + noise).masked_fill(~keep, float("-inf")).argmax(-1, keepdim=True)
+    return ids.gather(-1, best).squeeze(-1)
+
+
+def truncation(
+    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Which of the scores (rows, candidates), in descending order, stay: bool, same shape."""
+    order = torch.arange(scores.shape[-1], device=scores.device)[None]
+    limit = torch.where(top_k > 0, top_k, scores.shape[-1])[:, None]
+    keep = order < limit
+    probabilities = scores.masked_fill(~keep, float("-inf")).softmax(-1)
+    # A token stays while those likelier than it do not yet reach top_p.
+    keep &= probabilities.cumsum(-1) - probabilities < top_p[:, None]
+    keep &= probabilities >= min_p[:, None] * probabilities[:, :1]
+    keep[:, 0] = True
+    return keep

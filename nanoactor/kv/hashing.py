@@ -1,0 +1,34 @@
+"""Names for the content of full blocks, so that equal prefixes find each other."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+HASH_BYTES = 16
+
+
+def block_hash(parent: bytes, tokens: NDArray[np.int32], salt: bytes, extra: bytes = b"") -> bytes:
+    """The 128-bit name of a block: it depends on every token up to the block's end.
+
+    `parent` is the hash of the block before, empty for the first; `salt` (16 to 64 bytes, one
+    per engine) keeps outsiders from constructing collisions; `extra` tells apart blocks whose
+    ids are equal but whose meaning is not, such as the placeholders of two images.
+    """
+    digest = hashlib.blake2b(parent, digest_size=HASH_BYTES, key=salt)
+    digest.update(np.ascontiguousarray(tokens, np.int32).tobytes())
+    digest.update(extra)
+    return digest.digest()
+
+
+def block_hashes(
+    tokens: NDArray[np.int32], block_size: int, salt: bytes, parent: bytes = b""
+) -> NDArray[np.uint8]:
+    """The chained hashes of all full blocks of `tokens`: uint8, (full blocks, 16)."""
+    hashes = bytearray()
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        parent = block_hash(parent, tokens[start : start + block_size], salt)
+        hashes += parent
+    return np.frombuffer(bytes(hashes), np.uint8).reshape(-1, HASH_BYTES)

@@ -1,0 +1,241 @@
+"""The block manager's logic: block tables, prefix matches, and the stamping of plans.
+
+Events in, messages out; no I/O and no clock. It trusts the scheduler's credits, so it never
+has to say no; where it would have to, an invariant is broken and the story is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+
+from nanoactor.errors import ProtocolBug
+from nanoactor.kv.hashing import block_hash
+from nanoactor.kv.pool import BlockPool
+from nanoactor.messages import Credits, Free, Int32, Known, Match, Plan, Step
+
+
+@dataclasses.dataclass(slots=True)
+class Holding:
+    """What one slot's sequence holds."""
+
+    uid: int
+    tokens: list[int]
+    """Every token whose value is known."""
+    hashes: list[bytes]
+    """Of the leading full blocks: all of the prompt's, then as outputs become known."""
+    table: list[int]
+    planned: int
+    """Positions computed by the steps planned so far, counted from 0."""
+    indexed: int
+    """Leading blocks whose content is indexed, or was when they were matched."""
+    announced: int = 0
+    """Leading entries of the table that the runners know."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Answers:
+    """What the next `Credits` will say."""
+
+    uids: list[int] = dataclasses.field(default_factory=list)
+    hits: list[int] = dataclasses.field(default_factory=list)
+    refunds: list[int] = dataclasses.field(default_factory=list)
+    freed: list[int] = dataclasses.field(default_factory=list)
+    fences: list[int] = dataclasses.field(default_factory=list)
+
+
+class BlockManager:
+    """Owns block tables, reference counts, the prefix index and the order of eviction."""
+
+    def __init__(
+        self, blocks: int, block_size: int, max_seqs: int, salt: bytes, prefix_caching: bool = True
+    ) -> None:
+        self.pool = BlockPool(blocks)
+        self._block_size = block_size
+        self._salt = salt
+        self._prefix_caching = prefix_caching
+        self._holdings: dict[int, Holding] = {}
+        self._decoding = np.zeros(max_seqs, np.bool_)
+        self._answers = _Answers()
+        self.prompt_tokens = 0
+        self.hit_tokens = 0
+
+    # -- matching -------------------------------------------------------------------------
+
+    def match(self, event: Match) -> None:
+        """Give a slot its blocks: cached ones for the longest known prefix, new ones else.
+
+        At least one token is always left to compute, as it takes one to sample the next.
+        """
+        if event.slot in self._holdings:
+            raise ProtocolBug(f"slot {event.slot} is matched but held by {self._story(event.slot)}")
+        tokens: list[int] = event.token_ids.tolist()
+        hashes = self._complete_hashes([bytes(row) for row in event.hashes], tokens)
+        table: list[int] = []
+        refund = 0
+        for content in hashes[: (len(tokens) - 1) // self._block_size]:
+            block = self.pool.find(content) if self._prefix_caching else None
+            if block is None:
+                break
+            refund += self.pool.share(block)
+            table.append(block)
+        hits = len(table)
+        table += [self.pool.allocate() for _ in range(event.blocks - hits)]
+        computed = hits * self._block_size
+        self._holdings[event.slot] = Holding(event.uid, tokens, hashes, table, computed, hits)
+        self.prompt_tokens += len(tokens)
+        self.hit_tokens += computed
+        self._answers.uids.append(event.uid)
+        self._answers.hits.append(computed)
+        self._answers.refunds.append(refund)
+
+    def _complete_hashes(self, hashes: list[bytes], tokens: list[int]) -> list[bytes]:
+        """Add those of a continued sequence's output; its prompt's came with the request."""
+        size = self._block_size
+        for index in range(len(hashes), len(tokens) // size if self._prefix_caching else 0):
+            block = np.array(tokens[index * size : (index + 1) * size], np.int32)
+            hashes.append(block_hash(hashes[-1] if hashes else b"", block, self._salt))
+        return hashes
+
+    # -- planning -------------------------------------------------------------------------
+
+    def stamp(self, plan: Plan) -> Step:
+        """Turn a plan into a step: add block ids and the prompts' tokens."""
+        prefill: list[int] = plan.slots.tolist()
+        token_ids = self._stamp_prefill(plan, prefill)
+        self._decoding[plan.leaves] = False
+        self._decoding[plan.joins] = True
+        for slot in plan.grows.tolist():
+            self._of(slot, plan.step).table.append(self.pool.allocate())
+        for slot in np.flatnonzero(self._decoding).tolist():
+            holding = self._of(slot, plan.step)
+            holding.planned += 1
+            if holding.planned > len(holding.table) * self._block_size:
+                raise ProtocolBug(f"step {plan.step} writes past the blocks of {self._story(slot)}")
+        slots, starts, counts, blocks = self._announce([*prefill, *plan.grows.tolist()])
+        return Step(
+            plan.step,
+            plan.slots,
+            plan.starts,
+            plan.counts,
+            plan.samples,
+            token_ids,
+            plan.joins,
+            plan.leaves,
+            slots,
+            starts,
+            counts,
+            blocks,
+            plan.admissions,
+        )
+
+    def _stamp_prefill(self, plan: Plan, slots: list[int]) -> Int32:
+        token_ids: list[int] = []
+        for slot, start, count in zip(
+            slots, plan.starts.tolist(), plan.counts.tolist(), strict=True
+        ):
+            holding = self._of(slot, plan.step)
+            chunk = holding.tokens[start : start + count]
+            if len(chunk) != count or holding.planned != start:
+                raise ProtocolBug(
+                    f"step {plan.step} prefills {start}+{count} of {self._story(slot)}"
+                )
+            token_ids += chunk
+            holding.planned = start + count
+            self._index_full_blocks(holding)
+        return np.array(token_ids, np.int32)
+
+    def _announce(self, slots: list[int]) -> tuple[Int32, Int32, Int32, Int32]:
+        """The changes of these slots' block tables since the runners last heard of them."""
+        changed, starts, counts = [], [], []
+        blocks: list[int] = []
+        for slot in slots:
+            holding = self._holdings[slot]
+            new = holding.table[holding.announced :]
+            if new:
+                changed.append(slot)
+                starts.append(holding.announced)
+                counts.append(len(new))
+                blocks += new
+                holding.announced = len(holding.table)
+        return _int32(changed), _int32(starts), _int32(counts), _int32(blocks)
+
+    # -- results --------------------------------------------------------------------------
+
+    def known(self, event: Known) -> None:
+        """A step is done: fences pass, tokens become known, blocks that filled are indexed."""
+        self.pool.complete(event.step)
+        for slot, token in zip(event.slots.tolist(), event.token_ids.tolist(), strict=True):
+            holding = self._of(slot, event.step)
+            holding.tokens.append(token)
+            self._index_full_blocks(holding)
+
+    def _index_full_blocks(self, holding: Holding) -> None:
+        """Index the blocks in which every token is known and is computed by a planned step.
+
+        Steps run in the order of their numbers, so whoever matches the block reads it later.
+        What a step computes past a sequence's end never becomes known, so it is left out.
+        """
+        if not self._prefix_caching:
+            return
+        size = self._block_size
+        while (holding.indexed + 1) * size <= min(len(holding.tokens), holding.planned):
+            index = holding.indexed
+            if index == len(holding.hashes):
+                self._complete_hashes(holding.hashes, holding.tokens[: (index + 1) * size])
+            self.pool.remember(holding.table[index], holding.hashes[index])
+            holding.indexed += 1
+
+    def free(self, event: Free) -> None:
+        """Take back the blocks of slots that ended or were preempted."""
+        freed = 0
+        for slot in event.slots.tolist():
+            self._of(slot, event.fence)
+            holding = self._holdings.pop(slot)
+            self._decoding[slot] = False
+            freed += self.pool.release(holding.table[::-1], event.fence)
+        self._answers.freed.append(freed)
+        self._answers.fences.append(event.fence)
+
+    def take_credits(self) -> Credits | None:
+        """All answers since the last call, as one message; None where there are none."""
+        answers, self._answers = self._answers, _Answers()
+        if not answers.uids and not answers.freed:
+            return None
+        return Credits(
+            np.array(answers.uids, np.int64),
+            np.array(answers.hits, np.int32),
+            np.array(answers.refunds, np.int32),
+            np.array(answers.freed, np.int32),
+            np.array(answers.fences, np.int32),
+        )
+
+    # -- looking on -----------------------------------------------------------------------
+
+    def _of(self, slot: int, step: int) -> Holding:
+        holding = self._holdings.get(slot)
+        if holding is None:
+            raise ProtocolBug(f"step {step} names slot {slot}, which holds nothing")
+        return holding
+
+    def _story(self, slot: int) -> str:
+        h = self._holdings[slot]
+        return (
+            f"request {h.uid} in slot {slot}: {len(h.tokens)} tokens known, {h.planned} planned, "
+            f"{len(h.table)} blocks of {self._block_size}, {h.indexed} indexed"
+        )
+
+    def check(self) -> None:
+        """Raise `ProtocolBug` unless every reference belongs to a table and is counted once."""
+        self.pool.check(Counter(b for h in self._holdings.values() for b in h.table))
+
+    @property
+    def held(self) -> int:
+        """How many slots hold blocks."""
+        return len(self._holdings)
+
+
+def _int32(values: list[int]) -> Int32:
+    return np.array(values, np.int32)

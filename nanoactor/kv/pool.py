@@ -1,0 +1,131 @@
+"""The blocks themselves: who holds each, which are cached, which may be written again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from nanoactor.errors import ProtocolBug
+
+_NOT_QUARANTINED = -1
+
+
+class BlockPool:
+    """Reference counts, the index of cached content, and the order in which it is evicted.
+
+    A block is *held* (somebody's reference), *quarantined* (nobody's, but a step in flight may
+    still use it), *cached* (nobody's, content indexed) or *free*. Only free and cached blocks
+    are handed out; cached ones least recently used first. A sequence lets go of its blocks
+    last one first, so that within a chain children are older than their parents.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._references = [0] * blocks
+        self._hash: list[bytes | None] = [None] * blocks
+        self._index: dict[bytes, int] = {}
+        self._free: deque[int] = deque(range(blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._fence = [_NOT_QUARANTINED] * blocks
+        """The step that must be done before a block that nobody holds may be written."""
+        self._quarantine: deque[tuple[int, list[int]]] = deque()
+        self._completed = 0
+        self.evictions = 0
+
+    @property
+    def available(self) -> int:
+        """How many blocks can be handed out now."""
+        return len(self._free) + len(self._cached)
+
+    def find(self, content: bytes) -> int | None:
+        """The block that holds this content, in whatever state it is."""
+        return self._index.get(content)
+
+    def share(self, block: int) -> bool:
+        """Take one more reference; True where the block was held already."""
+        held = self._references[block] > 0
+        self._references[block] += 1
+        self._cached.pop(block, None)
+        return held
+
+    def allocate(self) -> int:
+        """Hand out a block with one reference; its old content is forgotten.
+
+        Raises `ProtocolBug` where there is none: the scheduler spent credits it did not have.
+        """
+        if self._free:
+            block = self._free.popleft()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self.evictions += 1
+            self._forget(block)
+        else:
+            raise ProtocolBug("no block is free or cached: more credits were spent than exist")
+        self._references[block] = 1
+        return block
+
+    def _forget(self, block: int) -> None:
+        content = self._hash[block]
+        if content is not None:
+            del self._index[content]
+            self._hash[block] = None
+
+    def remember(self, block: int, content: bytes) -> None:
+        """Index a block's content, unless another block already has it."""
+        if content not in self._index and self._hash[block] is None:
+            self._index[content] = block
+            self._hash[block] = content
+
+    def release(self, blocks: list[int], fence: int) -> int:
+        """Drop one reference of each; returns how many nobody holds any more.
+
+        Those become available once step `fence` is completed. The order of `blocks` is the
+        order in which they will be evicted.
+        """
+        orphans = []
+        for block in blocks:
+            if self._references[block] <= 0:
+                raise ProtocolBug(f"block {block} is released but nobody holds it")
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._fence[block] = fence
+                orphans.append(block)
+        if orphans:
+            self._quarantine.append((fence, orphans))
+            self.complete(self._completed)
+        return len(orphans)
+
+    def complete(self, step: int) -> None:
+        """Step `step` is done, and all before it: end the quarantines that waited for it."""
+        self._completed = max(self._completed, step)
+        while self._quarantine and self._quarantine[0][0] <= self._completed:
+            fence, blocks = self._quarantine.popleft()
+            for block in blocks:
+                # Held again by a prefix hit, or let go again under a later fence: not yet.
+                if not self._references[block] and self._fence[block] == fence:
+                    self._make_available(block)
+
+    def _make_available(self, block: int) -> None:
+        self._fence[block] = _NOT_QUARANTINED
+        if self._hash[block] is None:
+            self._free.append(block)
+        else:
+            self._cached[block] = None
+
+    def check(self, holders: dict[int, int]) -> None:
+        """Raise `ProtocolBug` unless the books agree with `holders`: references by block."""
+        for block, count in enumerate(self._references):
+            if count != holders.get(block, 0):
+                raise ProtocolBug(
+                    f"block {block}: {count} references, {holders.get(block, 0)} users"
+                )
+        quarantined = [
+            block
+            for block, fence in enumerate(self._fence)
+            if fence != _NOT_QUARANTINED and not self._references[block]
+        ]
+        states = [*self._free, *self._cached, *quarantined]
+        held = sum(1 for count in self._references if count)
+        if len(set(states)) != len(states) or len(states) + held != len(self._references):
+            raise ProtocolBug(f"blocks in two states or in none: {held} held, {len(states)} not")
+        for content, block in self._index.items():
+            if self._hash[block] != content:
+                raise ProtocolBug(f"block {block} is indexed under a content it does not hold")

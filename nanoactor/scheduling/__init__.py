@@ -1,0 +1,1 @@
+"""Which sequences run in which step: pure logic, events in, messages out."""

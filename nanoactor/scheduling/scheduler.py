@@ -1,0 +1,455 @@
+"""The scheduler's logic: admission, batching, credits, preemption, ends.
+
+Events in, messages out; no I/O, no clock, no ids of blocks, no values of tokens other than
+to see whether they end a sequence. Three ideas carry it:
+
+*The host knows lengths, the device knows tokens.* Step N+1 is planned while step N runs:
+how long each sequence will be is known, and the sampled token stays on the device.
+
+*Credits, not questions.* Blocks are spent from a count that only this class keeps. A match
+debits a whole prompt; what the prefix cache saves comes back as a refund.
+
+*Fences.* What is freed while steps are in flight counts only when they are done.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import heapq
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal
+
+from nanoactor.errors import ProtocolBug
+from nanoactor.messages import (
+    Abort,
+    Admit,
+    Credits,
+    Finish,
+    Free,
+    Known,
+    Match,
+    Open,
+    Reject,
+    StepDone,
+    StepWanted,
+    Stop,
+    Tokens,
+)
+from nanoactor.scheduling.assembly import PlanAssembly, as_int32, as_int64
+from nanoactor.scheduling.seen import SeenNumbers
+from nanoactor.scheduling.sequence import Phase, Sequence
+
+BLOCKS, TEXT = "blocks", "detokenizer"
+Send = tuple[str, Any]
+"""An edge (`BLOCKS` or `TEXT`) and the message to send on it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits that plans keep."""
+
+    blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    """At least `max_num_seqs`, so that every running sequence fits into every step."""
+    max_model_len: int
+    depth: int = 2
+    """How many steps may be planned and not done."""
+    plan_lead: Literal["eager", "late"] = "eager"
+    """Plan as soon as the depth allows, or when the runner says that it is about to run dry."""
+
+
+@dataclasses.dataclass(slots=True)
+class SchedulerStatistics:
+    """Counts since the start."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    mixed_steps: int = 0
+    finished: int = 0
+    aborted: int = 0
+    preemptions: int = 0
+    overruns: int = 0
+    """Tokens computed past the end of their sequence, and dropped."""
+    sat_out: int = 0
+    """Decode rows left out of a step for want of a block."""
+    device_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A planned step: whose rows it has, and whose tokens it will bring, in row order."""
+
+    step: int
+    rows: list[Sequence]
+    samplers: list[Sequence]
+
+
+class Scheduler:
+    """Decides what runs. `handle` takes one event and returns what to send, in order."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.statistics = SchedulerStatistics()
+        self.live: dict[int, Sequence] = {}
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        """A heap; sequences that ended while they waited are skipped when they come up."""
+        self._running: list[Sequence] = []
+        """By rank: what runs or is being matched."""
+        self._seen = SeenNumbers()
+        self._tombstones: set[int] = set()
+        self._credits = config.blocks
+        self._pending: deque[tuple[int, int]] = deque()
+        """(fence, credits that count once that step is done)."""
+        self._unanswered_frees = 0
+        self._free_slots = list(range(config.max_num_seqs))
+        self._fenced_slots: deque[tuple[int, int]] = deque()
+        """(fence, slot)."""
+        self._planned = 0
+        self._completed = 0
+        self._wanted = 0
+        self._in_flight: deque[_InFlight] = deque()
+        self._assembly = PlanAssembly(config.max_num_seqs)
+        self._to_free: list[int] = []
+        self._out: list[Send] = []
+        self._new_tokens: list[tuple[int, int, int]] = []
+        """(uid, index, token) to report to the detokenizer after this event."""
+        self._finishes: list[Finish] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Admit: self._on_admit,
+            Reject: self._on_reject,
+            Abort: self._on_abort,
+            Stop: self._on_stop,
+            Credits: self._on_credits,
+            StepDone: self._on_step_done,
+            StepWanted: self._on_step_wanted,
+        }
+
+    def handle(self, event: Any) -> list[Send]:
+        """Take one event; the plan it leads to leaves before the tokens it brought."""
+        self._handlers[type(event)](event)
+        self._flush_frees()
+        self._admit_waiting()
+        while self._may_plan() and self._plan():
+            pass
+        self._flush_tokens()
+        out, self._out = self._out, []
+        return out
+
+    # -- requests come and go -------------------------------------------------------------
+
+    def _on_admit(self, event: Admit) -> None:
+        if self._swallowed(event.uid):
+            return
+        sequence = Sequence.of(event, self.config.max_model_len)
+        self.live[event.uid] = sequence
+        options = event.text_options
+        self._out.append(
+            (TEXT, Open(event.uid, event.token_ids.copy(), event.prompt_length, options))
+        )
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+    def _on_reject(self, event: Reject) -> None:
+        if not self._swallowed(event.uid):
+            self._finishes.append(_finish(event.uid, "error", error=event.text))
+
+    def _swallowed(self, uid: int) -> bool:
+        """Note that a request has arrived; True where its abort was here first."""
+        self._seen.add(uid)
+        if uid not in self._tombstones:
+            return False
+        self._tombstones.remove(uid)
+        self.statistics.aborted += 1
+        self._finishes.append(_finish(uid, "abort"))
+        return True
+
+    def _on_abort(self, event: Abort) -> None:
+        if event.uid not in self._seen:
+            self._tombstones.add(event.uid)
+        elif (sequence := self.live.get(event.uid)) is not None:
+            self.statistics.aborted += 1
+            self._end(sequence, "abort")
+
+    def _on_stop(self, event: Stop) -> None:
+        if (sequence := self.live.get(event.uid)) is not None:
+            self._end(sequence, "stop")
+
+    def _end(self, sequence: Sequence, reason: str, stop_reason: int | None = None) -> None:
+        """The one way in which a sequence ends; its results that are under way are dropped."""
+        self.statistics.finished += 1
+        hide_last = reason == "stop" and sequence.output_length > 0
+        self._finishes.append(_finish(sequence.uid, reason, stop_reason, hide_last, sequence))
+        self._give_up_slot(sequence)
+        sequence.phase = Phase.FINISHED
+        del self.live[sequence.uid]
+
+    # -- blocks and slots -----------------------------------------------------------------
+
+    def _give_up_slot(self, sequence: Sequence) -> None:
+        if sequence.slot < 0:
+            return
+        self._to_free.append(sequence.slot)
+        self._fenced_slots.append((self._planned, sequence.slot))
+        self._running.remove(sequence)
+        sequence.slot, sequence.blocks = -1, 0
+
+    def _flush_frees(self) -> None:
+        if self._to_free:
+            self._out.append((BLOCKS, Free(as_int32(self._to_free), self._planned)))
+            self._to_free = []
+            self._unanswered_frees += 1
+        self._pass_fences()
+
+    def _pass_fences(self) -> None:
+        while self._pending and self._pending[0][0] <= self._completed:
+            self._credits += self._pending.popleft()[1]
+        while self._fenced_slots and self._fenced_slots[0][0] <= self._completed:
+            heapq.heappush(self._free_slots, self._fenced_slots.popleft()[1])
+
+    def _on_credits(self, event: Credits) -> None:
+        for uid, hit, refund in zip(
+            event.uids.tolist(), event.hits.tolist(), event.refunds.tolist(), strict=True
+        ):
+            self._credits += refund
+            sequence = self.live.get(uid)
+            if sequence is not None:
+                self._answer_match(sequence, hit)
+        for freed, fence in zip(event.freed.tolist(), event.fences.tolist(), strict=True):
+            self._pending.append((fence, freed))
+            self._unanswered_frees -= 1
+
+    def _answer_match(self, sequence: Sequence, hit: int) -> None:
+        sequence.unanswered -= 1
+        if sequence.phase is Phase.MATCHING and not sequence.unanswered:
+            sequence.phase = Phase.RUNNING
+            sequence.scheduled = hit
+            if not sequence.preemptions:
+                sequence.cached_tokens = hit
+
+    def _admit_waiting(self) -> None:
+        """Match the head of the queue, as far as the next step has tokens for it."""
+        budget = self.config.max_num_batched_tokens
+        budget -= sum(max(0, s.target - s.scheduled) for s in self._running)
+        while self._free_slots and budget > 0 and (head := self._head()) is not None:
+            need = self._blocks_for(len(head.tokens))
+            reserve = self._reserve()
+            # A preempted sequence comes back when all its results are in: known == scheduled.
+            if head.in_flight or self._credits < need + reserve:
+                return
+            heapq.heappop(self._waiting)
+            self._match(head, need)
+            budget -= head.target
+
+    def _reserve(self) -> int:
+        """Credits that admission leaves alone: for running sequences that need a block now.
+
+        Without them a preempted sequence would take back what it had to give up. A few more,
+        up to one for each running sequence, keep the next preemption from following at once.
+        """
+        starving = sum(1 for s in self._running if s.decodable and self._at_block_end(s))
+        return starving + min(len(self._running), self.config.blocks // 64)
+
+    def _at_block_end(self, sequence: Sequence) -> bool:
+        return sequence.scheduled == sequence.blocks * self.config.block_size
+
+    def _head(self) -> Sequence | None:
+        while self._waiting and self._waiting[0][1].phase is Phase.FINISHED:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+    def _match(self, sequence: Sequence, need: int) -> None:
+        self._credits -= need
+        sequence.phase = Phase.MATCHING
+        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.blocks = need
+        sequence.target = len(sequence.tokens)
+        sequence.scheduled = 0
+        sequence.introduced = False
+        sequence.unanswered += 1
+        bisect.insort(self._running, sequence, key=lambda s: s.rank)
+        tokens = as_int32(sequence.tokens)
+        match = Match(sequence.uid, sequence.slot, tokens, sequence.hashes, need)
+        self._out.append((BLOCKS, match))
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.config.block_size)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """One more block for a decoding sequence; False where it has to sit this step out.
+
+        No victim is preempted while credits are on their way back.
+        """
+        if not self._credits and not self._pending and not self._unanswered_frees:
+            self._preempt(self._running[-1])
+            self._flush_frees()
+        if not self._credits or sequence.phase is not Phase.RUNNING:
+            self.statistics.sat_out += 1
+            return False
+        self._credits -= 1
+        sequence.blocks += 1
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Send the youngest back to wait; steps in flight still bring it their tokens."""
+        self.statistics.preemptions += 1
+        victim.preemptions += 1
+        self._give_up_slot(victim)
+        victim.phase = Phase.WAITING
+        heapq.heappush(self._waiting, (victim.rank, victim))
+
+    # -- steps ----------------------------------------------------------------------------
+
+    def _may_plan(self) -> bool:
+        if len(self._in_flight) >= self.config.depth:
+            return False
+        if self.config.plan_lead == "eager" or not self._in_flight:
+            return True
+        return self._wanted > self._planned
+
+    def _on_step_wanted(self, event: StepWanted) -> None:
+        self._wanted = max(self._wanted, event.step)
+
+    def _plan(self) -> bool:
+        """Plan one step: every sequence that decodes, then prompts as far as the budget goes."""
+        step = self._planned + 1
+        decoding, grown = self._choose_decodes()
+        budget = self.config.max_num_batched_tokens - len(decoding)
+        chunks = self._choose_chunks(budget)
+        if not decoding and not chunks:
+            return False
+        samplers = [s for s, _, _, last in chunks if last]
+        samplers += sorted(decoding, key=lambda s: s.slot)
+        rows = [chunk[0] for chunk in chunks] + decoding
+        for sequence in rows:
+            sequence.in_flight += 1
+        self._planned = step
+        self._in_flight.append(_InFlight(step, rows, samplers))
+        self._out.append((BLOCKS, self._assembly.plan(step, chunks, decoding, grown)))
+        self._count(chunks, decoding)
+        return True
+
+    def _choose_decodes(self) -> tuple[list[Sequence], list[Sequence]]:
+        """(sequences that decode, those of them that get one more block), oldest first."""
+        chosen, grown = [], []
+        for sequence in list(self._running):
+            if not sequence.decodable:  # also: preempted for an older one a moment ago
+                continue
+            if self._at_block_end(sequence):
+                if not self._grow(sequence):
+                    continue
+                grown.append(sequence)
+            sequence.scheduled += 1
+            chosen.append(sequence)
+        return chosen, grown
+
+    def _choose_chunks(self, budget: int) -> list[tuple[Sequence, int, int, bool]]:
+        """(sequence, first position, count, whether it is the last) of each prefill row."""
+        chunks = []
+        for sequence in self._running:
+            if budget <= 0:
+                break
+            if sequence.prefilling:
+                start = sequence.scheduled
+                count = min(budget, sequence.target - start)
+                sequence.scheduled += count
+                budget -= count
+                chunks.append((sequence, start, count, sequence.scheduled == sequence.target))
+        return chunks
+
+    def _count(
+        self, chunks: list[tuple[Sequence, int, int, bool]], decoding: list[Sequence]
+    ) -> None:
+        self.statistics.steps += 1
+        self.statistics.prefill_tokens += sum(count for _, _, count, _ in chunks)
+        self.statistics.decode_tokens += len(decoding)
+        self.statistics.mixed_steps += bool(chunks and decoding)
+
+    def _on_step_done(self, event: StepDone) -> None:
+        done = self._in_flight.popleft()
+        if done.step != event.step or len(done.samplers) != len(event.token_ids):
+            raise ProtocolBug(
+                f"step {event.step} is reported done with {len(event.token_ids)} tokens; "
+                f"step {done.step} was due with {len(done.samplers)}"
+            )
+        self._completed = event.step
+        self.statistics.device_seconds += event.seconds
+        for sequence in done.rows:
+            sequence.in_flight -= 1
+        slots, tokens = [], []
+        for sequence, token in zip(done.samplers, event.token_ids.tolist(), strict=True):
+            if sequence.slot >= 0:
+                slots.append(sequence.slot)
+                tokens.append(token)
+            self._take(sequence, token)
+        self._out.append((BLOCKS, Known(event.step, as_int32(slots), as_int32(tokens))))
+
+    def _take(self, sequence: Sequence, token: int) -> None:
+        """The one place where results are taken, or dropped as their sequence has ended."""
+        if sequence.phase is Phase.FINISHED:
+            self.statistics.overruns += 1
+            return
+        self._new_tokens.append((sequence.uid, sequence.output_length, token))
+        sequence.tokens.append(token)
+        if (verdict := sequence.verdict()) is not None:
+            self._end(sequence, *verdict)
+
+    def _flush_tokens(self) -> None:
+        if self._new_tokens or self._finishes:
+            uids, indices, ids = (
+                zip(*self._new_tokens, strict=True) if self._new_tokens else ((),) * 3
+            )
+            tokens = Tokens(
+                self._completed,
+                as_int64(uids),
+                as_int32(indices),
+                as_int32(ids),
+                tuple(self._finishes),
+            )
+            self._out.append((TEXT, tokens))
+            self._new_tokens, self._finishes = [], []
+
+    # -- looking on -----------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """How many sequences wait for a slot."""
+        return sum(1 for s in self.live.values() if s.phase is Phase.WAITING)
+
+    @property
+    def running(self) -> int:
+        """How many sequences have a slot."""
+        return len(self._running)
+
+    @property
+    def credits(self) -> int:
+        """How many blocks may be spent now."""
+        return self._credits
+
+    def check_idle(self) -> None:
+        """Raise `ProtocolBug` if anything is held although no request lives."""
+        if self.live or self._in_flight:
+            return
+        slots = len(self._free_slots) + len(self._fenced_slots)
+        credits_ = self._credits + sum(count for _, count in self._pending)
+        if slots != self.config.max_num_seqs or credits_ != self.config.blocks or self._running:
+            raise ProtocolBug(
+                f"idle, but {slots} of {self.config.max_num_seqs} slots are free and "
+                f"{credits_} of {self.config.blocks} credits are back"
+            )
+
+
+def _finish(
+    uid: int,
+    reason: str,
+    stop_reason: int | None = None,
+    hide_last: bool = False,
+    sequence: Sequence | None = None,
+    error: str = "",
+) -> Finish:
+    cached = sequence.cached_tokens if sequence else 0
+    preemptions = sequence.preemptions if sequence else 0
+    return Finish(uid, reason, stop_reason, error, cached, preemptions, hide_last)
