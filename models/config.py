@@ -132,7 +132,8 @@ def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
     if kind not in ("linear", "yarn"):
         reason = " (it makes results depend on how a prompt is chunked)" * (kind == "dynamic")
         raise UnsupportedModel(
-            f"{origin}: rope type {kind!r} is not supported{reason}; known are default, linear, yarn"
+            f"{origin}: rope type {kind!r} is not supported{reason}; "
+            "known are default, linear, yarn"
         )
     factor = raw_rope.get("factor")
     if not isinstance(factor, int | float) or factor < 1:

@@ -311,6 +311,6 @@ class Chunk:
 
 @message(63)
 class Stop:
-    """Detokenizer to scheduler: a stop string ended a request; its terminal is on its way."""
+    """Detokenizer to scheduler: a stop string ended a request; answer with its `Finish`."""
 
     uid: int

@@ -425,6 +425,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def tombstones(self) -> int:
+        """How many aborts wait for a request that has not arrived."""
+        return len(self._tombstones)
+
+    @property
     def credits(self) -> int:
         """How many blocks may be spent now."""
         return self._credits

@@ -1,0 +1,5 @@
+"""`python -m nanoactor`."""
+
+from nanoactor.cli import main
+
+main()

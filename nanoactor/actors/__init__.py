@@ -1,0 +1,1 @@
+"""The actors: thin shells that receive, call the pure logic, and send."""

@@ -1,0 +1,80 @@
+"""The block manager's shell."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nanoactor.kv.manager import BlockManager
+from nanoactor.messages import Free, Known, Match, Plan
+from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlocksConfig:
+    """What the block manager is told; the cache's size comes from the runners."""
+
+    max_num_seqs: int
+    salt: bytes
+    prefix_caching: bool
+
+
+class BlockManagerActor(Actor):
+    """Stamps plans into steps and answers with credits, merged while the edge is busy."""
+
+    def __init__(self, config: BlocksConfig) -> None:
+        self._config = config
+
+    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+        """Make the block manager, now that the runners have sized the cache."""
+        super().start(context, facts)
+        config, cache = self._config, facts["runner.0"]
+        self._manager = BlockManager(
+            cache["num_blocks"],
+            cache["block_size"],
+            config.max_num_seqs,
+            config.salt,
+            config.prefix_caching,
+        )
+        self._runners = context.outbox("runners")
+        self._scheduler = context.outbox("scheduler")
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Matches, plans, results and frees, in the order in which the scheduler sent them."""
+        return {Match: self._match, Plan: self._plan, Known: self._known, Free: self._free}
+
+    def _match(self, event: Match) -> None:
+        self._manager.match(event)
+        self._send_credits()
+
+    def _plan(self, event: Plan) -> None:
+        self._runners.send(self._manager.stamp(self.context.own(event)))
+
+    def _known(self, event: Known) -> None:
+        self._manager.known(event)
+
+    def _free(self, event: Free) -> None:
+        self._manager.free(event)
+        self._send_credits()
+
+    def _send_credits(self) -> None:
+        if self._scheduler.ready:
+            credits_ = self._manager.take_credits()
+            if credits_ is not None:
+                self._scheduler.send(credits_)
+
+    def on_ready(self, outbox: Any) -> None:
+        """The scheduler's edge has room again: send what was merged meanwhile."""
+        self._send_credits()
+
+    def statistics(self) -> dict[str, Any]:
+        """Blocks available now, and how much of the prompts was found in the cache."""
+        self._manager.check()
+        return {
+            "available": self._manager.pool.available,
+            "held_slots": self._manager.held,
+            "evictions": self._manager.pool.evictions,
+            "prompt_tokens": self._manager.prompt_tokens,
+            "hit_tokens": self._manager.hit_tokens,
+        }

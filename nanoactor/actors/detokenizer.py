@@ -1,0 +1,74 @@
+"""The detokenizer's shell: it sends when the frontend has room, and merges until then."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanoactor.messages import Open, Stop, Tokens
+from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+from nanoactor.text.detokenizer import Detokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DetokenizerConfig:
+    """Where the tokenizer lies, and how large a chunk may be."""
+
+    directory: Path | None
+    chunk_bytes: int
+
+
+class DetokenizerActor(Actor):
+    """Tokens in, chunks out."""
+
+    def __init__(self, config: DetokenizerConfig) -> None:
+        self._config = config
+
+    def setup(self) -> Facts:
+        """Read the tokenizer and build its tables."""
+        decoders = None
+        if self._config.directory is not None:
+            from nanoactor.text.decoding import DecoderFactory
+            from nanoactor.text.tokenizer import load_tokenizer
+
+            decoders = DecoderFactory(load_tokenizer(self._config.directory))
+        self._detokenizer = Detokenizer(decoders)
+        return {}
+
+    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+        """Find the edges."""
+        super().start(context, facts)
+        self._frontend = context.outbox("frontend")
+        self._scheduler = context.outbox("scheduler")
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Requests that begin, and their tokens."""
+        return {Open: self._open, Tokens: self._tokens}
+
+    def _open(self, event: Open) -> None:
+        self._detokenizer.open(event)
+        self._flush()
+
+    def _tokens(self, event: Tokens) -> None:
+        self._detokenizer.take(event)
+        for uid in self._detokenizer.stopped:
+            self._scheduler.send(Stop(uid))
+        self._detokenizer.stopped.clear()
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._frontend.ready:
+            chunk = self._detokenizer.take_chunk(self._config.chunk_bytes)
+            if chunk is None:
+                return
+            self._frontend.send(chunk)
+
+    def on_ready(self, outbox: Any) -> None:
+        """The frontend reads again."""
+        self._flush()
+
+    def statistics(self) -> dict[str, Any]:
+        """Requests with decoding state, and with something to tell."""
+        return {"entries": self._detokenizer.entries, "pending": self._detokenizer.pending}

@@ -1,0 +1,253 @@
+"""The frontend: the request journal, in the user's process and on the user's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from nanoactor.errors import EngineOverloaded, InvalidRequest, NanoactorError
+from nanoactor.messages import Abort, Chunk, Submit, Terminal
+from nanoactor.outputs import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
+from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+
+# A tokenizer other than the first takes prompts longer than this, where there are several.
+_LONG_PROMPT_BYTES = 64 * 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrontendConfig:
+    """The bounds at the door, and how many tokenizers there are."""
+
+    tokenizers: int
+    max_waiting_requests: int
+    max_waiting_tokens: int
+
+
+class Entry:
+    """The journal's page of one request: what it asked for, what it was given so far.
+
+    One future wakes its one reader; deltas that come meanwhile merge.
+    """
+
+    def __init__(self, request_id: str, submit: Submit, kind: RequestOutputKind) -> None:
+        self.request_id = request_id
+        self.submit = submit
+        self.kind = kind
+        self.metrics = RequestMetrics(time.monotonic())
+        self.charge = len(submit.token_ids) or _text_bytes(submit)
+        self.prompt_token_ids: list[int] = submit.token_ids.tolist()
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.terminal: Terminal | None = None
+        self.error: NanoactorError | None = None
+        self.aborted = False
+        self._told = (0, 0)
+        """How many texts and tokens the reader was given."""
+        self._news = False
+        self._waiter: asyncio.Future[None] | None = None
+        self.ended = asyncio.Event()
+        """Set when nothing follows."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing follows."""
+        return self.terminal is not None or self.error is not None
+
+    def wake(self) -> None:
+        """There is something to read."""
+        self._news = True
+        if self.over:
+            self.ended.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> RequestOutput:
+        """Wait for news and return them; raises the error that ended the request."""
+        while not self._news or (self.kind is RequestOutputKind.FINAL_ONLY and not self.over):
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+            if self.kind is RequestOutputKind.FINAL_ONLY and not self.over:
+                self._news = False
+        self._news = False
+        if self.error is not None:
+            raise self.error
+        if self.terminal is not None and self.terminal.reason == "error":
+            raise InvalidRequest(self.terminal.error)
+        return self._output()
+
+    def _output(self) -> RequestOutput:
+        told_texts, told_ids = self._told
+        if self.kind is not RequestOutputKind.DELTA:
+            told_texts, told_ids = 0, 0
+        else:
+            self._told = (len(self.text), len(self.token_ids))
+        terminal = self.terminal
+        completion = CompletionOutput(
+            0,
+            "".join(self.text[told_texts:]),
+            self.token_ids[told_ids:],
+            terminal.reason if terminal else None,
+            terminal.stop_reason if terminal else None,
+        )
+        return RequestOutput(
+            self.request_id,
+            self.submit.text,
+            self.prompt_token_ids,
+            [completion],
+            terminal is not None,
+            self.metrics,
+            terminal.cached_tokens if terminal else 0,
+            terminal.preemptions if terminal else 0,
+        )
+
+
+def _text_bytes(submit: Submit) -> int:
+    if submit.text is not None:
+        return len(submit.text.encode("utf-8", "surrogatepass"))
+    return len(str(submit.chat).encode("utf-8", "surrogatepass"))
+
+
+class FrontendActor(Actor):
+    """Keeps the journal. The engine's public face calls it; it never waits."""
+
+    def __init__(self, config: FrontendConfig) -> None:
+        self._config = config
+        self._entries: dict[int, Entry] = {}
+        self._waiting_requests: set[int] = set()
+        """Requests without a first token."""
+        self._waiting_tokens = 0
+        self._untokenized: dict[int, tuple[int, int]] = {}
+        """(tokenizer, bytes) of requests that no tokenizer has answered."""
+        self._load = [0] * config.tokenizers
+
+    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+        """Find the edges."""
+        super().start(context, facts)
+        self._tokenizers = [
+            context.outbox(f"tokenizer.{index}") for index in range(self._config.tokenizers)
+        ]
+        self._scheduler = context.outbox("scheduler")
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """News from the detokenizer."""
+        return {Chunk: self._chunk}
+
+    # -- from the user --------------------------------------------------------------------
+
+    def check_room(self, charge: int) -> None:
+        """Raise `EngineOverloaded` where the queue's bounds leave no room for one more."""
+        config = self._config
+        if len(self._waiting_requests) >= config.max_waiting_requests:
+            raise EngineOverloaded(
+                f"{len(self._waiting_requests)} requests wait already (max_waiting_requests)"
+            )
+        if self._waiting_tokens and self._waiting_tokens + charge > config.max_waiting_tokens:
+            raise EngineOverloaded(
+                f"prompts of {self._waiting_tokens} tokens wait already (max_waiting_tokens is "
+                f"{config.max_waiting_tokens})"
+            )
+
+    def submit(self, entry: Entry) -> None:
+        """Enter a request into the journal and send it on its way."""
+        self.check_room(entry.charge)
+        uid = entry.submit.uid
+        tokenizer = self._choose_tokenizer(entry.charge)
+        self._tokenizers[tokenizer].send(entry.submit)
+        self._load[tokenizer] += entry.charge
+        self._untokenized[uid] = (tokenizer, entry.charge)
+        self._entries[uid] = entry
+        self._waiting_requests.add(uid)
+        self._waiting_tokens += entry.charge
+
+    def _choose_tokenizer(self, size: int) -> int:
+        """The least loaded; the first never takes a long prompt, so that short ones pass it."""
+        first = 1 if size > _LONG_PROMPT_BYTES and len(self._load) > 1 else 0
+        return min(range(first, len(self._load)), key=self._load.__getitem__)
+
+    def abort(self, uid: int) -> None:
+        """Ask for a request's end; its entry lives until the terminal that acknowledges it."""
+        entry = self._entries.get(uid)
+        if entry is not None and not entry.aborted:
+            entry.aborted = True
+            self._scheduler.send(Abort(uid))
+
+    def fail_all(self, error: NanoactorError) -> None:
+        """The engine is gone: every waiting request gets the error."""
+        for entry in self._entries.values():
+            entry.error = error
+            entry.wake()
+        self._entries.clear()
+        self._waiting_requests.clear()
+        self._waiting_tokens = 0
+
+    def entry_of(self, request_id: str) -> Entry | None:
+        """The living request with this id."""
+        return next((e for e in self._entries.values() if e.request_id == request_id), None)
+
+    # -- from the detokenizer -------------------------------------------------------------
+
+    def _chunk(self, chunk: Chunk) -> None:
+        for opened in chunk.opened:
+            self._opened(opened.uid, opened.prompt_token_ids.tolist())
+        ids: list[int] = chunk.token_ids.tolist()
+        at = 0
+        for uid, text, count in zip(
+            chunk.uids.tolist(), chunk.texts, chunk.counts.tolist(), strict=True
+        ):
+            self._delta(uid, text, ids[at : at + count])
+            at += count
+        for terminal in chunk.terminals:
+            self._terminal(terminal)
+
+    def _opened(self, uid: int, prompt: list[int]) -> None:
+        self._tokenized(uid)
+        entry = self._entries.get(uid)
+        if entry is not None:
+            entry.prompt_token_ids = prompt
+            if uid in self._waiting_requests:
+                self._waiting_tokens += len(prompt) - entry.charge
+                entry.charge = len(prompt)
+
+    def _tokenized(self, uid: int) -> None:
+        tokenizer, size = self._untokenized.pop(uid, (0, 0))
+        self._load[tokenizer] -= size
+
+    def _delta(self, uid: int, text: str, ids: list[int]) -> None:
+        entry = self._entries.get(uid)
+        if entry is None:
+            return
+        if entry.metrics.first_token_time is None:
+            entry.metrics.first_token_time = time.monotonic()
+            self._no_longer_waiting(entry)
+        if text:
+            entry.text.append(text)
+        entry.token_ids += ids
+        entry.wake()
+
+    def _no_longer_waiting(self, entry: Entry) -> None:
+        if entry.submit.uid in self._waiting_requests:
+            self._waiting_requests.remove(entry.submit.uid)
+            self._waiting_tokens -= entry.charge
+
+    def _terminal(self, terminal: Terminal) -> None:
+        self._tokenized(terminal.uid)
+        entry = self._entries.pop(terminal.uid, None)
+        if entry is not None:
+            self._no_longer_waiting(entry)
+            entry.terminal = terminal
+            entry.metrics.finished_time = time.monotonic()
+            entry.wake()
+
+    def statistics(self) -> dict[str, Any]:
+        """Living requests, and those without a first token."""
+        return {
+            "entries": len(self._entries),
+            "waiting_requests": len(self._waiting_requests),
+            "waiting_tokens": self._waiting_tokens,
+        }

@@ -1,0 +1,127 @@
+"""The runner's shell: prepares step N+1 on the node's loop while a thread computes step N."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nanoactor.messages import Step, StepDone, StepWanted
+from nanoactor.runner.config import ExecutorConfig
+from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+
+if TYPE_CHECKING:
+    from nanoactor.runner.batch import StepInputs
+
+# How much earlier than measured the next step is asked for, to absorb a slow wake-up.
+_LEAD_MARGIN = 0.0005
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """The device's side, and whether the scheduler waits to be asked for steps."""
+
+    executor: ExecutorConfig
+    asks: bool
+
+
+class RunnerActor(Actor):
+    """One rank. Rank 0 alone reports what it sampled."""
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self._config = config
+        self._inputs: queue.SimpleQueue[StepInputs | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._queued = 0
+        self._received = 0
+        self._lead = 0.001
+        """Seconds from asking for a step to having it prepared: a running average."""
+        self._step_seconds = 0.0
+        self._asked_at = 0.0
+        self._asked_for = 0
+        self._busy_seconds = 0.0
+
+    def setup(self) -> Facts:
+        """Load the model; what the cache's size became is for everyone to know."""
+        from nanoactor.runner.batch import BatchState
+        from nanoactor.runner.executor import Executor
+
+        config = self._config.executor
+        self._executor = Executor(config)
+        size = self._executor.block_size
+        max_blocks = -(-config.max_model_len // size)
+        self._batch = BatchState(config.max_num_seqs, max_blocks, size)
+        return {
+            "num_blocks": self._executor.num_blocks,
+            "block_size": size,
+            "dtype": str(self._executor.dtype).removeprefix("torch."),
+        }
+
+    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+        """Start the thread that computes."""
+        super().start(context, facts)
+        self._thread = threading.Thread(target=self._compute, name="compute", daemon=True)
+        self._thread.start()
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Steps, in order."""
+        return {Step: self._on_step}
+
+    def _on_step(self, step: Step) -> None:
+        """Lay out the step's inputs while the one before may still be running."""
+        inputs = self._batch.prepare(step)
+        self._received = step.step
+        if step.step == self._asked_for:
+            self._lead += 0.2 * (time.monotonic() - self._asked_at - self._lead)
+        self._queued += 1
+        self._inputs.put(inputs)
+
+    def _compute(self) -> None:
+        self._executor.prepare_thread()
+        while (inputs := self._inputs.get()) is not None:
+            if self._config.asks:
+                self.context.call_soon(self._begun, inputs.step)
+            begin = time.monotonic()
+            try:
+                ids = self._executor.run(inputs)
+            except BaseException as error:
+                self.context.call_soon(self.context.fail, error)
+                return
+            seconds = time.monotonic() - begin
+            self.context.call_soon(self._done, StepDone(inputs.step, ids, seconds))
+
+    def _begun(self, step: int) -> None:
+        """A step runs: ask for the next one shortly before this one will have ended."""
+        wait = self._step_seconds - self._lead - _LEAD_MARGIN
+        if wait > 0:
+            self.context.call_later(wait, lambda: self._ask(step + 1))
+        else:
+            self._ask(step + 1)
+
+    def _ask(self, step: int) -> None:
+        if step > max(self._received, self._asked_for):
+            self._asked_for, self._asked_at = step, time.monotonic()
+            self.context.outbox("scheduler").send(StepWanted(step))
+
+    def _done(self, done: StepDone) -> None:
+        self._queued -= 1
+        self._busy_seconds += done.seconds
+        self._step_seconds += 0.2 * (done.seconds - self._step_seconds)
+        self.context.outbox("scheduler").send(done)
+
+    def stop(self) -> None:
+        """End the thread once the step that it computes is done."""
+        self._inputs.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def statistics(self) -> dict[str, Any]:
+        """Steps received, steps queued or running, and how long the device was busy."""
+        return {
+            "steps": self._received,
+            "queued": self._queued,
+            "busy_seconds": self._busy_seconds,
+        }

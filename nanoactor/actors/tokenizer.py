@@ -1,0 +1,125 @@
+"""The tokenizer's shell: prompts become ids and hashes, or a reason why not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.kv.hashing import block_hashes
+from nanoactor.messages import Admit, Int32, Reject, Stopping, Submit
+from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+
+# A template's complaint may quote the prompt.
+_LONGEST_REASON = 2000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """What prompts are checked against, and what blocks are hashed with."""
+
+    directory: Path | None
+    """None where only token ids are served."""
+    vocab_size: int
+    max_model_len: int
+    salt: bytes
+
+
+class TokenizerActor(Actor):
+    """Owns nothing: a request that was not answered can be sent again."""
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        self._config = config
+        self._requests = 0
+        self._tokens = 0
+
+    def setup(self) -> Facts:
+        """Read the tokenizer, so that a broken one is found at the start."""
+        if self._config.directory is not None:
+            from nanoactor.text.tokenizer import TextEncoder
+
+            self._encoder = TextEncoder(self._config.directory)
+        return {}
+
+    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+        """Learn the block size, for the hashes."""
+        super().start(context, facts)
+        self._block_size: int = facts["runner.0"]["block_size"]
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Requests."""
+        return {Submit: self._submit}
+
+    def _submit(self, event: Submit) -> None:
+        scheduler = self.context.outbox("scheduler")
+        try:
+            tokens = self._tokenize(event)
+            stopping = self._check(tokens, event.stopping)
+        except InvalidRequest as error:
+            scheduler.send(Reject(event.uid, event.epoch, str(error)[:_LONGEST_REASON]))
+            return
+        self._requests += 1
+        self._tokens += len(tokens)
+        scheduler.send(
+            Admit(
+                event.uid,
+                event.epoch,
+                tokens,
+                len(tokens),
+                block_hashes(tokens, self._block_size, self._config.salt),
+                event.priority,
+                event.sampling,
+                stopping,
+                event.text_options,
+                {},
+            )
+        )
+
+    def _tokenize(self, event: Submit) -> Int32:
+        if event.text is not None:
+            return self._encoder.encode_text(event.text)
+        if event.chat is not None:
+            return self._encoder.encode_chat(event.chat, event.chat_options)
+        return event.token_ids.copy()
+
+    def _check(self, tokens: Int32, stopping: Stopping) -> Stopping:
+        """The limits with max_tokens filled in; `InvalidRequest` where the prompt breaks one."""
+        limit, vocabulary = self._config.max_model_len, self._config.vocab_size
+        if not len(tokens):
+            raise InvalidRequest("the prompt is empty: it must have at least one token")
+        if len(tokens) >= limit:
+            raise InvalidRequest(
+                f"the prompt has {len(tokens)} tokens, but max_model_len is {limit}: at most "
+                f"{limit - 1} leave room for one token of output"
+            )
+        if tokens.min() < 0 or tokens.max() >= vocabulary:
+            wrong = int(tokens[(tokens < 0) | (tokens >= vocabulary)][0])
+            raise InvalidRequest(
+                f"token id {wrong} is outside the vocabulary of {vocabulary} ids (0 to "
+                f"{vocabulary - 1})"
+            )
+        room = limit - len(tokens)
+        if stopping.max_tokens > room:
+            raise InvalidRequest(
+                f"max_tokens is {stopping.max_tokens}, but after a prompt of {len(tokens)} tokens "
+                f"max_model_len ({limit}) leaves {room}"
+            )
+        if stopping.min_tokens > room:
+            raise InvalidRequest(
+                f"min_tokens is {stopping.min_tokens}, but after a prompt of {len(tokens)} tokens "
+                f"max_model_len ({limit}) leaves {room}"
+            )
+        return dataclasses.replace(stopping, max_tokens=stopping.max_tokens or room)
+
+    def statistics(self) -> dict[str, Any]:
+        """Prompts and tokens so far."""
+        return {"requests": self._requests, "tokens": self._tokens}
+
+
+def no_tokens() -> Int32:
+    """The token ids of a prompt that is text."""
+    return np.empty(0, np.int32)

@@ -1,0 +1,76 @@
+"""Arguments, and what they lead to."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from typing import Any
+
+import nanoactor
+from nanoactor.cli.stream import chat, generate
+from nanoactor.errors import NanoactorError
+from nanoactor.models.errors import ModelError
+from nanoactor.runtime.errors import RuntimeFault
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exits with 1 and one line for an error, 2 for wrong arguments."""
+    args = _parser().parse_args(arguments)
+    level = {0: logging.WARNING, 1: logging.INFO}.get(args.verbose, logging.DEBUG)
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        asyncio.run(args.command(args))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (NanoactorError, ModelError, RuntimeFault) as error:
+        print(f"nanoactor: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:  # the reader has seen enough
+        sys.stderr.close()
+        sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nanoactor", description=nanoactor.__doc__)
+    parser.add_argument("--version", action="version", version=nanoactor.__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    one = commands.add_parser("generate", help="continue a prompt, streamed to the terminal")
+    one.add_argument("model", help="a directory, a name on the Hugging Face hub, or `demo`")
+    one.add_argument("prompt", nargs="?", help="default: standard input")
+    one.set_defaults(command=generate)
+    talk = commands.add_parser("chat", help="talk with a model; end with Ctrl-D")
+    talk.add_argument("model", help="a directory, a name on the Hugging Face hub, or `demo`")
+    talk.add_argument("--system", help="a system message to begin with")
+    talk.set_defaults(command=chat)
+    for command in (one, talk):
+        _add_options(command)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    sampling = parser.add_argument_group("sampling (default: what the model's files say)")
+    for name, kind in (("temperature", float), ("top-p", float), ("min-p", float)):
+        sampling.add_argument(f"--{name}", type=kind)
+    for name in ("top-k", "seed", "max-tokens"):
+        sampling.add_argument(f"--{name}", type=int)
+    sampling.add_argument("--min-tokens", type=int, default=0)
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
+    sampling.add_argument("--ignore-eos", action="store_true")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--device", default="auto")
+    engine.add_argument("--dtype", default="auto")
+    engine.add_argument("--max-model-len", type=int)
+    engine.add_argument("--num-kv-blocks", type=int)
+    engine.add_argument("--pipeline-depth", type=int, default=2)
+    engine.add_argument("--threads", type=int)
+    engine.add_argument("--placement", default="default", help="default, split or single")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, for scripts")
+    parser.add_argument("-v", "--verbose", action="count", default=0, help="log; -vv logs more")
+
+
+def engine_options(args: Any) -> dict[str, Any]:
+    """The engine's options among the arguments."""
+    names = "device dtype max_model_len num_kv_blocks pipeline_depth threads placement"
+    return {name: getattr(args, name) for name in names.split()}

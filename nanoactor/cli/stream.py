@@ -1,0 +1,123 @@
+"""`generate` and `chat`: text to the terminal as it comes, then the line that matters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+from nanoactor.engine import AsyncLLM, Prompt
+from nanoactor.errors import InvalidRequest
+from nanoactor.outputs import RequestOutput, RequestOutputKind
+from nanoactor.params import SamplingParams
+
+
+def _params(args: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        min_tokens=args.min_tokens,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _engine(args: Any) -> AsyncLLM:
+    from nanoactor.cli.main import engine_options
+
+    return AsyncLLM(args.model, max_num_seqs=8, **engine_options(args))
+
+
+async def generate(args: Any) -> None:
+    """Continue one prompt."""
+    prompt = args.prompt if args.prompt is not None else sys.stdin.read()
+    params = _params(args)
+    async with _engine(args) as llm:
+        if not args.json:
+            print(prompt, end="", flush=True)
+        await _stream(llm, prompt, params, args.json)
+
+
+async def chat(args: Any) -> None:
+    """Keep a conversation; its history is sent again each time, and found in the prefix cache."""
+    messages: list[dict[str, str]] = []
+    if args.system:
+        messages.append({"role": "system", "content": args.system})
+    params = _params(args)
+    async with _engine(args) as llm:
+        while (said := await _ask(args.json)) is not None:
+            messages.append({"role": "user", "content": said})
+            try:
+                answer = await _stream(llm, messages, params, args.json)
+            except InvalidRequest as error:  # the conversation has outgrown the model, say
+                print(f"nanoactor: {error}", file=sys.stderr)
+                messages.pop()
+                continue
+            messages.append({"role": "assistant", "content": answer})
+
+
+async def _ask(quiet: bool) -> str | None:
+    """The user's next line; None at the end of input."""
+    prompt = "" if quiet or not sys.stdin.isatty() else "\n> "
+    print(prompt, end="", flush=True)
+    line = await asyncio.to_thread(sys.stdin.readline)
+    return line.rstrip("\n") if line else None
+
+
+async def _stream(llm: AsyncLLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> str:
+    """Print the deltas as they come, then the summary; returns the whole text."""
+    text: list[str] = []
+    tokens = 0
+    output: RequestOutput | None = None
+    async for output in llm.generate(prompt, params):
+        completion = output.outputs[0]
+        text.append(completion.text)
+        tokens += len(completion.token_ids)
+        if as_json:
+            print(json.dumps(_as_json(output)), flush=True)
+        else:
+            print(completion.text, end="", flush=True)
+    assert output is not None
+    if not as_json:
+        print(f"\n\n{await _summary(llm, output, tokens)}", file=sys.stderr, flush=True)
+    return "".join(text)
+
+
+def _as_json(output: RequestOutput) -> dict[str, Any]:
+    completion, metrics = output.outputs[0], output.metrics
+    line: dict[str, Any] = {
+        "request_id": output.request_id,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+    }
+    if output.finished:
+        line["finish_reason"] = completion.finish_reason
+        line["stop_reason"] = completion.stop_reason
+        line["prompt_tokens"] = len(output.prompt_token_ids)
+        line["cached_tokens"] = output.num_cached_tokens
+        line["ttft_seconds"] = metrics.time_to_first_token
+        line["seconds"] = time.monotonic() - metrics.arrival_time
+    return line
+
+
+async def _summary(llm: AsyncLLM, output: RequestOutput, tokens: int) -> str:
+    metrics = output.metrics
+    first, last = metrics.first_token_time, metrics.finished_time
+    if first is None or last is None:
+        return "no token was generated"
+    rate = f"{(tokens - 1) / (last - first):.1f} tokens/s" if tokens > 1 else "1 token"
+    facts = llm.facts
+    blocks = -(-(len(output.prompt_token_ids) + tokens - 1) // facts["block_size"])
+    return (
+        f"{len(output.prompt_token_ids)} + {tokens} tokens, {rate}, "
+        f"TTFT {1000 * (first - metrics.arrival_time):.0f} ms, "
+        f"{blocks} of {facts['num_blocks']} KV blocks ({output.num_cached_tokens} tokens from "
+        f"the prefix cache), {facts['dtype']}, finished: {output.outputs[0].finish_reason}"
+    )

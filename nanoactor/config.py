@@ -1,0 +1,205 @@
+"""Everything that can be set about an engine, and what a model's directory says about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from nanoactor.errors import InvalidConfig
+from nanoactor.models.config import DTYPES, ModelConfig, as_ids, read_config, read_json
+from nanoactor.models.errors import ModelError
+
+DEMO = "demo"
+Placement = Literal["default", "split", "single"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How to run a model. Raises `InvalidConfig` on construction, naming the option."""
+
+    model: str
+    """A directory, `demo`, or a name on the Hugging Face hub."""
+    device: str = "auto"
+    dtype: str = "auto"
+    """"auto": the checkpoint's own type where the device computes in it, else the device's."""
+    max_model_len: int | None = None
+    """Longest prompt and output together; default: what the model's configuration allows."""
+    max_num_seqs: int = 256
+    """How many sequences run at once."""
+    max_num_batched_tokens: int = 2048
+    """How many tokens one step computes at most: the bound on the gap between two tokens."""
+    block_size: int | None = None
+    """Tokens in a KV block; default: the device's."""
+    num_kv_blocks: int | None = None
+    """Default: what fits `memory_utilization`."""
+    memory_utilization: float | None = None
+    """Share of the memory free at start for weights and KV cache; default: the device's."""
+    enable_prefix_caching: bool = True
+    pipeline_depth: int = 2
+    """1 computes a step only when the one before is processed; 2 overlaps the two."""
+    plan_lead: Literal["eager", "late"] = "eager"
+    """Plan the next step at once, or when the runner is about to run dry, so that a request
+    that arrives meanwhile joins it."""
+    num_tokenizers: int = 1
+    tensor_parallel_size: int = 1
+    threads: int | None = None
+    """CPU threads of a runner; default: all cores."""
+    seed: int | None = None
+    """Makes the seeds that are drawn for requests without one repeatable."""
+    skip_tokenizer_init: bool = False
+    """Prompts are token ids, and there is no text."""
+    max_waiting_requests: int = 10_000
+    """More requests without a first token raise `EngineOverloaded`."""
+    max_waiting_tokens: int = 50_000_000
+    """The same for their prompts; text counts a token for each byte until it is tokenized."""
+    placement: Placement = "default"
+    """"default": scheduler and block manager share a process. "split": a process for each
+    actor. "single": everything in this process, for debugging and embedding."""
+    transport: Literal["ring", "queue"] = "ring"
+    start_timeout: float = 600.0
+    stop_timeout: float = 5.0
+    debug: bool = False
+    """Checksums on every record, released memory overwritten."""
+    debug_delay_ms: float = 0.0
+    """Delay every message by a random time up to this."""
+
+    def __post_init__(self) -> None:
+        """Check every option by itself; what depends on the model is checked later."""
+        if not isinstance(self.model, str) or not self.model:
+            raise InvalidConfig(f"model must be a directory or a name, got {self.model!r}")
+        for name in ("max_model_len", "block_size", "num_kv_blocks", "threads"):
+            self._check_whole(name, optional=True)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "num_tokenizers"):
+            self._check_whole(name)
+        for name in ("max_waiting_requests", "max_waiting_tokens"):
+            self._check_whole(name)
+        self._check_choice("dtype", ("auto", *DTYPES))
+        self._check_choice("plan_lead", ("eager", "late"))
+        self._check_choice("placement", get_args(Placement))
+        self._check_choice("transport", ("ring", "queue"))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidConfig(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}), so that every sequence fits into a step"
+            )
+        utilization = self.memory_utilization
+        if utilization is not None and not 0 < utilization <= 1:
+            raise InvalidConfig(f"memory_utilization must be in (0, 1], got {utilization}")
+        if self.tensor_parallel_size != 1:
+            raise InvalidConfig("tensor_parallel_size above 1 is not supported yet")
+
+    def _check_whole(self, name: str, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InvalidConfig(f"{name} must be a positive whole number, got {value!r}")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise InvalidConfig(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What `generation_config.json` says, or the neutral values."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model's directory and what its JSON files say."""
+
+    directory: Path
+    config: ModelConfig
+    defaults: SamplingDefaults
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    ignored: tuple[str, ...]
+    """Settings of `generation_config.json` that are not applied."""
+
+
+def read_model_files(config: EngineConfig) -> ModelFiles:
+    """Find the model and read its configuration.
+
+    Raises `ModelError` where files are missing or wrong, `InvalidConfig` where the engine's
+    options do not fit the model.
+    """
+    directory = resolve_model(config.model)
+    model = read_config(directory)
+    raw: dict[str, Any] = {}
+    if (directory / "generation_config.json").exists():
+        raw = read_json(directory / "generation_config.json")
+    length = config.max_model_len or model.max_positions
+    if length > model.max_positions:
+        raise InvalidConfig(
+            f"max_model_len {length} exceeds the model's max_position_embeddings, "
+            f"{model.max_positions}"
+        )
+    if length < 2:
+        raise InvalidConfig("max_model_len must be at least 2: a token of prompt, one of output")
+    if not config.skip_tokenizer_init and not (directory / "tokenizer.json").exists():
+        raise ModelError(
+            f"{directory} has no tokenizer.json; add one, or serve token ids alone with "
+            "skip_tokenizer_init=True"
+        )
+    eos = as_ids(raw.get("eos_token_id")) or model.eos_token_ids
+    return ModelFiles(directory, model, _defaults(raw), eos, length, _ignored(raw))
+
+
+def _defaults(raw: dict[str, Any]) -> SamplingDefaults:
+    if raw.get("do_sample") is False:
+        return SamplingDefaults(temperature=0.0)
+
+    def pick(name: str, neutral: float) -> float:
+        value = raw.get(name)
+        return neutral if value is None else float(value)
+
+    return SamplingDefaults(
+        pick("temperature", 1.0), int(pick("top_k", 0)), pick("top_p", 1.0), pick("min_p", 0.0)
+    )
+
+
+def _ignored(raw: dict[str, Any]) -> tuple[str, ...]:
+    neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0}
+    return tuple(name for name, value in neutral.items() if raw.get(name, value) != value)
+
+
+def resolve_model(name: str) -> Path:
+    """The directory of a model: as given, the demo, or from the Hugging Face cache or hub."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if name == DEMO:
+        return Path(__file__).parent / "models" / "demo"
+    looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
+    if looks_local or os.sep == "\\":
+        raise ModelError(f"{name} is neither a directory nor a name on the hub (owner/model)")
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
+    try:
+        found = Path(snapshot_download(name, local_files_only=True))
+        if any(found.glob("*.safetensors")):
+            return found
+    except (LocalEntryNotFoundError, ValueError):
+        pass  # not in the cache: ask the hub
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{name} is no directory, is not in the Hugging Face cache, and cannot be "
+            f"downloaded: {error}"
+        ) from error

@@ -1,0 +1,317 @@
+"""`AsyncLLM`: the engine as an async iterator."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import random
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nanoactor.actors.frontend import Entry, FrontendActor
+from nanoactor.actors.tokenizer import no_tokens
+from nanoactor.config import EngineConfig, read_model_files
+from nanoactor.errors import EngineClosed, EngineDead, InvalidConfig, InvalidRequest
+from nanoactor.layout import engine_topology, max_prompt_bytes
+from nanoactor.messages import Int32, Sampling, Stopping, Submit, TextOptions
+from nanoactor.outputs import RequestOutput
+from nanoactor.params import SamplingParams
+from nanoactor.runtime.system import System
+from nanoactor.runtime.wiring import Options
+
+log = logging.getLogger("nanoactor.engine")
+
+Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""Text, `{"prompt": text}`, `{"prompt_token_ids": [...]}`, or a list of chat messages."""
+
+
+class AsyncLLM:
+    """An engine in processes of its own, used from one event loop.
+
+    async with AsyncLLM("demo") as llm:
+        async for output in llm.generate("ROMEO:", SamplingParams(max_tokens=50)):
+            print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str | EngineConfig, **options: Any) -> None:
+        """`options` are those of `EngineConfig`. Nothing starts yet.
+
+        Raises `InvalidConfig` for an unknown or impossible option, `ModelError` where the
+        model's files are missing or wrong.
+        """
+        if isinstance(model, EngineConfig):
+            if options:
+                raise InvalidConfig("give options in the EngineConfig or by name, not both")
+            self.config = model
+        else:
+            try:
+                self.config = EngineConfig(model, **options)
+            except TypeError as error:
+                raise InvalidConfig(f"unknown engine option: {error}") from None
+        self.files = read_model_files(self.config)
+        for name in self.files.ignored:
+            log.warning("generation_config.json sets %s, which is not applied", name)
+        topology = engine_topology(self.config, self.files, secrets.token_bytes(16))
+        self._system = System(topology, self._options(), self._on_death)
+        self._frontend: FrontendActor | None = None
+        self._uids = itertools.count()
+        self._seeds = random.Random(self.config.seed)
+        self._closed = False
+
+    def _options(self) -> Options:
+        config = self.config
+        return Options(
+            transport=config.transport,
+            debug=config.debug,
+            debug_delay_ms=config.debug_delay_ms,
+            start_timeout=config.start_timeout,
+            stop_timeout=config.stop_timeout,
+        )
+
+    async def start(self) -> AsyncLLM:
+        """Start all processes, load the model, warm up. The running loop becomes the engine's."""
+        if self._frontend is not None or self._closed:
+            raise EngineClosed("an engine starts once; make a new one")
+        begin = time.monotonic()
+        await self._system.start()
+        frontend = self._system.actor("frontend")
+        assert isinstance(frontend, FrontendActor)
+        self._frontend = frontend
+        log.info("engine ready in %.1f s", time.monotonic() - begin)
+        return self
+
+    async def __aenter__(self) -> AsyncLLM:
+        """Start."""
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close."""
+        await self.close()
+
+    async def close(self) -> None:
+        """End all processes; requests that are not over raise `EngineClosed`."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._frontend is not None:
+            self._frontend.fail_all(EngineClosed("the engine was closed"))
+            await self._system.close()
+
+    def _on_death(self, error: BaseException) -> None:
+        if self._frontend is not None:
+            self._frontend.fail_all(_dead(error))
+
+    def _running(self) -> FrontendActor:
+        """The frontend; raises where the engine cannot serve from here."""
+        if self._closed or self._frontend is None:
+            raise EngineClosed(
+                "the engine was closed" if self._closed else "start the engine first"
+            )
+        self._system.check_usable()
+        if self._system.dead is not None:
+            raise _dead(self._system.dead)
+        return self._frontend
+
+    # -- requests -------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs as they come, in the form that `sampling_params.output_kind` asks for.
+
+        What can be checked here raises `InvalidRequest` at once, the rest (a prompt that is
+        too long, say) when the iterator is first awaited; so do `EngineOverloaded`,
+        `EngineDead` and `EngineClosed`. Closing or cancelling the iterator aborts the request.
+        A lower `priority` goes first.
+        """
+        params = sampling_params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise InvalidRequest(f"priority must be a whole number, got {priority!r}")
+        text, chat, token_ids = self._read_prompt(prompt)
+        options = dict(chat_template_kwargs or {})
+        if options and chat is None:
+            raise InvalidRequest("chat_template_kwargs go with a list of messages")
+        self._check_params(params)
+        stopping, text_options = self._stopping(params), _text_options(params)
+        sampling = self._sampling(params)
+
+        def make(uid: int) -> Entry:
+            submit = Submit(
+                uid, 0, text, chat, options, token_ids, priority, sampling, stopping, text_options
+            )
+            return Entry(request_id or f"request-{uid}", submit, params.output_kind)
+
+        return self._stream(make, request_id)
+
+    async def _stream(
+        self, make: Any, request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        frontend = self._running()
+        if request_id is not None and frontend.entry_of(request_id) is not None:
+            raise InvalidRequest(f"request id {request_id!r} is in use")
+        frontend.check_room(0)
+        entry: Entry = make(next(self._uids))
+        frontend.submit(entry)
+        try:
+            while True:
+                output = await entry.next()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if not entry.over:
+                frontend.abort(entry.submit.uid)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request and wait until the engine has let go of it; unknown ids are ignored.
+
+        Its iterator yields a last output with finish_reason "abort".
+        """
+        frontend = self._running()
+        entry = frontend.entry_of(request_id)
+        if entry is None:
+            return
+        frontend.abort(entry.submit.uid)
+        await entry.ended.wait()
+
+    async def statistics(self) -> dict[str, dict[str, Any]]:
+        """Figures of every actor, its mailbox and its edges."""
+        self._running()
+        return await self._system.statistics()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The engine's processes."""
+        return self._system.pids
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the runner found out: blocks of KV cache, their size, the data type."""
+        return dict(self._system.facts.get("runner.0", {}))
+
+    # -- checking and translating ---------------------------------------------------------
+
+    def _read_prompt(self, prompt: Any) -> tuple[str | None, list[Any] | None, Int32]:
+        """(text, messages, token ids): exactly one of them is given."""
+        if isinstance(prompt, Mapping):
+            keys = set(prompt)
+            if keys == {"prompt_token_ids"}:
+                return None, None, _token_ids(prompt["prompt_token_ids"])
+            if keys != {"prompt"}:
+                raise InvalidRequest(
+                    f"a prompt's keys must be 'prompt' or 'prompt_token_ids', got {sorted(keys)}"
+                )
+            prompt = prompt["prompt"]
+        if self.config.skip_tokenizer_init:
+            raise InvalidRequest(
+                "the engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids"
+            )
+        if isinstance(prompt, str):
+            return self._check_text(prompt), None, no_tokens()
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+            return None, self._check_chat(list(prompt)), no_tokens()
+        raise InvalidRequest(
+            "a prompt must be text, {'prompt_token_ids': [...]} or a list of messages, "
+            f"got {type(prompt).__name__}"
+        )
+
+    def _check_text(self, text: str) -> str:
+        if not text:
+            raise InvalidRequest("the prompt is empty: it must have at least one token")
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the prompt is not valid Unicode: {error}") from None
+        limit = max_prompt_bytes(self.files)
+        if size > limit:
+            raise InvalidRequest(
+                f"the prompt has {size} bytes; with max_model_len {self.files.max_model_len} at "
+                f"most {limit} are accepted"
+            )
+        return text
+
+    def _check_chat(self, messages: list[Any]) -> list[Any]:
+        if not messages:
+            raise InvalidRequest("the list of messages is empty")
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise InvalidRequest(f"a message must be a dict with a 'role', got {message!r}")
+        text = "".join(str(message.get("content")) for message in messages)
+        self._check_text(text or " ")
+        return [dict(message) for message in messages]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocabulary = self.files.config.vocab_size
+        for token in params.stop_token_ids or ():
+            if token >= vocabulary:
+                raise InvalidRequest(
+                    f"stop_token_ids: {token} is outside the vocabulary of {vocabulary} ids"
+                )
+        if params.stop and self.config.skip_tokenizer_init:
+            raise InvalidRequest(
+                "stop strings need a tokenizer, and the engine has none (skip_tokenizer_init)"
+            )
+
+    def _sampling(self, params: SamplingParams) -> Sampling:
+        defaults = self.files.defaults
+
+        def pick(value: Any, default: Any) -> Any:
+            return default if value is None else value
+
+        return Sampling(
+            float(pick(params.temperature, defaults.temperature)),
+            max(0, pick(params.top_k, defaults.top_k)),
+            float(pick(params.top_p, defaults.top_p)),
+            float(pick(params.min_p, defaults.min_p)),
+            self._seeds.getrandbits(64) if params.seed is None else params.seed,
+        )
+
+    def _stopping(self, params: SamplingParams) -> Stopping:
+        eos = () if params.ignore_eos else self.files.eos_token_ids
+        # 0 stands for "as many as fit": the tokenizer, which knows the prompt's length, fills in.
+        return Stopping(
+            params.max_tokens or 0, params.min_tokens, eos, tuple(params.stop_token_ids or ())
+        )
+
+
+def _text_options(params: SamplingParams) -> TextOptions:
+    return TextOptions(
+        tuple(params.stop or ()),
+        params.include_stop_str_in_output,
+        params.skip_special_tokens,
+        params.min_tokens,
+    )
+
+
+def _token_ids(values: Any) -> Int32:
+    try:
+        ids = np.asarray(values)
+    except ValueError:
+        ids = np.asarray(["ragged"])
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise InvalidRequest("prompt_token_ids must be a flat list of whole numbers")
+    if not ids.size:
+        raise InvalidRequest("the prompt is empty: it must have at least one token")
+    with contextlib.suppress(OverflowError):
+        if ids.min() >= 0 and ids.max() < 2**31:
+            return ids.astype(np.int32)
+    raise InvalidRequest(f"token ids must be from 0 to 2147483647, got {ids.min()} to {ids.max()}")
+
+
+def _dead(error: BaseException) -> EngineDead:
+    failure = EngineDead(f"the engine has died: {error}")
+    failure.__cause__ = error
+    return failure

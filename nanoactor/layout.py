@@ -1,0 +1,129 @@
+"""The engine's topology: which actors there are, where they live, and their edges."""
+
+from __future__ import annotations
+
+import os
+
+from nanoactor.actors.blocks import BlocksConfig
+from nanoactor.actors.detokenizer import DetokenizerConfig
+from nanoactor.actors.frontend import FrontendConfig
+from nanoactor.actors.runner import RunnerConfig
+from nanoactor.actors.scheduler import SchedulerActorConfig
+from nanoactor.actors.tokenizer import TokenizerConfig
+from nanoactor.config import EngineConfig, ModelFiles
+from nanoactor.runner.config import ExecutorConfig
+from nanoactor.runtime.ring import ring_capacity
+from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
+
+USER = "user"
+# What has no place in a control process: torch alone would take 200 MB and a second to import.
+_HEAVY = ("torch", "transformers", "torch_npu")
+_CHUNK_BYTES = 256 * 1024
+
+
+def cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def engine_topology(config: EngineConfig, files: ModelFiles, salt: bytes) -> Topology:
+    """The topology of an engine; see docs/architecture.md for the picture."""
+    tokenizers = [f"tokenizer.{index}" for index in range(config.num_tokenizers)]
+    return Topology(
+        _actors(config, files, salt, tokenizers),
+        _nodes(config, tokenizers),
+        _edges(config, files, tokenizers),
+        USER,
+    )
+
+
+def _actors(
+    config: EngineConfig, files: ModelFiles, salt: bytes, tokenizers: list[str]
+) -> tuple[ActorSpec, ...]:
+    text_directory = None if config.skip_tokenizer_init else files.directory
+    vocabulary = files.config.vocab_size
+    tokenizer = TokenizerConfig(text_directory, vocabulary, files.max_model_len, salt)
+    frontend = FrontendConfig(
+        config.num_tokenizers, config.max_waiting_requests, config.max_waiting_tokens
+    )
+    blocks = BlocksConfig(config.max_num_seqs, salt, config.enable_prefix_caching)
+    runner = RunnerConfig(_executor(config, files), config.plan_lead == "late")
+    detokenizer = DetokenizerConfig(text_directory, _CHUNK_BYTES)
+    scheduler = SchedulerActorConfig(config, files.max_model_len)
+    home = "nanoactor.actors"
+    return (
+        ActorSpec("frontend", f"{home}.frontend:FrontendActor", frontend),
+        *(ActorSpec(name, f"{home}.tokenizer:TokenizerActor", tokenizer) for name in tokenizers),
+        ActorSpec("scheduler", f"{home}.scheduler:SchedulerActor", scheduler),
+        ActorSpec("blocks", f"{home}.blocks:BlockManagerActor", blocks),
+        ActorSpec("runner.0", f"{home}.runner:RunnerActor", runner),
+        ActorSpec("detokenizer", f"{home}.detokenizer:DetokenizerActor", detokenizer),
+    )
+
+
+def _executor(config: EngineConfig, files: ModelFiles) -> ExecutorConfig:
+    return ExecutorConfig(
+        files.directory,
+        "cpu" if config.device == "auto" else config.device,
+        config.dtype,
+        config.threads or max(1, cores() // config.tensor_parallel_size),
+        files.max_model_len,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.block_size,
+        config.num_kv_blocks,
+        config.memory_utilization,
+    )
+
+
+def _nodes(config: EngineConfig, tokenizers: list[str]) -> tuple[NodeSpec, ...]:
+    if config.placement == "single":
+        others = ("scheduler", "blocks", "detokenizer", "runner.0")
+        return (NodeSpec(USER, ("frontend", *tokenizers, *others)),)
+    light = {"TOKENIZERS_PARALLELISM": "false"}
+    # OpenMP's threads must sleep when they have nothing to do: the control actors need cores.
+    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+    control: dict[str, tuple[str, ...]] = {"control": ("scheduler", "blocks")}
+    if config.placement == "split":
+        control = {"scheduler": ("scheduler",), "blocks": ("blocks",)}
+    return (
+        NodeSpec(USER, ("frontend",)),
+        *(NodeSpec(name, (name,), light, _HEAVY) for name in tokenizers),
+        *(NodeSpec(name, actors, {}, _HEAVY) for name, actors in control.items()),
+        NodeSpec("detokenizer", ("detokenizer",), light, _HEAVY),
+        NodeSpec("runner.0", ("runner.0",), quiet, ("tokenizers", "transformers", "jinja2")),
+    )
+
+
+def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tuple[EdgeSpec, ...]:
+    length, seqs = files.max_model_len, config.max_num_seqs
+    requests = config.max_waiting_requests + seqs
+    # A prompt as text, as ids, or as ids with the hash of every block; and stop strings.
+    prompt = ring_capacity(max_prompt_bytes(files) + 1024 * 1024)
+    admitted = ring_capacity(4 * length + 16 * length + 1024 * 1024)
+    step = ring_capacity(64 * seqs + 4 * config.max_num_batched_tokens + 8 * length + 64 * 1024)
+    tokens = ring_capacity(512 * seqs + 64 * 1024)
+    chunk = ring_capacity(4 * _CHUNK_BYTES + 4 * length)
+    small = ring_capacity(64 * 1024)
+    return (
+        *(EdgeSpec("frontend", (t,), prompt, bound=requests) for t in tokenizers),
+        *(EdgeSpec(t, ("scheduler",), admitted) for t in tokenizers),
+        EdgeSpec("frontend", ("scheduler",), small, bound=requests),
+        EdgeSpec("scheduler", ("blocks",), max(admitted, step)),
+        EdgeSpec("blocks", ("scheduler",), ring_capacity(64 * seqs + 64 * 1024), bound=1),
+        EdgeSpec("blocks", ("runner.0",), step, name="runners"),
+        EdgeSpec("runner.0", ("scheduler",), tokens, bound=4 * config.pipeline_depth),
+        EdgeSpec("scheduler", ("detokenizer",), max(admitted, tokens)),
+        EdgeSpec("detokenizer", ("scheduler",), small, bound=requests),
+        # One chunk at a time: what comes meanwhile is merged by the detokenizer.
+        EdgeSpec("detokenizer", ("frontend",), chunk, bound=1),
+    )
+
+
+def max_prompt_bytes(files: ModelFiles) -> int:
+    """The longest text that is accepted for tokenizing.
+
+    Prose has 3 to 5 bytes to a token, code with deep indentation perhaps 10; what has more
+    than 32 throughout (runs of nothing but spaces) is refused unread.
+    """
+    return max(1 << 16, 32 * files.max_model_len)

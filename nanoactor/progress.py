@@ -1,0 +1,41 @@
+"""A progress bar over requests that shows prompt and output tokens per second."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+class Progress:
+    """One bar for one call; does nothing where it is not enabled."""
+
+    def __init__(self, requests: int, enabled: bool) -> None:
+        self._bar: Any = None
+        self._begin = time.monotonic()
+        self._prompt = self._output = 0
+        if enabled:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=requests, desc="Requests", unit="req", dynamic_ncols=True)
+
+    def tokens(self, prompt: int, output: int) -> None:
+        """Count tokens."""
+        self._prompt += prompt
+        self._output += output
+        if self._bar is not None:
+            seconds = max(time.monotonic() - self._begin, 1e-9)
+            self._bar.set_postfix_str(
+                f"prompt {self._prompt / seconds:.0f} tok/s, "
+                f"output {self._output / seconds:.0f} tok/s",
+                refresh=False,
+            )
+
+    def request(self) -> None:
+        """Count a request as done."""
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,1 @@
+"""The runner: the only part of the engine that imports torch."""

@@ -1,0 +1,178 @@
+"""The running batch as the runner's host sees it: what the deltas of all steps add up to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.messages import Admissions, Step
+
+Long = NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """A prefill row: where its tokens lie in the step, and the blocks of its context."""
+
+    first: int
+    tokens: int
+    context: int
+    blocks: Long
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampledRows:
+    """How the rows that sample do it; see `nanoactor.models.batch.SamplingBatch`."""
+
+    slots: Long
+    token_index: Long
+    """Which token of the step each row samples after."""
+    positions: Long
+    temperature: NDArray[np.float32]
+    top_k: Long
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    seeds: Long
+    greedy: Long
+    plain: Long
+    truncated: Long
+    most: int
+    masked_rows: Long
+    masked_ids: Long
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step, ready to run: arrays of its own, so that the batch may move on meanwhile."""
+
+    step: int
+    token_ids: Long
+    """(tokens,): the decode rows' are filled in on the device."""
+    positions: Long
+    slot_mapping: Long
+    prefills: tuple[Row, ...]
+    decode_slots: Long
+    decode_tables: Long
+    decode_contexts: Long
+    sampled: SampledRows
+
+
+class BatchState:
+    """Block tables, lengths and sampling parameters by slot."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._tables = np.zeros((max_num_seqs, max_blocks), np.int64)
+        self._lengths = np.zeros(max_num_seqs, np.int64)
+        self._decoding = np.zeros(max_num_seqs, np.bool_)
+        self._temperature = np.zeros(max_num_seqs, np.float32)
+        self._top_k = np.zeros(max_num_seqs, np.int64)
+        self._top_p = np.ones(max_num_seqs, np.float32)
+        self._min_p = np.zeros(max_num_seqs, np.float32)
+        self._seeds = np.zeros(max_num_seqs, np.int64)
+        self._unmasked_from = np.zeros(max_num_seqs, np.int64)
+        self._masked: dict[int, Long] = {}
+
+    def prepare(self, step: Step) -> StepInputs:
+        """Apply a step's deltas and lay out its inputs. Steps must come in order."""
+        self._admit(step.admissions)
+        self._update_tables(step)
+        self._decoding[step.leaves] = False
+        self._decoding[step.joins] = True
+        decode = np.flatnonzero(self._decoding)
+        starts, counts = step.starts.astype(np.int64), step.counts.astype(np.int64)
+        firsts = np.cumsum(counts) - counts
+        # Positions within the step's prefill tokens, minus where the row began, plus its start.
+        row_of = np.repeat(np.arange(len(counts)), counts)
+        prefill_positions = np.arange(len(row_of)) - firsts[row_of] + starts[row_of]
+        slots = np.concatenate([step.slots.astype(np.int64)[row_of], decode])
+        positions = np.concatenate([prefill_positions, self._lengths[decode]])
+        blocks = self._tables[slots, positions // self._block_size]
+        self._lengths[step.slots] = starts + counts
+        self._lengths[decode] += 1
+        token_ids = np.zeros(len(positions), np.int64)
+        token_ids[: len(step.token_ids)] = step.token_ids
+        ends = (firsts + counts - 1)[step.samples]
+        prefill_tokens = len(step.token_ids)
+        return StepInputs(
+            step.step,
+            token_ids,
+            positions,
+            blocks * self._block_size + positions % self._block_size,
+            self._prefill_rows(step, firsts),
+            decode,
+            self._tables[decode, : self._blocks_of(self._lengths[decode].max(initial=0))],
+            self._lengths[decode],
+            self._sampled_rows(
+                np.concatenate([step.slots[step.samples].astype(np.int64), decode]),
+                np.concatenate([ends, np.arange(len(decode)) + prefill_tokens]),
+            ),
+        )
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-int(tokens) // self._block_size)
+
+    def _admit(self, new: Admissions) -> None:
+        slots = new.slots
+        self._temperature[slots] = new.temperature
+        self._top_k[slots] = new.top_k
+        self._top_p[slots] = new.top_p
+        self._min_p[slots] = new.min_p
+        self._seeds[slots] = new.seed.astype(np.int64)
+        self._unmasked_from[slots] = new.unmasked_from
+        ends = np.cumsum(new.masked_counts)
+        for slot, end, count in zip(
+            slots.tolist(), ends.tolist(), new.masked_counts.tolist(), strict=True
+        ):
+            self._masked[slot] = new.masked_ids[end - count : end].astype(np.int64)
+
+    def _update_tables(self, step: Step) -> None:
+        at = 0
+        changes = (step.table_slots, step.table_starts, step.table_counts)
+        for slot, start, count in zip(*(array.tolist() for array in changes), strict=True):
+            self._tables[slot, start : start + count] = step.table_blocks[at : at + count]
+            at += count
+
+    def _prefill_rows(self, step: Step, firsts: Long) -> tuple[Row, ...]:
+        rows = []
+        for slot, first, count in zip(
+            step.slots.tolist(), firsts.tolist(), step.counts.tolist(), strict=True
+        ):
+            context = int(self._lengths[slot])
+            blocks = self._tables[slot, : self._blocks_of(context)].copy()
+            rows.append(Row(first, count, context, blocks))
+        return tuple(rows)
+
+    def _sampled_rows(self, slots: Long, token_index: Long) -> SampledRows:
+        temperature, top_k = self._temperature[slots], self._top_k[slots]
+        top_p, min_p = self._top_p[slots], self._min_p[slots]
+        positions = self._lengths[slots]
+        greedy = temperature == 0
+        truncated = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+        unlimited = bool((top_k[truncated] <= 0).any())
+        masked = self._masked_logits(slots, positions)
+        return SampledRows(
+            slots,
+            token_index,
+            positions,
+            np.where(greedy, np.float32(1), temperature),
+            top_k,
+            top_p,
+            min_p,
+            self._seeds[slots],
+            np.flatnonzero(greedy),
+            np.flatnonzero(~greedy & ~truncated),
+            np.flatnonzero(truncated),
+            0 if unlimited else int(top_k[truncated].max(initial=0)),
+            *masked,
+        )
+
+    def _masked_logits(self, slots: Long, positions: Long) -> tuple[Long, Long]:
+        rows, ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for row in np.flatnonzero(positions < self._unmasked_from[slots]).tolist():
+            masked = self._masked[int(slots[row])]
+            rows.append(np.full(len(masked), row, np.int64))
+            ids.append(masked)
+        return np.concatenate(rows), np.concatenate(ids)

@@ -1,0 +1,22 @@
+"""What a runner is told; apart from the executor, as the user's process must not import torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """What a runner needs to know of the engine's configuration."""
+
+    directory: Path
+    device: str
+    dtype: str
+    threads: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int | None
+    num_kv_blocks: int | None
+    memory_utilization: float | None

@@ -1,0 +1,240 @@
+"""The device's side of a runner: model, KV cache, and the table of last tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nanoactor.messages import Int32
+from nanoactor.models.batch import AttentionBatch, KVCache, PrefillRow, SamplingBatch
+from nanoactor.models.config import ModelConfig, read_config
+from nanoactor.models.device import Device
+from nanoactor.models.devices import open_device
+from nanoactor.models.errors import NotEnoughMemory
+from nanoactor.models.registry import build_model
+from nanoactor.models.weights import Weights
+from nanoactor.runner.batch import Row, SampledRows, StepInputs
+from nanoactor.runner.config import ExecutorConfig
+
+log = logging.getLogger("nanoactor.runner")
+
+# A warm-up pass of the full budget would take minutes for a large model on a CPU; the memory
+# that it needs grows in proportion to its tokens.
+_WARMUP_TOKENS = 256
+_MIB = 1 << 20
+
+
+class Executor:
+    """Runs steps, one after the other. All calls after `__init__` come from one thread."""
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        """Load the weights, size and allocate the KV cache, run both kinds of step once.
+
+        Raises `ModelError` where the model's files are wrong or memory does not suffice.
+        """
+        self._config = config
+        self._device: Device = open_device(config.device)
+        self._device.prepare_thread(config.threads)
+        self._model_config = read_config(config.directory)
+        self.dtype = self._choose_dtype()
+        self.block_size = config.block_size or self._device.default_block_size
+        begin, free = time.monotonic(), self._device.memory().free
+        with torch.inference_mode(), self._open_weights() as weights:
+            self._model = build_model(
+                self._model_config, weights, self._device, config.max_model_len
+            )
+        used = max(0, free - self._device.memory().free)
+        log.info(
+            "loaded %s as %s in %.1f s", config.directory, self.dtype, time.monotonic() - begin
+        )
+        self._caches: list[KVCache] = []
+        self._last_tokens = torch.zeros(
+            config.max_num_seqs, dtype=torch.int64, device=self._device.torch_device
+        )
+        peak = self._warm_up()
+        self.num_blocks = self._size_cache(free, used, peak)
+        self._caches = self._allocate(self.num_blocks)
+
+    def prepare_thread(self) -> None:
+        """Set up the thread that will call `run`."""
+        self._device.prepare_thread(self._config.threads)
+
+    def _open_weights(self) -> Weights:
+        return Weights(self._config.directory, self.dtype, self._device.torch_device)
+
+    def _choose_dtype(self) -> torch.dtype:
+        if self._config.dtype != "auto":
+            return getattr(torch, self._config.dtype)  # type: ignore[no-any-return]
+        stored: torch.dtype = getattr(torch, self._model_config.dtype)
+        if self._device.supports(stored):
+            return stored
+        fallback = self._device.default_dtype
+        log.warning("the checkpoint is %s, which is slow here: computing in %s", stored, fallback)
+        return fallback
+
+    # -- memory ---------------------------------------------------------------------------
+
+    def _block_bytes(self) -> int:
+        model: ModelConfig = self._model_config
+        elements = 2 * model.num_layers * self.block_size * model.num_kv_heads * model.head_dim
+        return elements * self.dtype.itemsize
+
+    def _size_cache(self, free: int, used: int, peak: int) -> int:
+        """How many blocks the cache gets: as given, or as many as fit and can be used."""
+        config = self._config
+        needed = -(-config.max_model_len // self.block_size)
+        if config.num_kv_blocks is not None:
+            blocks, arithmetic = config.num_kv_blocks, "num_kv_blocks"
+        else:
+            share = config.memory_utilization or self._device.default_memory_utilization
+            left = int(free * share) - used - peak
+            blocks = min(left // self._block_bytes(), config.max_num_seqs * needed)
+            arithmetic = (
+                f"{share:.0%} of {free // _MIB} MiB free - {used // _MIB} MiB of weights - "
+                f"{peak // _MIB} MiB for a step = {left // _MIB} MiB in blocks of "
+                f"{self._block_bytes() / _MIB:.2f} MiB"
+            )
+        if blocks < needed:
+            raise NotEnoughMemory(
+                f"the KV cache would have {max(0, blocks)} blocks of {self.block_size} tokens "
+                f"({arithmetic}), but one sequence of max_model_len {config.max_model_len} takes "
+                f"{needed}; lower max_model_len to {max(0, blocks) * self.block_size} or less, or "
+                "give the cache more (num_kv_blocks, memory_utilization)"
+            )
+        log.info("KV cache: %d blocks of %d tokens", blocks, self.block_size)
+        return blocks
+
+    def _allocate(self, blocks: int) -> list[KVCache]:
+        model = self._model_config
+        shape = (blocks, self.block_size, model.num_kv_heads, model.head_dim)
+
+        def zeros() -> torch.Tensor:
+            # Padded reads must see finite numbers; pages that are never touched cost nothing.
+            return torch.zeros(shape, dtype=self.dtype, device=self._device.torch_device)
+
+        return [KVCache(zeros(), zeros()) for _ in range(model.num_layers)]
+
+    def _warm_up(self) -> int:
+        """Run a prefill and a decode step once; returns the memory that a maximal one takes."""
+        config, size = self._config, self.block_size
+        begin = time.monotonic()
+        tokens = min(config.max_num_batched_tokens, config.max_model_len - 1, _WARMUP_TOKENS)
+        rows = min(config.max_num_seqs, _WARMUP_TOKENS)
+        blocks = -(-(tokens + 1) // size)
+        self._caches = self._allocate(blocks)
+        self._device.reset_peak()
+        self.run(_warmup_prefill(tokens, np.arange(blocks), size))
+        peak = self._device.peak() * config.max_num_batched_tokens // max(tokens, 1)
+        self.run(_warmup_decode(tokens, rows, np.arange(blocks), size))
+        self._device.synchronize()
+        self._caches = []
+        self._last_tokens.zero_()
+        log.info("warm-up of prefill and decode took %.2f s", time.monotonic() - begin)
+        return peak
+
+    # -- running --------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs) -> Int32:
+        """Compute a step; returns the sampled ids, int32, in the order of its sampling rows."""
+        token_ids = self._tensor(inputs.token_ids)
+        decode_first = len(inputs.token_ids) - len(inputs.decode_slots)
+        token_ids[decode_first:] = self._last_tokens[self._tensor(inputs.decode_slots)]
+        batch = AttentionBatch(
+            self._tensor(inputs.slot_mapping),
+            tuple(self._prefill_row(row) for row in inputs.prefills),
+            decode_first,
+            self._tensor(inputs.decode_tables),
+            self._tensor(inputs.decode_contexts),
+        )
+        positions = self._tensor(inputs.positions)
+        hidden = self._model.forward(token_ids, positions, self._caches, batch)
+        sampled = inputs.sampled
+        if not len(sampled.slots):
+            return np.empty(0, np.int32)
+        logits = self._model.logits(hidden[self._tensor(sampled.token_index)])
+        chosen = self._device.sample(logits, self._sampling_batch(sampled))
+        self._last_tokens[self._tensor(sampled.slots)] = chosen
+        ids: Int32 = chosen.to("cpu", torch.int32).numpy()
+        return ids
+
+    def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device.torch_device, non_blocking=True)
+
+    def _prefill_row(self, row: Row) -> PrefillRow:
+        return PrefillRow(row.first, row.tokens, row.context, self._tensor(row.blocks))
+
+    def _sampling_batch(self, rows: SampledRows) -> SamplingBatch:
+        return SamplingBatch(
+            temperature=self._tensor(rows.temperature),
+            top_k=self._tensor(rows.top_k),
+            top_p=self._tensor(rows.top_p),
+            min_p=self._tensor(rows.min_p),
+            seeds=self._tensor(rows.seeds),
+            positions=self._tensor(rows.positions),
+            greedy=self._tensor(rows.greedy),
+            plain=self._tensor(rows.plain),
+            truncated=self._tensor(rows.truncated),
+            most=rows.most,
+            masked_rows=self._tensor(rows.masked_rows),
+            masked_ids=self._tensor(rows.masked_ids),
+        )
+
+
+def _warmup_prefill(tokens: int, blocks: NDArray[np.int64], size: int) -> StepInputs:
+    positions = np.arange(tokens)
+    none = np.empty(0, np.int64)
+    return StepInputs(
+        0,
+        np.zeros(tokens, np.int64),
+        positions,
+        blocks[positions // size] * size + positions % size,
+        (Row(0, tokens, tokens, blocks[: -(-tokens // size)]),),
+        none,
+        np.empty((0, 0), np.int64),
+        none,
+        _greedy_rows(none, np.array([tokens - 1]), 1),
+    )
+
+
+def _warmup_decode(tokens: int, rows: int, blocks: NDArray[np.int64], size: int) -> StepInputs:
+    slots = np.arange(rows)
+    positions = np.full(rows, tokens)
+    return StepInputs(
+        0,
+        np.zeros(rows, np.int64),
+        positions,
+        blocks[positions // size] * size + positions % size,
+        (),
+        slots,
+        np.tile(blocks, (rows, 1)),
+        positions + 1,
+        _greedy_rows(slots, slots, rows),
+    )
+
+
+def _greedy_rows(
+    slots: NDArray[np.int64], token_index: NDArray[np.int64], rows: int
+) -> SampledRows:
+    ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
+    whole, none = np.zeros(rows, np.int64), np.empty(0, np.int64)
+    return SampledRows(
+        slots if len(slots) else whole,
+        token_index,
+        whole,
+        ones,
+        whole,
+        ones,
+        zeros,
+        whole,
+        np.arange(rows),
+        none,
+        none,
+        0,
+        none,
+        none,
+    )

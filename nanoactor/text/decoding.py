@@ -1,0 +1,143 @@
+"""Token ids to text, one token at a time, so that the pieces add up to the whole.
+
+The concatenation of all pieces equals decoding all ids at once. For byte-level tokenizers
+(Qwen's, GPT's) each id stands for a few bytes, and an incremental UTF-8 decoder does the rest
+in constant time; for others a window of tokens is decoded again and compared.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+
+class IncrementalDecoder(Protocol):
+    """The decoding state of one request."""
+
+    def push(self, token: int) -> str:
+        """The text that this token makes certain; perhaps none yet."""
+
+    def finish(self) -> str:
+        """What is left when no token follows."""
+
+
+class DecoderFactory:
+    """Chooses how to decode, once for a tokenizer, and keeps the tables."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._table = _byte_table(tokenizer) if _is_byte_level(tokenizer) else None
+        self._fallback = frozenset(
+            i for token, i in tokenizer.get_vocab().items() if _is_byte_fallback(token)
+        )
+
+    def new(self, skip_special: bool) -> IncrementalDecoder:
+        """A decoder for one request."""
+        skipped = self._special if skip_special else frozenset[int]()
+        if self._table is not None:
+            return _ByteLevelDecoder(self._table, skipped)
+        return _WindowDecoder(self._tokenizer, skipped, self._fallback)
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    return decoder.get("type") == "ByteLevel"
+
+
+def _is_byte_fallback(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable characters by which byte-level tokenizers write the 256 bytes.
+
+    Printable Latin-1 characters stand for themselves, the others for those from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
+    alphabet = byte_alphabet()
+
+    def as_bytes(token: str) -> bytes:
+        # A token with any other character, such as an added one, is text as it stands.
+        if all(character in alphabet for character in token):
+            return bytes(alphabet[character] for character in token)
+        return token.encode()
+
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    return {index: as_bytes(token) for token, index in vocabulary.items()}
+
+
+class _ByteLevelDecoder:
+    """Bytes from a table, characters from an incremental decoder. Unknown ids are skipped."""
+
+    def __init__(self, table: dict[int, bytes], skipped: frozenset[int]) -> None:
+        self._table = table
+        self._skipped = skipped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """The characters that are complete with this token."""
+        if token in self._skipped:
+            return ""
+        return self._utf8.decode(self._table.get(token, b""))
+
+    def finish(self) -> str:
+        """A replacement character for what stayed incomplete."""
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDecoder:
+    """Decodes a window of tokens with and without the new ones; emits the difference.
+
+    The window begins at tokens whose text is already out, since decoders treat the first
+    token of a sequence differently. Nothing is emitted while the last token may still change:
+    when it ends inside a character, or belongs to a run of byte tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], byte_tokens: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._byte_tokens = byte_tokens
+        self._window: list[int] = []
+        self._emitted = 0
+        """Leading tokens of the window whose text is out."""
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+    def push(self, token: int) -> str:
+        """The text that became certain."""
+        if token in self._skipped:
+            return ""
+        self._window.append(token)
+        if token in self._byte_tokens:
+            return ""
+        text = self._decode(self._window)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        return self._emit(text)
+
+    def _emit(self, text: str) -> str:
+        before = self._decode(self._window[: self._emitted]) if self._emitted else ""
+        # Byte tokens stay together with the run that gives them their meaning.
+        keep = max(1, len(self._window) - self._emitted)
+        self._window = self._window[-keep:]
+        self._emitted = len(self._window)
+        return text[len(before) :]
+
+    def finish(self) -> str:
+        """The rest, whatever it is."""
+        return self._emit(self._decode(self._window)) if self._window else ""

@@ -1,0 +1,191 @@
+"""The detokenizer's logic: tokens in; text, stops and the one terminal of each request out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from nanoactor.errors import ProtocolBug
+from nanoactor.messages import Chunk, Finish, Int32, Open, Opened, Terminal, TextOptions, Tokens
+from nanoactor.text.decoding import DecoderFactory, IncrementalDecoder
+from nanoactor.text.stops import StopMatcher
+
+
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    """A request between its `Open` and its `Finish`."""
+
+    options: TextOptions
+    decoder: IncrementalDecoder | None
+    matcher: StopMatcher
+    tokens: int
+    """How many tokens of output were taken; also the index of the next."""
+    characters: int = 0
+    ended: bool = False
+    """A stop string was found: what follows is dropped. The scheduler's `Finish`, which its
+    blocks' release comes with, is waited for before the terminal goes out."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Pending:
+    """What the frontend has not been told about a request."""
+
+    opened: Int32 | None = None
+    text: list[str] = dataclasses.field(default_factory=list)
+    ids: list[int] = dataclasses.field(default_factory=list)
+    terminal: Terminal | None = None
+
+
+class Detokenizer:
+    """Decoding state of all requests, and what is pending for the frontend: one merged delta
+    for each request, however long the frontend does not read."""
+
+    def __init__(self, decoders: DecoderFactory | None) -> None:
+        """Without `decoders` there is no text: ids pass, stop strings were refused before."""
+        self._decoders = decoders
+        self._entries: dict[int, _Entry] = {}
+        self._pending: dict[int, _Pending] = {}
+        self.stopped: list[int] = []
+        """Requests that a stop string ended since this list was last cleared."""
+
+    def open(self, event: Open) -> None:
+        """A request begins. Where it continues, its output so far restores the text's state."""
+        decoder = None
+        if self._decoders is not None:
+            decoder = self._decoders.new(event.options.skip_special)
+        matcher = StopMatcher(event.options.stop, event.options.include_stop)
+        entry = _Entry(event.options, decoder, matcher, 0)
+        self._entries[event.uid] = entry
+        for token in event.token_ids[event.prompt_length :].tolist():
+            self._decode(entry, token)
+        prompt = event.token_ids[: event.prompt_length].copy()
+        self._pending_of(event.uid).opened = prompt
+
+    def take(self, event: Tokens) -> None:
+        """A step's tokens, then the ends that they bring."""
+        hidden = {finish.uid for finish in event.finishes if finish.hide_last}
+        for uid, index, token in zip(
+            event.uids.tolist(), event.indices.tolist(), event.token_ids.tolist(), strict=True
+        ):
+            self._token(uid, index, token, uid in hidden)
+        for finish in event.finishes:
+            self._finish(finish)
+
+    def _token(self, uid: int, index: int, token: int, hidden: bool) -> None:
+        entry = self._entries.get(uid)
+        if entry is None:
+            raise ProtocolBug(f"token {index} of request {uid}, which was never opened or is over")
+        if entry.ended or index < entry.tokens:  # past a stop string, or seen before a restart
+            return
+        if index > entry.tokens:
+            raise ProtocolBug(f"request {uid}: token {index} came where {entry.tokens} was due")
+        pending = self._pending_of(uid)
+        pending.ids.append(token)
+        text = "" if hidden else self._decode(entry, token)
+        entry.tokens += hidden
+        self._emit(entry, pending, text)
+        if entry.matcher.matched is not None:
+            entry.ended = True
+            self.stopped.append(uid)
+
+    def _decode(self, entry: _Entry, token: int) -> str:
+        """The text that this token lets out."""
+        early = entry.tokens < entry.options.min_tokens
+        entry.tokens += 1
+        text = entry.decoder.push(token) if entry.decoder else ""
+        # Text before min_tokens cannot be part of a stop string: it is not held back either.
+        return text if early else entry.matcher.push(text)
+
+    def _emit(self, entry: _Entry, pending: _Pending, text: str) -> None:
+        if text:
+            pending.text.append(text)
+            entry.characters += len(text)
+
+    def _finish(self, finish: Finish) -> None:
+        """The scheduler's last word: the terminal, unless a stop string has decided it before."""
+        entry = self._entries.pop(finish.uid, None)
+        reason, stop_reason, tokens, characters = finish.reason, finish.stop_reason, 0, 0
+        pending = self._pending_of(finish.uid)
+        if entry is not None:
+            if not entry.ended and entry.decoder:
+                rest = entry.matcher.push(entry.decoder.finish()) + entry.matcher.finish()
+                self._emit(entry, pending, rest)
+            if entry.matcher.matched is not None:
+                reason, stop_reason = "stop", entry.matcher.matched
+            tokens, characters = entry.tokens, entry.characters
+        pending.terminal = Terminal(
+            finish.uid,
+            reason,
+            stop_reason,
+            finish.error,
+            tokens,
+            characters,
+            finish.cached_tokens,
+            finish.preemptions,
+        )
+
+    def _pending_of(self, uid: int) -> _Pending:
+        return self._pending.setdefault(uid, _Pending())
+
+    # -- towards the frontend -------------------------------------------------------------
+
+    def take_chunk(self, budget: int) -> Chunk | None:
+        """What is pending, up to about `budget` bytes; None where nothing is.
+
+        A delta that exceeds the budget is split: the terminal travels with its last part.
+        """
+        opened: list[Opened] = []
+        uids, texts, counts = [], [], []
+        ids: list[int] = []
+        terminals: list[Terminal] = []
+        while self._pending and budget > 0:
+            uid, pending = next(iter(self._pending.items()))
+            if pending.opened is not None:
+                opened.append(Opened(uid, pending.opened))
+                budget -= pending.opened.nbytes + 64
+                pending.opened = None
+            text, some = _split("".join(pending.text), pending.ids, max(budget, 0))
+            rest_text = "".join(pending.text)[len(text) :]
+            rest_ids = pending.ids[len(some) :]
+            if text or some:
+                uids.append(uid)
+                texts.append(text)
+                counts.append(len(some))
+                ids += some
+            budget -= 4 * len(text) + 4 * len(some) + 64
+            if rest_text or rest_ids:
+                pending.text, pending.ids = [rest_text], rest_ids
+                break
+            if pending.terminal is not None:
+                terminals.append(pending.terminal)
+                budget -= len(pending.terminal.error)
+            del self._pending[uid]
+        if not (opened or uids or terminals):
+            return None
+        return Chunk(
+            tuple(opened),
+            np.array(uids, np.int64),
+            texts,
+            np.array(counts, np.int32),
+            np.array(ids, np.int32),
+            tuple(terminals),
+        )
+
+    @property
+    def entries(self) -> int:
+        """How many requests have decoding state."""
+        return len(self._entries)
+
+    @property
+    def pending(self) -> int:
+        """How many requests have something that the frontend was not told."""
+        return len(self._pending)
+
+
+def _split(text: str, ids: list[int], budget: int) -> tuple[str, list[int]]:
+    """As much of both as fits; a character counts four bytes, the most that UTF-8 takes."""
+    if 4 * len(text) + 4 * len(ids) <= budget:
+        return text, ids
+    half = max(1, budget // 8)
+    return text[:half], ids[:half]

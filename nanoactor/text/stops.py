@@ -1,0 +1,51 @@
+"""Finds stop strings in a stream of text without ever letting a part of one out."""
+
+from __future__ import annotations
+
+
+class StopMatcher:
+    """Feeds on pieces of text; the outcome does not depend on how the text is cut.
+
+    The match that ends first wins; of those that end together, the longest.
+    """
+
+    def __init__(self, stops: tuple[str, ...], include: bool) -> None:
+        self._stops = stops
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that may go out; after a match, the rest of it, cut as asked."""
+        if not self._stops:
+            return text
+        held = self._held + text
+        end = self._first_end(held)
+        if end is not None:
+            stop_at, stop = end
+            self.matched, self._held = stop, ""
+            return held[:stop_at] if self._include else held[: stop_at - len(stop)]
+        keep = self._longest_open(held)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def _first_end(self, text: str) -> tuple[int, str] | None:
+        ends = [(text.find(s) + len(s), -len(s), s) for s in self._stops if s in text]
+        if not ends:
+            return None
+        end, _, stop = min(ends)
+        return end, stop
+
+    def _longest_open(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = max(len(stop) for stop in self._stops) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            tail = text[-size:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return size
+        return 0
+
+    def finish(self) -> str:
+        """What was held back, as nothing follows that could complete a stop string."""
+        held, self._held = self._held, ""
+        return held
