@@ -80,8 +80,10 @@ class System:
                 f"not ready after {self._options.start_timeout:.0f} s: node(s) {', '.join(late)}; "
                 "raise start_timeout if the model is large or the disk slow"
             ) from None
-        except BaseException:
+        except BaseException as error:
             await self.close()
+            if self._dead is not None and error is not self._dead:
+                raise self._dead from None  # the first failure; it ended the other nodes
             raise
 
     async def _start(self) -> None:

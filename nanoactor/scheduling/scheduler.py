@@ -436,7 +436,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if anything is held although no request lives."""
-        if self.live or self._in_flight:
+        if self.live or self._in_flight or self._unanswered_frees:
             return
         slots = len(self._free_slots) + len(self._fenced_slots)
         credits_ = self._credits + sum(count for _, count in self._pending)

@@ -1,0 +1,113 @@
+"""Engines for tests: small random checkpoints, the reference check, and how to collect."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import numpy as np
+
+from nanoactor import AsyncLLM, SamplingParams
+
+TIE = 1e-4
+
+
+def options(**changes):
+    """Options of a small float32 engine in which every invariant is watched."""
+    values = dict(
+        dtype="float32",
+        max_num_seqs=32,
+        max_num_batched_tokens=64,
+        num_kv_blocks=256,
+        skip_tokenizer_init=True,
+        debug=True,
+        threads=1,
+        seed=0,
+        start_timeout=60.0,
+    )
+    return {**values, **changes}
+
+
+async def collect(llm, prompt, params=None, **kwargs):
+    """The last output of a request."""
+    final = None
+    async for output in llm.generate(prompt, params, **kwargs):
+        final = output
+    return final
+
+
+def ids(tokens):
+    return {"prompt_token_ids": [int(token) for token in tokens]}
+
+
+def ragged_prompts(vocabulary, lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocabulary, length).tolist() for length in lengths]
+
+
+@contextlib.asynccontextmanager
+async def engine(directory: Path | str, **changes):
+    """A started engine that must be idle and balanced when it is left."""
+    async with AsyncLLM(str(directory), **options(**changes)) as llm:
+        yield llm
+        await settled(llm)
+
+
+async def settled(llm):
+    """Wait until nothing is held anywhere, and assert that it comes to that."""
+    for _ in range(100):
+        figures = await llm.statistics()
+        scheduler, blocks = figures["scheduler"]["actor"], figures["blocks"]["actor"]
+        detokenizer, frontend = figures["detokenizer"]["actor"], figures["frontend"]["actor"]
+        held = (
+            scheduler["live"],
+            scheduler["tombstones"],
+            blocks["held_slots"],
+            detokenizer["entries"],
+            detokenizer["pending"],
+            frontend["entries"],
+            frontend["waiting_requests"],
+            frontend["waiting_tokens"],
+            scheduler["blocks"] - scheduler["credits"],
+            scheduler["blocks"] - blocks["available"],
+        )
+        if not any(held):
+            return figures
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"something is still held: {held}")
+
+
+class Reference:
+    """transformers on the same weights, float32, CPU: what every greedy token is held against."""
+
+    def __init__(self, model):
+        self.model = model.eval()
+        self.positions = self.ties = 0
+
+    def check(self, prompt, output):
+        """Every token is the arg-max of one forward pass over prompt and output.
+
+        Positions where the two best logits differ by less than TIE may go either way.
+        """
+        import torch
+
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([[*prompt, *output]])).logits[0].float()
+        rows = logits[len(prompt) - 1 : len(prompt) + len(output) - 1]
+        best = rows.topk(2).values
+        ties = (best[:, 0] - best[:, 1] < TIE).tolist()
+        expected = rows.argmax(-1).tolist()
+        wrong = [i for i, tie in enumerate(ties) if expected[i] != output[i] and not tie]
+        assert not wrong, f"positions {wrong[:5]}: {output} is not {expected}"
+        self.positions += len(ties)
+        self.ties += sum(ties)
+
+    def conclude(self):
+        """With more than 1 % ties the comparison would show nothing."""
+        assert self.positions > 0
+        assert self.ties <= 0.01 * self.positions, f"{self.ties} ties in {self.positions}"
+
+
+def greedy(tokens, **changes):
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **changes)

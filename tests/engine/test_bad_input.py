@@ -1,0 +1,149 @@
+"""Each bad input is a typed error that names the cause; the engine goes on serving others."""
+
+import asyncio
+import json
+import shutil
+
+import pytest
+
+from nanoactor import AsyncLLM, SamplingParams
+from nanoactor.errors import EngineOverloaded, InvalidRequest
+from nanoactor.models.errors import (
+    ModelError,
+    NotEnoughMemory,
+    UnsupportedModel,
+    WeightsError,
+)
+from tests.conftest import children
+from tests.engine.conftest import DEMO
+from tests.engine.harness import collect, engine, greedy, ids
+
+BAD = [
+    (ids([]), {}, "empty"),
+    (ids([1, 2048]), {}, "2048 is outside the vocabulary of 2048"),
+    (ids([1] * 1024), {}, "1024 tokens, but max_model_len is 1024: at most 1023"),
+    (ids([1] * 1000), dict(max_tokens=25), "max_tokens is 25.*leaves 24"),
+    (ids([1] * 1000), dict(min_tokens=25), "min_tokens is 25.*leaves 24"),
+    ("", {}, "empty"),
+    ("word " * 2000, {}, "tokens, but max_model_len is 1024"),
+    ("x" * 70_000, {}, "bytes"),
+    ([{"role": "user"}], {}, "chat template refuses"),
+    ("a", dict(stop_token_ids=[5000]), "5000 is outside the vocabulary"),
+]
+
+
+def test_bad_requests_are_refused_one_by_one_while_others_run(demo):
+    async def main():
+        async with engine(DEMO, skip_tokenizer_init=False, max_num_seqs=8) as llm:
+            others = [asyncio.ensure_future(collect(llm, "ROMEO:", greedy(80))) for _ in range(3)]
+            for prompt, params, text in BAD:
+                with pytest.raises(InvalidRequest, match=text):
+                    await collect(llm, prompt, SamplingParams(**params))
+            bad = [llm.generate("word " * 2000) for _ in range(20)]
+            results = await asyncio.gather(*(anext(b) for b in bad), return_exceptions=True)
+            assert all(isinstance(result, InvalidRequest) for result in results)
+            return await asyncio.gather(*others)
+
+    for output in asyncio.run(main()):
+        demo.check(output.prompt_token_ids, output.outputs[0].token_ids)
+    demo.conclude()
+
+
+def test_an_engine_without_a_tokenizer_refuses_what_needs_one():
+    async def main():
+        async with engine(DEMO, placement="single") as llm:
+            for prompt, params in [("text", {}), (ids([1]), dict(stop="x"))]:
+                with pytest.raises(InvalidRequest, match="skip_tokenizer_init"):
+                    await collect(llm, prompt, SamplingParams(**params))
+            output = await collect(llm, ids([1, 2]), greedy(5))
+            assert output.outputs[0].text == ""
+            assert len(output.outputs[0].token_ids) == 5
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("bound", "text"),
+    [(dict(max_waiting_requests=3), "3 requests wait"), (dict(max_waiting_tokens=40), "tokens wait")],
+)
+def test_a_full_queue_refuses_at_the_door_and_recovers(bound, text):
+    async def main():
+        async with engine(DEMO, placement="single", max_num_seqs=1, **bound) as llm:
+            requests = [collect(llm, ids([1] * 15), greedy(10)) for _ in range(8)]
+            results = await asyncio.gather(*requests, return_exceptions=True)
+            refused = [r for r in results if isinstance(r, Exception)]
+            assert 0 < len(refused) < 8
+            assert all(isinstance(r, EngineOverloaded) for r in refused)
+            assert text in str(refused[0])
+            assert (await collect(llm, ids([1]), greedy(3))).finished
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the demo model to damage, and a way to change its configuration."""
+    directory = tmp_path / "model"
+    shutil.copytree(DEMO, directory, ignore=shutil.ignore_patterns("*.py", "*.xz", "__pycache__"))
+
+    def change(**values):
+        path = directory / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+        return directory
+
+    return change
+
+
+def truncate(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+DAMAGES = [
+    (dict(), lambda d: (d / "model.safetensors").unlink(), WeightsError, "no .safetensors file"),
+    (dict(), truncate, WeightsError, "model.safetensors is damaged or incomplete"),
+    (dict(intermediate_size=641), None, WeightsError, r"gate_proj.*\(640, 256\).*\(641, 256\)"),
+    (dict(tie_word_embeddings=False), None, WeightsError, "no weight 'lm_head.weight'"),
+    (dict(architectures=["LlamaForCausalLM"]), None, UnsupportedModel, "LlamaForCausalLM.*Qwen3"),
+    (dict(), lambda d: (d / "config.json").unlink(), ModelError, "config.json does not exist"),
+    (dict(), lambda d: (d / "tokenizer.json").unlink(), ModelError, "no tokenizer.json"),
+    (dict(), lambda d: (d / "tokenizer.json").write_text("{}"), ModelError, "not a tokenizer"),
+]
+
+
+@pytest.mark.parametrize("placement", ["single", "default"])
+@pytest.mark.parametrize(("changes", "damage", "error", "text"), DAMAGES)
+def test_a_broken_model_is_named_when_the_engine_starts(
+    copy, changes, damage, error, text, placement
+):
+    directory = copy(**changes)
+    if damage:
+        damage(directory)
+
+    async def main():
+        async with AsyncLLM(str(directory), placement=placement, max_num_seqs=4):
+            pass
+
+    with pytest.raises(error, match=text):
+        asyncio.run(main())
+    assert not children()
+
+
+def test_too_small_a_cache_is_refused_with_the_arithmetic():
+    async def main(**options):
+        async with AsyncLLM("demo", placement="single", **options):
+            pass
+
+    with pytest.raises(NotEnoughMemory, match="63 blocks of 16.*takes 64; lower max_model_len"):
+        asyncio.run(main(num_kv_blocks=63))
+    with pytest.raises(NotEnoughMemory, match="MiB free - .* MiB of weights"):
+        asyncio.run(main(memory_utilization=1e-6))
+
+
+def test_unknown_devices_are_refused_with_the_list():
+    async def main():
+        async with AsyncLLM("demo", placement="single", device="tpu"):
+            pass
+
+    with pytest.raises(UnsupportedModel, match="'tpu' is not supported; known are cpu"):
+        asyncio.run(main())

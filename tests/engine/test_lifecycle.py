@@ -1,0 +1,241 @@
+"""Starting, ending and dying: nothing is left behind, nobody waits for ever."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from nanoactor import LLM, AsyncLLM, SamplingParams
+from nanoactor.errors import EngineClosed, EngineDead
+from nanoactor.runtime.errors import NotUsableHere
+from tests.conftest import children, descriptors, state
+from tests.engine.conftest import DEMO
+from tests.engine.harness import collect, engine, greedy
+
+LONG = SamplingParams(max_tokens=900, ignore_eos=True)
+
+
+def text_engine(**changes):
+    return engine(DEMO, skip_tokenizer_init=False, **changes)
+
+
+def test_control_processes_stay_light():
+    """No torch, no transformers outside the runner; no tokenizer and no server code in it."""
+
+    async def main():
+        async with text_engine(max_num_seqs=4) as llm:
+            await collect(llm, "ROMEO:", greedy(5))
+            maps = {}
+            for name, pid in llm.pids.items():
+                with open(f"/proc/{pid}/maps") as file:
+                    maps[name] = file.read()
+            return maps
+
+    maps = asyncio.run(main())
+    assert set(maps) == {"tokenizer.0", "control", "detokenizer", "runner.0"}
+    for name, mapped in maps.items():
+        assert ("libtorch" in mapped) == (name == "runner.0"), name
+        assert ("tokenizers" in mapped) == (name in ("tokenizer.0", "detokenizer")), name
+        assert "_http_parser" not in mapped, name  # aiohttp
+
+
+@pytest.mark.parametrize("name", ["tokenizer.0", "control", "detokenizer", "runner.0"])
+def test_the_death_of_any_process_reaches_every_request_within_100_ms(name):
+    async def main():
+        async with AsyncLLM("demo", max_num_seqs=4) as llm:
+            streams = [llm.generate("ROMEO:", LONG) for _ in range(6)]
+            await asyncio.gather(*(anext(stream) for stream in streams[:4]))
+            waiting = [asyncio.ensure_future(exhaust(stream)) for stream in streams]
+            await asyncio.sleep(0.02)
+            begin = time.monotonic()
+            os.kill(llm.pids[name], signal.SIGKILL)
+            results = await asyncio.gather(*waiting, return_exceptions=True)
+            assert time.monotonic() - begin < 0.1
+            assert all(isinstance(result, EngineDead) for result in results), results
+            assert all(name in str(result) for result in results)
+            with pytest.raises(EngineDead, match=name):
+                await collect(llm, "ROMEO:")
+        assert not children()
+
+    asyncio.run(main())
+
+
+async def exhaust(stream):
+    async for _ in stream:
+        pass
+
+
+def test_twenty_engines_grow_neither_memory_nor_descriptors():
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    async def once():
+        async with AsyncLLM("demo", max_num_seqs=4) as llm:
+            await collect(llm, "ROMEO:", greedy(3))
+
+    async def main():
+        sizes = []
+        for _ in range(20):
+            await once()
+            sizes.append((resident(), descriptors(), threading.active_count()))
+            assert not children()
+        assert sizes[-1][1:] == sizes[0][1:], sizes
+        assert sizes[-1][0] - sizes[4][0] < 4 << 20, sizes
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("moment", [0, 1, 5])
+def test_closing_an_iterator_aborts_its_request(moment):
+    async def main():
+        async with text_engine(placement="single") as llm:
+            stream = llm.generate("ROMEO:", LONG)
+            for _ in range(moment):
+                await anext(stream)
+            await stream.aclose()
+            task = asyncio.ensure_future(collect(llm, "JULIET:", LONG))
+            await asyncio.sleep(0.02 * moment)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+
+
+def test_an_exception_in_the_consumer_aborts_and_leaves_the_engine_serving():
+    async def main():
+        async with text_engine(placement="single") as llm:
+            with pytest.raises(RuntimeError, match="consumer"):
+                async for _ in llm.generate("ROMEO:", LONG):
+                    raise RuntimeError("consumer")
+            assert (await collect(llm, "ROMEO:", greedy(3))).finished
+
+    asyncio.run(main())
+
+
+def test_abort_by_id_is_acknowledged_and_the_stream_says_so():
+    async def main():
+        async with text_engine() as llm:
+            task = asyncio.ensure_future(collect(llm, "ROMEO:", LONG, request_id="mine"))
+            await asyncio.sleep(0.2)
+            with pytest.raises(ValueError, match="mine"):
+                await collect(llm, "ROMEO:", greedy(3), request_id="mine")
+            await llm.abort("mine")
+            output = await asyncio.wait_for(task, 0.1)
+            assert output.outputs[0].finish_reason == "abort"
+            await llm.abort("mine")
+            await llm.abort("unknown")
+
+    asyncio.run(main())
+
+
+def test_a_closed_engine_says_so():
+    async def main():
+        llm = AsyncLLM("demo", placement="single", max_num_seqs=4)
+        with pytest.raises(EngineClosed, match="start"):
+            await collect(llm, "ROMEO:")
+        await llm.start()
+        waiting = asyncio.ensure_future(collect(llm, "ROMEO:", LONG))
+        await asyncio.sleep(0.05)
+        await llm.close()
+        await llm.close()
+        with pytest.raises(EngineClosed, match="closed"):
+            await waiting
+        with pytest.raises(EngineClosed, match="closed"):
+            await collect(llm, "ROMEO:")
+
+    asyncio.run(main())
+
+
+def test_another_loop_is_refused_and_the_engine_goes_on():
+    async def main():
+        async with text_engine(placement="single") as llm:
+
+            def elsewhere():
+                with pytest.raises(NotUsableHere, match="event loop"):
+                    asyncio.run(collect(llm, "ROMEO:"))
+
+            await asyncio.to_thread(elsewhere)
+            assert (await collect(llm, "ROMEO:", greedy(3))).finished
+
+    asyncio.run(main())
+
+
+def test_a_slow_consumer_gets_merged_deltas_and_holds_up_nobody():
+    async def main():
+        async with text_engine() as llm:
+            from nanoactor import RequestOutputKind
+
+            delta = greedy(300, output_kind=RequestOutputKind.DELTA)
+            slow = llm.generate("ROMEO:", delta)
+            pieces = [await anext(slow)]
+            whole = await collect(llm, "ROMEO:", greedy(300))
+            await asyncio.sleep(0.3)
+            async for output in slow:
+                pieces.append(output)
+            text = "".join(piece.outputs[0].text for piece in pieces)
+            assert text == whole.outputs[0].text
+            assert sum(len(p.outputs[0].token_ids) for p in pieces) == 300
+            assert len(pieces) < 30
+
+    asyncio.run(main())
+
+
+def test_the_blocking_front_works_in_a_thread_and_inside_a_running_loop(capsys):
+    with LLM("demo", max_num_seqs=4, seed=1) as llm:
+        outputs = llm.generate(["ROMEO:", {"prompt_token_ids": [5, 6]}], greedy(8))
+        assert [len(o.outputs[0].token_ids) for o in outputs] == [8, 8]
+        assert "tok/s" in capsys.readouterr().err
+        answer = llm.chat([{"role": "user", "content": "Who art thou?"}], greedy(8), False)
+        assert answer[0].outputs[0].token_ids
+
+        async def inside():
+            return llm.generate("ROMEO:", greedy(8), use_tqdm=False)
+
+        assert asyncio.run(inside())[0].outputs[0].text == outputs[0].outputs[0].text
+        with pytest.raises(ValueError, match="empty"):
+            llm.generate(["ROMEO:", ""], LONG, use_tqdm=False)
+        assert llm.generate("ROMEO:", greedy(2), use_tqdm=False)
+    assert not children()
+    with pytest.raises(EngineClosed):
+        llm.generate("ROMEO:")
+
+
+SCRIPT = """
+import asyncio, sys, time
+from nanoactor import AsyncLLM, SamplingParams
+async def main():
+    async with AsyncLLM("demo", max_num_seqs=4) as llm:
+        async for output in llm.generate("ROMEO:", SamplingParams(max_tokens=900, ignore_eos=True)):
+            if len(output.outputs[0].token_ids) == 1:
+                print(*llm.pids.values(), flush=True)
+            if sys.argv[1] == "raise":
+                raise RuntimeError("in the consumer")
+asyncio.run(main())
+"""  # no __main__ guard: none is needed
+
+
+@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL", "raise", "exit"])
+def test_no_process_survives_its_user(way, tmp_path):
+    script = tmp_path / "user.py"
+    script.write_text(SCRIPT.replace("max_tokens=900", "max_tokens=30") if way == "exit" else SCRIPT)
+    user = subprocess.Popen(
+        [sys.executable, script, way], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    pids = [int(pid) for pid in user.stdout.readline().split()]
+    assert len(pids) == 4
+    if way.startswith("SIG"):
+        user.send_signal(getattr(signal, way))
+    end = time.monotonic() + 2
+    while any(state(pid) not in ("", "Z") for pid in pids) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [state(pid) for pid in pids if state(pid) not in ("", "Z")] == []
+    _, errors = user.communicate(timeout=10)
+    assert (user.returncode == 0) == (way == "exit"), errors
+    assert "resource_tracker" not in errors
