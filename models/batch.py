@@ -61,10 +61,10 @@ class SamplingBatch:
     """int64: the rows with temperature 0."""
     plain: torch.Tensor
     """int64: rows that sample from the whole vocabulary."""
-    truncated: torch.Tensor
-    """int64: rows with top-k, top-p or min-p."""
-    most: int
-    """The largest top-k of the truncated rows; 0 where one of them has none."""
+    limited: torch.Tensor
+    """int64: rows with a top-k of at most `sampling.CANDIDATES`."""
+    unlimited: torch.Tensor
+    """int64: rows with another top-k, or with top-p or min-p alone."""
     masked_rows: torch.Tensor
     """int64: with `masked_ids`, logits that must not be chosen (`min_tokens`)."""
     masked_ids: torch.Tensor

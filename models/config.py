@@ -77,6 +77,8 @@ def read_config(directory: Path) -> ModelConfig:
 def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConfig:
     """The same from a dictionary; `origin` names it in errors."""
     architectures = raw.get("architectures") or [""]
+    if not isinstance(architectures, list):
+        raise ModelError(f"{origin}: architectures must be a list, got {architectures!r}")
     heads = _positive(raw, "num_attention_heads", origin)
     hidden = _positive(raw, "hidden_size", origin)
     config = ModelConfig(
@@ -89,22 +91,25 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
         num_kv_heads=_positive(raw, "num_key_value_heads", origin, heads),
         head_dim=_positive(raw, "head_dim", origin, hidden // heads),
         max_positions=_positive(raw, "max_position_embeddings", origin),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_number(raw, "rms_norm_eps", origin, 1e-6),
         rope=_read_rope(raw, origin),
         attention_bias=bool(raw.get("attention_bias", False)),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=_read_dtype(raw),
-        eos_token_ids=as_ids(raw.get("eos_token_id")),
+        eos_token_ids=as_ids(raw.get("eos_token_id"), origin),
     )
     _refuse_unknown(raw, config, origin)
     return config
 
 
-def as_ids(value: Any) -> tuple[int, ...]:
-    """Token ids from a configuration's None, number or list."""
-    if value is None:
-        return ()
-    return (int(value),) if isinstance(value, int) else tuple(int(item) for item in value)
+def as_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:
+    """Token ids from a configuration's None, number or list; `ModelError` for anything else."""
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
+        raise ModelError(
+            f"{origin}: eos_token_id must be a number or a list of them, got {value!r}"
+        )
+    return tuple(values)
 
 
 def _positive(raw: Mapping[str, Any], key: str, origin: object, default: int | None = None) -> int:
@@ -124,9 +129,13 @@ def _read_dtype(raw: Mapping[str, Any]) -> str:
 
 def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
     # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling.
-    raw_rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    kind = str(raw_rope.get("rope_type") or raw_rope.get("type") or "default")
-    theta = float(raw_rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+    # Where a file has both, scaling is what a user has added by hand: it counts.
+    raw_rope = {
+        **_rope_object(raw, "rope_parameters", origin),
+        **_rope_object(raw, "rope_scaling", origin),
+    }
+    kind = str(raw_rope.get("rope_type") or "default")
+    theta = _number({**raw, **raw_rope}, "rope_theta", origin, 10_000.0)
     if kind == "default":
         return RopeConfig(kind, theta)
     if kind not in ("linear", "yarn"):
@@ -136,23 +145,44 @@ def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
             "known are default, linear, yarn"
         )
     factor = raw_rope.get("factor")
-    if not isinstance(factor, int | float) or factor < 1:
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or factor < 1:
         raise ModelError(
             f"{origin}: rope type {kind!r} needs a factor of at least 1, got {factor!r}"
         )
     original = raw_rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+
+    def optional(key: str) -> float | None:
+        return None if raw_rope.get(key) is None else _number(raw_rope, key, origin, 0.0)
+
     return RopeConfig(
         kind,
         theta,
         float(factor),
         int(original),
-        float(raw_rope.get("beta_fast") or 32.0),
-        float(raw_rope.get("beta_slow") or 1.0),
-        raw_rope.get("attention_factor"),
-        raw_rope.get("mscale"),
-        raw_rope.get("mscale_all_dim"),
+        _number(raw_rope, "beta_fast", origin, 32.0),
+        _number(raw_rope, "beta_slow", origin, 1.0),
+        optional("attention_factor"),
+        optional("mscale"),
+        optional("mscale_all_dim"),
         bool(raw_rope.get("truncate", True)),
     )
+
+
+def _rope_object(raw: Mapping[str, Any], key: str, origin: object) -> dict[str, Any]:
+    value = raw.get(key) or {}
+    if not isinstance(value, dict):
+        raise ModelError(f"{origin}: {key} must be an object, got {value!r}")
+    if "type" in value:  # the older name
+        value = {"rope_type": value["type"], **value}
+    return value
+
+
+def _number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
+    value = raw.get(key, default)
+    value = default if value is None and key != "rms_norm_eps" else value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ModelError(f"{origin}: {key} must be a number, got {value!r}")
+    return float(value)
 
 
 def _refuse_unknown(raw: Mapping[str, Any], config: ModelConfig, origin: object) -> None:

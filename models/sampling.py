@@ -12,6 +12,10 @@ import torch
 from nanoactor.models.batch import SamplingBatch
 from nanoactor.models.philox import gumbel_noise, gumbel_noise_at
 
+# Rows whose top-k is at most this are cut from so many candidates, whatever the others want:
+# how equal logits are ordered then depends on the row alone, not on its batch.
+CANDIDATES = 256
+
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """The chosen ids, int64 (rows,), from logits (rows, vocabulary) of any floating type."""
@@ -23,23 +27,30 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         chosen[batch.greedy] = logits[batch.greedy].argmax(-1)
     if batch.plain.numel():
         chosen[batch.plain] = _sample_plain(logits, batch, batch.plain)
-    if batch.truncated.numel():
-        chosen[batch.truncated] = _sample_truncated(logits, batch, batch.truncated)
+    if batch.limited.numel():
+        candidates = min(CANDIDATES, logits.shape[-1])
+        chosen[batch.limited] = _sample_truncated(logits, batch, batch.limited, candidates)
+    if batch.unlimited.numel():
+        vocabulary = logits.shape[-1]
+        chosen[batch.unlimited] = _sample_truncated(logits, batch, batch.unlimited, vocabulary)
     return chosen
 
 
+def _scores(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Logits below their maximum, by temperature: no temperature is so low that they overflow."""
+    return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+
+
 def _sample_plain(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
-    scores = logits[rows] / batch.temperature[rows, None]
+    scores = _scores(logits[rows], batch.temperature[rows])
     noise = gumbel_noise(batch.seeds[rows], batch.positions[rows], scores.shape[-1])
     return (scores + noise).argmax(-1)
 
 
 def _sample_truncated(
-    logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
+    logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor, candidates: int
 ) -> torch.Tensor:
-    scores = logits[rows] / batch.temperature[rows, None]
-    most = min(batch.most or scores.shape[-1], scores.shape[-1])
-    scores, ids = scores.topk(most)
+    scores, ids = _scores(logits[rows], batch.temperature[rows]).topk(candidates)
     keep = truncation(scores, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows])
     noise = gumbel_noise_at(batch.seeds[rows], batch.positions[rows], ids)
     best = (scores + noise).masked_fill(~keep, float("-inf")).argmax(-1, keepdim=True)
@@ -54,8 +65,10 @@ def truncation(
     limit = torch.where(top_k > 0, top_k, scores.shape[-1])[:, None]
     keep = order < limit
     probabilities = scores.masked_fill(~keep, float("-inf")).softmax(-1)
-    # A token stays while those likelier than it do not yet reach top_p.
-    keep &= probabilities.cumsum(-1) - probabilities < top_p[:, None]
+    # A token stays while those likelier than it do not yet reach top_p; 1 excludes nothing,
+    # however the sum is rounded.
+    before = probabilities.cumsum(-1) - probabilities
+    keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
     keep &= probabilities >= min_p[:, None] * probabilities[:, :1]
     keep[:, 0] = True
     return keep

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanoactor.models.config import read_json
-from nanoactor.models.errors import WeightsError
+from nanoactor.models.errors import ModelError, WeightsError
 
 INDEX = "model.safetensors.index.json"
 
@@ -41,12 +41,16 @@ class Weights:
         self._open.close()
 
     def _read_index(self) -> dict[str, str]:
-        mapping = read_json(self._directory / INDEX).get("weight_map")
-        if not isinstance(mapping, dict):
-            raise WeightsError(f"{self._directory / INDEX} has no weight_map")
+        path = self._directory / INDEX
+        try:
+            mapping = read_json(path).get("weight_map")
+        except ModelError as error:
+            raise WeightsError(str(error)) from error
+        if not isinstance(mapping, dict) or not all(isinstance(f, str) for f in mapping.values()):
+            raise WeightsError(f"{path} has no weight_map from names to files")
         for name in sorted(set(mapping.values())):
             self._open_file(name)
-        return {str(key): str(value) for key, value in mapping.items()}
+        return mapping
 
     def _scan(self) -> dict[str, str]:
         files = sorted(self._directory.glob("*.safetensors"))

@@ -96,11 +96,18 @@ def _describe(number: int, cls: type) -> Schema:
 _PLAIN = (int, float, str, bytes, bool, type(None))
 
 
+def _is_array(hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    # From numpy 2.5 on NDArray is a `type` alias, which hides what it stands for.
+    aliased = typing.get_origin(getattr(origin, "__value__", None))
+    return np.ndarray in (hint, origin, aliased)
+
+
 def _kind(cls: type, name: str, hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is np.ndarray or origin is np.ndarray:
+    if _is_array(hint):
         return "array"
-    if origin is dict and len(args) == 2 and typing.get_origin(args[1]) is np.ndarray:
+    if origin is dict and len(args) == 2 and _is_array(args[1]):
         return "named"
     if hint in _NUMBERS:
         return "message"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import torch
@@ -61,12 +60,16 @@ class CPUDevice(PortableOperators):
         return Memory(total, max(0, free))
 
     def reset_peak(self) -> None:
-        """Remember the process's peak so far."""
-        self._base = _peak_bytes()
+        """Have the kernel forget the process's peak, and remember where it stands."""
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self._base = _kibibytes("/proc/self/status", "VmRSS") * 1024
+        except OSError:  # /proc is read-only: only a rise above the old peak can be seen
+            self._base = _kibibytes("/proc/self/status", "VmHWM") * 1024
 
     def peak(self) -> int:
         """How far the process's peak has risen."""
-        return _peak_bytes() - self._base
+        return max(0, _kibibytes("/proc/self/status", "VmHWM") * 1024 - self._base)
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Ordinary memory."""
@@ -78,10 +81,6 @@ class CPUDevice(PortableOperators):
 
     def synchronize(self) -> None:
         """Nothing is ever queued."""
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _first_line(path: str, key: str) -> str:

@@ -24,9 +24,11 @@ class BlockPool:
         self._index: dict[bytes, int] = {}
         self._free: deque[int] = deque(range(blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._fence = [_NOT_QUARANTINED] * blocks
-        """The step that must be done before a block that nobody holds may be written."""
-        self._quarantine: deque[tuple[int, list[int]]] = deque()
+        self._ticket = [_NOT_QUARANTINED] * blocks
+        """Which release quarantined a block that nobody holds: the latest one counts."""
+        self._tickets = 0
+        self._quarantine: deque[tuple[int, int, list[int]]] = deque()
+        """(step that must be done before they may be written, ticket, blocks)."""
         self._completed = 0
         self.evictions = 0
 
@@ -81,15 +83,16 @@ class BlockPool:
         order in which they will be evicted.
         """
         orphans = []
+        self._tickets += 1
         for block in blocks:
             if self._references[block] <= 0:
                 raise ProtocolBug(f"block {block} is released but nobody holds it")
             self._references[block] -= 1
             if not self._references[block]:
-                self._fence[block] = fence
+                self._ticket[block] = self._tickets
                 orphans.append(block)
         if orphans:
-            self._quarantine.append((fence, orphans))
+            self._quarantine.append((fence, self._tickets, orphans))
             self.complete(self._completed)
         return len(orphans)
 
@@ -97,14 +100,14 @@ class BlockPool:
         """Step `step` is done, and all before it: end the quarantines that waited for it."""
         self._completed = max(self._completed, step)
         while self._quarantine and self._quarantine[0][0] <= self._completed:
-            fence, blocks = self._quarantine.popleft()
+            _, ticket, blocks = self._quarantine.popleft()
             for block in blocks:
-                # Held again by a prefix hit, or let go again under a later fence: not yet.
-                if not self._references[block] and self._fence[block] == fence:
+                # Held again by a prefix hit, or let go again later: not yet.
+                if not self._references[block] and self._ticket[block] == ticket:
                     self._make_available(block)
 
     def _make_available(self, block: int) -> None:
-        self._fence[block] = _NOT_QUARANTINED
+        self._ticket[block] = _NOT_QUARANTINED
         if self._hash[block] is None:
             self._free.append(block)
         else:
@@ -119,8 +122,8 @@ class BlockPool:
                 )
         quarantined = [
             block
-            for block, fence in enumerate(self._fence)
-            if fence != _NOT_QUARANTINED and not self._references[block]
+            for block, ticket in enumerate(self._ticket)
+            if ticket != _NOT_QUARANTINED and not self._references[block]
         ]
         states = [*self._free, *self._cached, *quarantined]
         held = sum(1 for count in self._references if count)

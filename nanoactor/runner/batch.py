@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Admissions, Step
+from nanoactor.models.sampling import CANDIDATES
 
 Long = NDArray[np.int64]
 
@@ -37,8 +38,8 @@ class SampledRows:
     seeds: Long
     greedy: Long
     plain: Long
-    truncated: Long
-    most: int
+    limited: Long
+    unlimited: Long
     masked_rows: Long
     masked_ids: Long
 
@@ -150,8 +151,8 @@ class BatchState:
         top_p, min_p = self._top_p[slots], self._min_p[slots]
         positions = self._lengths[slots]
         greedy = temperature == 0
-        truncated = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-        unlimited = bool((top_k[truncated] <= 0).any())
+        limited = ~greedy & (top_k > 0) & (top_k <= CANDIDATES)
+        unlimited = ~greedy & ~limited & ((top_k > 0) | (top_p < 1) | (min_p > 0))
         masked = self._masked_logits(slots, positions)
         return SampledRows(
             slots,
@@ -163,9 +164,9 @@ class BatchState:
             min_p,
             self._seeds[slots],
             np.flatnonzero(greedy),
-            np.flatnonzero(~greedy & ~truncated),
-            np.flatnonzero(truncated),
-            0 if unlimited else int(top_k[truncated].max(initial=0)),
+            np.flatnonzero(~greedy & ~limited & ~unlimited),
+            np.flatnonzero(limited),
+            np.flatnonzero(unlimited),
             *masked,
         )
 

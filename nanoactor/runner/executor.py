@@ -178,8 +178,8 @@ class Executor:
             positions=self._tensor(rows.positions),
             greedy=self._tensor(rows.greedy),
             plain=self._tensor(rows.plain),
-            truncated=self._tensor(rows.truncated),
-            most=rows.most,
+            limited=self._tensor(rows.limited),
+            unlimited=self._tensor(rows.unlimited),
             masked_rows=self._tensor(rows.masked_rows),
             masked_ids=self._tensor(rows.masked_ids),
         )
@@ -234,7 +234,7 @@ def _greedy_rows(
         np.arange(rows),
         none,
         none,
-        0,
+        none,
         none,
         none,
     )

@@ -64,7 +64,10 @@ def test_an_engine_without_a_tokenizer_refuses_what_needs_one():
 
 @pytest.mark.parametrize(
     ("bound", "text"),
-    [(dict(max_waiting_requests=3), "3 requests wait"), (dict(max_waiting_tokens=40), "tokens wait")],
+    [
+        (dict(max_waiting_requests=3), "3 requests wait"),
+        (dict(max_waiting_tokens=40), "tokens wait"),
+    ],
 )
 def test_a_full_queue_refuses_at_the_door_and_recovers(bound, text):
     async def main():

@@ -38,11 +38,11 @@ def test_greedy_tokens_equal_transformers(checkpoint, seqs, tokens, depth):
             placement="single",
         )
         async with engine(directory, **changes) as llm:
-            requests = [collect(llm, ids(p), greedy(n)) for p, n in zip(prompts, amounts)]
+            requests = [collect(llm, ids(p), greedy(n)) for p, n in zip(prompts, amounts, strict=True)]
             return await asyncio.gather(*requests), await llm.statistics()
 
     outputs, figures = asyncio.run(main())
-    for prompt, amount, output in zip(prompts, amounts, outputs):
+    for prompt, amount, output in zip(prompts, amounts, outputs, strict=True):
         assert output.prompt_token_ids == prompt
         assert len(output.outputs[0].token_ids) == amount
         assert output.outputs[0].finish_reason == "length"
@@ -72,7 +72,7 @@ def test_preempted_and_cached_sequences_are_exact_too(checkpoint):
             return outputs, await llm.statistics()
 
     outputs, figures = asyncio.run(main())
-    for prompt, output in zip(prompts, outputs):
+    for prompt, output in zip(prompts, outputs, strict=True):
         reference.check(prompt, output.outputs[0].token_ids)
     reference.conclude()
     assert figures["scheduler"]["actor"]["preemptions"] > 0
@@ -96,7 +96,7 @@ def test_a_sampled_token_depends_on_seed_and_position_alone(checkpoint):
                     ids(prompt),
                     SamplingParams(temperature=0.9, seed=i, max_tokens=12, ignore_eos=True, **kind),
                 )
-                for i, (prompt, kind) in enumerate(zip(prompts, kinds))
+                for i, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
             ]
             if together:
                 outputs = await asyncio.gather(*requests)

@@ -224,7 +224,8 @@ asyncio.run(main())
 @pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL", "raise", "exit"])
 def test_no_process_survives_its_user(way, tmp_path):
     script = tmp_path / "user.py"
-    script.write_text(SCRIPT.replace("max_tokens=900", "max_tokens=30") if way == "exit" else SCRIPT)
+    short = SCRIPT.replace("max_tokens=900", "max_tokens=30")
+    script.write_text(short if way == "exit" else SCRIPT)
     user = subprocess.Popen(
         [sys.executable, script, way], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -1,0 +1,313 @@
+"""Qwen3 computes what transformers computes, however prompts are cut, batched and cached."""
+
+import dataclasses
+import json
+import random
+
+import pytest
+import torch
+
+from nanoactor.models.batch import AttentionBatch, KVCache, PrefillRow
+from nanoactor.models.config import RopeConfig, parse_config, read_config
+from nanoactor.models.devices import open_device
+from nanoactor.models.registry import build_model
+from nanoactor.models.rope import RotaryEmbedding
+from nanoactor.models.weights import Weights
+from tests.models.checkpoints import CONFIGURATIONS, SMALL, make_checkpoint
+
+TOLERANCE = 2e-4
+LENGTH = 45
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """Tokens that are all known: the driver only chooses how they are fed."""
+
+    tokens: torch.Tensor
+    blocks: list = dataclasses.field(default_factory=list)
+    done: int = 0
+    logits: list = dataclasses.field(default_factory=list)
+
+    @property
+    def left(self):
+        return len(self.tokens) - self.done
+
+    def result(self):
+        assert not self.left
+        return torch.cat(self.logits)
+
+
+class Driver:
+    """A model with a paged cache; blocks come in random order and hold garbage at first."""
+
+    def __init__(self, directory, dtype=torch.float32, blocks=64, block_size=8, seed=0):
+        self.device = open_device("cpu")
+        config = read_config(directory)
+        with Weights(directory, dtype, self.device.torch_device) as weights:
+            self.model = build_model(config, weights, self.device, config.max_positions)
+        self.block_size = block_size
+        shape = (blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.caches = [
+            KVCache(torch.full(shape, 1e3, dtype=dtype), torch.full(shape, -1e3, dtype=dtype))
+            for _ in range(config.num_layers)
+        ]
+        self.free = random.Random(seed).sample(range(blocks), blocks)
+
+    def step(self, prefills, decodes=()):
+        """Run one step: `prefills` are (sequence, tokens), `decodes` sequences."""
+        rows, tokens, positions, slots, prefill_rows = [], [], [], [], []
+        for sequence, count in [*prefills, *((sequence, 1) for sequence in decodes)]:
+            begin, end = sequence.done, sequence.done + count
+            while len(sequence.blocks) * self.block_size < end:
+                sequence.blocks.append(self.free.pop())
+            if len(rows) < len(prefills):
+                table = torch.tensor(sequence.blocks)
+                prefill_rows.append(PrefillRow(len(tokens), count, end, table))
+            tokens += sequence.tokens[begin:end].tolist()
+            positions += range(begin, end)
+            slots += [
+                sequence.blocks[at // self.block_size] * self.block_size + at % self.block_size
+                for at in range(begin, end)
+            ]
+            sequence.done = end
+            rows.append((sequence, count))
+        width = max((len(s.blocks) for s in decodes), default=0)
+        batch = AttentionBatch(
+            torch.tensor(slots),
+            tuple(prefill_rows),
+            len(tokens) - len(decodes),
+            torch.tensor([s.blocks + [0] * (width - len(s.blocks)) for s in decodes]).long(),
+            torch.tensor([s.done for s in decodes]).long(),
+        )
+        with torch.inference_mode():
+            hidden = self.model.forward(
+                torch.tensor(tokens), torch.tensor(positions), self.caches, batch
+            )
+            logits = self.model.logits(hidden)
+        for (sequence, _), part in zip(rows, logits.split([n for _, n in rows]), strict=True):
+            sequence.logits.append(part)
+
+
+def random_tokens(count, seed):
+    return torch.randint(211, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def reference(model, tokens):
+    with torch.inference_mode():
+        return model(tokens[None]).logits[0]
+
+
+def assert_close(found, expected, tolerance=TOLERANCE):
+    assert found.shape == expected.shape
+    error = (found.float() - expected).abs().max() / expected.abs().max()
+    assert error < tolerance
+
+
+@pytest.fixture(scope="module", params=CONFIGURATIONS)
+def checkpoint(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    return directory, make_checkpoint(directory, **CONFIGURATIONS[request.param])
+
+
+def test_test_checkpoints_tell_right_from_wrong(checkpoint):
+    _, model = checkpoint
+    logits = torch.cat([reference(model, random_tokens(LENGTH, seed)) for seed in range(4)])
+    best = logits.topk(2).values
+    assert (best[:, 0] - best[:, 1]).median() > 0.05
+    assert len(logits.argmax(-1).unique()) > 20
+
+
+def test_a_whole_prompt_in_one_row_gives_the_logits_of_transformers(checkpoint):
+    directory, model = checkpoint
+    sequence = Sequence(random_tokens(LENGTH, 1))
+    Driver(directory).step([(sequence, LENGTH)])
+    assert_close(sequence.result(), reference(model, sequence.tokens))
+
+
+@pytest.mark.parametrize("sizes", [[1], [7], [8], [20], [1, 13, 2, 16, 3]], ids=str)
+def test_ragged_chunks_give_the_logits_of_transformers(checkpoint, sizes):
+    directory, model = checkpoint
+    driver, sequence, steps = Driver(directory), Sequence(random_tokens(LENGTH, 2)), 0
+    while sequence.left:
+        driver.step([(sequence, min(sizes[steps % len(sizes)], sequence.left))])
+        steps += 1
+    assert_close(sequence.result(), reference(model, sequence.tokens))
+
+
+@pytest.mark.parametrize("prompt", [1, 8, 29])
+def test_decoding_token_by_token_gives_the_logits_of_transformers(checkpoint, prompt):
+    directory, model = checkpoint
+    driver, sequence = Driver(directory), Sequence(random_tokens(LENGTH, 3))
+    driver.step([(sequence, prompt)])
+    while sequence.left:
+        driver.step([], [sequence])
+    assert_close(sequence.result(), reference(model, sequence.tokens))
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_mixed_batches_of_ragged_rows_give_the_logits_of_transformers(checkpoint, block_size):
+    directory, model = checkpoint
+    rng = random.Random(block_size)
+    driver = Driver(directory, blocks=400 // block_size, block_size=block_size, seed=block_size)
+    lengths = [1, 3, 16, 17, 40, 60, 150]
+    sequences = [Sequence(random_tokens(n, seed)) for seed, n in enumerate(lengths)]
+    prompts = {s: rng.randint(1, len(s.tokens)) for s in sequences}
+    mixed = 0
+    while live := [s for s in sequences if s.left]:
+        chosen = rng.sample(live, rng.randint(1, len(live)))
+        prefills = [s for s in chosen if s.done < prompts[s]]
+        decodes = [s for s in chosen if s.done >= prompts[s]]
+        mixed += bool(prefills and decodes)
+        counts = [min(rng.randint(1, 30), prompts[s] - s.done) for s in prefills]
+        driver.step(list(zip(prefills, counts, strict=True)), decodes)
+    assert mixed
+    for sequence in sequences:
+        assert_close(sequence.result(), reference(model, sequence.tokens))
+
+
+def test_a_shared_prefix_in_the_cache_need_not_be_computed_again(checkpoint):
+    directory, model = checkpoint
+    driver, tokens = Driver(directory), random_tokens(LENGTH, 4)
+    first = Sequence(tokens)
+    driver.step([(first, LENGTH)])
+    for shared in (8, 40):
+        other = Sequence(torch.cat([tokens[:shared], random_tokens(11, shared)]))
+        other.blocks, other.done = first.blocks[: shared // 8], shared
+        driver.step([(other, other.left)])
+        assert_close(other.result(), reference(model, other.tokens)[shared:])
+
+
+# -- data types --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_checkpoints_load_as_float32(tmp_path, stored):
+    model = make_checkpoint(tmp_path, dtype=stored)
+    assert read_config(tmp_path).dtype == str(stored).removeprefix("torch.")
+    sequence = Sequence(random_tokens(LENGTH, 5))
+    Driver(tmp_path).step([(sequence, LENGTH)])
+    assert sequence.result().dtype == torch.float32
+    assert_close(sequence.result(), reference(model, sequence.tokens))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_computing_in_bfloat16_stays_near_float32_and_as_near_as_transformers(tmp_path, stored):
+    model = make_checkpoint(tmp_path, dtype=stored)
+    driver, sequence = Driver(tmp_path, torch.bfloat16), Sequence(random_tokens(LENGTH, 6))
+    expected = reference(model, sequence.tokens)
+    driver.step([(sequence, 20)])
+    while sequence.left:
+        driver.step([], [sequence])
+    found = sequence.result()
+    assert found.dtype == torch.bfloat16
+    theirs = reference(model.to(torch.bfloat16), sequence.tokens).float()
+
+    def error(logits):
+        return (logits.float() - expected).pow(2).mean().sqrt() / expected.std()
+
+    assert error(found) < 0.1
+    assert error(found) < 1.5 * error(theirs)
+
+
+# -- rotary embedding --------------------------------------------------------------------------
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "default_theta": {"rope_type": "default", "rope_theta": 5e6},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5},
+    "yarn": {**YARN, "original_max_position_embeddings": 512},
+    "yarn_without_original_length": YARN,
+    "yarn_factor_1": {**YARN, "factor": 1.0, "original_max_position_embeddings": 2048},
+    "yarn_attention_factor": {
+        **YARN,
+        "attention_factor": 1.7,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn_mscale_alone": {**YARN, "mscale": 0.7, "original_max_position_embeddings": 512},
+    "yarn_mscales": {
+        **YARN,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn_attention_factor_before_mscales": {
+        **YARN,
+        "attention_factor": 1.1,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn_betas": {
+        **YARN,
+        "beta_fast": 8.0,
+        "beta_slow": 2.0,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn_not_truncated": {
+        **YARN,
+        "truncate": False,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn_short_and_not_truncated": {
+        **YARN,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("head_dim", [24, 128])
+@pytest.mark.parametrize("name", ROPES)
+def test_cosines_and_sines_are_those_of_transformers(tmp_path, name, head_dim):
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    sizes = {**SMALL, "head_dim": head_dim, "max_position_embeddings": 2048}
+    theirs = Qwen3Config(**sizes, rope_parameters=dict(ROPES[name]))
+    ours = parse_config({**sizes, "rope_parameters": ROPES[name]})
+    theirs.save_pretrained(tmp_path)
+    assert read_config(tmp_path).rope == ours.rope
+    positions = torch.arange(2048)
+    cos, sin = RotaryEmbedding(ours.rope, head_dim, 2048)(positions)
+    expected = Qwen3RotaryEmbedding(theirs)(torch.zeros(1), positions[None])
+    for found, whole in zip((cos, sin), expected, strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(torch.cat([found, found], -1), whole[0], atol=2e-4, rtol=0)
+
+
+def test_rotary_tables_in_half_precision_are_rounded_float32():
+    rope = RopeConfig("default", 10000.0)
+    positions = torch.tensor([0, 3, 511])
+    wide = RotaryEmbedding(rope, 24, 512)(positions)
+    half = RotaryEmbedding(rope, 24, 512).to(torch.device("cpu"), torch.bfloat16)(positions)
+    for found, expected in zip(half, wide, strict=True):
+        assert torch.equal(found, expected.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_the_older_style_of_configuration_means_the_same_rope(name, key):
+    scaling = dict(ROPES[name])
+    theta, kind = scaling.pop("rope_theta"), scaling.pop("rope_type")
+    older = {"rope_theta": theta, "rope_scaling": {key: kind, **scaling}}
+    newer = {"rope_parameters": ROPES[name]}
+    assert parse_config({**SMALL, **older}).rope == parse_config({**SMALL, **newer}).rope
+
+
+def test_older_configurations_without_scaling_keep_their_theta():
+    older = parse_config({**SMALL, "rope_theta": 1e6, "rope_scaling": None})
+    assert older.rope == RopeConfig("default", 1e6)
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_scaling_added_to_a_file_that_has_rope_parameters_is_not_ignored(tmp_path, key):
+    # What Qwen3's model cards tell users to add, in a file that transformers 5 saved.
+    rope = {key: "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    raw = {**SMALL, "rope_parameters": ROPES["default"], "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    from transformers import Qwen3Config
+
+    theirs = Qwen3Config.from_pretrained(tmp_path).rope_parameters
+    ours = read_config(tmp_path).rope
+    assert (ours.kind, ours.factor) == (theirs["rope_type"], theirs["factor"])

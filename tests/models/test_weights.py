@@ -1,0 +1,284 @@
+"""Checkpoints in every layout load alike; whatever is wrong with one is named by a typed error."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from nanoactor.models.config import parse_config, read_config
+from nanoactor.models.devices import open_device
+from nanoactor.models.errors import ModelError, UnsupportedModel, WeightsError
+from nanoactor.models.registry import build_model
+from nanoactor.models.weights import INDEX, Weights
+from tests.models.checkpoints import SMALL, make_checkpoint
+
+CPU = torch.device("cpu")
+HEAD = "lm_head.weight"
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """(directory with one file, directory with shards and index, transformers' model)."""
+    single, sharded = tmp_path_factory.mktemp("single"), tmp_path_factory.mktemp("sharded")
+    model = make_checkpoint(single)
+    make_checkpoint(sharded, shard="60KB")
+    assert [f.name for f in single.glob("*.safetensors")] == ["model.safetensors"]
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    return single, sharded, model
+
+
+@pytest.fixture
+def single(originals, tmp_path):
+    return shutil.copytree(originals[0], tmp_path / "single")
+
+
+@pytest.fixture
+def sharded(originals, tmp_path):
+    return shutil.copytree(originals[1], tmp_path / "sharded")
+
+
+def load(directory, dtype=torch.float32):
+    with Weights(directory, dtype, CPU) as weights:
+        return build_model(read_config(directory), weights, open_device("cpu"), 64)
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def fails(directory, error, *words):
+    """Loading raises exactly this error, and its message has all the words."""
+    with pytest.raises(error) as caught:
+        load(directory)
+    assert caught.type is error
+    for word in words:
+        assert str(word) in str(caught.value)
+
+
+# -- layouts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["single", "sharded", "sharded without index"])
+def test_every_layout_gives_the_tensors_that_were_saved(originals, single, sharded, layout):
+    directory = single if layout == "single" else sharded
+    if layout == "sharded without index":
+        (directory / INDEX).unlink()
+    expected = originals[2].state_dict()
+    with Weights(directory, torch.float32, CPU) as weights:
+        taken = {name: weights.take(name, *tensor.shape) for name, tensor in expected.items()}
+        assert "model.layers.9.mlp.up_proj.weight" not in weights
+        assert all(name in weights for name in expected)
+    # They stay valid after the files are closed.
+    for name, tensor in expected.items():
+        assert torch.equal(taken[name], tensor), name
+
+
+def test_fused_weights_are_stacked_in_the_order_of_their_names(originals, sharded):
+    names = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
+    parts = [originals[2].state_dict()[name] for name in names]
+    with Weights(sharded, torch.bfloat16, CPU) as weights:
+        fused = weights.concatenated(names, [len(part) for part in parts], 64)
+    assert fused.dtype == torch.bfloat16
+    assert torch.equal(fused, torch.cat(parts).bfloat16())
+
+
+def test_tied_checkpoints_need_no_head(tmp_path):
+    make_checkpoint(tmp_path, tie_word_embeddings=True)
+    with Weights(tmp_path, torch.float32, CPU) as weights:
+        assert HEAD not in weights
+    load(tmp_path)
+
+
+# -- damaged weights ---------------------------------------------------------------------------
+
+
+def test_a_directory_without_safetensors_is_named(single):
+    (single / "model.safetensors").rename(single / "pytorch_model.bin")
+    fails(single, WeightsError, single, ".safetensors")
+
+
+def test_a_missing_file_is_named_with_the_index_that_asks_for_it(sharded):
+    gone = sorted(sharded.glob("*.safetensors"))[1]
+    gone.unlink()
+    fails(sharded, WeightsError, gone, INDEX)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, 0.5, 0.999])
+@pytest.mark.parametrize("layout", ["single", "sharded"])
+def test_a_truncated_file_is_named(single, sharded, layout, kept):
+    directory = single if layout == "single" else sharded
+    path = sorted(directory.glob("*.safetensors"))[-1]
+    content = path.read_bytes()
+    path.write_bytes(content[: kept if isinstance(kept, int) else int(kept * len(content))])
+    fails(directory, WeightsError, path, "incomplete")
+
+
+def test_a_file_of_another_format_is_named(single):
+    path = single / "model.safetensors"
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    fails(single, WeightsError, path)
+
+
+def test_a_missing_weight_is_named(single, sharded):
+    edit(single / "config.json", num_hidden_layers=3)
+    fails(single, WeightsError, single, "model.layers.2.", "config.json")
+    edit(sharded / "config.json", attention_bias=True)
+    fails(sharded, WeightsError, sharded, "model.layers.0.self_attn.q_proj.bias")
+
+
+def test_an_untied_model_without_a_head_is_an_error(tmp_path):
+    make_checkpoint(tmp_path, tie_word_embeddings=True)
+    edit(tmp_path / "config.json", tie_word_embeddings=False)
+    fails(tmp_path, WeightsError, tmp_path, HEAD)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(single):
+    edit(single / "config.json", intermediate_size=95)
+    fails(single, WeightsError, "model.safetensors", GATE, "(96, 64)", "(95, 64)")
+
+
+def test_a_wrong_number_of_dimensions_is_a_wrong_shape(single):
+    with Weights(single, torch.float32, CPU) as weights:
+        for shape in [(64,), (96,), (96, 64, 1), (64, 96), ()]:
+            with pytest.raises(WeightsError, match=GATE):
+                weights.take(GATE, *shape)
+
+
+def test_an_index_that_lists_a_weight_its_file_lacks_is_named(sharded):
+    mapping = json.loads((sharded / INDEX).read_text())["weight_map"]
+    wrong = next(file for file in mapping.values() if file != mapping[GATE])
+    edit(sharded / INDEX, weight_map={**mapping, GATE: wrong})
+    fails(sharded, WeightsError, sharded / wrong, GATE)
+
+
+def test_an_index_that_leaves_a_weight_out_means_it_is_missing(sharded):
+    mapping = json.loads((sharded / INDEX).read_text())["weight_map"]
+    del mapping[GATE]
+    edit(sharded / INDEX, weight_map=mapping)
+    fails(sharded, WeightsError, GATE)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "",
+        "\xff\xfe",
+        "[]",
+        "{}",
+        '{"weight_map": ["model.safetensors"]}',
+        '{"weight_map": {"lm_head.weight": null}}',
+        '{"weight_map": {"lm_head.weight": ["model.safetensors"]}}',
+    ],
+)
+def test_a_broken_index_is_named(sharded, content):
+    (sharded / INDEX).write_bytes(content.encode("latin-1"))
+    fails(sharded, WeightsError, sharded / INDEX)
+
+
+# -- configurations ----------------------------------------------------------------------------
+
+
+def test_a_missing_configuration_is_named(single):
+    (single / "config.json").unlink()
+    fails(single, ModelError, single / "config.json", "does not exist")
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"hidden_size": 6', "[1, 2]", "null", "\xff\xfe"])
+def test_a_malformed_configuration_is_named(single, content):
+    (single / "config.json").write_bytes(content.encode("latin-1"))
+    fails(single, ModelError, single / "config.json", "JSON")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), ["'dynamic'", "chunked"]),
+        (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), ["'dynamic'", "chunked"]),
+        (dict(rope_parameters={"rope_type": "longrope"}), ["'longrope'", "linear, yarn"]),
+        (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), ["'llama3'", "linear, yarn"]),
+        (dict(use_sliding_window=True, sliding_window=4096), ["use_sliding_window"]),
+        (dict(quantization_config={"quant_method": "fp8"}), ["quantized"]),
+        (dict(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
+        (dict(dtype="float8_e4m3fn"), ["'float8_e4m3fn'", "float32, bfloat16, float16"]),
+        (dict(architectures=["LlamaForCausalLM"]), ["'LlamaForCausalLM'", "Qwen3ForCausalLM"]),
+        (dict(architectures=[]), ["Qwen3ForCausalLM"]),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_named(single, changes, words):
+    content = json.loads((single / "config.json").read_text())
+    if "rope_scaling" in changes:
+        content.pop("rope_parameters")
+    (single / "config.json").write_text(json.dumps({**content, **changes}))
+    fails(single, UnsupportedModel, *words)
+
+
+SIZES = [key for key in SMALL if key not in ("num_key_value_heads", "head_dim")]
+OPTIONAL_SIZES = ["num_key_value_heads", "head_dim"]
+
+
+@pytest.mark.parametrize("key", [*SIZES, *OPTIONAL_SIZES])
+@pytest.mark.parametrize("value", [0, -1, 64.0, "64", True, [64]], ids=repr)
+def test_sizes_must_be_positive_whole_numbers(key, value):
+    with pytest.raises(ModelError, match=rf"here: {key} must be a positive .*") as caught:
+        parse_config({**SMALL, key: value}, "here")
+    assert str(caught.value).endswith(f"got {value!r}")
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_sizes_that_every_model_has_must_be_given(key):
+    for raw in ({k: v for k, v in SMALL.items() if k != key}, {**SMALL, key: None}):
+        with pytest.raises(ModelError, match=f"here: {key} must"):
+            parse_config(raw, "here")
+
+
+def test_heads_must_share_key_value_heads_evenly():
+    with pytest.raises(ModelError, match=r"4 attention heads .* 3 key-value heads"):
+        parse_config({**SMALL, "num_key_value_heads": 3})
+
+
+def test_head_dim_must_be_even():
+    with pytest.raises(ModelError, match=r"head_dim must be even, got 23"):
+        parse_config({**SMALL, "head_dim": 23})
+
+
+@pytest.mark.parametrize("factor", [None, 0, 0.5, -4.0, "4"])
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_rope_scalings_need_a_factor_of_at_least_one(kind, factor):
+    with pytest.raises(ModelError, match="here: .*factor"):
+        parse_config({**SMALL, "rope_parameters": {"rope_type": kind, "factor": factor}}, "here")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", 3),
+        ("rms_norm_eps", None),
+        ("rms_norm_eps", "small"),
+        ("eos_token_id", "</s>"),
+        ("rope_theta", "large"),
+        ("rope_scaling", "yarn"),
+        ("rope_parameters", ["yarn"]),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 2, "beta_fast": "many"}),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 2, "attention_factor": "much"}),
+    ],
+)
+def test_values_of_a_wrong_type_are_model_errors_that_name_the_key(key, value):
+    named = list(value)[-1] if isinstance(value, dict) else key
+    with pytest.raises(ModelError, match=named):
+        parse_config({**SMALL, key: value}, "here")
+
+
+def test_end_of_sequence_ids_may_be_none_one_or_several():
+    for raw, expected in ((None, ()), (2, (2,)), ([2, 5], (2, 5)), ([], ())):
+        assert parse_config({**SMALL, "eos_token_id": raw}).eos_token_ids == expected
+    assert parse_config(SMALL).eos_token_ids == ()
+
+
+def test_the_stored_type_may_be_given_in_either_style():
+    for raw in ({"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"dtype": "torch.bfloat16"}):
+        assert parse_config({**SMALL, **raw}).dtype == "bfloat16"
+    assert parse_config(SMALL).dtype == "float32"
