@@ -26,7 +26,7 @@ lint: .venv/.ready
 	$(BIN)/mypy
 
 bench: .venv/.ready
-	$(BIN)/python bench/overlap_depth.py
+	$(BIN)/python bench/depth.py
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -49,10 +49,14 @@ class DetokenizerActor(Actor):
 
     def _open(self, event: Open) -> None:
         self._detokenizer.open(event)
-        self._flush()
+        self._report()
 
     def _tokens(self, event: Tokens) -> None:
         self._detokenizer.take(event)
+        self._report()
+
+    def _report(self) -> None:
+        """Stops to the scheduler, news to the frontend."""
         for uid in self._detokenizer.stopped:
             self._scheduler.send(Stop(uid))
         self._detokenizer.stopped.clear()

@@ -17,7 +17,7 @@ from nanoactor.runtime.errors import RuntimeFault
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with 1 and one line for an error, 2 for wrong arguments."""
-    args = _parser().parse_args(arguments)
+    args = _parse(arguments)
     level = {0: logging.WARNING, 1: logging.INFO}.get(args.verbose, logging.DEBUG)
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
@@ -30,6 +30,17 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader has seen enough
         sys.stderr.close()
         sys.exit(1)
+
+
+def _parse(arguments: list[str] | None) -> Any:
+    """argparse takes an optional prompt only right behind the model; people also put it last."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(arguments)
+    if len(rest) == 1 and not rest[0].startswith("-") and getattr(args, "prompt", "") is None:
+        args.prompt = rest[0]
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

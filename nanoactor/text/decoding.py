@@ -120,7 +120,7 @@ class _WindowDecoder:
 
     def push(self, token: int) -> str:
         """The text that became certain."""
-        if token in self._skipped:
+        if token in self._skipped or self._tokenizer.id_to_token(token) is None:
             return ""
         self._window.append(token)
         if token in self._byte_tokens:

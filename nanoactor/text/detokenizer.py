@@ -58,7 +58,9 @@ class Detokenizer:
         entry = _Entry(event.options, decoder, matcher, 0)
         self._entries[event.uid] = entry
         for token in event.token_ids[event.prompt_length :].tolist():
-            self._decode(entry, token)
+            if not entry.ended:
+                entry.characters += len(self._decode(entry, token))
+                self._note_stop(event.uid, entry)
         prompt = event.token_ids[: event.prompt_length].copy()
         self._pending_of(event.uid).opened = prompt
 
@@ -85,6 +87,9 @@ class Detokenizer:
         text = "" if hidden else self._decode(entry, token)
         entry.tokens += hidden
         self._emit(entry, pending, text)
+        self._note_stop(uid, entry)
+
+    def _note_stop(self, uid: int, entry: _Entry) -> None:
         if entry.matcher.matched is not None:
             entry.ended = True
             self.stopped.append(uid)

@@ -22,9 +22,13 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     if not path.exists():
         raise ModelError(f"{path} does not exist")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{path} is not a tokenizer: {error}") from error
+    # Saved with some tokenizers for batches in training; a prompt must arrive as it is.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class ChatTemplate:
@@ -35,16 +39,15 @@ class ChatTemplate:
     """
 
     def __init__(self, directory: Path) -> None:
-        config: dict[str, Any] = {}
-        if (directory / "tokenizer_config.json").exists():
-            config = read_json(directory / "tokenizer_config.json")
-        self._source = _template_source(directory, config)
+        config = _optional_json(directory / "tokenizer_config.json")
+        self._sources = _template_sources(directory, config)
+        tokens = {**_optional_json(directory / "special_tokens_map.json"), **config}
         self._special = {
             key: value["content"] if isinstance(value, dict) else value
-            for key, value in config.items()
+            for key, value in tokens.items()
             if key.endswith("_token") and isinstance(value, str | dict)
         }
-        self._compiled: Any = None
+        self._compiled: dict[str, Any] = {}
 
     def render(self, messages: list[Any], options: Mapping[str, Any]) -> str:
         """The prompt for these messages.
@@ -52,29 +55,46 @@ class ChatTemplate:
         `options` are passed to the template (`add_generation_prompt` is true unless given).
         Raises `InvalidRequest` where the model has no template or the template refuses.
         """
-        from jinja2 import TemplateError
-
-        if self._source is None:
+        name = "tool_use" if options.get("tools") and "tool_use" in self._sources else "default"
+        if name not in self._sources:
             raise InvalidRequest(
                 "the model has no chat template; give a text prompt instead of messages"
             )
-        if self._compiled is None:
-            self._compiled = _compile(self._source)
-        values = {"add_generation_prompt": True, "tools": None, "documents": None, **options}
+        if name not in self._compiled:
+            self._compiled[name] = _compile(self._sources[name])
+        values = {"add_generation_prompt": True, "tools": None, "documents": None}
         try:
-            text: str = self._compiled.render(messages=messages, **self._special, **values)
-        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            text: str = self._compiled[name].render(
+                messages=[_normalised(message) for message in messages],
+                **{**self._special, **values, **options},
+            )
+        except Exception as error:  # a template is a program: it can fail in any way
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
         return text
 
 
-def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
+def _normalised(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without empty fields, and with the reasoning under each name that templates read."""
+    given = {key: value for key, value in message.items() if value is not None}
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((given[name] for name in names if name in given), None)
+    if reasoning is None:
+        return given
+    return {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The model's templates by name; most have one, the default."""
     if (directory / "chat_template.jinja").exists():
-        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+        return {"default": (directory / "chat_template.jinja").read_text(encoding="utf-8")}
     source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = next((t["template"] for t in source if t.get("name") == "default"), None)
-    return source if isinstance(source, str) else None
+    if isinstance(source, list):
+        return {str(item.get("name")): str(item.get("template")) for item in source}
+    return {"default": source} if isinstance(source, str) else {}
 
 
 def _compile(source: str) -> Any:
@@ -84,14 +104,28 @@ def _compile(source: str) -> Any:
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    from nanoactor.text.jinja import GenerationTag
+
     def raise_exception(text: str) -> None:
         raise TemplateError(text)
 
-    def tojson(value: Any, **kwargs: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, **kwargs)
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
@@ -116,4 +150,7 @@ class TextEncoder:
     def encode_chat(self, messages: list[Any], options: Mapping[str, Any]) -> Int32:
         """The ids of a conversation; its template writes all special tokens itself."""
         text = self._template.render(messages, options)
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        try:
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        except (TypeError, UnicodeError) as error:
+            raise InvalidRequest(f"the conversation is not valid Unicode: {error}") from error

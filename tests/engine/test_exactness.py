@@ -38,7 +38,9 @@ def test_greedy_tokens_equal_transformers(checkpoint, seqs, tokens, depth):
             placement="single",
         )
         async with engine(directory, **changes) as llm:
-            requests = [collect(llm, ids(p), greedy(n)) for p, n in zip(prompts, amounts, strict=True)]
+            requests = [
+                collect(llm, ids(p), greedy(n)) for p, n in zip(prompts, amounts, strict=True)
+            ]
             return await asyncio.gather(*requests), await llm.statistics()
 
     outputs, figures = asyncio.run(main())

@@ -326,7 +326,9 @@ def sampling_batch(device, kinds):
     )
 
 
-@pytest.mark.parametrize("kinds", [[], ["greedy"], ["plain", "limited", "unlimited", "greedy"] * 4], ids=len)
+@pytest.mark.parametrize(
+    "kinds", [[], ["greedy"], ["plain", "limited", "unlimited", "greedy"] * 4], ids=len
+)
 def test_sample_chooses_one_id_for_each_row(device, make, kinds):
     logits = make(len(kinds), 211)
     logits[:, 3] = 50

@@ -132,7 +132,9 @@ def test_noise_of_some_ids_is_exactly_that_of_all(seeds, position, vocabulary):
     # A larger vocabulary or batch changes no token's noise.
     assert torch.equal(gumbel_noise(seeds, positions, vocabulary + 5)[:, :vocabulary], whole)
     for i in range(len(seeds)):
-        assert torch.equal(gumbel_noise(seeds[i : i + 1], positions[i : i + 1], vocabulary)[0], whole[i])
+        assert torch.equal(
+            gumbel_noise(seeds[i : i + 1], positions[i : i + 1], vocabulary)[0], whole[i]
+        )
 
 
 @pytest.mark.parametrize("bit", [0, 1, 31, 32, 33, 62, 63])

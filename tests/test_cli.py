@@ -1,0 +1,75 @@
+"""The command line, as a user calls it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "nanoactor"]
+
+
+def run(*arguments, **kwargs):
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False, **kwargs
+    )
+
+
+def test_generate_streams_text_and_ends_with_the_line_that_matters():
+    done = run("generate", "demo", "ROMEO:", "--max-tokens", "40", "--seed", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ROMEO:")
+    assert len(done.stdout) > 60
+    for part in ("+ 40 tokens", "tokens/s", "TTFT", "KV blocks"):
+        assert part in done.stderr
+
+
+def test_json_lines_add_up_to_the_same_text():
+    arguments = ("generate", "demo", "--max-tokens", "30", "--seed", "1")
+    lines = run(*arguments, "--json", input="ROMEO:").stdout.splitlines()
+    outputs = [json.loads(line) for line in lines]
+    assert sum(len(output["token_ids"]) for output in outputs) == 30
+    assert outputs[-1]["finish_reason"] == "length"
+    assert outputs[-1]["ttft_seconds"] < 1
+    plain = run(*arguments, "ROMEO:").stdout
+    assert plain.strip() == ("ROMEO:" + "".join(output["text"] for output in outputs)).strip()
+
+
+def test_chat_keeps_the_conversation():
+    arguments = ("chat", "demo", "--max-tokens", "30", "--seed", "2", "--json")
+    done = run(*arguments, input="Who is there?\nSpeak, friend.\n")
+    assert done.returncode == 0, done.stderr
+    outputs = [json.loads(line) for line in done.stdout.splitlines()]
+    ends = [output for output in outputs if "finish_reason" in output]
+    assert len(ends) == 2
+    assert ends[1]["prompt_tokens"] > ends[0]["prompt_tokens"]
+    assert ends[1]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("generate", "./nowhere", "x"), "./nowhere is neither a directory nor a name"),
+        (("generate", "demo", ""), "the prompt is empty"),
+        (("generate", "demo", "x", "--temperature", "-1"), "temperature must be"),
+        (("generate", "demo", "x", "--num-kv-blocks", "3"), "3 blocks of 16"),
+        (("generate", "demo", "x", "--placement", "moon"), "placement must be one of"),
+    ],
+)
+def test_errors_are_one_line_that_says_the_cause(arguments, text):
+    done = run(*arguments)
+    assert done.returncode == 1
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_leaves_ends_the_stream():
+    command = [*COMMAND, "generate", "demo", "ROMEO:", "--max-tokens", "900", "--ignore-eos"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.read(20)
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(20) == 1
+    assert "Traceback" not in errors

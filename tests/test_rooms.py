@@ -1,0 +1,58 @@
+"""Three rooms, one direction: who may import what."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = [
+    path
+    for room in ("nanoactor", "models", "runtime", "bench", "tests")
+    for path in (ROOT / room).rglob("*.py")
+    if "nanoactor/models" not in str(path) and "nanoactor/runtime" not in str(path)
+]
+
+
+def imports(path):
+    """Every module that a file names in an import, wherever in the file it stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+def room_of(path):
+    return path.relative_to(ROOT).parts[0]
+
+
+FORBIDDEN = {
+    "runtime": ("nanoactor.models", "torch", "transformers", "tokenizers", "aiohttp"),
+    "models": ("nanoactor.runtime", "msgpack", "uvloop", "asyncio", "aiohttp"),
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_rooms(path):
+    names, room = imports(path), room_of(path)
+    tops = {name.partition(".")[0] for name in names}
+    assert not tops & {"models", "runtime"}, "write nanoactor.models, nanoactor.runtime"
+    if room in FORBIDDEN:
+        for name in names:
+            assert not name.startswith(FORBIDDEN[room]), name
+            if name.startswith("nanoactor."):
+                assert name.startswith(f"nanoactor.{room}"), f"{room} imports the engine: {name}"
+    if room == "nanoactor" and "runner/" not in str(path):
+        assert "torch" not in tops
+        assert "transformers" not in tops
+
+
+def test_the_rooms_are_reached_through_committed_relative_links():
+    for room in ("models", "runtime"):
+        link = ROOT / "nanoactor" / room
+        assert link.is_symlink()
+        assert str(link.readlink()) == f"../{room}"
