@@ -10,6 +10,8 @@ from typing import Any
 
 from nanoactor.models.errors import ModelError, UnsupportedModel
 
+ARCHITECTURES = ("Qwen3ForCausalLM",)
+"""The architectures that `nanoactor.models.registry` builds."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -100,6 +102,15 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
     )
     _refuse_unknown(raw, config, origin)
     return config
+
+
+def check_architecture(config: ModelConfig) -> None:
+    """Raise `UnsupportedModel`, with the list of known architectures, for another one."""
+    if config.architecture not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"architecture {config.architecture!r} is not supported; known are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
 
 
 def as_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:

@@ -7,9 +7,17 @@ import os
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nanoactor.errors import InvalidConfig
-from nanoactor.models.config import DTYPES, ModelConfig, as_ids, read_config, read_json
+from nanoactor.errors import InvalidConfig, InvalidRequest
+from nanoactor.models.config import (
+    DTYPES,
+    ModelConfig,
+    as_ids,
+    check_architecture,
+    read_config,
+    read_json,
+)
 from nanoactor.models.errors import ModelError
+from nanoactor.params import SamplingParams
 
 DEMO = "demo"
 Placement = Literal["default", "split", "single"]
@@ -84,9 +92,19 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}), so that every sequence fits into a step"
             )
-        utilization = self.memory_utilization
-        if utilization is not None and not 0 < utilization <= 1:
-            raise InvalidConfig(f"memory_utilization must be in (0, 1], got {utilization}")
+        if self.memory_utilization is not None:
+            self._check_number("memory_utilization", 1.0)
+            if not self.memory_utilization:
+                raise InvalidConfig("memory_utilization must be above 0")
+        for name in ("start_timeout", "stop_timeout", "debug_delay_ms"):
+            self._check_number(name, 1e9)
+        for name in ("enable_prefix_caching", "skip_tokenizer_init", "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidConfig(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.device, str) or not self.device:
+            raise InvalidConfig(f"device must be a name such as 'cpu', got {self.device!r}")
+        if self.seed is not None and (not isinstance(self.seed, int) or self.seed is True):
+            raise InvalidConfig(f"seed must be a whole number, got {self.seed!r}")
         if self.tensor_parallel_size != 1:
             raise InvalidConfig("tensor_parallel_size above 1 is not supported yet")
 
@@ -96,6 +114,11 @@ class EngineConfig:
             return
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InvalidConfig(f"{name} must be a positive whole number, got {value!r}")
+
+    def _check_number(self, name: str, most: float) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
+            raise InvalidConfig(f"{name} must be a number from 0 to {most:g}, got {value!r}")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
@@ -134,6 +157,7 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     """
     directory = resolve_model(config.model)
     model = read_config(directory)
+    check_architecture(model)
     raw: dict[str, Any] = {}
     if (directory / "generation_config.json").exists():
         raw = read_json(directory / "generation_config.json")
@@ -155,16 +179,15 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
 
 
 def _defaults(raw: dict[str, Any]) -> SamplingDefaults:
+    names = [field.name for field in dataclasses.fields(SamplingDefaults)]
+    given = {name: raw[name] for name in names if raw.get(name) is not None}
+    try:
+        SamplingParams(**given)
+    except InvalidRequest as error:
+        raise ModelError(f"generation_config.json: {error}") from error
     if raw.get("do_sample") is False:
         return SamplingDefaults(temperature=0.0)
-
-    def pick(name: str, neutral: float) -> float:
-        value = raw.get(name)
-        return neutral if value is None else float(value)
-
-    return SamplingDefaults(
-        pick("temperature", 1.0), int(pick("top_k", 0)), pick("top_p", 1.0), pick("min_p", 0.0)
-    )
+    return SamplingDefaults(**given)
 
 
 def _ignored(raw: dict[str, Any]) -> tuple[str, ...]:
@@ -197,7 +220,12 @@ def _from_hub(name: str) -> Path:
     except (LocalEntryNotFoundError, ValueError):
         pass  # not in the cache: ask the hub
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        found = Path(snapshot_download(name, allow_patterns=wanted))
+        if any(found.glob("*.safetensors")):
+            return found
+        raise ModelError(
+            f"{name} has no .safetensors files on the hub, or only in part in the cache"
+        )
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(
             f"{name} is no directory, is not in the Hugging Face cache, and cannot be "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import random
 import secrets
@@ -138,11 +139,12 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise InvalidRequest(f"priority must be a whole number, got {priority!r}")
+        whole = isinstance(priority, int) and not isinstance(priority, bool)
+        if not whole or not -(2**31) <= priority < 2**31:
+            raise InvalidRequest(f"priority must be a whole number of 32 bits, got {priority!r}")
         text, chat, token_ids = self._read_prompt(prompt)
-        options = dict(chat_template_kwargs or {})
-        if options and chat is None:
+        options = self._check_options(chat_template_kwargs)
+        if chat_template_kwargs and chat is None:
             raise InvalidRequest("chat_template_kwargs go with a list of messages")
         self._check_params(params)
         stopping, text_options = self._stopping(params), _text_options(params)
@@ -204,7 +206,7 @@ class AsyncLLM:
 
     # -- checking and translating ---------------------------------------------------------
 
-    def _read_prompt(self, prompt: Any) -> tuple[str | None, list[Any] | None, Int32]:
+    def _read_prompt(self, prompt: Any) -> tuple[str | None, str | None, Int32]:
         """(text, messages, token ids): exactly one of them is given."""
         if isinstance(prompt, Mapping):
             keys = set(prompt)
@@ -212,7 +214,8 @@ class AsyncLLM:
                 return None, None, _token_ids(prompt["prompt_token_ids"])
             if keys != {"prompt"}:
                 raise InvalidRequest(
-                    f"a prompt's keys must be 'prompt' or 'prompt_token_ids', got {sorted(keys)}"
+                    "a prompt's keys must be 'prompt' or 'prompt_token_ids', got "
+                    f"{sorted(map(str, keys))}"
                 )
             prompt = prompt["prompt"]
         if self.config.skip_tokenizer_init:
@@ -220,6 +223,8 @@ class AsyncLLM:
                 "the engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids"
             )
         if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequest("the prompt is empty: it must have at least one token")
             return self._check_text(prompt), None, no_tokens()
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             return None, self._check_chat(list(prompt)), no_tokens()
@@ -229,8 +234,6 @@ class AsyncLLM:
         )
 
     def _check_text(self, text: str) -> str:
-        if not text:
-            raise InvalidRequest("the prompt is empty: it must have at least one token")
         try:
             size = len(text.encode())
         except UnicodeEncodeError as error:
@@ -243,15 +246,25 @@ class AsyncLLM:
             )
         return text
 
-    def _check_chat(self, messages: list[Any]) -> list[Any]:
+    def _check_chat(self, messages: list[Any]) -> str:
         if not messages:
             raise InvalidRequest("the list of messages is empty")
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise InvalidRequest(f"a message must be a dict with a 'role', got {message!r}")
-        text = "".join(str(message.get("content")) for message in messages)
-        self._check_text(text or " ")
-        return [dict(message) for message in messages]
+        return self._as_json("messages", [dict(message) for message in messages])
+
+    def _check_options(self, options: Any) -> str:
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidRequest(f"chat_template_kwargs must be a dict, got {options!r}")
+        return self._as_json("chat_template_kwargs", dict(options or {}))
+
+    def _as_json(self, name: str, value: Any) -> str:
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{name} must be plain values, as in JSON: {error}") from None
+        return self._check_text(text)
 
     def _check_params(self, params: SamplingParams) -> None:
         vocabulary = self.files.config.vocab_size

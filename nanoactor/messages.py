@@ -7,8 +7,6 @@ describe the same rows have the same length.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,13 +51,17 @@ class TextOptions:
 
 @message(10)
 class Submit:
-    """Frontend to tokenizer: a request with exactly one of text, chat or token ids."""
+    """Frontend to tokenizer: a request with exactly one of text, chat or token ids.
+
+    Messages and template options are JSON text: msgpack would turn their lists into tuples on
+    the way between processes, and templates can tell.
+    """
 
     uid: int
     epoch: int
     text: str | None
-    chat: list[Any] | None
-    chat_options: dict[str, Any]
+    chat: str | None
+    chat_options: str
     token_ids: Int32
     priority: int
     sampling: Sampling

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,44 +64,58 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
 
 
+# Counts and ids travel as int32.
+_MOST = 2**31 - 1
+
+
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
     if value is None:
         return
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or not low <= value <= high or (open_low and value == low):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Not a number is not between anything, so NaN is refused here too.
+    if not is_number or not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise InvalidRequest(
             f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}"
         )
 
 
-def _whole(name: str, value: Any, low: int, high: int | None = None, optional: bool = True) -> None:
+def _whole(name: str, value: Any, low: int, high: int = _MOST, optional: bool = True) -> None:
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidRequest(f"{name} must be a whole number, got {value!r}")
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidRequest(f"{name} must be {limit}, got {value}")
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be from {low} to {high}, got {value}")
+
+
+def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    try:
+        return tuple(value)
+    except TypeError:
+        raise InvalidRequest(f"{name} must be a list of {what}, got {value!r}") from None
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    strings = (stop,) if isinstance(stop, str) else _items("stop", stop, "strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop may hold {MAX_STOP_STRINGS} strings, got {len(strings)}")
     for string in strings:
         if not isinstance(string, str) or not string:
             raise InvalidRequest(f"stop must hold non-empty strings, got {string!r}")
         if len(string) > MAX_STOP_LENGTH:
             raise InvalidRequest(f"a stop string may have {MAX_STOP_LENGTH} characters at most")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop may hold {MAX_STOP_STRINGS} strings, got {len(strings)}")
+        try:
+            string.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"stop must be valid Unicode: {error}") from None
     return strings
 
 
 def _stop_ids(ids: Any) -> tuple[int, ...]:
-    try:
-        found = tuple(ids or ())
-    except TypeError:
-        raise InvalidRequest(f"stop_token_ids must be a list of token ids, got {ids!r}") from None
+    found = _items("stop_token_ids", ids, "token ids")
     for token in found:
-        _whole("stop_token_ids", token, 0, 2**31 - 1, optional=False)
+        _whole("stop_token_ids", token, 0, optional=False)
     return found

@@ -108,9 +108,7 @@ class Entry:
 
 
 def _text_bytes(submit: Submit) -> int:
-    if submit.text is not None:
-        return len(submit.text.encode("utf-8", "surrogatepass"))
-    return len(str(submit.chat).encode("utf-8", "surrogatepass"))
+    return len((submit.text or submit.chat or "").encode())
 
 
 class FrontendActor(Actor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ class TokenizerActor(Actor):
         if event.text is not None:
             return self._encoder.encode_text(event.text)
         if event.chat is not None:
-            return self._encoder.encode_chat(event.chat, event.chat_options)
+            messages, options = json.loads(event.chat), json.loads(event.chat_options)
+            return self._encoder.encode_chat(messages, options)
         return event.token_ids.copy()
 
     def _check(self, tokens: Int32, stopping: Stopping) -> Stopping:

@@ -187,9 +187,9 @@ def every_cut(raw):
 
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_cut_into_tokens_in_every_way_never_leaks(include):
-    text, stop = "a和é!b", "和é!"
+    text, stop = "a和é!ü", "和é!"
     tokenizer, ways = every_cut(text.encode())
-    assert len(ways) == 128
+    assert len(ways) == 256
     driver = Driver(tokenizer)
     for uid, ids in enumerate(ways):
         completing = next(n for n in range(len(ids)) if stop in tokenizer.decode(ids[: n + 1]))

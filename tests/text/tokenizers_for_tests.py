@@ -140,11 +140,24 @@ def unigram() -> Tokenizer:
 
 
 @functools.cache
+def byte_level_in_sequence() -> Tokenizer:
+    """Byte-level, but behind a sequence of decoders, so that no table of bytes serves it."""
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return tokenizer
+
+
+@functools.cache
 def demo() -> Tokenizer:
     """The demo model's."""
     return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 
 
 BYTE_LEVEL = {"demo": demo, "byte_level": byte_level, "single_bytes": single_bytes}
-OTHERS = {"llama_like": llama_like, "word_piece": word_piece, "unigram": unigram}
+OTHERS = {
+    "llama_like": llama_like,
+    "word_piece": word_piece,
+    "unigram": unigram,
+    "byte_level_in_sequence": byte_level_in_sequence,
+}
 EVERY = {**BYTE_LEVEL, **OTHERS}

@@ -1,0 +1,535 @@
+"""What a user gives is checked at the door, by name, before anything starts."""
+
+import dataclasses
+import json
+import math
+import shutil
+import subprocess
+import sys
+import threading
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+
+import nanoactor
+from nanoactor import AsyncLLM, EngineConfig, RequestOutputKind, SamplingParams
+from nanoactor.config import read_model_files, resolve_model
+from nanoactor.errors import InvalidConfig, InvalidRequest
+from nanoactor.models.errors import ModelError, UnsupportedModel
+from tests.conftest import children, descriptors
+from tests.text.tokenizers_for_tests import DEMO
+
+NAN, INF = math.nan, math.inf
+
+
+# -- SamplingParams ---------------------------------------------------------------------------
+
+BAD_PARAMS = {
+    "temperature": [NAN, INF, -INF, -0.1, 10001, 10**400, "1", True, [1.0]],
+    "top_p": [NAN, INF, 0, 0.0, -0.5, 1.01, "0.9", True],
+    "min_p": [NAN, -0.01, 1.01, "0", False],
+    "top_k": [-2, 1.0, NAN, "5", True, 2**31],
+    "seed": [-1, 2**64, 0.5, "1", True],
+    "max_tokens": [0, -1, 1.0, INF, "9", True, 2**64],
+    "min_tokens": [-1, 1.0, None, "9", False, 2**64],
+    "stop": [
+        "",
+        [""],
+        ["a", ""],
+        ["a", 1],
+        [None],
+        b"ab",
+        5,
+        0,
+        ["a" * 1025],
+        ["a"] * 65,
+        "\ud800",
+    ],
+    "stop_token_ids": [5, 0, "12", [-1], [1.0], ["a"], [True], [None], [2**31], [[1]]],
+    "ignore_eos": [None, 1, "yes"],
+    "include_stop_str_in_output": [None, 0, "no"],
+    "skip_special_tokens": [None, 1, []],
+    "output_kind": [None, 1, "DELTA"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [pytest.param(n, v, id=f"{n}={v!r:.12}") for n, values in BAD_PARAMS.items() for v in values],
+)
+def test_a_bad_sampling_parameter_is_named(name, value):
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{name: value})
+    assert name in str(caught.value)
+
+
+def test_every_sampling_parameter_is_checked():
+    assert BAD_PARAMS.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_min_tokens_above_max_tokens_names_both():
+    with pytest.raises(InvalidRequest, match=r"min_tokens \(3\) must not exceed max_tokens \(2\)"):
+        SamplingParams(min_tokens=3, max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(temperature=0, top_p=1, min_p=0, top_k=-1, seed=0, max_tokens=1, min_tokens=1),
+        dict(temperature=1e4, top_p=1e-3, min_p=1.0, top_k=0, seed=2**64 - 1, min_tokens=0),
+        dict(ignore_eos=True, include_stop_str_in_output=True, skip_special_tokens=False),
+        dict(output_kind=RequestOutputKind.DELTA, max_tokens=2**31 - 1, top_k=2**31 - 1),
+    ],
+)
+def test_values_at_the_limits_are_kept(values):
+    params = SamplingParams(**values)
+    assert {name: getattr(params, name) for name in values} == values
+
+
+def test_stops_are_brought_into_one_form():
+    assert SamplingParams().stop == SamplingParams(stop=[]).stop == ()
+    assert SamplingParams(stop="和\n").stop == SamplingParams(stop=["和\n"]).stop == ("和\n",)
+    assert len(SamplingParams(stop=["x" * 1024] * 64).stop) == 64
+    assert SamplingParams(stop=(s for s in "ab")).stop == ("a", "b")
+    assert SamplingParams().stop_token_ids == ()
+    assert SamplingParams(stop_token_ids=[0, 2**31 - 1]).stop_token_ids == (0, 2**31 - 1)
+
+
+def test_sampling_parameters_are_frozen_and_hashable():
+    stop = ["a"]
+    params = SamplingParams(stop=stop, seed=1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.seed = 2
+    stop.append("b")
+    assert params.stop == ("a",)
+    assert len({params, SamplingParams(stop="a", seed=1), SamplingParams(seed=1)}) == 2
+    assert dataclasses.replace(params, seed=3).stop == ("a",)
+
+
+# -- EngineConfig -----------------------------------------------------------------------------
+
+WHOLE = [0, -1, 1.0, "8", True, NAN]
+FLAG = [None, 1, "no"]
+SECONDS = [-1.0, NAN, "1"]
+BAD_OPTIONS = {
+    "model": ["", None, 5],
+    "device": ["", None, 5],
+    "dtype": ["int8", None, "fp16", 16],
+    "max_model_len": WHOLE,
+    "max_num_seqs": [*WHOLE, None],
+    "max_num_batched_tokens": [*WHOLE, None],
+    "block_size": WHOLE,
+    "num_kv_blocks": WHOLE,
+    "memory_utilization": [0, -0.5, 1.01, NAN, "0.5"],
+    "enable_prefix_caching": FLAG,
+    "pipeline_depth": [*WHOLE, None],
+    "plan_lead": ["soon", None],
+    "num_tokenizers": [*WHOLE, None],
+    "tensor_parallel_size": [0, 2, "1", None],
+    "threads": WHOLE,
+    "seed": [1.5, "1", [1]],
+    "skip_tokenizer_init": FLAG,
+    "max_waiting_requests": [*WHOLE, None],
+    "max_waiting_tokens": [*WHOLE, None],
+    "placement": ["everywhere", None, []],
+    "transport": ["tcp", None],
+    "start_timeout": SECONDS,
+    "stop_timeout": SECONDS,
+    "debug": FLAG,
+    "debug_delay_ms": SECONDS,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [pytest.param(n, v, id=f"{n}={v!r}") for n, values in BAD_OPTIONS.items() for v in values],
+)
+def test_a_bad_engine_option_is_named(name, value):
+    with pytest.raises(InvalidConfig, match=name):
+        EngineConfig(**{"model": "demo", name: value})
+
+
+def test_every_engine_option_is_checked():
+    assert BAD_OPTIONS.keys() == {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+def test_a_step_must_have_room_for_every_sequence():
+    with pytest.raises(InvalidConfig, match=r"max_num_batched_tokens \(8\).*max_num_seqs \(9\)"):
+        EngineConfig("demo", max_num_batched_tokens=8, max_num_seqs=9)
+    assert EngineConfig("demo", max_num_batched_tokens=9, max_num_seqs=9).max_num_seqs == 9
+
+
+def test_an_engine_configuration_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig("demo").seed = 1
+
+
+# -- AsyncLLM's construction ------------------------------------------------------------------
+
+
+def test_an_unknown_option_is_named():
+    with pytest.raises(InvalidConfig, match="unknown engine option.*nonsense"):
+        AsyncLLM("demo", nonsense=1)
+
+
+def test_a_bad_option_given_to_the_engine_is_not_called_unknown():
+    for options in (dict(memory_utilization="0.5"), dict(max_num_seqs=0)):
+        with pytest.raises(InvalidConfig) as caught:
+            AsyncLLM("demo", **options)
+        assert "unknown" not in str(caught.value)
+        assert next(iter(options)) in str(caught.value)
+
+
+def test_options_come_in_a_configuration_or_by_name():
+    assert AsyncLLM(EngineConfig("demo", seed=3)).config == AsyncLLM("demo", seed=3).config
+    with pytest.raises(InvalidConfig, match="not both"):
+        AsyncLLM(EngineConfig("demo"), seed=3)
+
+
+def test_construction_starts_no_process_and_no_thread():
+    before = children(), threading.enumerate(), descriptors()
+    engines = [AsyncLLM("demo", placement=p) for p in ("default", "split", "single")]
+    assert (children(), threading.enumerate(), descriptors()) == before
+    assert [engine.pids for engine in engines] == [{}, {}, {}]
+
+
+# -- a model's files --------------------------------------------------------------------------
+
+
+def model(path, **changes):
+    """A copy of the demo model's JSON files, its config.json changed."""
+    path.mkdir()
+    for file in DEMO.glob("*.json"):
+        shutil.copy(file, path)
+    config = json.loads((DEMO / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_a_directory_that_does_not_exist_is_named(tmp_path):
+    for name in (str(tmp_path / "none"), "./none", "~/none/such", "none", "a/b/c"):
+        with pytest.raises(ModelError, match="none|a/b/c"):
+            AsyncLLM(name)
+
+
+def test_a_directory_without_configuration_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json does not exist") as caught:
+        AsyncLLM(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (dict(architectures=["LlamaForCausalLM"]), UnsupportedModel, "LlamaForCausalLM"),
+        (dict(hidden_act="gelu"), UnsupportedModel, "hidden_act"),
+        (dict(use_sliding_window=True), UnsupportedModel, "sliding"),
+        (dict(quantization_config={"bits": 4}), UnsupportedModel, "quantized"),
+        (dict(dtype="float8_e4m3fn"), UnsupportedModel, "float8_e4m3fn"),
+        (dict(rope_parameters={"rope_type": "llama3"}), UnsupportedModel, "llama3"),
+        (dict(hidden_size=None), ModelError, "hidden_size"),
+        (dict(num_hidden_layers="6"), ModelError, "num_hidden_layers"),
+        (dict(num_key_value_heads=3), ModelError, "heads"),
+        (dict(head_dim=7), ModelError, "head_dim"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_cannot_be_served_is_refused_before_the_start(
+    tmp_path, changes, error, words
+):
+    with pytest.raises(error, match=words):
+        AsyncLLM(str(model(tmp_path / "m", **changes)))
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_malformed_file_is_named(tmp_path, file):
+    path = model(tmp_path / "m")
+    for content in ("{", "[1]", "\x00"):
+        (path / file).write_text(content)
+        with pytest.raises(ModelError, match=file):
+            AsyncLLM(str(path))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": "hot"},
+        {"temperature": -1.0},
+        {"top_k": [1]},
+        {"top_k": 2**40},
+        {"eos_token_id": "</s>"},
+    ],
+    ids=str,
+)
+def test_a_bad_value_in_the_generation_configuration_is_the_models_fault(tmp_path, values):
+    path = model(tmp_path / "m")
+    (path / "generation_config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=next(iter(values))):
+        AsyncLLM(str(path))
+
+
+def test_max_model_len_must_fit_the_model():
+    assert AsyncLLM("demo", max_model_len=1024).files.max_model_len == 1024
+    with pytest.raises(InvalidConfig, match="max_model_len 1025.*1024"):
+        AsyncLLM("demo", max_model_len=1025)
+    with pytest.raises(InvalidConfig, match="max_model_len must be at least 2"):
+        AsyncLLM("demo", max_model_len=1)
+
+
+def test_a_model_without_tokenizer_serves_token_ids_alone(tmp_path):
+    path = model(tmp_path / "m")
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="skip_tokenizer_init"):
+        AsyncLLM(str(path))
+    llm = AsyncLLM(str(path), skip_tokenizer_init=True)
+    llm.generate({"prompt_token_ids": [1]})
+    for prompt in ("text", [{"role": "user", "content": "x"}], {"prompt": "text"}):
+        with pytest.raises(InvalidRequest, match="prompt_token_ids"):
+            llm.generate(prompt)
+    with pytest.raises(InvalidRequest, match="stop"):
+        llm.generate({"prompt_token_ids": [1]}, SamplingParams(stop="x"))
+
+
+def test_defaults_come_from_the_generation_configuration(tmp_path):
+    path = model(tmp_path / "m")
+    file = path / "generation_config.json"
+
+    def read(values):
+        file.write_text(json.dumps(values))
+        return read_model_files(EngineConfig(str(path)))
+
+    files = read({"temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "eos_token_id": [4]})
+    assert dataclasses.astuple(files.defaults) == (0.5, 7, 0.5, 0.1)
+    assert (files.eos_token_ids, files.ignored) == ((4,), ())
+    assert dataclasses.astuple(read({}).defaults) == (1.0, 0, 1.0, 0.0)
+    assert read({}).eos_token_ids == (2,)
+    assert read({"do_sample": False, "temperature": 0.7}).defaults.temperature == 0
+    assert read({"repetition_penalty": 1.1}).ignored == ("repetition_penalty",)
+    file.unlink()
+    assert dataclasses.astuple(read_model_files(EngineConfig(str(path))).defaults)[0] == 1.0
+
+
+# -- where a model is found -------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """An empty cache of the Hugging Face hub; call it to add a model."""
+    cache = tmp_path / "hub"
+    cache.mkdir()
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+
+    def add(name, files=("config.json", "tokenizer.json", "model.safetensors")):
+        commit = "0123456789abcdef0123456789abcdef01234567"
+        folder = cache / f"models--{name.replace('/', '--')}"
+        snapshot = folder / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text(commit)
+        for file in files:
+            shutil.copy(DEMO / file, snapshot)
+        return snapshot
+
+    return add
+
+
+def test_a_name_on_the_hub_is_found_in_the_local_cache(hub):
+    snapshot = hub("owner/tiny-qwen3")
+    assert resolve_model("owner/tiny-qwen3").resolve() == snapshot.resolve()
+    assert AsyncLLM("owner/tiny-qwen3").files.config.vocab_size == 2048
+
+
+@pytest.mark.parametrize("name", ["owner/absent", "owner/not allowed!", "owner/..", "/x/y", "o//m"])
+def test_a_name_that_is_not_in_the_cache_is_named(hub, name):
+    hub("owner/present")
+    with pytest.raises(ModelError) as caught:
+        resolve_model(name)
+    assert name in str(caught.value)
+
+
+def test_a_cached_model_without_weights_is_not_taken_for_a_model(hub):
+    hub("owner/half", files=("config.json", "tokenizer.json"))
+    with pytest.raises(ModelError, match="owner/half"):
+        resolve_model("owner/half")
+
+
+def test_a_directory_goes_before_the_demo_and_the_hub(hub, tmp_path, monkeypatch):
+    hub("owner/m")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("demo").samefile(DEMO)
+    for name in ("demo", "owner/m"):
+        (tmp_path / name).mkdir(parents=True)
+        assert resolve_model(name).samefile(tmp_path / name)
+
+
+# -- prompts ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return AsyncLLM("demo")
+
+
+USER = {"role": "user", "content": "x"}
+BAD_PROMPTS = {
+    "empty_text": ("", "empty"),
+    "empty_text_in_dict": ({"prompt": ""}, "empty"),
+    "empty_list": ([], "empty"),
+    "none": (None, "NoneType"),
+    "number": (5, "int"),
+    "bytes": (b"ab", "bytes"),
+    "set": ({1, 2}, "set"),
+    "ids_without_dict": ([1, 2, 3], "prompt_token_ids|role"),
+    "text_in_dict_is_no_text": ({"prompt": 5}, "int"),
+    "no_keys": ({}, "'prompt'"),
+    "wrong_key": ({"text": "a"}, "text"),
+    "two_keys": ({"prompt": "a", "prompt_token_ids": [1]}, "prompt_token_ids"),
+    "keys_of_many_types": ({1: "a", "prompt": "b"}, "'prompt'"),
+    "no_ids": ({"prompt_token_ids": []}, "empty"),
+    "ids_none": ({"prompt_token_ids": None}, "prompt_token_ids"),
+    "ids_text": ({"prompt_token_ids": "12"}, "prompt_token_ids"),
+    "ids_number": ({"prompt_token_ids": 12}, "prompt_token_ids"),
+    "ids_floats": ({"prompt_token_ids": [1.0, 2.0]}, "whole numbers"),
+    "ids_nan": ({"prompt_token_ids": [1, NAN]}, "whole numbers"),
+    "ids_bools": ({"prompt_token_ids": [True]}, "whole numbers"),
+    "ids_strings": ({"prompt_token_ids": ["1"]}, "whole numbers"),
+    "ids_with_none": ({"prompt_token_ids": [1, None]}, "whole numbers"),
+    "ids_nested": ({"prompt_token_ids": [[1, 2]]}, "flat list"),
+    "ids_ragged": ({"prompt_token_ids": [[1], [2, 3]]}, "flat list"),
+    "ids_empty_nested": ({"prompt_token_ids": [[]]}, "flat list"),
+    "ids_dict": ({"prompt_token_ids": {1: 2}}, "flat list"),
+    "ids_set": ({"prompt_token_ids": {1, 2}}, "flat list"),
+    "ids_negative": ({"prompt_token_ids": [1, -1]}, "-1"),
+    "ids_of_32_bits": ({"prompt_token_ids": [2**31]}, "2147483648"),
+    "ids_of_64_bits": ({"prompt_token_ids": [2**63]}, str(2**63)),
+    "ids_huge": ({"prompt_token_ids": [10**30]}, "prompt_token_ids"),
+    "ids_mixed_huge": ({"prompt_token_ids": [-1, 2**63]}, "prompt_token_ids"),
+    "surrogate": ("a\ud800", "Unicode"),
+    "surrogate_in_message": ([{"role": "user", "content": "\udfff"}], "Unicode"),
+    "surrogate_in_part": ([{"role": "user", "content": [{"text": "\udfff"}]}], "Unicode"),
+    "surrogate_in_role": ([{"role": "\udfff", "content": "x"}], "Unicode"),
+    "strings": (["a", "b"], "role"),
+    "message_without_role": ([USER, {"content": "x"}], "role"),
+    "role_is_no_text": ([{"role": 1, "content": "x"}], "role"),
+    "message_is_a_list": ([["user", "x"]], "role"),
+    "long_text": ("x" * 65537, "65537 bytes"),
+    "long_in_bytes": ("和" * 21846, "65538 bytes"),
+    "long_message": ([{"role": "user", "content": "x" * 65537}], "65537 bytes"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "words"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+def test_a_bad_prompt_is_refused_at_once(llm, prompt, words):
+    with pytest.raises(InvalidRequest, match=words):
+        llm.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "text",
+        "x" * 65536,
+        {"prompt": "text"},
+        {"prompt": [USER]},
+        {"prompt_token_ids": [0, 2**31 - 1]},
+        {"prompt_token_ids": (1, 2)},
+        {"prompt_token_ids": np.array([1, 2], np.uint16)},
+        [USER],
+        (USER, {"role": "assistant", "content": None, "tool_calls": []}),
+        [{"role": "user", "content": [{"type": "text", "text": "和"}]}],
+    ],
+    ids=lambda prompt: f"{prompt!r:.40}",
+)
+def test_a_good_prompt_waits_to_be_iterated(llm, prompt):
+    llm.generate(prompt, SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("prompt", ["text", {"prompt": "text"}, {"prompt_token_ids": [1]}])
+def test_template_options_go_with_messages_alone(llm, prompt):
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs"):
+        llm.generate(prompt, chat_template_kwargs={"enable_thinking": False})
+    llm.generate([USER], chat_template_kwargs={"enable_thinking": False})
+    llm.generate(prompt, chat_template_kwargs={})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (dict(sampling_params={"temperature": 0}), "sampling_params"),
+        (dict(sampling_params=SamplingParams(stop_token_ids=[2048])), "stop_token_ids.*2048"),
+        (dict(priority=1.5), "priority"),
+        (dict(priority=True), "priority"),
+        (dict(priority=2**70), "priority"),
+        (dict(chat_template_kwargs=["tools"]), "chat_template_kwargs"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_beside_the_prompt_are_named_at_once(llm, arguments, words):
+    with pytest.raises(InvalidRequest, match=words):
+        llm.generate([USER], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        ([{"role": "user", "content": object()}], {}),
+        ([{**USER, "tool_calls": [{"arguments": "x" * 2**21}]}], {}),
+        ([USER], {"tools": [print]}),
+        ([USER], {"documents": ["x" * 2**21]}),
+    ],
+    ids=["object", "long_tool_calls", "function", "long_option"],
+)
+def test_a_conversation_that_cannot_travel_is_refused_at_once(llm, messages, options):
+    with pytest.raises(InvalidRequest):
+        llm.generate(messages, chat_template_kwargs=options)
+
+
+# -- the package ------------------------------------------------------------------------------
+
+
+def fresh(program):
+    command = [sys.executable, "-W", "error", "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+IMPORT = """
+import sys, time
+begin = time.perf_counter()
+import nanoactor
+print(time.perf_counter() - begin)
+heavy = {"torch", "transformers", "tokenizers", "aiohttp", "numpy", "jinja2", "huggingface_hub"}
+print(*sorted(heavy & set(sys.modules)))
+"""
+
+
+def test_importing_the_package_is_light():
+    runs = [fresh(IMPORT).split("\n") for _ in range(3)]
+    assert min(float(seconds) for seconds, *_ in runs) < 0.3
+    assert [heavy for _, heavy, *_ in runs] == ["", "", ""]
+
+
+def test_the_users_process_imports_neither_torch_nor_transformers():
+    program = """
+import sys
+from nanoactor import LLM, AsyncLLM, SamplingParams
+AsyncLLM("demo").generate("text", SamplingParams(stop="x"))
+print(*sorted({"torch", "transformers", "aiohttp", "jinja2"} & set(sys.modules)))
+"""
+    assert fresh(program) == "\n"
+
+
+def test_dir_lists_the_public_names():
+    names = fresh("import nanoactor; print(*dir(nanoactor))").split()
+    assert set(nanoactor.__all__) <= set(names)
+    assert len(names) == len(set(names))
+    for name in nanoactor.__all__:
+        assert getattr(nanoactor, name).__name__ == name
+
+
+def test_an_unknown_attribute_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'nanoactor' has no attribute 'Nonsense'"):
+        nanoactor.Nonsense  # noqa: B018
+    with pytest.raises(ImportError, match="Nonsense"):
+        exec("from nanoactor import Nonsense")
