@@ -75,18 +75,27 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check every option by itself; what depends on the model is checked later."""
-        if not isinstance(self.model, str) or not self.model:
-            raise InvalidConfig(f"model must be a directory or a name, got {self.model!r}")
+        for name in ("model", "device"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise InvalidConfig(f"{name} must be a name, got {getattr(self, name)!r}")
+        for name in ("enable_prefix_caching", "skip_tokenizer_init", "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidConfig(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("max_model_len", "block_size", "num_kv_blocks", "threads"):
             self._check_whole(name, optional=True)
         for name in ("max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "num_tokenizers"):
             self._check_whole(name)
         for name in ("max_waiting_requests", "max_waiting_tokens"):
             self._check_whole(name)
+        for name in ("start_timeout", "stop_timeout", "debug_delay_ms"):
+            self._check_number(name, 1e9)
         self._check_choice("dtype", ("auto", *DTYPES))
         self._check_choice("plan_lead", ("eager", "late"))
         self._check_choice("placement", get_args(Placement))
         self._check_choice("transport", ("ring", "queue"))
+        self._check_together()
+
+    def _check_together(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
@@ -96,13 +105,6 @@ class EngineConfig:
             self._check_number("memory_utilization", 1.0)
             if not self.memory_utilization:
                 raise InvalidConfig("memory_utilization must be above 0")
-        for name in ("start_timeout", "stop_timeout", "debug_delay_ms"):
-            self._check_number(name, 1e9)
-        for name in ("enable_prefix_caching", "skip_tokenizer_init", "debug"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidConfig(f"{name} must be true or false, got {getattr(self, name)!r}")
-        if not isinstance(self.device, str) or not self.device:
-            raise InvalidConfig(f"device must be a name such as 'cpu', got {self.device!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or self.seed is True):
             raise InvalidConfig(f"seed must be a whole number, got {self.seed!r}")
         if self.tensor_parallel_size != 1:
@@ -221,13 +223,11 @@ def _from_hub(name: str) -> Path:
         pass  # not in the cache: ask the hub
     try:
         found = Path(snapshot_download(name, allow_patterns=wanted))
-        if any(found.glob("*.safetensors")):
-            return found
-        raise ModelError(
-            f"{name} has no .safetensors files on the hub, or only in part in the cache"
-        )
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(
             f"{name} is no directory, is not in the Hugging Face cache, and cannot be "
             f"downloaded: {error}"
         ) from error
+    if not any(found.glob("*.safetensors")):
+        raise ModelError(f"{name} has no .safetensors files, or the cache holds it only in part")
+    return found

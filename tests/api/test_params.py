@@ -414,9 +414,9 @@ BAD_PROMPTS = {
     "message_without_role": ([USER, {"content": "x"}], "role"),
     "role_is_no_text": ([{"role": 1, "content": "x"}], "role"),
     "message_is_a_list": ([["user", "x"]], "role"),
-    "long_text": ("x" * 65537, "65537 bytes"),
+    "long_text": ("x" * 65537, "bytes"),
     "long_in_bytes": ("和" * 21846, "65538 bytes"),
-    "long_message": ([{"role": "user", "content": "x" * 65537}], "65537 bytes"),
+    "long_message": ([{"role": "user", "content": "x" * 65537}], "bytes"),
 }
 
 
