@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import codecs
 import json
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from tokenizers import Tokenizer
+if TYPE_CHECKING:  # the user's process imports this module, and has no use for the library
+    from tokenizers import Tokenizer
 
 
 class IncrementalDecoder(Protocol):

@@ -39,15 +39,21 @@ class ChatTemplate:
     """
 
     def __init__(self, directory: Path) -> None:
-        config = _optional_json(directory / "tokenizer_config.json")
-        self._sources = _template_sources(directory, config)
-        tokens = {**_optional_json(directory / "special_tokens_map.json"), **config}
-        self._special = {
-            key: value["content"] if isinstance(value, dict) else value
-            for key, value in tokens.items()
-            if key.endswith("_token") and isinstance(value, str | dict)
-        }
-        self._compiled: dict[str, Any] = {}
+        try:
+            config = _optional_json(directory / "tokenizer_config.json")
+            tokens = {**_optional_json(directory / "special_tokens_map.json"), **config}
+            self._special = {
+                key: value["content"] if isinstance(value, dict) else value
+                for key, value in tokens.items()
+                if key.endswith("_token") and isinstance(value, str | dict)
+            }
+            sources = _template_sources(directory, config)
+        except (KeyError, AttributeError, UnicodeError) as error:
+            raise ModelError(
+                f"{directory}: its special tokens or chat templates are malformed: {error!r}"
+            ) from error
+        # Compiled now, so that a malformed template fails the start and not a request.
+        self._templates = {name: _compile(source) for name, source in sources.items()}
 
     def render(self, messages: list[Any], options: Mapping[str, Any]) -> str:
         """The prompt for these messages.
@@ -55,16 +61,14 @@ class ChatTemplate:
         `options` are passed to the template (`add_generation_prompt` is true unless given).
         Raises `InvalidRequest` where the model has no template or the template refuses.
         """
-        name = "tool_use" if options.get("tools") and "tool_use" in self._sources else "default"
-        if name not in self._sources:
+        name = "tool_use" if options.get("tools") and "tool_use" in self._templates else "default"
+        if name not in self._templates:
             raise InvalidRequest(
                 "the model has no chat template; give a text prompt instead of messages"
             )
-        if name not in self._compiled:
-            self._compiled[name] = _compile(self._sources[name])
         values = {"add_generation_prompt": True, "tools": None, "documents": None}
         try:
-            text: str = self._compiled[name].render(
+            text: str = self._templates[name].render(
                 messages=[_normalised(message) for message in messages],
                 **{**self._special, **values, **options},
             )

@@ -50,13 +50,14 @@ def wide(tensor):
     return tensor.detach().to("cpu", torch.float64)
 
 
-def assert_close(found, expected, dtype, roundings=2):
-    """Within a few roundings of the type, relative to the largest expected value."""
+def assert_close(found, expected, dtype, roundings=2, each=False):
+    """Within so many roundings to the type, of `each` value or else of the largest."""
     assert found.dtype == dtype
     assert found.shape == expected.shape
     if expected.numel():
-        error = (wide(found) - expected).abs().max() / expected.abs().max()
-        assert error < roundings * torch.finfo(dtype).eps + 1e-6
+        scale = expected.abs() if each else expected.abs().max()
+        allowed = (roundings * torch.finfo(dtype).eps / 2 + 1e-6) * scale + 1e-30
+        assert ((wide(found) - expected).abs() <= allowed).all()
 
 
 # -- elementwise operators ---------------------------------------------------------------------
@@ -72,13 +73,13 @@ def rms_norm_reference(x, weight, eps):
 def test_rms_norm(device, make, dtype, shape, scale, eps):
     x, weight = make(*shape, scale=scale), make(shape[-1])
     expected = rms_norm_reference(wide(x), wide(weight), eps)
-    assert_close(device.rms_norm(x, weight, eps), expected, dtype)
+    assert_close(device.rms_norm(x, weight, eps), expected, dtype, each=True)
 
 
 def test_rms_norm_takes_views_of_a_fused_projection(device, make, dtype):
     x, weight = make(6, 5, 24)[:, 1:3], make(24)
     expected = rms_norm_reference(wide(x), wide(weight), 1e-6)
-    assert_close(device.rms_norm(x, weight, 1e-6), expected, dtype)
+    assert_close(device.rms_norm(x, weight, 1e-6), expected, dtype, each=True)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 9])
@@ -86,8 +87,10 @@ def test_add_rms_norm_returns_the_norm_of_the_sum_and_the_sum(device, make, dtyp
     x, residual, weight = make(tokens, 64), make(tokens, 64, scale=8.0), make(64)
     total = wide(x) + wide(residual)
     normed, added = device.add_rms_norm(x, residual, weight, 1e-5)
-    assert_close(added, total, dtype, roundings=1)
-    assert_close(normed, rms_norm_reference(total, wide(weight), 1e-5), dtype, roundings=3)
+    assert_close(added, total, dtype, roundings=1, each=True)
+    # The sum is rounded before it is normed.
+    normed_sum = rms_norm_reference(wide(added), wide(weight), 1e-5)
+    assert_close(normed, normed_sum, dtype, each=True)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 24), (1, 1, 2), (9, 4, 24), (3, 5, 128)], ids=str)
@@ -106,7 +109,7 @@ def test_rotary_turns_each_pair_by_its_angle(device, make, dtype, shape):
 def test_swiglu(device, make, dtype, shape, scale):
     gate_up = make(*shape, scale=scale)
     gate, up = wide(gate_up).chunk(2, -1)
-    assert_close(device.swiglu(gate_up), gate * torch.sigmoid(gate) * up, dtype, roundings=3)
+    assert_close(device.swiglu(gate_up), gate * torch.sigmoid(gate) * up, dtype, each=True)
 
 
 # -- the cache ---------------------------------------------------------------------------------
@@ -370,16 +373,6 @@ def test_the_default_type_is_a_supported_one(device):
 def test_memory_says_what_there_is_and_what_is_free(device):
     memory = device.memory()
     assert 2**28 < memory.free <= memory.total
-
-
-def test_memory_in_use_is_not_free(device):
-    def taken_by_half_a_gibibyte():
-        before = device.memory().free
-        held = torch.ones(2**29, dtype=torch.int8, device=device.torch_device)
-        return before - device.memory().free if held.numel() else 0
-
-    # Others on the machine may free as much at the same moment, but not time after time.
-    assert any(taken_by_half_a_gibibyte() > 2**28 for _ in range(3))
 
 
 def test_peak_counts_what_is_allocated_after_its_reset(device):

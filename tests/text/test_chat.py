@@ -389,6 +389,12 @@ def test_a_malformed_template_is_the_models_fault(tmp_path, template):
         ChatTemplate(directory(tmp_path, template)).render(CHAT, {})
 
 
+def test_a_malformed_template_is_found_before_the_first_conversation_needs_it(tmp_path):
+    # At the start it is the model's error; later it would end an engine that serves others.
+    with pytest.raises(ModelError, match="template"):
+        TextEncoder(directory(tmp_path, "{% if %}"))
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": {"type": "Nonsense"}}'])
 def test_a_malformed_tokenizer_is_the_models_fault(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
