@@ -129,8 +129,6 @@ class _Child:
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    if os.environ.get("NANOACTOR_LOOP", "uvloop") == "asyncio":
-        return asyncio.new_event_loop()
     import uvloop
 
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()

@@ -249,6 +249,20 @@ ROPES = {
         "truncate": False,
         "original_max_position_embeddings": 512,
     },
+    "yarn_narrow_blend": {
+        **YARN,
+        "truncate": False,
+        "beta_fast": 1.05,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn_no_blend": {
+        **YARN,
+        "truncate": False,
+        "beta_fast": 2.0,
+        "beta_slow": 2.0,
+        "original_max_position_embeddings": 512,
+    },
     "yarn_short_and_not_truncated": {
         **YARN,
         "truncate": False,

@@ -128,6 +128,25 @@ def test_a_full_edge_never_blocks_the_sender_and_says_when_it_is_ready(kind, run
     run(main())
 
 
+def test_the_slowest_reader_of_a_broadcast_decides_what_may_be_overwritten(kind, run):
+    async def main():
+        line = Line(kind, readers=2)
+        line.start(0)
+        box = outbox(line)
+        for number in range(200):
+            box.send(ping(number, 60))
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
+        assert len(line.got[0]) < 200 or kind == "queue"  # the other has not read anything
+        line.start(1)
+        await line.until(lambda: all(len(got) == 200 for got in line.got))
+        expected = [list(range(n, n + 60)) for n in range(200)]
+        assert line.got == [expected, expected]
+        line.close()
+
+    run(main())
+
+
 def test_the_outbox_holds_to_its_bound(kind, run):
     async def main():
         line = Line(kind)

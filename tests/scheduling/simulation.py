@@ -143,6 +143,9 @@ class Simulation:
         self.expected = {}
         self.uid = 0
         self.stop_after = {}
+        self.decode_set = set()
+        self.in_flight = {}
+        """By step that is planned and not done: the slots whose rows it has."""
 
     # -- what happens from outside --
 
@@ -202,12 +205,24 @@ class Simulation:
                 self.edges["done"].append(StepWanted(done.step + 2))
 
     def scheduler_gets(self, message):
+        if isinstance(message, StepDone):
+            del self.in_flight[message.step]
         for edge, out in self.scheduler.handle(message):
             if edge == "blocks":
+                self.watch_slots(out)
                 self.edges["to_b"].append(out)
             else:
                 self.text_gets(out)
         assert len(self.scheduler._in_flight) <= self.config.depth
+
+    def watch_slots(self, message):
+        """No slot goes to another sequence while a step in flight has a row for it."""
+        if isinstance(message, Plan):
+            self.decode_set -= set(message.leaves.tolist())
+            self.decode_set |= set(message.joins.tolist())
+            self.in_flight[message.step] = self.decode_set | set(message.slots.tolist())
+        elif isinstance(message, Match):
+            assert not any(message.slot in slots for slots in self.in_flight.values())
 
     def manager_gets(self, message):
         match message:

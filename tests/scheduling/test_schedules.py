@@ -6,7 +6,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from nanoactor.messages import Abort, Match, Plan
+from nanoactor.messages import Abort, Match, Plan, StepWanted
 from nanoactor.scheduling.scheduler import SchedulerConfig
 from nanoactor.scheduling.seen import SeenNumbers
 from tests.scheduling.simulation import EOS, Simulation
@@ -186,6 +186,31 @@ def test_the_youngest_is_preempted_and_comes_back():
     simulation.drain()
     assert simulation.finished[0].preemptions == 0
     assert simulation.finished[1].preemptions > 0
+
+
+def test_a_preempted_sequence_waits_for_its_results_whatever_room_there_is():
+    simulation = Simulation(config(blocks=64, depth=2))
+    uid = simulation.request(list(range(10)), max_tokens=30, stop_ids=())
+    while len(simulation.outputs.get(uid, ())) < 3:
+        simulation.step()
+    scheduler = simulation.scheduler
+    victim = scheduler.live[uid]
+    while not victim.in_flight:
+        simulation.step()
+    scheduler._preempt(victim)
+    known = len(victim.tokens)
+    assert not any(isinstance(m, Match) for _, m in route(simulation, StepWanted(0)))
+    while victim.in_flight:
+        simulation.step()
+    assert len(victim.tokens) > known  # the steps in flight still brought it their tokens
+    simulation.drain()
+
+
+def route(simulation, message):
+    """What an event leads to; it goes on its way as usual."""
+    before = len(simulation.edges["to_b"])
+    simulation.scheduler_gets(message)
+    return [("blocks", m) for m in list(simulation.edges["to_b"])[before:]]
 
 
 def test_a_lower_priority_number_goes_first():
