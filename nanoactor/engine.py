@@ -211,7 +211,7 @@ class AsyncLLM:
         if isinstance(prompt, Mapping):
             keys = set(prompt)
             if keys == {"prompt_token_ids"}:
-                return None, None, _token_ids(prompt["prompt_token_ids"])
+                return None, None, self._check_ids(_token_ids(prompt["prompt_token_ids"]))
             if keys != {"prompt"}:
                 raise InvalidRequest(
                     "a prompt's keys must be 'prompt' or 'prompt_token_ids', got "
@@ -232,6 +232,15 @@ class AsyncLLM:
             "a prompt must be text, {'prompt_token_ids': [...]} or a list of messages, "
             f"got {type(prompt).__name__}"
         )
+
+    def _check_ids(self, ids: Int32) -> Int32:
+        limit = self.files.max_model_len
+        if len(ids) >= limit:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens, but max_model_len is {limit}: at most "
+                f"{limit - 1} leave room for one token of output"
+            )
+        return ids
 
     def _check_text(self, text: str) -> str:
         try:

@@ -11,6 +11,7 @@ from nanoactor.actors.runner import RunnerConfig
 from nanoactor.actors.scheduler import SchedulerActorConfig
 from nanoactor.actors.tokenizer import TokenizerConfig
 from nanoactor.config import EngineConfig, ModelFiles
+from nanoactor.params import MAX_STOP_IDS
 from nanoactor.runner.config import ExecutorConfig
 from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
@@ -18,7 +19,9 @@ from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 USER = "user"
 # What has no place in a control process: torch alone would take 200 MB and a second to import.
 _HEAVY = ("torch", "transformers", "torch_npu")
-_CHUNK_BYTES = 256 * 1024
+_MIB = 1 << 20
+_CHUNK_BYTES = _MIB // 4
+_SMALLEST_DEFAULT_BLOCK = 16
 
 
 def cores() -> int:
@@ -96,26 +99,34 @@ def _nodes(config: EngineConfig, tokenizers: list[str]) -> tuple[NodeSpec, ...]:
 
 
 def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tuple[EdgeSpec, ...]:
+    """Every edge, in a ring twice as large as the largest record that can come to it.
+
+    Memory that is never touched costs nothing, so the rings are sized for the worst case.
+    """
     length, seqs = files.max_model_len, config.max_num_seqs
-    requests = config.max_waiting_requests + seqs
-    # A prompt as text, as ids, or as ids with the hash of every block; and stop strings.
-    prompt = ring_capacity(max_prompt_bytes(files) + 1024 * 1024)
-    admitted = ring_capacity(4 * length + 16 * length + 1024 * 1024)
-    step = ring_capacity(64 * seqs + 4 * config.max_num_batched_tokens + 8 * length + 64 * 1024)
+    # Text or ids, template options, stop strings.
+    prompt = ring_capacity(2 * max_prompt_bytes(files) + 4 * length + _MIB)
+    # Ids, the hash of every block, stop strings.
+    admitted = ring_capacity(4 * length + 16 * length + _MIB)
+    # A step may admit every sequence with its whole block table, where prefixes are cached.
+    table = 4 * -(-length // (config.block_size or _SMALLEST_DEFAULT_BLOCK))
+    row = 128 + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
+    step = ring_capacity(seqs * row + 4 * config.max_num_batched_tokens + 64 * 1024)
     tokens = ring_capacity(512 * seqs + 64 * 1024)
     chunk = ring_capacity(4 * _CHUNK_BYTES + 4 * length)
-    small = ring_capacity(64 * 1024)
+    small = ring_capacity(64 * 1024 + 64 * seqs)
+    # Each cycle has an edge whose outbox the protocol bounds: one message that merges what is
+    # new (credits, stops, chunks), or as many as steps are in flight.
     return (
-        *(EdgeSpec("frontend", (t,), prompt, bound=requests) for t in tokenizers),
+        *(EdgeSpec("frontend", (t,), prompt) for t in tokenizers),
         *(EdgeSpec(t, ("scheduler",), admitted) for t in tokenizers),
-        EdgeSpec("frontend", ("scheduler",), small, bound=requests),
+        EdgeSpec("frontend", ("scheduler",), small),
         EdgeSpec("scheduler", ("blocks",), max(admitted, step)),
-        EdgeSpec("blocks", ("scheduler",), ring_capacity(64 * seqs + 64 * 1024), bound=1),
+        EdgeSpec("blocks", ("scheduler",), small, bound=1),
         EdgeSpec("blocks", ("runner.0",), step, name="runners"),
         EdgeSpec("runner.0", ("scheduler",), tokens, bound=4 * config.pipeline_depth),
         EdgeSpec("scheduler", ("detokenizer",), max(admitted, tokens)),
-        EdgeSpec("detokenizer", ("scheduler",), small, bound=requests),
-        # One chunk at a time: what comes meanwhile is merged by the detokenizer.
+        EdgeSpec("detokenizer", ("scheduler",), prompt, bound=1),
         EdgeSpec("detokenizer", ("frontend",), chunk, bound=1),
     )
 

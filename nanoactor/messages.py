@@ -313,6 +313,6 @@ class Chunk:
 
 @message(63)
 class Stop:
-    """Detokenizer to scheduler: a stop string ended a request; answer with its `Finish`."""
+    """Detokenizer to scheduler: stop strings ended these requests; answer with their `Finish`."""
 
-    uid: int
+    uids: Int64

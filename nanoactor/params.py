@@ -9,7 +9,7 @@ from typing import Any
 from nanoactor.errors import InvalidRequest
 from nanoactor.outputs import RequestOutputKind
 
-MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
+MAX_STOP_STRINGS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,8 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 
 def _stop_ids(ids: Any) -> tuple[int, ...]:
     found = _items("stop_token_ids", ids, "token ids")
+    if len(found) > MAX_STOP_IDS:
+        raise InvalidRequest(f"stop_token_ids may hold {MAX_STOP_IDS} ids, got {len(found)}")
     for token in found:
         _whole("stop_token_ids", token, 0, optional=False)
     return found

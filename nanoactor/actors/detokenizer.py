@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nanoactor.messages import Open, Stop, Tokens
 from nanoactor.runtime.actor import Actor, Context, Facts, Handler
 from nanoactor.text.detokenizer import Detokenizer
@@ -56,10 +58,11 @@ class DetokenizerActor(Actor):
         self._report()
 
     def _report(self) -> None:
-        """Stops to the scheduler, news to the frontend."""
-        for uid in self._detokenizer.stopped:
-            self._scheduler.send(Stop(uid))
-        self._detokenizer.stopped.clear()
+        """Stops to the scheduler, news to the frontend; each waits until its edge has room."""
+        stopped = self._detokenizer.stopped
+        if stopped and self._scheduler.ready:
+            self._scheduler.send(Stop(np.array(stopped, np.int64)))
+            stopped.clear()
         self._flush()
 
     def _flush(self) -> None:
@@ -70,8 +73,8 @@ class DetokenizerActor(Actor):
             self._frontend.send(chunk)
 
     def on_ready(self, outbox: Any) -> None:
-        """The frontend reads again."""
-        self._flush()
+        """An edge has room again."""
+        self._report()
 
     def statistics(self) -> dict[str, Any]:
         """Requests with decoding state, and with something to tell."""

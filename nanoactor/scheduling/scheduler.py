@@ -175,8 +175,9 @@ class Scheduler:
             self._end(sequence, "abort")
 
     def _on_stop(self, event: Stop) -> None:
-        if (sequence := self.live.get(event.uid)) is not None:
-            self._end(sequence, "stop")
+        for uid in event.uids.tolist():
+            if (sequence := self.live.get(uid)) is not None:
+                self._end(sequence, "stop")
 
     def _end(self, sequence: Sequence, reason: str, stop_reason: int | None = None) -> None:
         """The one way in which a sequence ends; its results that are under way are dropped."""

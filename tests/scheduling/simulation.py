@@ -257,7 +257,7 @@ class Simulation:
             assert index == len(self.outputs[uid])
             self.outputs[uid].append(token)
             if self.stop_after.get(uid) == index:
-                self.edges["stop"].append(Stop(uid))
+                self.edges["stop"].append(Stop(np.array([uid], np.int64)))
         for finish in message.finishes:
             assert finish.uid not in self.finished, "a second terminal"
             self.finished[finish.uid] = finish

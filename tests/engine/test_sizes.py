@@ -1,0 +1,135 @@
+"""No admissible request can make a record that is larger than its edge carries."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from nanoactor import SamplingParams
+from nanoactor.config import EngineConfig, read_model_files
+from nanoactor.kv.hashing import HASH_BYTES
+from nanoactor.layout import engine_topology, max_prompt_bytes
+from nanoactor.messages import (
+    Admissions,
+    Admit,
+    Credits,
+    Known,
+    Match,
+    Open,
+    Opened,
+    Plan,
+    Sampling,
+    Step,
+    StepDone,
+    Stop,
+    Stopping,
+    Submit,
+    TextOptions,
+    Tokens,
+)
+from nanoactor.params import MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from nanoactor.runtime.codec import encode
+from nanoactor.text.detokenizer import Detokenizer
+from tests.engine.conftest import DEMO
+from tests.engine.harness import collect, engine, greedy, ids
+
+
+def i32(*shape):
+    return np.zeros(shape, np.int32)
+
+
+def worst_messages(config, files):
+    """(source, label, message): the largest of each kind that the protocol allows."""
+    length, seqs, step = files.max_model_len, config.max_num_seqs, config.max_num_batched_tokens
+    blocks = -(-length // (config.block_size or 16))
+    hashes = np.zeros((blocks, HASH_BYTES), np.uint8)
+    options = TextOptions(("\U0001f600" * MAX_STOP_LENGTH,) * MAX_STOP_STRINGS, True, True, 0)
+    sampling = Sampling(1.0, 2**31 - 1, 1.0, 0.0, 2**64 - 1)
+    eos = tuple(range(2**30, 2**30 + len(files.eos_token_ids)))
+    stopping = Stopping(1, 1, eos, tuple(range(2**30, 2**30 + MAX_STOP_IDS)))
+    masked = i32(seqs * (MAX_STOP_IDS + len(eos)))
+    f32 = np.zeros(seqs, np.float32)
+    seeds = np.zeros(seqs, np.uint64)
+    rows = i32(seqs)
+    admissions = Admissions(rows, f32, rows, f32, f32, seeds, rows, masked, rows)
+    flags = np.zeros(seqs, np.bool_)
+    text = "x" * max_prompt_bytes(files)
+    longs = np.zeros(seqs, np.int64)
+    submit = (0, 0, None, text, text, i32(0), 0, sampling, stopping, options)
+    yield "frontend", "tokenizer.0", Submit(*submit)
+    admit = (0, 0, i32(length), length, hashes, 0, sampling, stopping, options, {})
+    yield "tokenizer.0", "scheduler", Admit(*admit)
+    yield "scheduler", "blocks", Match(0, 0, i32(length), hashes, blocks)
+    yield "scheduler", "blocks", Plan(1, rows, rows, rows, flags, rows, rows, rows, admissions)
+    yield "scheduler", "blocks", Known(1, rows, rows)
+    tables = (rows, rows, rows, i32(seqs * blocks))
+    stamped = Step(1, rows, rows, rows, flags, i32(step), rows, rows, *tables, admissions)
+    yield "blocks", "runners", stamped
+    yield "blocks", "scheduler", Credits(longs, rows, rows, rows, rows)
+    yield "runner.0", "scheduler", StepDone(1, rows, 0.0)
+    yield "scheduler", "detokenizer", Open(0, i32(length), length, options)
+    yield "scheduler", "detokenizer", Tokens(1, longs, rows, rows, ())
+    yield "detokenizer", "scheduler", Stop(np.zeros(config.max_waiting_requests, np.int64))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=2),
+        dict(max_num_seqs=2000, max_num_batched_tokens=2000),
+        dict(block_size=1, max_num_seqs=512),
+        dict(max_num_batched_tokens=200_000),
+    ],
+    ids=str,
+)
+def test_every_message_fits_its_edge_at_its_largest(options):
+    config = EngineConfig(str(DEMO), **options)
+    files = read_model_files(config)
+    edges = {(e.source, e.label): e for e in engine_topology(config, files, b"s" * 16).edges}
+    for source, label, message in worst_messages(config, files):
+        size = encode(message).nbytes
+        capacity = edges[source, label].capacity
+        assert size <= capacity // 2, (source, label, type(message).__name__, size, capacity)
+
+
+def test_a_chunk_stays_within_its_edge_however_much_is_pending():
+    config = EngineConfig(str(DEMO))
+    files = read_model_files(config)
+    (edge,) = [e for e in engine_topology(config, files, b"s" * 16).edges if e.label == "frontend"]
+    detokenizer = Detokenizer(None)
+    options = TextOptions((), False, True, 0)
+    for uid in range(300):
+        prompt = i32(files.max_model_len)
+        detokenizer.open(Open(uid, prompt, len(prompt), options))
+    for uid in range(300):
+        detokenizer._pending[uid].text.append("\U0001f600" * 100_000)
+    seen = 0
+    while (chunk := detokenizer.take_chunk(1 << 18)) is not None:
+        assert encode(chunk).nbytes <= edge.capacity // 2
+        seen += len(chunk.opened)
+        assert all(isinstance(opened, Opened) for opened in chunk.opened)
+    assert seen == 300
+
+
+def test_many_long_prefix_hits_with_many_stop_ids_join_one_step():
+    """The step that admits all of them carries every block table and every masked id."""
+
+    async def main():
+        changes = dict(
+            max_num_seqs=48,
+            max_num_batched_tokens=512,
+            num_kv_blocks=1100,
+            block_size=1,
+            placement="default",
+            max_model_len=1024,
+        )
+        async with engine(DEMO, **changes) as llm:
+            prompt = [(7 * i) % 2048 for i in range(900)]
+            await collect(llm, ids(prompt), greedy(1))
+            stops = list(range(MAX_STOP_IDS))
+            params = SamplingParams(max_tokens=3, min_tokens=2, stop_token_ids=stops)
+            outputs = await asyncio.gather(*(collect(llm, ids(prompt), params) for _ in range(48)))
+            assert all(output.num_cached_tokens == 899 for output in outputs)
+
+    asyncio.run(main())
