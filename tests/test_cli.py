@@ -1,6 +1,7 @@
 """The command line, as a user calls it."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -73,3 +74,26 @@ def test_a_reader_that_leaves_ends_the_stream():
     process.stderr.close()
     assert process.wait(20) == 1
     assert "Traceback" not in errors
+
+
+def test_ctrl_c_ends_a_chat_that_waits_for_input():
+    command = [*COMMAND, "chat", "demo", "--max-tokens", "5", "--json"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, text=True, **pipes)
+    process.stdin.write("Who is there?\n")
+    process.stdin.flush()
+    while "finish_reason" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 130
+    assert "Traceback" not in process.stderr.read()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        pipe.close()
+
+
+def test_input_may_be_a_file(tmp_path):
+    path = tmp_path / "said.txt"
+    path.write_text("Who is there?\nSpeak!")
+    with path.open() as said:
+        done = run("chat", "demo", "--max-tokens", "5", "--json", stdin=said)
+    assert done.stdout.count("finish_reason") == 2, done.stderr

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
 from typing import Any
 
+from nanoactor.cli.lines import LineReader
 from nanoactor.engine import AsyncLLM, Prompt
 from nanoactor.errors import InvalidRequest
 from nanoactor.outputs import RequestOutput, RequestOutputKind
@@ -51,8 +51,9 @@ async def chat(args: Any) -> None:
     if args.system:
         messages.append({"role": "system", "content": args.system})
     params = _params(args)
+    lines = LineReader(sys.stdin.fileno())
     async with _engine(args) as llm:
-        while (said := await _ask(args.json)) is not None:
+        while (said := await _ask(lines, args.json)) is not None:
             messages.append({"role": "user", "content": said})
             try:
                 answer = await _stream(llm, messages, params, args.json)
@@ -63,12 +64,11 @@ async def chat(args: Any) -> None:
             messages.append({"role": "assistant", "content": answer})
 
 
-async def _ask(quiet: bool) -> str | None:
+async def _ask(lines: LineReader, quiet: bool) -> str | None:
     """The user's next line; None at the end of input."""
     prompt = "" if quiet or not sys.stdin.isatty() else "\n> "
     print(prompt, end="", flush=True)
-    line = await asyncio.to_thread(sys.stdin.readline)
-    return line.rstrip("\n") if line else None
+    return await lines.next()
 
 
 async def _stream(llm: AsyncLLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> str:

@@ -1,0 +1,40 @@
+"""Lines from standard input without a thread, which would keep Ctrl-C from ending the program."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+
+class LineReader:
+    """Reads a descriptor when it has something; neither blocks the loop nor changes the flags
+    of a terminal, which standard output shares."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._buffer = b""
+        self._ended = False
+
+    async def next(self) -> str | None:
+        """The next line without its end; None when there are no more."""
+        while b"\n" not in self._buffer and not self._ended:
+            await self._readable()
+            data = os.read(self._descriptor, 1 << 16)
+            self._buffer += data
+            self._ended = not data
+        if not self._buffer:
+            return None
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode(errors="replace").rstrip("\r")
+
+    async def _readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        try:
+            loop.add_reader(self._descriptor, ready.set)
+        except PermissionError:  # a regular file: it can always be read
+            return
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(self._descriptor)
