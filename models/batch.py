@@ -9,7 +9,10 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVCache:
-    """One layer's paged keys and values, each (blocks, block_size, kv_heads, head_dim)."""
+    """One layer's paged keys and values, each (blocks, block_size, kv_heads, head_dim), contiguous.
+
+    Every number in it is finite, from the start on.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -38,7 +41,7 @@ class AttentionBatch:
     decode_first: int
     """Where the decode rows' tokens begin, one each, up to the end of the step."""
     decode_tables: torch.Tensor
-    """int64 (decode rows, most blocks): padded with block 0."""
+    """int64 (decode rows, most blocks): past a row's context any block of the cache may stand."""
     decode_contexts: torch.Tensor
     """int64 (decode rows,): each row's length, its new token included."""
 

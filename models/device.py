@@ -86,7 +86,11 @@ class Device(Protocol):
     def write_kv(
         self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slots: torch.Tensor
     ) -> None:
-        """Store (tokens, kv_heads, head_dim) at the flat positions `slots` of the cache."""
+        """Store (tokens, kv_heads, head_dim) at the flat positions `slots` of the cache.
+
+        What is not finite is stored as 0: attention may read whole blocks and mask what lies
+        past a sequence's end, and a masked NaN would still damage whoever has the block next.
+        """
 
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float

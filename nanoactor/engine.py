@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import random
@@ -60,8 +59,8 @@ class AsyncLLM:
         topology = engine_topology(self.config, self.files, secrets.token_bytes(16))
         self._system = System(topology, self._options(), self._on_death)
         self._frontend: FrontendActor | None = None
-        self._uids = itertools.count()
         self._seeds = random.Random(self.config.seed)
+        self._started = False
         self._closed = False
 
     def _options(self) -> Options:
@@ -76,10 +75,17 @@ class AsyncLLM:
 
     async def start(self) -> AsyncLLM:
         """Start all processes, load the model, warm up. The running loop becomes the engine's."""
-        if self._frontend is not None or self._closed:
+        if self._started or self._closed:
             raise EngineClosed("an engine starts once; make a new one")
+        self._started = True
         begin = time.monotonic()
-        await self._system.start()
+        try:
+            await self._system.start()
+        except BaseException as error:
+            if self._closed and isinstance(error, Exception):
+                raise EngineClosed("the engine was closed while it started") from error
+            self._closed = True
+            raise
         frontend = self._system.actor("frontend")
         assert isinstance(frontend, FrontendActor)
         self._frontend = frontend
@@ -96,12 +102,10 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """End all processes; requests that are not over raise `EngineClosed`."""
-        if self._closed:
-            return
         self._closed = True
         if self._frontend is not None:
             self._frontend.fail_all(EngineClosed("the engine was closed"))
-            await self._system.close()
+        await self._system.close()
 
     def _on_death(self, error: BaseException) -> None:
         if self._frontend is not None:
@@ -164,9 +168,7 @@ class AsyncLLM:
         frontend = self._running()
         if request_id is not None and frontend.entry_of(request_id) is not None:
             raise InvalidRequest(f"request id {request_id!r} is in use")
-        frontend.check_room(0)
-        entry: Entry = make(next(self._uids))
-        frontend.submit(entry)
+        entry = frontend.submit(make)
         try:
             while True:
                 output = await entry.next()
@@ -188,6 +190,10 @@ class AsyncLLM:
             return
         frontend.abort(entry.submit.uid)
         await entry.ended.wait()
+
+    async def room(self) -> None:
+        """Wait until a waiting request makes room at the door, after `EngineOverloaded`."""
+        await self._running().room()
 
     async def statistics(self) -> dict[str, dict[str, Any]]:
         """Figures of every actor, its mailbox and its edges."""

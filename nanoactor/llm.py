@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nanoactor.engine import AsyncLLM, Prompt
-from nanoactor.errors import EngineClosed, InvalidRequest
+from nanoactor.errors import EngineClosed, EngineOverloaded, InvalidRequest
 from nanoactor.outputs import RequestOutput, RequestOutputKind
 from nanoactor.params import SamplingParams
 from nanoactor.progress import Progress
+from nanoactor.runtime.errors import NotUsableHere
 
 T = TypeVar("T")
 
@@ -26,13 +28,16 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         """Start the engine; `options` are those of `EngineConfig`. Raises what `AsyncLLM` does."""
         self._llm = AsyncLLM(model, **options)
+        self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="nanoactor-loop", daemon=True)
         self._thread.start()
         try:
             self._call(self._llm.start())
-        except BaseException:
-            self._stop_loop()
+        except BaseException:  # Ctrl-C too: what has started by then ends before it goes on
+            self.close()
             raise
 
     def _run_loop(self) -> None:
@@ -40,20 +45,26 @@ class LLM:
         self._loop.run_forever()
         self._loop.close()
 
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
+        try:
+            self._check_usable()
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except BaseException:
             coroutine.close()
-            raise EngineClosed("the engine was closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            raise
         try:
             return future.result()
         except BaseException:  # Ctrl-C too: nothing goes on computing unseen
             future.cancel()
             raise
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise NotUsableHere(
+                "the engine was started in another process; start one after the fork, not before"
+            )
+        if self._closed:
+            raise EngineClosed("the engine was closed")
 
     def __enter__(self) -> LLM:
         """It is started already."""
@@ -64,10 +75,23 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End all processes. A second call does nothing."""
-        if not self._loop.is_closed():
-            self._call(self._llm.close())
-            self._stop_loop()
+        """End all processes; whoever calls it while another thread does waits for the end."""
+        if os.getpid() != self._pid:
+            return
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+
+    async def _end(self) -> None:
+        """Close the engine, then let every call that it has ended come to its own end."""
+        await self._llm.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     def generate(
         self,
@@ -109,14 +133,12 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(params)} sets of parameters")
-        room = asyncio.Semaphore(self._llm.config.max_waiting_requests)
         progress = Progress(len(prompts), enabled=use_tqdm)
 
-        async def one(prompt: Any, its: SamplingParams) -> RequestOutput:
-            async with room:
-                return await self._finish(prompt, its, progress, template)
-
-        tasks = [asyncio.ensure_future(one(p, s)) for p, s in zip(prompts, params, strict=True)]
+        tasks = [
+            asyncio.ensure_future(self._when_room(prompt, its, progress, template))
+            for prompt, its in zip(prompts, params, strict=True)
+        ]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -124,6 +146,20 @@ class LLM:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             progress.close()
+
+    async def _when_room(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        progress: Progress,
+        template: Mapping[str, Any] | None,
+    ) -> RequestOutput:
+        """A batch may be larger than the queue: what finds no room at the door waits outside."""
+        while True:
+            try:
+                return await self._finish(prompt, params, progress, template)
+            except EngineOverloaded:
+                await self._llm.room()
 
     async def _finish(
         self,

@@ -32,6 +32,8 @@ def main(descriptor: int) -> None:
     faulthandler.enable()
     connection = Connection(descriptor)
     bootstrap = connection.recv()
+    if isinstance(bootstrap, control.Stop):  # the system was closed before it was started
+        os._exit(0)
     assert isinstance(bootstrap, control.Bootstrap)
     _die_with_parent(bootstrap.parent_pid, bootstrap.plan.name)
     sys.meta_path.insert(0, _Blocker(bootstrap.blocked_modules))
@@ -120,7 +122,10 @@ class _Child:
                     self._fail(self._culprit, error)
                 self._send(control.Started())
             case control.Query(number):
-                self._send(control.Reply(number, self._node.statistics()))
+                try:
+                    self._send(control.Reply(number, self._node.statistics()))
+                except BaseException as error:
+                    self._fail(self._culprit, error)
             case control.Stop():
                 # Everything that must be released, stop() releases; skipping the
                 # interpreter's own end saves a torch process half a second.

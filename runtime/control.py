@@ -131,4 +131,7 @@ def replay(entry: Log, node: str) -> None:
         return
     record = logger.makeRecord(entry.name, entry.level, "", 0, "%s", (entry.text,), None)
     record.created, record.process, record.processName = entry.created, entry.pid, node
-    logger.handle(record)
+    try:
+        logger.handle(record)
+    except Exception:  # the user's handler or filter; this thread must outlive it
+        traceback.print_exc()

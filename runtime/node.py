@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,6 +52,8 @@ class Node:
         self._outboxes: dict[str, dict[str, Outbox]] = {}
         self._remote: list[RemoteOutbox] = []
         self._receivers: list[tuple[str, Receiver]] = []
+        self._unopened = set(plan.descriptors)
+        """Descriptors that no sender or receiver has taken over."""
 
     def setup(self, on_culprit: Callable[[str], None] = lambda name: None) -> dict[str, Facts]:
         """Import, make and set up every actor; returns what each makes known."""
@@ -78,6 +81,7 @@ class Node:
             self.actors[spec.name].start(self.actors[spec.name].context, facts)
         for label, target, end in self.plan.receivers:
             receiver = end.open()
+            self._unopened -= set(end.descriptors)
             self._receivers.append((f"{label} -> {target}", receiver))
             deliver = self._delayed(self._mailboxes[target].deliver, loop, label, target)
             receiver.start(loop, deliver, self._fatal(target))
@@ -91,8 +95,11 @@ class Node:
             parts.append(LocalOutbox(edge.label, [self._local_put(edge, t, loop) for t in local]))
         if position in self.plan.senders:
             actor = self.actors[edge.source]
-            sender = self.plan.senders[position].open()
-            remote = RemoteOutbox(edge.label, sender, loop, edge.bound, actor.on_ready)
+            end = self.plan.senders[position]
+            sender = end.open()
+            self._unopened -= set(end.descriptors)
+            fatal = self._fatal(edge.source)
+            remote = RemoteOutbox(edge.label, sender, loop, edge.bound, actor.on_ready, fatal)
             self._remote.append(remote)
             parts.append(remote)
         return parts[0] if len(parts) == 1 else MixedOutbox(edge.label, parts)
@@ -154,6 +161,9 @@ class Node:
             outbox.close()
         for _, receiver in self._receivers:
             receiver.close()
+        for descriptor in self._unopened:
+            os.close(descriptor)
+        self._unopened.clear()
 
 
 def _import_factory(path: str) -> type[Actor]:

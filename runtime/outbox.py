@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from nanoactor.runtime.codec import Encoded, encode
-from nanoactor.runtime.errors import OutboxOverflow, PeerBroken
-from nanoactor.runtime.transport import EdgeStatistics, Sender
+from nanoactor.runtime.errors import OutboxOverflow, PeerBroken, RecordTooLarge
+from nanoactor.runtime.transport import EdgeStatistics, Fatal, Sender
 
 
 class Outbox(Protocol):
@@ -48,12 +48,15 @@ class RemoteOutbox:
         loop: asyncio.AbstractEventLoop,
         bound: int | None,
         on_ready: Callable[[Outbox], None],
+        fatal: Fatal,
     ) -> None:
+        """`fatal` hears of what fails outside of `send`, where nobody could catch it."""
         self.label = label
         self._sender = sender
         self._loop = loop
         self._bound = bound
         self._on_ready = on_ready
+        self._fatal = fatal
         self._waiting: deque[Encoded] = deque()
         self._high_water = 0
         self._broken = ""
@@ -63,6 +66,11 @@ class RemoteOutbox:
         if self._broken:
             raise PeerBroken(f"{self.label}: {self._broken}")
         encoded = encode(message)
+        if encoded.nbytes > self._sender.max_record:
+            raise RecordTooLarge(
+                f"{self.label}: {type(message).__name__} takes {encoded.nbytes} bytes, but the "
+                f"limit of the edge is {self._sender.max_record}: half its capacity"
+            )
         if not self._waiting:
             if self._sender.try_send(encoded):
                 return
@@ -81,12 +89,15 @@ class RemoteOutbox:
         return not self._waiting
 
     def _flush(self) -> None:
-        while self._waiting:
-            if not self._sender.try_send(self._waiting[0]):
-                self._sender.when_writable(self._loop, self._flush)
-                return
-            self._waiting.popleft()
-        self._on_ready(self)
+        try:
+            while self._waiting:
+                if not self._sender.try_send(self._waiting[0]):
+                    self._sender.when_writable(self._loop, self._flush)
+                    return
+                self._waiting.popleft()
+            self._on_ready(self)
+        except BaseException as error:
+            self._fatal(error)
 
     def break_off(self, reason: str) -> None:
         """Forget what waits; later sends raise `PeerBroken`."""

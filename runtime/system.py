@@ -60,6 +60,8 @@ class System:
         self._thread: _ReaperThread | None = None
         self._dead: BaseException | None = None
         self._closing = False
+        self._end: asyncio.Future[None] | None = None
+        """The closing, once it has begun."""
         self._queries: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._numbers = itertools.count()
         self.facts: dict[str, Facts] = {}
@@ -70,6 +72,8 @@ class System:
         Raises what an actor's set-up raised, if its class travels, else `StartupFailed` with
         the name of the actor or node and its traceback. Nothing is left running then.
         """
+        if self._loop is not None:
+            raise RuntimeFault("a system starts once; make a new one")
         self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
         try:
             await asyncio.wait_for(self._start(), self._options.start_timeout)
@@ -90,6 +94,7 @@ class System:
         assert self._loop is not None
         plans = wire(self._topology, self._options)
         local = plans.pop(self._topology.local)
+        self._node = Node(local, self._local_failed)
         specs = {node.name: node for node in self._topology.nodes}
         self._children = {
             name: _ChildProcess(specs[name], plan, self._loop) for name, plan in plans.items()
@@ -97,7 +102,6 @@ class System:
         if self._children:
             self._thread = _ReaperThread(self._children, self._hear, self._loop)
             self._thread.start()
-        self._node = Node(local, self._local_failed)
         self.facts |= self._node.setup()
         for child in self._children.values():
             report = await child.ready
@@ -141,16 +145,17 @@ class System:
         assert self._loop is not None
         assert self._node is not None
         figures = dict(self._node.statistics())
-        pending = []
+        pending: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         for child in self._children.values():
             number = next(self._numbers)
-            pending.append(self._queries.setdefault(number, self._loop.create_future()))
+            pending[number] = self._queries[number] = self._loop.create_future()
             child.send(control.Query(number))
         if pending:
-            done, _ = await asyncio.wait(pending, timeout=1.0)
+            done, _ = await asyncio.wait(pending.values(), timeout=1.0)
             for answer in done:
                 figures |= answer.result()
-        self._queries.clear()
+        for number in pending:
+            del self._queries[number]
         return figures
 
     def _hear(self, child: _ChildProcess, message: Any) -> None:
@@ -201,10 +206,19 @@ class System:
         self._on_death(error)
 
     async def close(self) -> None:
-        """End every node, latest first, and wait until none is left. A second call does nothing."""
-        if self._closing:
+        """End every node, latest first, and wait until none is left.
+
+        Whoever calls it while it is under way waits for the same end; a process that was
+        forked from the one that started the system leaves it alone.
+        """
+        if self._loop is None or os.getpid() != self._pid:
             return
-        self._closing = True
+        if self._end is None:
+            self._closing = True
+            self._end = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._end)
+
+    async def _close(self) -> None:
         assert self._loop is not None
         for child in self._children.values():
             if child.pidfd >= 0:
@@ -254,6 +268,7 @@ class _ChildProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self._spec = spec
         self._plan = plan
+        self._descriptors = plan.descriptors
         self._lock = threading.Lock()
         ours, self._theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
@@ -277,7 +292,7 @@ class _ChildProcess:
         try:
             self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
                 [sys.executable, "-c", program],
-                pass_fds=(self._theirs.fileno(), *self._plan.descriptors),
+                pass_fds=(self._theirs.fileno(), *self._descriptors),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self._spec.environment},
             )
@@ -285,9 +300,7 @@ class _ChildProcess:
         except (OSError, ValueError) as error:
             self.failure = control.Failed.of(self.name, error)
         finally:  # without our copies, the child's end shows at once on ours
-            self._theirs.close()
-            for descriptor in self._plan.descriptors:
-                os.close(descriptor)
+            self._let_go()
         level = logging.getLogger("nanoactor").getEffectiveLevel()
         blocked = self._spec.blocked_modules
         self.send(control.Bootstrap(self._plan, os.getpid(), level, blocked))
@@ -321,8 +334,16 @@ class _ChildProcess:
         original.__cause__ = described
         return original
 
+    def _let_go(self) -> None:
+        """Close what the child has, or would have had, copies of."""
+        self._theirs.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = ()
+
     def close(self) -> None:
         """Let go of descriptors."""
+        self._let_go()
         self.connection.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
@@ -351,15 +372,19 @@ class _ReaperThread(threading.Thread):
         """Start, then listen until every channel is closed, then reap."""
         # Children inherit the mask: Ctrl-C cannot reach them before they ignore it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        for child in self._children.values():
-            child.spawn()
-        while self._open:
-            for connection in wait(list(self._open)):
-                assert isinstance(connection, Connection)
-                self._receive(self._open[connection])
-        for child in self._children.values():
-            child.reap(None)
-        self._tell(_resolve, self.done, None)
+        try:
+            for child in self._children.values():
+                child.spawn()
+            while self._open:
+                for connection in wait(list(self._open)):
+                    assert isinstance(connection, Connection)
+                    self._receive(self._open[connection])
+        finally:
+            for child in self._children.values():
+                if self._open:  # this thread failed, and without it nobody hears them
+                    child.kill()
+                child.reap(None)
+            self._tell(_resolve, self.done, None)
 
     def _receive(self, child: _ChildProcess) -> None:
         try:

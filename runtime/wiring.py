@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 
 from nanoactor.runtime.node import NodePlan
@@ -45,19 +46,14 @@ def wire(topology: Topology, options: Options) -> dict[str, NodePlan]:
         node.name: _Draft([actors[name] for name in node.actors], [], {}, [])
         for node in topology.nodes
     }
-    for edge in topology.edges:
-        source = topology.node_of(edge.source)
-        remote = [target for target in edge.targets if topology.node_of(target) != source]
-        draft = drafts[source]
-        position = len(draft.edges)
-        draft.edges.append(edge)
-        if not remote:
-            continue
-        sender, receivers = _create(edge, len(remote), options)
-        draft.senders[position] = sender
-        for target, end in zip(remote, receivers, strict=True):
-            label = f"{edge.source} -> {edge.label}" if edge.name else edge.source
-            drafts[topology.node_of(target)].receivers.append((label, target, end))
+    made: list[int] = []
+    try:
+        for edge in topology.edges:
+            _wire_edge(topology, edge, drafts, options, made)
+    except BaseException:
+        for descriptor in made:
+            os.close(descriptor)
+        raise
     return {
         name: NodePlan(
             name,
@@ -69,6 +65,27 @@ def wire(topology: Topology, options: Options) -> dict[str, NodePlan]:
         )
         for name, draft in drafts.items()
     }
+
+
+def _wire_edge(
+    topology: Topology,
+    edge: EdgeSpec,
+    drafts: dict[str, _Draft],
+    options: Options,
+    made: list[int],
+) -> None:
+    source = topology.node_of(edge.source)
+    remote = [target for target in edge.targets if topology.node_of(target) != source]
+    draft = drafts[source]
+    draft.edges.append(edge)
+    if not remote:
+        return
+    sender, receivers = _create(edge, len(remote), options)
+    made += [*sender.descriptors, *(fd for end in receivers for fd in end.descriptors)]
+    draft.senders[len(draft.edges) - 1] = sender
+    for target, end in zip(remote, receivers, strict=True):
+        label = f"{edge.source} -> {edge.label}" if edge.name else edge.source
+        drafts[topology.node_of(target)].receivers.append((label, target, end))
 
 
 def _create(

@@ -40,8 +40,9 @@ class PortableOperators:
         self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slots: torch.Tensor
     ) -> None:
         """Scatter rows into the cache."""
-        cache.keys.flatten(0, 1).index_copy_(0, slots, keys)
-        cache.values.flatten(0, 1).index_copy_(0, slots, values)
+        for stored, new in ((cache.keys, keys), (cache.values, values)):
+            finite = torch.nan_to_num(new, 0.0, 0.0, 0.0)
+            stored.view(-1, *stored.shape[2:]).index_copy_(0, slots, finite)
 
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float

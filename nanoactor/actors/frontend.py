@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanoactor.errors import EngineOverloaded, InvalidRequest, NanoactorError
@@ -123,6 +123,9 @@ class FrontendActor(Actor):
         self._untokenized: dict[int, tuple[int, int]] = {}
         """(tokenizer, bytes) of requests that no tokenizer has answered."""
         self._load = [0] * config.tokenizers
+        self._next_uid = 0
+        self._progress: asyncio.Event | None = None
+        """Set, and forgotten, when a request no longer waits; None where nobody wants to know."""
 
     def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
         """Find the edges."""
@@ -151,17 +154,29 @@ class FrontendActor(Actor):
                 f"{config.max_waiting_tokens})"
             )
 
-    def submit(self, entry: Entry) -> None:
-        """Enter a request into the journal and send it on its way."""
+    def submit(self, make: Callable[[int], Entry]) -> Entry:
+        """Make a request with the next number, enter it into the journal, send it on its way.
+
+        A refused request takes no number: the scheduler relies on there being no gaps.
+        """
+        uid = self._next_uid
+        entry = make(uid)
         self.check_room(entry.charge)
-        uid = entry.submit.uid
         tokenizer = self._choose_tokenizer(entry.charge)
         self._tokenizers[tokenizer].send(entry.submit)
+        self._next_uid += 1
         self._load[tokenizer] += entry.charge
         self._untokenized[uid] = (tokenizer, entry.charge)
         self._entries[uid] = entry
         self._waiting_requests.add(uid)
         self._waiting_tokens += entry.charge
+        return entry
+
+    async def room(self) -> None:
+        """Wait until a waiting request has got its first token, or is over."""
+        if self._waiting_requests:
+            self._progress = self._progress or asyncio.Event()
+            await self._progress.wait()
 
     def _choose_tokenizer(self, size: int) -> int:
         """The least loaded; the first never takes a long prompt, so that short ones pass it."""
@@ -183,6 +198,7 @@ class FrontendActor(Actor):
         self._entries.clear()
         self._waiting_requests.clear()
         self._waiting_tokens = 0
+        self._tell_progress()
 
     def entry_of(self, request_id: str) -> Entry | None:
         """The living request with this id."""
@@ -232,6 +248,12 @@ class FrontendActor(Actor):
         if entry.submit.uid in self._waiting_requests:
             self._waiting_requests.remove(entry.submit.uid)
             self._waiting_tokens -= entry.charge
+            self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.set()
+            self._progress = None
 
     def _terminal(self, terminal: Terminal) -> None:
         self._tokenized(terminal.uid)

@@ -35,6 +35,7 @@ class RunnerActor(Actor):
         self._config = config
         self._inputs: queue.SimpleQueue[StepInputs | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._stopping = False
         self._queued = 0
         self._received = 0
         self._lead = 0.001
@@ -81,7 +82,7 @@ class RunnerActor(Actor):
 
     def _compute(self) -> None:
         self._executor.prepare_thread()
-        while (inputs := self._inputs.get()) is not None:
+        while (inputs := self._inputs.get()) is not None and not self._stopping:
             if self._config.asks:
                 self.context.call_soon(self._begun, inputs.step)
             begin = time.monotonic()
@@ -90,8 +91,9 @@ class RunnerActor(Actor):
             except BaseException as error:
                 self.context.call_soon(self.context.fail, error)
                 return
-            seconds = time.monotonic() - begin
-            self.context.call_soon(self._done, StepDone(inputs.step, ids, seconds))
+            done = StepDone(inputs.step, ids, time.monotonic() - begin)
+            if not self._stopping:  # else the loop may be gone
+                self.context.call_soon(self._done, done)
 
     def _begun(self, step: int) -> None:
         """A step runs: ask for the next one shortly before this one will have ended."""
@@ -114,6 +116,7 @@ class RunnerActor(Actor):
 
     def stop(self) -> None:
         """End the thread once the step that it computes is done."""
+        self._stopping = True
         self._inputs.put(None)
         if self._thread is not None:
             self._thread.join(timeout=1.0)

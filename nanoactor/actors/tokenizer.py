@@ -60,8 +60,10 @@ class TokenizerActor(Actor):
         try:
             tokens = self._tokenize(event)
             stopping = self._check(tokens, event.stopping)
-        except InvalidRequest as error:
-            scheduler.send(Reject(event.uid, event.epoch, str(error)[:_LONGEST_REASON]))
+        except Exception as error:  # nothing in a prompt may end the engine
+            known = isinstance(error, InvalidRequest)
+            reason = str(error) if known else f"the prompt cannot be tokenized: {error!r}"
+            scheduler.send(Reject(event.uid, event.epoch, reason[:_LONGEST_REASON]))
             return
         self._requests += 1
         self._tokens += len(tokens)

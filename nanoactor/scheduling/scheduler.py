@@ -98,6 +98,8 @@ class Scheduler:
         self.live: dict[int, Sequence] = {}
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         """A heap; sequences that ended while they waited are skipped when they come up."""
+        self._ended_waiting = 0
+        """How many of these it holds."""
         self._running: list[Sequence] = []
         """By rank: what runs or is being matched."""
         self._seen = SeenNumbers()
@@ -185,8 +187,19 @@ class Scheduler:
         hide_last = reason == "stop" and sequence.output_length > 0
         self._finishes.append(_finish(sequence.uid, reason, stop_reason, hide_last, sequence))
         self._give_up_slot(sequence)
+        waited = sequence.phase is Phase.WAITING
         sequence.phase = Phase.FINISHED
         del self.live[sequence.uid]
+        if waited:
+            self._ended_waiting += 1
+            self._sweep_waiting()
+
+    def _sweep_waiting(self) -> None:
+        """Drop what ended while it waited, once that is most of the queue."""
+        if 2 * self._ended_waiting > len(self._waiting):
+            self._waiting = [entry for entry in self._waiting if entry[1].uid in self.live]
+            heapq.heapify(self._waiting)
+            self._ended_waiting = 0
 
     # -- blocks and slots -----------------------------------------------------------------
 
@@ -260,6 +273,7 @@ class Scheduler:
     def _head(self) -> Sequence | None:
         while self._waiting and self._waiting[0][1].phase is Phase.FINISHED:
             heapq.heappop(self._waiting)
+            self._ended_waiting -= 1
         return self._waiting[0][1] if self._waiting else None
 
     def _match(self, sequence: Sequence, need: int) -> None:

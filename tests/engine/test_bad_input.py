@@ -49,6 +49,34 @@ def test_bad_requests_are_refused_one_by_one_while_others_run(demo):
     demo.conclude()
 
 
+def test_nothing_in_a_prompt_ends_the_engine():
+    """What only fails in the tokenizer's process comes back as that request's error."""
+
+    async def main():
+        async with engine(DEMO, skip_tokenizer_init=False, max_num_seqs=4) as llm:
+            llm._as_json = lambda name, value: "[" * 100_000 if name == "messages" else "{}"
+            with pytest.raises(InvalidRequest, match="cannot be tokenized"):
+                await collect(llm, [{"role": "user", "content": "x"}])
+            assert (await collect(llm, "ROMEO:", greedy(3))).finished
+
+    asyncio.run(main())
+
+
+def test_refused_requests_take_no_numbers():
+    async def main():
+        async with engine(DEMO, placement="single", max_waiting_tokens=20, max_num_seqs=1) as llm:
+            for _ in range(5):
+                results = await asyncio.gather(
+                    *(collect(llm, ids([1] * 15), greedy(2)) for _ in range(4)),
+                    return_exceptions=True,
+                )
+                assert any(isinstance(result, EngineOverloaded) for result in results)
+            scheduler = llm._system._node.actors["scheduler"]._scheduler
+            assert len(scheduler._seen) == 0
+
+    asyncio.run(main())
+
+
 def test_an_engine_without_a_tokenizer_refuses_what_needs_one():
     async def main():
         async with engine(DEMO, placement="single") as llm:

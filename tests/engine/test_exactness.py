@@ -110,3 +110,33 @@ def test_a_sampled_token_depends_on_seed_and_position_alone(checkpoint):
     assert asyncio.run(run(2, 5, True)) == expected
     assert asyncio.run(run(3, 300, True)) == expected
     assert len({tuple(tokens) for tokens in expected}) == 4
+
+
+def test_a_sequence_that_diverges_harms_no_other(tmp_path):
+    """Its NaN must not reach whoever shares a step with it or gets its blocks next."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    reference = Reference(make_checkpoint(tmp_path))
+    path = next(tmp_path.glob("*.safetensors"))
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][5] = torch.nan
+    save_file(tensors, path, {"format": "pt"})
+    prompts = [[t if t != 5 else 6 for t in p] for p in ragged_prompts(211, [9, 30, 17], seed=2)]
+
+    async def main():
+        changes = dict(num_kv_blocks=24, max_num_seqs=4, max_model_len=64, placement="single")
+        async with engine(tmp_path, block_size=4, enable_prefix_caching=False, **changes) as llm:
+            outputs = []
+            for _ in range(3):
+                bad = asyncio.ensure_future(collect(llm, ids([5] * 40), greedy(10)))
+                outputs += await asyncio.gather(
+                    *(collect(llm, ids(p), greedy(20)) for p in prompts)
+                )
+                await bad
+            return outputs
+
+    for prompt, output in zip(prompts * 3, asyncio.run(main()), strict=True):
+        if 5 not in output.outputs[0].token_ids:
+            reference.check(prompt, output.outputs[0].token_ids)
+    reference.conclude()

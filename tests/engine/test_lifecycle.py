@@ -207,6 +207,93 @@ def test_the_blocking_front_works_in_a_thread_and_inside_a_running_loop(capsys):
         llm.generate("ROMEO:")
 
 
+def test_an_engine_starts_once_and_may_be_closed_while_it_starts():
+    async def main():
+        llm = AsyncLLM("demo", num_kv_blocks=1)
+        with pytest.raises(ValueError, match="one sequence"):
+            await llm.start()
+        with pytest.raises(EngineClosed, match="starts once"):
+            await llm.start()
+        await llm.close()
+        assert not children()
+        for delay in (0.0, 0.05, 0.5):
+            llm = AsyncLLM("demo", max_num_seqs=4)
+            start = asyncio.ensure_future(llm.start())
+            await asyncio.sleep(delay)
+            await llm.close()
+            with pytest.raises(EngineClosed):
+                await start
+            assert not children()
+        start = asyncio.ensure_future(AsyncLLM("demo", max_num_seqs=4).start())
+        await asyncio.sleep(0.3)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        assert not children()
+
+    asyncio.run(main())
+
+
+def test_a_batch_larger_than_the_queue_waits_outside():
+    with LLM("demo", max_num_seqs=2, max_waiting_requests=3, max_waiting_tokens=60) as llm:
+        outputs = llm.generate(["ROMEO: what light is it?"] * 12, greedy(4), use_tqdm=False)
+        assert len({output.outputs[0].text for output in outputs}) == 1
+
+
+def test_threads_may_close_the_blocking_front_together_and_forks_are_refused():
+    llm = LLM("demo", max_num_seqs=2)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            llm.close()
+            llm.generate("ROMEO:")
+        except NotUsableHere:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert llm.generate("ROMEO:", greedy(2), use_tqdm=False)
+    errors = []
+
+    def generate():
+        try:
+            llm.generate("ROMEO:", LONG, use_tqdm=False)
+        except EngineClosed as error:
+            errors.append(error)
+
+    running = threading.Thread(target=generate)
+    running.start()
+    time.sleep(0.1)
+    closers = [threading.Thread(target=llm.close) for _ in range(4)]
+    for thread in closers:
+        thread.start()
+    for thread in [*closers, running]:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert errors
+    assert not children()
+
+
+LOADING = """
+import os, signal, threading, time
+from nanoactor import LLM
+threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    LLM("demo", max_num_seqs=2)
+except KeyboardInterrupt:
+    task = "/proc/self/task"
+    kids = [c for t in os.listdir(task) for c in open(f"{task}/{t}/children").read().split()]
+    print("left:", *kids)
+"""
+
+
+def test_ctrl_c_while_the_blocking_front_loads_leaves_nothing():
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.strip() == "left:", done
+    assert "Task was destroyed" not in done.stderr
+
+
 SCRIPT = """
 import asyncio, sys, time
 from nanoactor import AsyncLLM, SamplingParams

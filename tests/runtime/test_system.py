@@ -19,6 +19,7 @@ from nanoactor.runtime.errors import (
     NodeDied,
     NotUsableHere,
     PeerBroken,
+    RuntimeFault,
     StartupFailed,
 )
 from nanoactor.runtime.system import System
@@ -236,6 +237,72 @@ def test_another_loop_and_a_forked_process_are_refused():
             run.system._pid -= 1
             with pytest.raises(NotUsableHere, match="another process"):
                 run.system.check_usable()
+            await run.system.close()  # a fork leaves the system of its parent alone
+            run.system._pid += 1
+            run.outbox.send(ping(1))
+            await run.until(lambda: run.asker.pongs)
+
+    asyncio.run(main())
+
+
+def test_a_failed_start_leaves_no_descriptor():
+    async def once():
+        with pytest.raises(Travelling):
+            async with Running(topology(config="fail")):
+                pass
+
+    async def main():
+        await once()
+        before = descriptors()
+        await once()
+        assert descriptors() == before
+
+    asyncio.run(main())
+
+
+def test_a_system_starts_once():
+    async def main():
+        async with Running() as run:
+            with pytest.raises(RuntimeFault, match="starts once"):
+                await run.system.start()
+
+    asyncio.run(main())
+
+
+def test_closing_twice_at_once_waits_for_the_same_end():
+    async def main():
+        async with Running() as run:
+            await asyncio.gather(run.system.close(), run.system.close())
+            assert not children()
+
+    asyncio.run(main())
+
+
+def test_a_logging_handler_of_the_users_that_raises_does_no_harm(capsys):
+    class Broken(logging.Handler):
+        def handle(self, record):
+            raise OSError("disk full")
+
+    handler = Broken()
+    logging.getLogger("nanoactor.adder").addHandler(handler)
+    try:
+
+        async def main():
+            async with Running() as run:
+                run.outbox.send(ping(1))
+                await run.until(lambda: run.asker.pongs)
+
+        asyncio.run(main())
+    finally:
+        logging.getLogger("nanoactor.adder").removeHandler(handler)
+    assert "disk full" in capsys.readouterr().err
+
+
+def test_statistics_may_be_asked_for_at_the_same_time():
+    async def main():
+        async with Running() as run:
+            answers = await asyncio.gather(*(run.system.statistics() for _ in range(5)))
+            assert all(set(answer) == {"asker", "adder"} for answer in answers)
 
     asyncio.run(main())
 

@@ -86,7 +86,8 @@ def ping(number, size):
 
 
 def outbox(line, bound=None, on_ready=lambda box: None):
-    return RemoteOutbox("out", line.sender, asyncio.get_running_loop(), bound, on_ready)
+    loop = asyncio.get_running_loop()
+    return RemoteOutbox("out", line.sender, loop, bound, on_ready, line.failures.append)
 
 
 @pytest.mark.parametrize("readers", [1, 3])
@@ -169,10 +170,47 @@ def test_a_record_larger_than_the_edge_can_carry_is_refused_when_sent(kind, run)
         line = Line(kind)
         line.start()
         box = outbox(line)
-        with pytest.raises(RecordTooLarge, match="limit is 2048"):
+        with pytest.raises(RecordTooLarge, match="limit of the edge is 2048"):
             box.send(ping(0, 600))
         box.send(ping(0, 400))
         await line.until(lambda: line.got[0] == [list(range(400))])
+        line.close()
+
+    run(main())
+
+
+def test_a_large_record_is_refused_also_behind_others(kind, run):
+    async def main():
+        line = Line(kind)
+        box = outbox(line)
+        for number in range(400):
+            box.send(ping(number, 100))
+        with pytest.raises(RecordTooLarge, match="limit of the edge is 2048"):
+            box.send(ping(0, 600))
+        box.send(ping(7, 1))
+        line.start()
+        await line.until(lambda: len(line.got[0]) == 401)
+        line.close()
+
+    run(main())
+
+
+def test_what_fails_while_an_outbox_empties_is_fatal_to_its_node(kind, run):
+    async def main():
+        line = Line(kind)
+
+        def fail(box):
+            raise ValueError("in on_ready")
+
+        box = outbox(line, on_ready=fail)
+        for number in range(400):
+            box.send(ping(number, 100))
+        line.start()
+        for _ in range(500):
+            await asyncio.sleep(0.002)
+            if line.failures:
+                break
+        assert str(line.failures) == "[ValueError('in on_ready')]"
         line.close()
 
     run(main())

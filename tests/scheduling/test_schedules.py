@@ -327,3 +327,16 @@ def test_the_plan_leaves_before_the_tokens_are_forwarded():
     kinds = [type(message).__name__ for _, message in out]
     assert kinds.index("Plan") < kinds.index("Tokens")
     assert any(isinstance(message, Plan) for _, message in out)
+
+
+def test_requests_that_end_while_they_wait_are_forgotten():
+    simulation = Simulation(config(max_num_seqs=1))
+    simulation.request([1, 2], max_tokens=30, stop_ids=())
+    for _ in range(10):
+        simulation.step()
+    for _ in range(500):
+        simulation.abort(simulation.request(list(range(40)), priority=1))
+        while simulation.edges["to_s"]:
+            simulation.deliver("to_s")
+    assert len(simulation.scheduler._waiting) < 10
+    simulation.drain()
