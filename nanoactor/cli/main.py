@@ -79,9 +79,3 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--placement", default="default", help="default, split or single")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for scripts")
     parser.add_argument("-v", "--verbose", action="count", default=0, help="log; -vv logs more")
-
-
-def engine_options(args: Any) -> dict[str, Any]:
-    """The engine's options among the arguments."""
-    names = "device dtype max_model_len num_kv_blocks pipeline_depth threads placement"
-    return {name: getattr(args, name) for name in names.split()}

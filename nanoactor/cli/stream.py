@@ -29,10 +29,20 @@ def _params(args: Any) -> SamplingParams:
     )
 
 
-def _engine(args: Any) -> AsyncLLM:
-    from nanoactor.cli.main import engine_options
+_ENGINE_OPTIONS = (
+    "device",
+    "dtype",
+    "max_model_len",
+    "num_kv_blocks",
+    "pipeline_depth",
+    "threads",
+    "placement",
+)
 
-    return AsyncLLM(args.model, max_num_seqs=8, **engine_options(args))
+
+def _engine(args: Any) -> AsyncLLM:
+    options = {name: getattr(args, name) for name in _ENGINE_OPTIONS}
+    return AsyncLLM(args.model, max_num_seqs=8, **options)
 
 
 async def generate(args: Any) -> None:
