@@ -12,6 +12,7 @@ from nanoactor.models.errors import ModelError, UnsupportedModel
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 """The architectures that `nanoactor.models.registry` builds."""
+_QWEN3_HEAD_DIM = 128  # where a file says nothing, as in transformers
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -91,7 +92,7 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
         num_layers=_positive(raw, "num_hidden_layers", origin),
         num_heads=heads,
         num_kv_heads=_positive(raw, "num_key_value_heads", origin, heads),
-        head_dim=_positive(raw, "head_dim", origin, hidden // heads),
+        head_dim=_positive(raw, "head_dim", origin, _QWEN3_HEAD_DIM),
         max_positions=_positive(raw, "max_position_embeddings", origin),
         rms_norm_eps=_number(raw, "rms_norm_eps", origin, 1e-6),
         rope=_read_rope(raw, origin),

@@ -44,6 +44,24 @@ def test_control_processes_stay_light():
         assert "_http_parser" not in mapped, name  # aiohttp
 
 
+def test_an_idle_engine_uses_no_processor():
+    def ticks(pid):
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    async def main():
+        async with text_engine(max_num_seqs=4) as llm:
+            await collect(llm, "ROMEO:", greedy(5))
+            await asyncio.sleep(0.2)
+            before = sum(ticks(pid) for pid in llm.pids.values())
+            await asyncio.sleep(1.0)
+            used = sum(ticks(pid) for pid in llm.pids.values()) - before
+            assert used / os.sysconf("SC_CLK_TCK") < 0.05
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("name", ["tokenizer.0", "control", "detokenizer", "runner.0"])
 def test_the_death_of_any_process_reaches_every_request_within_100_ms(name):
     async def main():
