@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest
 	touch $@
 
 demo: .venv/.ready
-	$(BIN)/nanoactor generate demo "$$(printf 'ROMEO:\nBut soft, what light')" --max-tokens 200
+	$(BIN)/nanoactor generate demo "$$(printf 'ROMEO:\nBut soft, what light')" --max-tokens 200 --min-tokens 150
 
 test: .venv/.ready
 	$(PYTEST)
