@@ -95,6 +95,9 @@ class PortableCuda(PortableOperators):
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+
     def event(self) -> _CudaEvent:
         return _CudaEvent()
 
@@ -104,8 +107,10 @@ class PortableCuda(PortableOperators):
 
 def allocate(config, blocks, dtype, device):
     shape = (blocks, BLOCK, config.num_kv_heads, config.head_dim)
-    make = lambda: torch.zeros(shape, dtype=dtype, device=device.torch_device)  # noqa: E731
-    return [KVCache(make(), make()) for _ in range(config.num_layers)]
+    return [
+        KVCache(device.zeros(*shape, dtype=dtype), device.zeros(*shape, dtype=dtype))
+        for _ in range(config.num_layers)
+    ]
 
 
 def prefill_batch(tokens, device):

@@ -63,6 +63,9 @@ class Device(Protocol):
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """A host tensor that the device copies from and to asynchronously."""
 
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros on the device, for the KV cache: large, contiguous, long-lived."""
+
     def event(self) -> Event:
         """A new event."""
 

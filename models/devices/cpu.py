@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from nanoactor.models.device import Memory
@@ -74,6 +76,14 @@ class CPUDevice(PortableOperators):
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Ordinary memory."""
         return torch.empty(shape, dtype=dtype)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Fresh pages from the kernel, which are zero and take no memory until they are written.
+
+        `torch.zeros` would write them all: seconds, and gigabytes that may never be used.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
     def event(self) -> _Done:
         """An event that has always happened."""

@@ -25,6 +25,7 @@ log = logging.getLogger("nanoactor.runner")
 # A warm-up pass of the full budget would take minutes for a large model on a CPU; the memory
 # that it needs grows in proportion to its tokens.
 _WARMUP_TOKENS = 256
+_WARMUP_ROWS = 16
 _MIB = 1 << 20
 
 
@@ -47,7 +48,6 @@ class Executor:
             self._model = build_model(
                 self._model_config, weights, self._device, config.max_model_len
             )
-        used = max(0, free - self._device.memory().free)
         log.info(
             "loaded %s as %s in %.1f s", config.directory, self.dtype, time.monotonic() - begin
         )
@@ -55,7 +55,7 @@ class Executor:
         self._last_tokens = torch.zeros(
             config.max_num_seqs, dtype=torch.int64, device=self._device.torch_device
         )
-        peak = self._warm_up()
+        used, peak = self._warm_up(free)
         self.num_blocks = self._size_cache(free, used, peak)
         self._caches = self._allocate(self.num_blocks)
 
@@ -112,29 +112,37 @@ class Executor:
         model = self._model_config
         shape = (blocks, self.block_size, model.num_kv_heads, model.head_dim)
 
-        def zeros() -> torch.Tensor:
-            # Padded reads must see finite numbers; pages that are never touched cost nothing.
-            return torch.zeros(shape, dtype=self.dtype, device=self._device.torch_device)
+        def zeros() -> torch.Tensor:  # padded reads must see finite numbers from the start on
+            return self._device.zeros(*shape, dtype=self.dtype)
 
         return [KVCache(zeros(), zeros()) for _ in range(model.num_layers)]
 
-    def _warm_up(self) -> int:
-        """Run a prefill and a decode step once; returns the memory that a maximal one takes."""
+    def _warm_up(self, free: int) -> tuple[int, int]:
+        """Run both kinds of step; returns what the weights take, and a maximal step on top.
+
+        `free` is what the device had before the weights were loaded. The first pass, of one
+        token, touches all weights, which until then may lie in their files, and makes what
+        libraries make once; only then can a step's own memory be told apart.
+        """
         config, size = self._config, self.block_size
         begin = time.monotonic()
         tokens = min(config.max_num_batched_tokens, config.max_model_len - 1, _WARMUP_TOKENS)
-        rows = min(config.max_num_seqs, _WARMUP_TOKENS)
+        rows = min(config.max_num_seqs, _WARMUP_ROWS)
         blocks = -(-(tokens + 1) // size)
         self._caches = self._allocate(blocks)
+        self.run(_warmup_prefill(1, np.arange(blocks), size))
+        self._device.synchronize()
+        used = max(0, free - self._device.memory().free)
         self._device.reset_peak()
         self.run(_warmup_prefill(tokens, np.arange(blocks), size))
+        self._device.synchronize()
         peak = self._device.peak() * config.max_num_batched_tokens // max(tokens, 1)
         self.run(_warmup_decode(tokens, rows, np.arange(blocks), size))
         self._device.synchronize()
         self._caches = []
         self._last_tokens.zero_()
         log.info("warm-up of prefill and decode took %.2f s", time.monotonic() - begin)
-        return peak
+        return used, peak
 
     # -- running --------------------------------------------------------------------------
 

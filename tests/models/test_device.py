@@ -387,6 +387,19 @@ def test_peak_counts_what_is_allocated_after_its_reset(device):
         del kept
 
 
+def test_zeros_are_zero_contiguous_and_writable(device):
+    for shape, dtype in (
+        ((3, 4, 2, 8), torch.bfloat16),
+        ((5, 1), torch.float32),
+        ((0, 4), torch.int8),
+    ):
+        zeros = device.zeros(*shape, dtype=dtype)
+        assert (zeros.shape, zeros.dtype, zeros.is_contiguous()) == (shape, dtype, True)
+        assert not zeros.any()
+        zeros += 1
+        assert zeros.float().sum() == zeros.numel()
+
+
 def test_pinned_tensors_are_host_memory_of_the_shape_and_type_asked_for(device):
     for shape, dtype in (((3, 4), torch.int32), ((0,), torch.float32), ((5,), torch.int64)):
         pinned = device.pinned(*shape, dtype=dtype)
