@@ -29,7 +29,6 @@ class Weights:
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
         self._home = self._read_index() if (directory / INDEX).exists() else self._scan()
-        self._prefix = ""
 
     def __enter__(self) -> Weights:
         """Nothing to prepare: the files were opened when it was made."""

@@ -35,7 +35,7 @@ class NodeSpec:
     name: str
     actors: tuple[str, ...]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Variables set before the process starts; None of them reach other nodes."""
+    """Variables that are set before the process starts, in this node alone."""
     blocked_modules: tuple[str, ...] = ()
     """Modules whose import fails here, so that nothing heavy slips into a light process."""
 

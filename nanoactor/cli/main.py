@@ -44,7 +44,9 @@ def _parse(arguments: list[str] | None) -> Any:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nanoactor", description=nanoactor.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="nanoactor", description="An LLM inference engine made of actors."
+    )
     parser.add_argument("--version", action="version", version=nanoactor.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     one = commands.add_parser("generate", help="continue a prompt, streamed to the terminal")

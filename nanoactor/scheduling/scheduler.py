@@ -388,7 +388,8 @@ class Scheduler:
         if done.step != event.step or len(done.samplers) != len(event.token_ids):
             raise ProtocolBug(
                 f"step {event.step} is reported done with {len(event.token_ids)} tokens; "
-                f"step {done.step} was due with {len(done.samplers)}"
+                f"step {done.step} was due with {len(done.samplers)}: "
+                + "; ".join(sequence.story() for sequence in done.rows)
             )
         self._completed = event.step
         self.statistics.device_seconds += event.seconds

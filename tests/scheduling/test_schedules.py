@@ -2,11 +2,13 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from nanoactor.messages import Abort, Match, Plan, StepWanted
+from nanoactor.errors import ProtocolBug
+from nanoactor.messages import Abort, Match, Plan, StepDone, StepWanted
 from nanoactor.scheduling.scheduler import SchedulerConfig
 from nanoactor.scheduling.seen import SeenNumbers
 from tests.scheduling.simulation import EOS, Simulation
@@ -340,3 +342,13 @@ def test_requests_that_end_while_they_wait_are_forgotten():
             simulation.deliver("to_s")
     assert len(simulation.scheduler._waiting) < 10
     simulation.drain()
+
+
+def test_a_result_that_was_not_due_tells_the_story_of_its_sequences():
+    simulation = Simulation(config(depth=1))
+    simulation.request([1, 2, 3], max_tokens=5, stop_ids=())
+    while not simulation.edges["done"]:
+        simulation.step()
+    wrong = StepDone(1, np.zeros(2, np.int32), 0.0)
+    with pytest.raises(ProtocolBug, match=r"was due with 1: request 0 \(running, slot 0\)"):
+        simulation.scheduler.handle(wrong)
