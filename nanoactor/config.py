@@ -50,6 +50,9 @@ class EngineConfig:
     plan_lead: Literal["eager", "late"] = "eager"
     """Plan the next step at once, or when the runner is about to run dry, so that a request
     that arrives meanwhile joins it."""
+    priority_window: int = 1000
+    """Lower priorities go first, but a request is passed by fewer than so many later ones for
+    each degree of priority between them: nobody waits for ever."""
     num_tokenizers: int = 1
     tensor_parallel_size: int = 1
     threads: int | None = None
@@ -85,7 +88,7 @@ class EngineConfig:
             self._check_whole(name, optional=True)
         for name in ("max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "num_tokenizers"):
             self._check_whole(name)
-        for name in ("max_waiting_requests", "max_waiting_tokens"):
+        for name in ("max_waiting_requests", "max_waiting_tokens", "priority_window"):
             self._check_whole(name)
         for name in ("start_timeout", "stop_timeout", "debug_delay_ms"):
             self._check_number(name, 1e9)

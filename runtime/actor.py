@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -49,6 +50,10 @@ class Context:
             raise RuntimeFault(
                 f"actor {self.name} has no edge {edge!r}; it has {sorted(self._outboxes)}"
             ) from None
+
+    def now(self) -> float:
+        """Seconds on the host's monotonic clock; a simulation has its own."""
+        return time.monotonic()
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run a function on the actor's loop, from any thread; an exception ends the node."""

@@ -69,12 +69,17 @@ class BlockManagerActor(Actor):
         self._send_credits()
 
     def statistics(self) -> dict[str, Any]:
-        """Blocks available now, and how much of the prompts was found in the cache."""
-        self._manager.check()
+        """Blocks available now, and how much of the prompts was found in the cache.
+
+        `hit_tokens` are the tokens that did not have to be computed.
+        """
+        manager = self._manager
+        manager.check()
         return {
-            "available": self._manager.pool.available,
-            "held_slots": self._manager.held,
-            "evictions": self._manager.pool.evictions,
-            "prompt_tokens": self._manager.prompt_tokens,
-            "hit_tokens": self._manager.hit_tokens,
+            "available": manager.pool.available,
+            "held_slots": manager.held,
+            "evictions": manager.pool.evictions,
+            "prompt_tokens": manager.prompt_tokens,
+            "hit_tokens": manager.hit_tokens,
+            "hit_ratio": manager.hit_tokens / max(1, manager.prompt_tokens),
         }

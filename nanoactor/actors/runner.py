@@ -76,7 +76,7 @@ class RunnerActor(Actor):
         inputs = self._batch.prepare(step)
         self._received = step.step
         if step.step == self._asked_for:
-            self._lead += 0.2 * (time.monotonic() - self._asked_at - self._lead)
+            self._lead += 0.2 * (self.context.now() - self._asked_at - self._lead)
         self._queued += 1
         self._inputs.put(inputs)
 
@@ -105,7 +105,7 @@ class RunnerActor(Actor):
 
     def _ask(self, step: int) -> None:
         if step > max(self._received, self._asked_for):
-            self._asked_for, self._asked_at = step, time.monotonic()
+            self._asked_for, self._asked_at = step, self.context.now()
             self.context.outbox("scheduler").send(StepWanted(step))
 
     def _done(self, done: StepDone) -> None:

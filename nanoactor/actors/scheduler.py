@@ -39,6 +39,8 @@ class SchedulerActor(Actor):
                 self._config.max_model_len,
                 engine.pipeline_depth,
                 engine.plan_lead,
+                engine.enable_prefix_caching,
+                engine.priority_window,
             )
         )
 

@@ -60,7 +60,9 @@ class BlockManager:
         self._decoding = np.zeros(max_seqs, np.bool_)
         self._answers = _Answers()
         self.prompt_tokens = 0
+        """Tokens of all sequences matched, a preempted one's again each time it comes back."""
         self.hit_tokens = 0
+        """How many of them were in the cache."""
 
     # -- matching -------------------------------------------------------------------------
 

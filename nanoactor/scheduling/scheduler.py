@@ -60,6 +60,9 @@ class SchedulerConfig:
     """How many steps may be planned and not done."""
     plan_lead: Literal["eager", "late"] = "eager"
     """Plan as soon as the depth allows, or when the runner says that it is about to run dry."""
+    prefix_caching: bool = True
+    priority_window: int = 1000
+    """How many later requests a difference of 1 in priority may let pass."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -107,7 +110,12 @@ class Scheduler:
         self._credits = config.blocks
         self._pending: deque[tuple[int, int]] = deque()
         """(fence, credits that count once that step is done)."""
-        self._unanswered_frees = 0
+        self._pending_credits = 0
+        """Their sum."""
+        self._unanswered: deque[int] = deque()
+        """Fences of the frees that the block manager has not answered."""
+        self._preempted_at = 0
+        """The step for which a sequence was last preempted."""
         self._free_slots = list(range(config.max_num_seqs))
         self._fenced_slots: deque[tuple[int, int]] = deque()
         """(fence, slot)."""
@@ -137,7 +145,7 @@ class Scheduler:
         self._flush_frees()
         self._admit_waiting()
         while self._may_plan() and self._plan():
-            pass
+            self._admit_waiting()
         self._flush_tokens()
         out, self._out = self._out, []
         return out
@@ -147,7 +155,8 @@ class Scheduler:
     def _on_admit(self, event: Admit) -> None:
         if self._swallowed(event.uid):
             return
-        sequence = Sequence.of(event, self.config.max_model_len)
+        config = self.config
+        sequence = Sequence.of(event, config.max_model_len, config.priority_window)
         self.live[event.uid] = sequence
         options = event.text_options
         self._out.append(
@@ -209,18 +218,20 @@ class Scheduler:
         self._to_free.append(sequence.slot)
         self._fenced_slots.append((self._planned, sequence.slot))
         self._running.remove(sequence)
-        sequence.slot, sequence.blocks = -1, 0
+        sequence.slot, sequence.blocks, sequence.starved_since = -1, 0, 0
 
     def _flush_frees(self) -> None:
         if self._to_free:
             self._out.append((BLOCKS, Free(as_int32(self._to_free), self._planned)))
             self._to_free = []
-            self._unanswered_frees += 1
+            self._unanswered.append(self._planned)
         self._pass_fences()
 
     def _pass_fences(self) -> None:
         while self._pending and self._pending[0][0] <= self._completed:
-            self._credits += self._pending.popleft()[1]
+            _, freed = self._pending.popleft()
+            self._credits += freed
+            self._pending_credits -= freed
         while self._fenced_slots and self._fenced_slots[0][0] <= self._completed:
             heapq.heappush(self._free_slots, self._fenced_slots.popleft()[1])
 
@@ -234,13 +245,15 @@ class Scheduler:
                 self._answer_match(sequence, hit)
         for freed, fence in zip(event.freed.tolist(), event.fences.tolist(), strict=True):
             self._pending.append((fence, freed))
-            self._unanswered_frees -= 1
+            self._pending_credits += freed
+            self._unanswered.popleft()
 
     def _answer_match(self, sequence: Sequence, hit: int) -> None:
         sequence.unanswered -= 1
         if sequence.phase is Phase.MATCHING and not sequence.unanswered:
             sequence.phase = Phase.RUNNING
             sequence.scheduled = hit
+            sequence.shared = hit // self.config.block_size
             if not sequence.preemptions:
                 sequence.cached_tokens = hit
 
@@ -252,7 +265,7 @@ class Scheduler:
             need = self._blocks_for(len(head.tokens))
             reserve = self._reserve()
             # A preempted sequence comes back when all its results are in: known == scheduled.
-            if head.in_flight or self._credits < need + reserve:
+            if head.in_flight or self._credits < need + reserve or self._prefix_under_way(head):
                 return
             heapq.heappop(self._waiting)
             self._match(head, need)
@@ -266,6 +279,23 @@ class Scheduler:
         """
         starving = sum(1 for s in self._running if s.decodable and self._at_block_end(s))
         return starving + min(len(self._running), self.config.blocks // 64)
+
+    def _prefix_under_way(self, head: Sequence) -> bool:
+        """Whether a running sequence is about to compute a block that the head could share.
+
+        It pays to wait: the block is indexed as soon as the step that computes it is planned.
+        """
+        if not self.config.prefix_caching:
+            return False
+        size = self.config.block_size
+        useful = min(len(head.hashes), (len(head.tokens) - 1) // size)
+        for sequence in self._running:
+            block = sequence.scheduled // size
+            if sequence.scheduled >= sequence.target or block >= min(useful, len(sequence.hashes)):
+                continue
+            if (sequence.hashes[block] == head.hashes[block]).all():
+                return True
+        return False
 
     def _at_block_end(self, sequence: Sequence) -> bool:
         return sequence.scheduled == sequence.blocks * self.config.block_size
@@ -293,20 +323,44 @@ class Scheduler:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_size)
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """One more block for a decoding sequence; False where it has to sit this step out.
+    def _feed(self, starving: list[Sequence]) -> list[Sequence]:
+        """One more block for each of these; those for whom there is none sit this step out.
 
-        No victim is preempted while credits are on their way back.
+        Who has waited longest goes first, so that each waits its turn at most once.
         """
-        if not self._credits and not self._pending and not self._unanswered_frees:
-            self._preempt(self._running[-1])
-            self._flush_frees()
-        if not self._credits or sequence.phase is not Phase.RUNNING:
-            self.statistics.sat_out += 1
-            return False
-        self._credits -= 1
-        sequence.blocks += 1
-        return True
+        step = self._planned + 1
+        self._make_room(starving)
+        fed = []
+        for sequence in sorted(starving, key=lambda s: s.starved_since or step):
+            if sequence.phase is not Phase.RUNNING:  # preempted a moment ago
+                continue
+            if self._credits:
+                self._credits -= 1
+                sequence.blocks += 1
+                sequence.starved_since = 0
+                fed.append(sequence)
+            else:
+                self.statistics.sat_out += 1
+                sequence.starved_since = sequence.starved_since or step
+        return fed
+
+    def _make_room(self, starving: list[Sequence]) -> None:
+        """Preempt the youngest until there is, or will be, a block for each of these.
+
+        Nobody is preempted while credits on their way suffice, or while an answer that may
+        tell of more is out: for `depth` steps at most.
+        """
+        step = self._planned + 1
+        missing = len(starving) - self._credits - self._pending_credits
+        since = max(self._preempted_at, min(s.starved_since or step for s in starving))
+        if missing <= 0 or (self._unanswered and step < since + self.config.depth):
+            return
+        while missing > 0 and len(self._running) > 1:
+            victim = self._running[-1]
+            missing -= max(1, victim.blocks - victim.shared) + (victim in starving)
+            self._preempt(victim)
+        self._preempted_at = step
+        self._flush_frees()
 
     def _preempt(self, victim: Sequence) -> None:
         """Send the youngest back to wait; steps in flight still bring it their tokens."""
@@ -320,6 +374,9 @@ class Scheduler:
 
     def _may_plan(self) -> bool:
         if len(self._in_flight) >= self.config.depth:
+            return False
+        # What a preemption gave back is known within `depth` steps, however slow the edge is.
+        if self._unanswered and self._planned >= self._unanswered[0] + self.config.depth:
             return False
         if self.config.plan_lead == "eager" or not self._in_flight:
             return True
@@ -349,16 +406,11 @@ class Scheduler:
 
     def _choose_decodes(self) -> tuple[list[Sequence], list[Sequence]]:
         """(sequences that decode, those of them that get one more block), oldest first."""
-        chosen, grown = [], []
-        for sequence in list(self._running):
-            if not sequence.decodable:  # also: preempted for an older one a moment ago
-                continue
-            if self._at_block_end(sequence):
-                if not self._grow(sequence):
-                    continue
-                grown.append(sequence)
+        starving = [s for s in self._running if s.decodable and self._at_block_end(s)]
+        grown = self._feed(starving) if starving else []
+        chosen = [s for s in self._running if s.decodable and not self._at_block_end(s)]
+        for sequence in chosen:
             sequence.scheduled += 1
-            chosen.append(sequence)
         return chosen, grown
 
     def _choose_chunks(self, budget: int) -> list[tuple[Sequence, int, int, bool]]:
@@ -452,7 +504,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if anything is held although no request lives."""
-        if self.live or self._in_flight or self._unanswered_frees:
+        if self.live or self._in_flight or self._unanswered:
             return
         slots = len(self._free_slots) + len(self._fenced_slots)
         credits_ = self._credits + sum(count for _, count in self._pending)

@@ -29,7 +29,7 @@ class Sequence:
 
     uid: int
     rank: tuple[int, int]
-    """(priority, uid): lower goes first and is preempted last."""
+    """Lower goes first and is preempted last."""
     tokens: list[int]
     """Prompt and output, as far as known."""
     prompt_length: int
@@ -41,6 +41,10 @@ class Sequence:
     phase: Phase = Phase.WAITING
     slot: int = -1
     blocks: int = 0
+    shared: int = 0
+    """How many of its blocks it found in the prefix cache, and may not give back alone."""
+    starved_since: int = 0
+    """The first of the steps that it sits out for want of a block; 0 where it does not."""
     target: int = 0
     """How many positions are prefilled before it decodes."""
     scheduled: int = 0
@@ -54,11 +58,15 @@ class Sequence:
     preemptions: int = 0
 
     @classmethod
-    def of(cls, event: Admit, max_model_len: int) -> Sequence:
-        """A new sequence, from the request as the tokenizer admitted it."""
+    def of(cls, event: Admit, max_model_len: int, priority_window: int) -> Sequence:
+        """A new sequence, from the request as the tokenizer admitted it.
+
+        Priority counts as so many places in the order of arrival, so that nobody is passed by
+        more than `priority_window` later requests for each degree of priority between them.
+        """
         return cls(
             event.uid,
-            (event.priority, event.uid),
+            (event.uid + event.priority * priority_window, event.uid),
             event.token_ids.tolist(),
             event.prompt_length,
             min(event.prompt_length + event.stopping.max_tokens, max_model_len),

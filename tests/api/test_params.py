@@ -126,6 +126,7 @@ BAD_OPTIONS = {
     "pipeline_depth": [*WHOLE, None],
     "plan_lead": ["soon", None],
     "num_tokenizers": [*WHOLE, None],
+    "priority_window": [*WHOLE, None],
     "tensor_parallel_size": [0, 2, "1", None],
     "threads": WHOLE,
     "seed": [1.5, "1", [1]],

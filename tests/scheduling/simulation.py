@@ -1,4 +1,4 @@
-"""The scheduler and the block manager on a device that checks every byte of KV it reads.
+"""The scheduler and the block manager alone, message by message as a test likes it.
 
 The simulated runner keeps a KV cache in which each position holds the hash of all tokens up
 to it. A row may only run if every position of its context holds the hash that its own
@@ -263,6 +263,10 @@ class Simulation:
             self.finished[finish.uid] = finish
 
     # -- the end --
+
+    def drain_until(self, condition):
+        while not condition():
+            assert self.step()
 
     def drain(self, limit=60_000):
         for _ in range(limit):

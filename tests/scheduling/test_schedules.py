@@ -1,17 +1,18 @@
-"""Whatever arrives, in whatever order messages interleave: the reference's tokens, and an end."""
+"""What the scheduler and the block manager do in situations chosen one by one.
 
-import random
+The random ones are in `tests/simulation`, which plays all actors against each other.
+"""
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.messages import Abort, Match, Plan, StepDone, StepWanted
 from nanoactor.scheduling.scheduler import SchedulerConfig
 from nanoactor.scheduling.seen import SeenNumbers
-from tests.scheduling.simulation import EOS, Simulation
+from tests.scheduling.simulation import Simulation
 
 
 def config(**changes):
@@ -19,86 +20,6 @@ def config(**changes):
         blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64
     )
     return SchedulerConfig(**{**values, **changes})
-
-
-def storm(simulation, requests, aborts=True, stops=True):
-    """Random arrivals with shared prefixes, among random deliveries."""
-    rng = simulation.rng
-    stems = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
-    live = []
-    for _ in range(requests):
-        stem = rng.choice(stems)[: rng.randrange(0, 40)]
-        prompt = stem + [rng.randrange(50) for _ in range(rng.randrange(1, 12))]
-        limit = simulation.config.max_model_len
-        kind = rng.random()
-        if kind < 0.05:
-            live.append(simulation.reject())
-        else:
-            live.append(
-                simulation.request(
-                    prompt[: limit - 1],
-                    max_tokens=rng.randrange(1, 40),
-                    stop_ids=(EOS,) if rng.random() < 0.7 else (),
-                    min_tokens=rng.choice([0, 0, 5]) if kind < 0.5 else 0,
-                    priority=rng.choice([0, 0, 0, 1]),
-                    stop=rng.randrange(10) if stops and rng.random() < 0.1 else None,
-                )
-            )
-        if aborts and rng.random() < 0.25:
-            # Some overtake their own admission, some come long after the end.
-            simulation.abort(rng.choice(live[-3:] if rng.random() < 0.5 else live))
-        for _ in range(rng.randrange(0, 30)):
-            simulation.step()
-    simulation.drain()
-
-
-shapes = st.builds(
-    config,
-    blocks=st.sampled_from([16, 17, 24, 64]),
-    block_size=st.sampled_from([4, 5]),
-    max_num_seqs=st.sampled_from([1, 2, 8]),
-    max_num_batched_tokens=st.sampled_from([8, 9, 32, 200]),
-    depth=st.sampled_from([1, 2, 3]),
-    plan_lead=st.sampled_from(["eager", "late"]),
-)
-
-
-@settings(max_examples=120, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(shapes, st.integers(0, 2**32))
-def test_every_schedule_gives_the_reference_tokens(shape, seed):
-    storm(Simulation(shape, seed), requests=25)
-
-
-def test_the_storms_reach_what_they_are_about():
-    """Preemptions, hits, mixed steps, overruns, aborts, sitting out: all happen, many times."""
-    total = dict(preemptions=0, mixed_steps=0, overruns=0, aborted=0, sat_out=0, hits=0, evicted=0)
-    for seed in range(12):
-        simulation = Simulation(config(blocks=20, depth=2), seed)
-        storm(simulation, requests=40)
-        for name in total:
-            total[name] += getattr(simulation.scheduler.statistics, name, 0)
-        total["hits"] += simulation.manager.hit_tokens
-        total["evicted"] += simulation.manager.pool.evictions
-    assert min(total.values()) > 20, total
-
-
-@pytest.mark.long
-def test_a_million_tokens_of_storms():
-    tokens, seed = 0, 10_000
-    while tokens < 1_000_000:
-        rng = random.Random(seed)
-        shape = config(
-            blocks=rng.choice([16, 20, 40, 200]),
-            max_num_seqs=rng.choice([1, 3, 8, 32]),
-            max_num_batched_tokens=rng.choice([32, 64, 256]),
-            depth=rng.choice([1, 2, 3]),
-            plan_lead=rng.choice(["eager", "late"]),
-        )
-        simulation = Simulation(shape, seed)
-        storm(simulation, requests=60)
-        statistics = simulation.scheduler.statistics
-        tokens += statistics.prefill_tokens + statistics.decode_tokens
-        seed += 1
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -135,6 +56,41 @@ def test_a_prefix_that_is_still_being_computed_is_shared():
     simulation.request(prompt, max_tokens=1)
     simulation.drain()
     assert simulation.finished[1].cached_tokens >= 24
+
+
+def test_requests_that_arrive_together_compute_their_prefix_once():
+    simulation = Simulation(config(blocks=200, max_num_batched_tokens=256))
+    prompt = list(range(40))
+    for tail in ([], [1], [2, 3, 4]):
+        simulation.request([*prompt, *tail], max_tokens=1)
+    simulation.drain()
+    # The last token of the first prompt is no full block's; the others share nine or ten blocks.
+    assert simulation.scheduler.statistics.prefill_tokens == 40 + 1 + 3
+    assert [simulation.finished[uid].cached_tokens for uid in range(3)] == [0, 40, 40]
+
+
+def test_nobody_waits_for_a_prefix_whose_owner_is_gone():
+    simulation = Simulation(config(blocks=200, max_num_batched_tokens=8, depth=1))
+    first = simulation.request(list(range(40)), max_tokens=1)
+    while simulation.scheduler.statistics.prefill_tokens < 16:
+        simulation.step()
+    simulation.request(list(range(40)), max_tokens=1)
+    simulation.deliver("to_s")
+    assert simulation.scheduler.waiting == 1
+    simulation.abort(first)
+    assert simulation.scheduler.waiting == 0
+    simulation.drain()
+    assert simulation.finished[1].cached_tokens >= 16
+
+
+def test_without_a_prefix_cache_nobody_waits_for_a_prefix():
+    simulation = Simulation(config(blocks=200, max_num_batched_tokens=256, prefix_caching=False))
+    for _ in range(2):
+        simulation.request(list(range(40)), max_tokens=1)
+    simulation.deliver("to_s")
+    simulation.deliver("to_s")
+    assert simulation.scheduler.waiting == 0
+    simulation.drain()
 
 
 def test_an_output_is_a_prefix_for_the_next_turn():
@@ -224,6 +180,49 @@ def test_a_lower_priority_number_goes_first():
     early = simulation.request([1, 4], max_tokens=3, priority=1)
     simulation.drain()
     assert list(simulation.finished) == [running, early, late]
+
+
+def test_nobody_is_passed_by_more_later_requests_than_the_priority_window():
+    simulation = Simulation(config(max_num_seqs=1, priority_window=3))
+    running = simulation.request([1, 2], max_tokens=30, stop_ids=())
+    for _ in range(10):
+        simulation.step()
+    patient = simulation.request([1, 3], max_tokens=3, priority=1)
+    eager = [simulation.request([1, number], max_tokens=3) for number in range(4, 10)]
+    while simulation.edges["to_s"]:
+        simulation.deliver("to_s")
+    simulation.drain()
+    assert list(simulation.finished) == [running, *eager[:2], patient, *eager[2:]]
+
+
+def test_no_more_than_depth_steps_are_planned_before_a_free_is_answered():
+    simulation = Simulation(config(depth=2))
+    uid = simulation.request(list(range(8)), max_tokens=50, stop_ids=())
+    simulation.request(list(range(9, 12)), max_tokens=50, stop_ids=())
+    while len(simulation.outputs.get(uid, ())) < 4:
+        simulation.step()
+    simulation.abort(uid)
+    at = simulation.scheduler.statistics.steps
+    while others := [n for n in ("to_b", "to_r", "done") if simulation.edges[n]]:
+        simulation.deliver(others[0])  # everything but the block manager's answer
+    assert simulation.scheduler.statistics.steps == at + 2
+    simulation.drain()
+
+
+def test_who_starves_longest_is_fed_first():
+    """Five sequences need a block each, and blocks come back one by one."""
+    simulation = Simulation(config(depth=1, blocks=64))
+    for _ in range(5):
+        simulation.request([1], max_tokens=50, stop_ids=())
+    scheduler = simulation.scheduler
+    simulation.drain_until(lambda: sum(s.decodable for s in scheduler._running) == 5)
+    one, two, three, four, five = scheduler._running
+    scheduler._planned, scheduler._credits, scheduler._pending_credits = 9, 1, 9
+    assert scheduler._feed([two, four]) == [two]
+    scheduler._planned, scheduler._credits = 10, 2
+    assert scheduler._feed([one, two, four, five]) == [four, one]
+    scheduler._planned, scheduler._credits = 11, 1
+    assert scheduler._feed([three, two, five]) == [two]
 
 
 @pytest.mark.parametrize("moment", range(40))

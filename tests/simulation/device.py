@@ -1,0 +1,123 @@
+"""The runner's own actor over a device that takes virtual time and checks every byte it reads.
+
+Each KV position holds a number that stands for all tokens up to it. A row may only run if
+every position of its context holds what its own sequence has there; so a wrong block, a block
+written too early, a stale table, a wrong length or a wrong token shows at once.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanoactor.actors.runner import RunnerActor, RunnerConfig
+from nanoactor.messages import StepDone
+from nanoactor.runner.batch import BatchState, StepInputs
+from nanoactor.runtime.actor import Actor, Context, Facts
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class SimulatedRunner(RunnerActor):
+    """`RunnerActor` with a latency model in the place of its thread."""
+
+    def __init__(self, config: RunnerConfig, world: World) -> None:
+        super().__init__(config)
+        self._world = world
+        self._busy = False
+        self._slow = random.Random(f"{world.scenario.seed} slow")
+        self.done = 0
+        """The last step that the device has completed."""
+        self.busy_seconds = 0.0
+        self.kv = np.full(world.scenario.blocks * world.scenario.block_size, -1, np.int64)
+        self._next_token = np.full(world.scenario.max_num_seqs, -1, np.int64)
+        self._ends: dict[int, int] = {}
+        """By request: how many positions its last row reached."""
+
+    def setup(self) -> Facts:
+        """The cache's size, as the scenario has it."""
+        scenario = self._world.scenario
+        most = -(-scenario.max_model_len // scenario.block_size)
+        self._batch = BatchState(scenario.max_num_seqs, most, scenario.block_size)
+        return {
+            "num_blocks": scenario.blocks,
+            "block_size": scenario.block_size,
+            "dtype": "float32",
+        }
+
+    def start(self, context: Context, facts: Any) -> None:
+        """No thread."""
+        Actor.start(self, context, facts)
+
+    def _on_step(self, step: Any) -> None:
+        super()._on_step(step)
+        self._pump()
+
+    def _pump(self) -> None:
+        if self._busy or self._inputs.empty():
+            return
+        self._busy = True
+        inputs = self._inputs.get()
+        assert inputs is not None
+        if self._config.asks:
+            self.context.call_soon(self._begun, inputs.step)
+        scenario = self._world.scenario
+        seconds = scenario.step_seconds + scenario.token_seconds * len(inputs.token_ids)
+        seconds *= 20.0 if self._slow.random() < scenario.slow_chance else 1.0
+        self._world.loop.call_later(seconds, self._end, inputs, seconds)
+
+    def _end(self, inputs: StepInputs, seconds: float) -> None:
+        ids = self._run(inputs)
+        self.done = inputs.step
+        self.busy_seconds += seconds
+        self._world.oracle.computed(inputs.step)
+        self._busy = False
+        self._done(StepDone(inputs.step, ids, seconds))
+        self._pump()
+
+    # -- the forward pass -----------------------------------------------------------------
+
+    def _run(self, inputs: StepInputs) -> Any:
+        """All prefill rows, then all decode rows; in this order they sample."""
+        owners = self._world.oracle.owners(inputs.step)
+        assert len(inputs.prefills) + len(inputs.decode_slots) == len(owners)
+        for row, uid in zip(inputs.prefills, owners, strict=False):
+            at = slice(row.first, row.first + row.tokens)
+            ids = inputs.token_ids[at]
+            self._row(uid, row.context, row.blocks, ids, inputs.slot_mapping[at])
+        first = len(inputs.token_ids) - len(inputs.decode_slots)
+        for index, slot in enumerate(inputs.decode_slots.tolist()):
+            uid = owners[len(inputs.prefills) + index]
+            context = int(inputs.decode_contexts[index])
+            at = slice(first + index, first + index + 1)
+            ids, mapping = self._next_token[slot : slot + 1], inputs.slot_mapping[at]
+            self._row(uid, context, inputs.decode_tables[index], ids, mapping)
+        return self._sample(inputs)
+
+    def _row(self, uid: int, context: int, blocks: Any, ids: Any, mapping: Any) -> None:
+        answer = self._world.oracle.answers[uid]
+        assert answer is not None
+        begin = context - len(ids)
+        size = self._world.scenario.block_size
+        positions = np.arange(context)
+        places = blocks[positions // size] * size + positions % size
+        who = f"request {uid}, positions {begin} to {context - 1}"
+        assert len(np.unique(places)) == context, f"{who}: two positions share a place"
+        assert (places[begin:] == mapping).all(), f"{who}: written where they are not read"
+        expected = np.array(answer.tokens[begin:context])
+        assert (ids == expected).all(), f"{who}: tokens {ids} where {expected} were due"
+        wrong = np.flatnonzero(self.kv[places[:begin]] != answer.states[:begin])
+        assert not len(wrong), f"{who}: the KV of position {wrong[:1]} is not its own"
+        self.kv[mapping] = answer.states[begin:context]
+        self._ends[uid] = context
+
+    def _sample(self, inputs: StepInputs) -> Any:
+        sampled = inputs.sampled
+        owners = self._world.oracle.owners_of_slots(inputs.step, sampled.slots.tolist())
+        ids = [self._world.oracle.token_after(uid, self._ends[uid]) for uid in owners]
+        assert sampled.positions.tolist() == [self._ends[uid] for uid in owners]
+        self._next_token[sampled.slots] = ids
+        return np.array(ids, np.int32)

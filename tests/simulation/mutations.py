@@ -1,0 +1,295 @@
+"""Bugs that we planted: each a change of source code that the simulation must find.
+
+A mutation replaces a piece of a module's source; the functions of the running module get the
+code of the changed ones, in place, so that every object and every import sees them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A planted bug: what it is, and how it is planted."""
+
+    what: str
+    module: str
+    old: str
+    new: str
+
+
+SCHEDULER = "nanoactor.scheduling.scheduler"
+SEQUENCE = "nanoactor.scheduling.sequence"
+ASSEMBLY = "nanoactor.scheduling.assembly"
+MANAGER = "nanoactor.kv.manager"
+POOL = "nanoactor.kv.pool"
+HASHING = "nanoactor.kv.hashing"
+DETOKENIZER = "nanoactor.text.detokenizer"
+FRONTEND = "nanoactor.actors.frontend"
+BLOCKS = "nanoactor.actors.blocks"
+BATCH = "nanoactor.runner.batch"
+
+MUTATIONS = [
+    Mutation(
+        "blocks are freed without a fence",
+        MANAGER,
+        "self.pool.release(holding.table[::-1], event.fence)",
+        "self.pool.release(holding.table[::-1], 0)",
+    ),
+    Mutation(
+        "freed credits count at once",
+        SCHEDULER,
+        "self._pending.append((fence, freed))\n            self._pending_credits += freed",
+        "self._credits += freed",
+    ),
+    Mutation(
+        "a slot is given away while steps have rows in it",
+        SCHEDULER,
+        "self._fenced_slots.append((self._planned, sequence.slot))",
+        "self._fenced_slots.append((0, sequence.slot))",
+    ),
+    Mutation(
+        "abort and finish both free",
+        SCHEDULER,
+        "            return\n        self._to_free.append(sequence.slot)\n",
+        "            return\n        self._to_free.append(sequence.slot)\n"
+        "        if sequence.in_flight > 1: self._to_free.append(sequence.slot)\n",
+    ),
+    Mutation(
+        "a block of overrun tokens is indexed",
+        MANAGER,
+        "<= min(len(holding.tokens), holding.planned):",
+        "<= min(len(holding.tokens) + 1, holding.planned):",
+    ),
+    Mutation(
+        "a block is indexed before it is computed",
+        MANAGER,
+        "<= min(len(holding.tokens), holding.planned):",
+        "<= len(holding.tokens):",
+    ),
+    Mutation(
+        "a refund is forgotten",
+        SCHEDULER,
+        "            self._credits += refund\n",
+        "            self._credits += refund if uid in self.live else 0\n",
+    ),
+    Mutation(
+        "every hit is refunded, even of blocks that nobody held",
+        MANAGER,
+        "refund += self.pool.share(block)",
+        "self.pool.share(block)\n            refund += 1",
+    ),
+    Mutation(
+        "a late Stop ends a request twice",
+        SCHEDULER,
+        "            if (sequence := self.live.get(uid)) is not None:\n"
+        '                self._end(sequence, "stop")',
+        "            if (sequence := self.live.get(uid)) is not None:\n"
+        '                self._end(sequence, "stop")\n'
+        "            else:\n"
+        '                self._finishes.append(_finish(uid, "stop"))',
+    ),
+    Mutation(
+        "an abort of a finished request leaves a tombstone",
+        SCHEDULER,
+        "if event.uid not in self._seen:",
+        "if event.uid not in self.live:",
+    ),
+    Mutation(
+        "an abort that overtakes its request is lost",
+        SCHEDULER,
+        "            self._tombstones.add(event.uid)",
+        "            self._tombstones.discard(event.uid)",
+    ),
+    Mutation(
+        "a result is dropped for a preempted sequence",
+        SCHEDULER,
+        "        if sequence.phase is Phase.FINISHED:\n            self.statistics.overruns += 1",
+        "        if sequence.phase in (Phase.FINISHED, Phase.WAITING):\n"
+        "            self.statistics.overruns += 1",
+    ),
+    Mutation(
+        "the result of an ended sequence is taken",
+        SCHEDULER,
+        "        if sequence.phase is Phase.FINISHED:\n            self.statistics.overruns += 1\n"
+        "            return",
+        "        if sequence.phase is Phase.FINISHED:\n            self.statistics.overruns += 1",
+    ),
+    Mutation(
+        "a hash takes its grandparent for its parent",
+        MANAGER,
+        'block_hash(hashes[-1] if hashes else b"", block, self._salt)',
+        'block_hash(hashes[-2] if len(hashes) > 1 else b"", block, self._salt)',
+    ),
+    Mutation(
+        "the hash does not know its parent",
+        HASHING,
+        "        parent = block_hash(parent, tokens[start",
+        '        parent = block_hash(b"", tokens[start',
+    ),
+    Mutation(
+        "a match leaves nothing to compute",
+        MANAGER,
+        "hashes[: (len(tokens) - 1) // self._block_size]",
+        "hashes[: len(tokens) // self._block_size]",
+    ),
+    Mutation(
+        "a new block comes one token late",
+        SCHEDULER,
+        "return sequence.scheduled == sequence.blocks * self.config.block_size",
+        "return sequence.scheduled == sequence.blocks * self.config.block_size + 1",
+    ),
+    Mutation(
+        "children are evicted after their parents",
+        MANAGER,
+        "self.pool.release(holding.table[::-1], event.fence)",
+        "self.pool.release(holding.table, event.fence)",
+    ),
+    Mutation(
+        "a block that a hit took out of quarantine is handed out",
+        POOL,
+        "if not self._references[block] and self._ticket[block] == ticket:",
+        "if self._ticket[block] == ticket:",
+    ),
+    Mutation(
+        "a second quarantine ends with the first",
+        POOL,
+        "if not self._references[block] and self._ticket[block] == ticket:",
+        "if not self._references[block]:",
+    ),
+    Mutation(
+        "an evicted block stays indexed",
+        POOL,
+        "            self.evictions += 1\n            self._forget(block)",
+        "            self.evictions += 1",
+    ),
+    Mutation(
+        "a shared block stays in the order of eviction",
+        POOL,
+        "        self._references[block] += 1\n        self._cached.pop(block, None)",
+        "        self._references[block] += 1",
+    ),
+    Mutation(
+        "more is planned than the token budget",
+        SCHEDULER,
+        "budget = self.config.max_num_batched_tokens - len(decoding)",
+        "budget = self.config.max_num_batched_tokens",
+    ),
+    Mutation(
+        "one step more is planned than the depth",
+        SCHEDULER,
+        "if len(self._in_flight) >= self.config.depth:",
+        "if len(self._in_flight) > self.config.depth:",
+    ),
+    Mutation(
+        "a slot that leaves the decode set stays in it",
+        ASSEMBLY,
+        "leaves = np.flatnonzero(self._decoding & ~now)",
+        "leaves = np.flatnonzero(self._decoding & ~now)[1:]",
+    ),
+    Mutation(
+        "the queue is served last come, first served",
+        SCHEDULER,
+        "        heapq.heappush(self._waiting, (sequence.rank, sequence))",
+        "        heapq.heappush(self._waiting, ((-sequence.rank[0], -sequence.uid), sequence))",
+    ),
+    Mutation(
+        "nobody is preempted",
+        SCHEDULER,
+        "while missing > 0 and len(self._running) > 1:",
+        "while False:",
+    ),
+    Mutation(
+        "everybody is preempted",
+        SCHEDULER,
+        "missing -= max(1, victim.blocks - victim.shared) + (victim in starving)",
+        "missing -= 0",
+    ),
+    Mutation(
+        "a credits message is sent although its edge is full",
+        BLOCKS,
+        "if self._scheduler.ready:",
+        "if True:",
+    ),
+    Mutation(
+        "the detokenizer takes tokens past a stop string",
+        DETOKENIZER,
+        "if entry.ended or index < entry.tokens:",
+        "if index < entry.tokens:",
+    ),
+    Mutation(
+        "the terminal is sent when the stop string is found, and again at the finish",
+        DETOKENIZER,
+        "            entry.ended = True\n",
+        "            entry.ended = True\n"
+        '            self._finish(Finish(uid, "stop", None, "", 0, 0, False))\n',
+    ),
+    Mutation(
+        "a chunk that is too large loses its rest",
+        DETOKENIZER,
+        "pending.text, pending.ids = [rest_text], rest_ids\n                break",
+        "pending.text, pending.ids = [], []\n                break",
+    ),
+    Mutation(
+        "an abort removes the journal's entry at once",
+        FRONTEND,
+        "            entry.aborted = True\n",
+        "            entry.aborted = True\n            self._entries.pop(uid)\n",
+    ),
+    Mutation(
+        "a request that is over still counts as waiting",
+        FRONTEND,
+        "            self._no_longer_waiting(entry)\n            entry.terminal = terminal",
+        "            entry.terminal = terminal",
+    ),
+    Mutation(
+        "a decode row's length is counted one step late",
+        BATCH,
+        "        self._lengths[decode] += 1\n        token_ids",
+        "        self._lengths[decode[1:]] += 1\n        token_ids",
+    ),
+]
+
+
+@contextlib.contextmanager
+def planted(mutation: Mutation) -> Iterator[None]:
+    """The engine with the bug, until the context ends."""
+    module = importlib.import_module(mutation.module)
+    source = inspect.getsource(module)
+    assert source.count(mutation.old) == 1, f"{mutation.what}: the source has changed"
+    changed = ModuleType(mutation.module)
+    code = compile(source.replace(mutation.old, mutation.new), str(module.__file__), "exec")
+    before = dict(_functions(module))
+    exec(code, vars(changed))
+    originals = {name: function.__code__ for name, function in before.items()}
+    try:
+        for name, function in _functions(changed):
+            if name in before:
+                before[name].__code__ = function.__code__
+        yield
+    finally:
+        for name, function in before.items():
+            function.__code__ = originals[name]
+
+
+def _functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
+    """Every function and method that the module itself defines, by qualified name."""
+    for value in vars(module).values():
+        if getattr(value, "__module__", None) == module.__name__ and isinstance(value, type):
+            for member in vars(value).values():
+                yield from _plain(member, value.__qualname__)
+        elif isinstance(value, FunctionType) and value.__module__ == module.__name__:
+            yield value.__qualname__, value
+
+
+def _plain(member: Any, owner: str) -> Iterator[tuple[str, FunctionType]]:
+    inner = getattr(member, "__func__", getattr(member, "fget", member))
+    if isinstance(inner, FunctionType) and inner.__qualname__.startswith(f"{owner}."):
+        yield inner.__qualname__, inner

@@ -1,0 +1,403 @@
+"""Knows what must be true, and looks after every message whether it is."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanoactor.messages import (
+    Abort,
+    Chunk,
+    Credits,
+    Match,
+    Plan,
+    Step,
+    StepDone,
+    Stop,
+    Terminal,
+    Tokens,
+)
+from nanoactor.scheduling.sequence import Phase, Sequence
+from tests.simulation.reference import Answer, answer, cut_by_text, true_blocks
+from tests.simulation.stories import Stories
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class Oracle:
+    """The invariants of one world. Every method raises `AssertionError` where one is broken."""
+
+    def __init__(self, world: World, record: bool) -> None:
+        self._world = world
+        self._scenario = world.scenario
+        answers = [answer(ask, world.scenario) for ask in world.scenario.asks]
+        self._true = true_blocks(answers, world.scenario.block_size)
+        self._answer_of = answers
+        self.answers: dict[int, Answer | None] = {}
+        self.positions: dict[int, int] = {}
+        """By request number: its position in the scenario."""
+        self.terminals: dict[int, Terminal] = {}
+        self.counts: Counter[str] = Counter()
+        self.stories = Stories(record)
+        self._rows: dict[int, tuple[list[int], dict[int, int]]] = {}
+        """By stamped step: the requests of its rows in order, and by slot."""
+        self._planned_slots: dict[int, set[int]] = {}
+        """By step that is planned and not computed: the slots with a row in it."""
+        self._decode_slots: set[int] = set()
+        self._last_use = np.zeros(world.scenario.blocks, np.int64)
+        """By block: the last step that reads or writes it."""
+        self._indexed: defaultdict[int, list[tuple[int, bytes]]] = defaultdict(list)
+        """By step after which they must be true: (block, content) that were indexed."""
+        self._sat_out: dict[int, tuple[int, int]] = {}
+        """By request that sits out: (steps, preemptions when it began to)."""
+        self._head: tuple[Any, int, int] = (None, 0, 0)
+        """(which head since which match, steps when it became that, the bound then)."""
+        self._matches = 0
+        self._stamping = 0
+        self._released: dict[int, int] = {}
+        """By block: when it was last let go."""
+        self._yielded = 0
+        """Blocks that this event's victims give back."""
+        self._due: set[int] = set()
+        """Requests whose results are about to be handled."""
+        self._must_abort: set[int] = set()
+        self._steps_before = 0
+
+    def attach(self) -> None:
+        """The actors are there: take a look at every block that is handed out or indexed."""
+        actors: Any = self._world.actors
+        self.scheduler = actors["scheduler"]._scheduler
+        self.manager = actors["blocks"]._manager
+        self.device = actors["runner.0"]
+        pool = self.manager.pool
+        self._allocate, self._remember = pool.allocate, pool.remember
+        self._release, self._preempt = pool.release, self.scheduler._preempt
+        pool.allocate, pool.remember = self.allocate, self.remember
+        pool.release, self.scheduler._preempt = self.release, self.preempt
+
+    # -- blocks ---------------------------------------------------------------------------
+
+    def allocate(self) -> int:
+        """No block is handed out while a step in flight may still use it; LRU among cached."""
+        pool = self.manager.pool
+        evictions, cached = pool.evictions, list(pool._cached)
+        block: int = self._allocate()
+        if pool.evictions > evictions:
+            oldest = min(cached, key=self._released.__getitem__)
+            assert block == oldest, f"block {block} is evicted, but {oldest} was used before"
+        assert self._last_use[block] <= self.device.done, (
+            f"block {block} is to be rewritten, but step {self._last_use[block]} uses it and "
+            f"only step {self.device.done} is done"
+        )
+        return block
+
+    def release(self, blocks: list[int], fence: int) -> int:
+        """Children are let go, and so evicted, before their parents."""
+        contents = [self.manager.pool._hash[block] for block in blocks]
+        for content, older in zip(contents[1:], contents, strict=False):
+            wrong = content in self._true and older and self._true[content].parent == older
+            assert not wrong, f"of blocks {blocks} a parent is let go before its child"
+        for block in blocks:
+            self.counts["releases"] += 1
+            self._released[block] = self.counts["releases"]
+        return int(self._release(blocks, fence))
+
+    def preempt(self, victim: Sequence) -> None:
+        """Nobody is preempted while credits, there or on their way, suffice."""
+        scheduler = self.scheduler
+        starving = sum(1 for s in scheduler._running if s.decodable and scheduler._at_block_end(s))
+        there = scheduler._credits + sum(count for _, count in scheduler._pending)
+        enough = there + self._yielded
+        assert starving > enough, f"{enough} blocks are there or on their way for {starving}"
+        self._yielded += victim.blocks - victim.shared
+        self._preempt(victim)
+
+    def remember(self, block: int, content: bytes) -> None:
+        """Nothing but the beginnings of requests is indexed, and only where it is or will be."""
+        before = self.manager.pool.find(content)
+        self._remember(block, content)
+        if before is None and self.manager.pool.find(content) == block:
+            assert content in self._true, f"block {block} is indexed with tokens nobody knows"
+            # True when the last step that was stamped, or is being stamped now, is computed.
+            last = max(self._stamping, max(self._rows, default=0))
+            self._indexed[last].append((block, content))
+            if last <= self.device.done:
+                self._check_indexed(last)
+
+    def _check_indexed(self, step: int) -> None:
+        size = self._scenario.block_size
+        for block, content in self._indexed.pop(step, ()):
+            held = self.device.kv[block * size : (block + 1) * size]
+            assert (held == self._true[content].states).all(), f"block {block} is indexed wrongly"
+            self.counts["blocks indexed"] += 1
+
+    # -- steps ----------------------------------------------------------------------------
+
+    def owners(self, step: int) -> list[int]:
+        """The request of each row, in the order of the rows."""
+        return self._rows[step][0]
+
+    def owners_of_slots(self, step: int, slots: list[int]) -> list[int]:
+        """The request that had each slot when the step was stamped."""
+        return [self._rows[step][1][slot] for slot in slots]
+
+    def token_after(self, uid: int, position: int) -> int:
+        """What the model says after so many tokens of a request."""
+        found = self.answers[uid]
+        assert found is not None
+        return found.tokens[position]
+
+    def computed(self, step: int) -> None:
+        """The device has done a step."""
+        self._check_indexed(step)
+        self._planned_slots.pop(step, None)
+
+    def _stamped(self, step: Step) -> None:
+        holdings = self.manager._holdings
+        decoding = np.flatnonzero(self.manager._decoding).tolist()
+        slots = [*step.slots.tolist(), *decoding]
+        assert len(set(slots)) == len(slots) <= self._scenario.max_num_seqs
+        used = len(step.token_ids) + len(decoding)
+        assert 0 < used <= self._scenario.max_num_batched_tokens, f"{used} tokens in a step"
+        self.counts["tokens"] += used
+        self.counts["steps"] += 1
+        by_slot = {slot: holdings[slot].uid for slot in slots}
+        self._rows[step.step] = ([by_slot[slot] for slot in slots], by_slot)
+        self._rows.pop(step.step - 10, None)
+        for slot in slots:
+            self._last_use[holdings[slot].table] = step.step
+        self.manager.check()
+        self._check_available()
+        self.stories.step(step, by_slot)
+
+    def _check_available(self) -> None:
+        """What may be rewritten is used by no step that is planned and not done."""
+        pool = self.manager.pool
+        blocks = np.array([*pool._free, *pool._cached], np.int64)
+        used = blocks[self._last_use[blocks] > self.device.done]
+        assert not len(used), f"blocks {used} may be rewritten while steps in flight use them"
+
+    def _planned(self, plan: Plan) -> None:
+        self._decode_slots -= set(plan.leaves.tolist())
+        self._decode_slots |= set(plan.joins.tolist())
+        self._planned_slots[plan.step] = self._decode_slots | set(plan.slots.tolist())
+        in_flight = plan.step - self.scheduler._completed
+        assert in_flight <= self._scenario.depth, f"{in_flight} steps in flight"
+
+    def _matched(self, match: Match) -> None:
+        busy = [step for step, slots in self._planned_slots.items() if match.slot in slots]
+        assert not busy, f"slot {match.slot} is given away, but steps {busy} have rows in it"
+        self._matches += 1
+        self._check_overtaking(match.uid)
+
+    # -- waiting --------------------------------------------------------------------------
+
+    def _check_overtaking(self, uid: int) -> None:
+        """Nobody is overtaken by more than the bound of docs/scheduling.md."""
+        mine = self._place(uid)
+        for other in self.scheduler.live.values():
+            if other.phase is Phase.WAITING and other.uid != uid:
+                assert mine < self._place(other.uid), f"request {uid} overtakes {other.uid}"
+
+    def _place(self, uid: int) -> tuple[int, int]:
+        """A degree of priority is worth so many places in the order of arrival."""
+        ask = self._scenario.asks[self.positions[uid]]
+        return uid + ask.priority * self._scenario.priority_window, uid
+
+    def _check_gaps(self, steps_before: int) -> None:
+        """A stream that runs is in every step, or sits out within the bound."""
+        scheduler = self.scheduler
+        preemptions = scheduler.statistics.preemptions
+        for planned in list(scheduler._in_flight):
+            if planned.step <= steps_before:
+                continue
+            rows = {sequence.uid for sequence in planned.rows}
+            streams = {s.uid for s in scheduler._running if s.decodable and s.uid not in rows}
+            for uid in [uid for uid in self._sat_out if uid not in streams]:
+                del self._sat_out[uid]
+            for uid in streams:
+                steps, since = self._sat_out.get(uid, (0, preemptions))
+                self._sat_out[uid] = (steps + 1, since)
+                self.counts["sat out"] += 1
+                most = self._scenario.depth * (2 + preemptions - since)
+                assert steps + 1 <= most, (
+                    f"request {uid} has sat out {steps + 1} steps, {preemptions - since} "
+                    f"preemptions were made meanwhile: at most {most}"
+                )
+
+    def _check_head(self) -> None:
+        """The head of the queue waits at most as long as those that run have tokens left."""
+        scheduler = self.scheduler
+        steps = scheduler.statistics.steps
+        head = scheduler._head()
+        key = None if head is None else (head.uid, self._matches)
+        if key != self._head[0]:
+            left = sum(_positions_left(s) for s in scheduler._running)
+            self._head = (key, steps, left + self._scenario.depth)
+        elif key is not None:
+            _, since, bound = self._head
+            assert steps - since <= bound, (
+                f"request {key[0]} has been first in the queue for {steps - since} steps, "
+                f"but only {bound} tokens were left to those that ran"
+            )
+
+    # -- messages -------------------------------------------------------------------------
+
+    def submitted(self, uid: int, position: int) -> None:
+        """A request got its number."""
+        self.positions[uid] = position
+        self.answers[uid] = self._answer_of[position]
+        self.stories.submitted(uid, self._scenario.asks[position])
+
+    def check_overload(self) -> None:
+        """A request was refused for want of room: there must be none."""
+        frontend: Any = self._world.actors["frontend"]
+        figures = frontend.statistics()
+        full = figures["waiting_requests"] >= self._scenario.max_waiting_requests
+        assert full or figures["waiting_tokens"] > 0
+        self.counts["refused"] += 1
+
+    def sent(self, source: str, message: Any) -> None:
+        """A message leaves its actor."""
+        self.stories.message(self._world.loop.time(), source, message)
+        match message:
+            case Plan():
+                self._planned(message)
+            case Match():
+                self._matched(message)
+            case Step():
+                self._stamped(message)
+            case Tokens():
+                self._due -= set(message.uids.tolist())
+
+    def arrives(self, source: str, target: str, message: Any) -> None:
+        """A message is about to be handled."""
+        self._steps_before = self.scheduler._planned
+        self._yielded = 0
+        match message:
+            case Plan():
+                self._stamping = message.step
+            case Abort() if message.uid not in self.scheduler._seen:
+                self.counts["aborts that overtook"] += 1
+                self._must_abort.add(message.uid)
+            case StepDone():
+                samplers = self.scheduler._in_flight[0].samplers
+                self._due = {s.uid for s in samplers if s.uid in self.scheduler.live}
+            case Stop():
+                self.counts["stop strings"] += len(message.uids)
+            case Chunk():
+                self._check_chunk(message)
+
+    def _check_chunk(self, chunk: Chunk) -> None:
+        told = {*chunk.uids.tolist(), *(opened.uid for opened in chunk.opened)}
+        again = told & self.terminals.keys()
+        assert not again, f"more news of requests {again}, which are over"
+        for terminal in chunk.terminals:
+            assert terminal.uid not in self.terminals, f"a second terminal of {terminal.uid}"
+            self.terminals[terminal.uid] = terminal
+
+    def handled(self, target: str, message: Any) -> None:
+        """A message was handled."""
+        if target not in ("scheduler", "blocks"):
+            return
+        self._check_credits()
+        if target == "scheduler":
+            assert not self._due, f"results of {self._due} were dropped, though they live"
+            self._check_gaps(self._steps_before)
+            self._check_head()
+            if isinstance(message, Abort):
+                assert message.uid not in self.scheduler.live, "an abort was not obeyed"
+
+    def _check_credits(self) -> None:
+        """The scheduler's count is the block manager's, but for what is under way."""
+        scheduler, pool = self.scheduler, self.manager.pool
+        counted = scheduler._credits + sum(count for _, count in scheduler._pending)
+        ownerless = sum(1 for references in pool._references if not references)
+        for message in self._world.edges["scheduler", "blocks"].messages:
+            if isinstance(message, Match):
+                ownerless -= message.blocks
+            elif isinstance(message, Plan):
+                ownerless -= len(message.grows)
+        answers = self.manager._answers
+        ownerless -= sum(answers.refunds) + sum(answers.freed)
+        for message in self._world.edges["blocks", "scheduler"].messages:
+            assert isinstance(message, Credits)
+            ownerless -= int(message.refunds.sum()) + int(message.freed.sum())
+        assert counted == ownerless, f"{counted} credits are counted, {ownerless} are true"
+        assert scheduler._credits >= 0, f"{scheduler._credits} credits"
+
+    # -- the end --------------------------------------------------------------------------
+
+    def conclude(self) -> None:
+        """Everything is over: every answer is right, and nothing is held anywhere."""
+        for position, entry in self._world.entries.items():
+            uid = self._world.uid_of[position]
+            assert uid in self.terminals, f"request {uid} got no end"
+            self._check_answer(position, entry, self.terminals[uid])
+        self._check_nothing_held()
+        self._count()
+
+    def _check_answer(self, position: int, entry: Any, terminal: Terminal) -> None:
+        ask, expected = self._scenario.asks[position], self._answer_of[position]
+        ids, text = list(entry.token_ids), "".join(entry.text)
+        who = f"request {terminal.uid}"
+        assert entry.terminal is terminal
+        assert (terminal.tokens, terminal.characters) == (len(ids), len(text)), who
+        assert terminal.reason == "abort" or terminal.uid not in self._must_abort, who
+        if terminal.reason == "abort":
+            assert ask.aborts, f"{who} was aborted by nobody"
+            self.counts["aborted"] += 1
+            if not ids:
+                return
+        if expected is None:
+            assert terminal.reason in ("error", "abort")
+            assert terminal.error or terminal.reason == "abort"
+            return
+        if terminal.reason == "abort" or (ask.aborts and len(ids) < len(expected.output)):
+            # What was held back is let out at the end, and may complete a stop string.
+            cut = cut_by_text(ask, ids, hide_last=False)
+            assert tuple(ids) == expected.output[: len(ids)], who
+            assert (text, terminal.stop_reason) == cut[1:], who
+            return
+        assert tuple(ids) == expected.output, f"{who}: {ids} where {expected.output} was due"
+        assert text == expected.text, f"{who}: {text!r} where {expected.text!r} was due"
+        assert (terminal.reason, terminal.stop_reason) == (expected.reason, expected.stop_reason)
+
+    def _check_nothing_held(self) -> None:
+        actors: Any = self._world.actors
+        scheduler, pool = self.scheduler, self.manager.pool
+        scheduler.check_idle()
+        self.manager.check()
+        held = {
+            "live": len(scheduler.live),
+            "waiting": len(scheduler._waiting),
+            "running": scheduler.running,
+            "tombstones": scheduler.tombstones,
+            "slots": self._scenario.max_num_seqs - len(scheduler._free_slots),
+            "credits": self._scenario.blocks - scheduler.credits,
+            "seen": len(scheduler._seen),
+            "blocks": self._scenario.blocks - pool.available,
+            "holdings": self.manager.held,
+            "entries": actors["detokenizer"]._detokenizer.entries,
+            "pending": actors["detokenizer"]._detokenizer.pending,
+            **actors["frontend"].statistics(),
+            "untokenized": len(actors["frontend"]._untokenized),
+            "messages": sum(len(edge.messages) for edge in self._world.edges.values()),
+        }
+        left = {name: count for name, count in held.items() if count}
+        assert not left, f"left over: {left}"
+
+    def _count(self) -> None:
+        statistics = self.scheduler.statistics
+        for name in ("preemptions", "overruns", "mixed_steps"):
+            self.counts[name] += getattr(statistics, name)
+        self.counts["hits"] += self.manager.hit_tokens
+        self.counts["evictions"] += self.manager.pool.evictions
+        self.counts["requests"] += len(self._world.entries)
+
+
+def _positions_left(sequence: Sequence) -> int:
+    return max(0, sequence.limit - 1 - sequence.scheduled)

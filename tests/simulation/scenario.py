@@ -1,0 +1,202 @@
+"""What a simulated engine is asked to do: plain data, drawn from a seed, easy to make smaller."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+VOCABULARY = 50
+EOS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """One request, and when its user gives up on it."""
+
+    at: float
+    """Seconds of the virtual clock."""
+    prompt: tuple[int, ...]
+    max_tokens: int
+    eos_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    priority: int = 0
+    aborts: tuple[float, ...] = ()
+    """Seconds after the request; the second and later ones must change nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """The engine's options, how slow everything is, and all requests."""
+
+    seed: int
+    """Of the delays and the slow steps alone."""
+    asks: tuple[Ask, ...]
+    blocks: int = 64
+    block_size: int = 4
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 32
+    max_model_len: int = 64
+    depth: int = 2
+    plan_lead: str = "eager"
+    prefix_caching: bool = True
+    priority_window: int = 1000
+    tokenizers: int = 1
+    max_waiting_requests: int = 1000
+    max_waiting_tokens: int = 100_000
+    chunk_bytes: int = 1 << 16
+    step_seconds: float = 0.001
+    token_seconds: float = 0.00002
+    slow_chance: float = 0.0
+    """How likely a step takes twenty times as long."""
+    delay: float = 0.0
+    """Mean delay of a message, in steps."""
+    uneven: bool = False
+    """Whether some edges are ten times slower than others."""
+    capacity: int = 1_000_000
+    """How many messages an edge between processes holds before its outbox must wait."""
+
+    wire: bool = False
+    """Whether messages travel as bytes, overwritten as soon as they were handled."""
+
+    @property
+    def tokens(self) -> int:
+        """An upper bound of what it computes, without preemptions."""
+        return sum(len(ask.prompt) + ask.max_tokens for ask in self.asks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """A kind of load."""
+
+    stem: int
+    """How long shared beginnings are at most."""
+    outputs: tuple[int, ...]
+    """Lengths of output to choose from."""
+    gaps: tuple[float, ...]
+    """Mean steps between two arrivals to choose from; 0 is all at once."""
+    aborts: float
+    """Share of the requests that are aborted."""
+    priorities: tuple[int, ...] = (0, 0, 0, 0, 1, -1, 3)
+    scarce: bool = False
+    """Whether there are few blocks for many sequences."""
+
+
+TRAFFIC = (
+    Traffic(stem=250, outputs=(1, 2, 8, 40, 100), gaps=(0.0, 2.0, 20.0), aborts=0.25),
+    Traffic(stem=250, outputs=(1, 2, 8, 40, 100), gaps=(0.0, 2.0), aborts=0.25),
+    # Outputs outgrow the cache: sequences starve, and are preempted, again and again.
+    Traffic(stem=10, outputs=(40, 100, 100), gaps=(0.0, 2.0), aborts=0.1, scarce=True),
+    # The same with long prompts in common: matches bring large refunds, for late arrivals first.
+    Traffic(
+        stem=250,
+        outputs=(2, 40, 100),
+        gaps=(0.5, 2.0),
+        aborts=0.2,
+        priorities=(0, -1, -2, -3),
+        scarce=True,
+    ),
+    # Come, hit the prefix of one that has hardly left, and go.
+    Traffic(stem=30, outputs=(1, 2, 3), gaps=(0.5, 2.0), aborts=0.6),
+)
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    rng = random.Random(seed)
+    traffic = rng.choice(TRAFFIC)
+    block_size = rng.choice([1, 2, 4, 4, 4, 5, 8])
+    max_model_len = rng.choice([24, 64, 200, 300])
+    needed = -(-max_model_len // block_size)
+    seqs = rng.choice([4, 8, 16] if traffic.scarce else [1, 2, 4, 8, 16, 32])
+    plenty = [needed, needed + 1, needed * 3 // 2, 3 * needed, 8 * needed]
+    bounded = rng.random() < 0.1
+    scenario = Scenario(
+        seed,
+        (),
+        blocks=needed + rng.choice([0, 1, seqs]) if traffic.scarce else rng.choice(plenty),
+        block_size=block_size,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=seqs + rng.choice([0, 1, 7, 24, 100, 300]),
+        max_model_len=max_model_len,
+        depth=rng.choice([1, 2, 2, 3, 4]),
+        plan_lead=rng.choice(["eager", "late"]),
+        prefix_caching=rng.random() < 0.9,
+        priority_window=rng.choice([1, 5, 1000]),
+        tokenizers=rng.choice([1, 2]),
+        max_waiting_requests=5 if bounded else 1000,
+        max_waiting_tokens=150 if bounded else 100_000,
+        chunk_bytes=rng.choice([16, 64, 1 << 16]),
+        slow_chance=rng.choice([0.0, 0.05]),
+        delay=rng.choice([0.0, 0.02, 0.3, 3.0]),
+        uneven=rng.random() < 0.5,
+        capacity=rng.choice([1, 2, 8, 1_000_000]),
+        wire=rng.random() < 0.15,
+    )
+    return dataclasses.replace(scenario, asks=_draw_asks(rng, scenario, traffic))
+
+
+def _draw_asks(rng: random.Random, scenario: Scenario, traffic: Traffic) -> tuple[Ask, ...]:
+    stems = [tuple(_tokens(rng, traffic.stem)) for _ in range(3)]
+    gap = rng.choice(traffic.gaps) * scenario.step_seconds
+    asks: list[Ask] = []
+    now = 0.0
+    for _ in range(rng.choice([12, 40, 100])):
+        if rng.random() < 0.7:  # else it comes together with the one before
+            now += rng.expovariate(1 / gap) if gap else 0.0
+        prompt = _draw_prompt(rng, scenario, stems, asks)
+        asks.append(_draw_ask(rng, scenario, traffic, now, prompt))
+    return tuple(asks)
+
+
+def _draw_ask(
+    rng: random.Random, scenario: Scenario, traffic: Traffic, at: float, prompt: tuple[int, ...]
+) -> Ask:
+    room = scenario.max_model_len - len(prompt)
+    stops = [_letters(rng) for _ in range(rng.choice([1, 1, 3]))] if rng.random() < 0.2 else []
+    return Ask(
+        at,
+        prompt,
+        max_tokens=min(room, rng.choice(traffic.outputs)) if room > 0 else 1,
+        eos_ids=(EOS,) if rng.random() < 0.5 else (),
+        stop_ids=(rng.randrange(VOCABULARY),) if rng.random() < 0.2 else (),
+        min_tokens=min(max(room, 0), rng.choice([0, 0, 0, 3, 9])),
+        stop=tuple(stops),
+        include_stop=rng.random() < 0.5,
+        priority=rng.choice(traffic.priorities),
+        aborts=_draw_aborts(rng, scenario) if rng.random() < traffic.aborts else (),
+    )
+
+
+def _draw_aborts(rng: random.Random, scenario: Scenario) -> tuple[float, ...]:
+    """At once, after about a step, or about 30 steps; sometimes twice."""
+    step = scenario.step_seconds
+    first = rng.choice([0.0, rng.expovariate(1 / step), rng.expovariate(1 / (30 * step))])
+    return (first, first + rng.random() * step) if rng.random() < 0.3 else (first,)
+
+
+def _draw_prompt(
+    rng: random.Random, scenario: Scenario, stems: list[tuple[int, ...]], asks: list[Ask]
+) -> tuple[int, ...]:
+    """Refused, the same as one before, as long as can be, or on a shared stem."""
+    limit = scenario.max_model_len
+    kind = rng.random()
+    if kind < 0.03:
+        return (rng.choice([-1, VOCABULARY, 3]),) * rng.choice([1, limit, limit + 1])
+    if kind < 0.13 and asks:
+        return rng.choice(asks).prompt
+    if kind < 0.18:
+        return tuple(_tokens(rng, limit - 1))
+    stem = rng.choice(stems)
+    stem = stem[: rng.randrange(0, min(len(stem), limit - 1))]
+    return (stem + tuple(_tokens(rng, rng.choice([1, 1, 2, 5, 12]))))[: limit - 1]
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+
+def _letters(rng: random.Random) -> str:
+    return "".join(rng.choice("abcde") for _ in range(rng.choice([1, 2, 3, 3])))

@@ -1,0 +1,106 @@
+"""Whatever arrives, in whatever order messages interleave: the right answers, and an end."""
+
+import multiprocessing
+import os
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from tests.simulation.mutations import MUTATIONS, planted
+from tests.simulation.scenario import draw
+from tests.simulation.shrinking import check, report
+from tests.simulation.world import World
+
+# What a million simulated tokens must have been about, at the very least.
+EXPECTED = dict(
+    hits=100_000,
+    evictions=100_000,
+    mixed_steps=10_000,
+    requests=10_000,
+    aborted=3_000,
+    overruns=3_000,
+    preemptions=1_000,
+    refused=500,
+)
+EXPECTED |= {"sat out": 1_000, "aborts that overtook": 1_000, "stop strings": 500}
+
+
+def play(first: int, stride: int, tokens: int) -> Counter:
+    """Every `stride`-th seed from `first`, until so many tokens were computed."""
+    total: Counter = Counter()
+    seed = first
+    while total["tokens"] < tokens:
+        total += check(seed).oracle.counts
+        seed += stride
+    return total
+
+
+def play_on_every_core(first: int, tokens: int) -> Counter:
+    """As `play`, each core with seeds of its own."""
+    cores = len(os.sched_getaffinity(0))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(cores, spawn) as pool:
+        jobs = [pool.submit(play, first + i, cores, tokens // cores) for i in range(cores)]
+        return sum((job.result() for job in jobs), Counter())
+
+
+@pytest.mark.timeout(600)
+def test_a_million_tokens_of_every_kind_of_traffic():
+    total = play_on_every_core(0, 1_000_000)
+    missed = {name: total[name] for name, least in EXPECTED.items() if total[name] < least}
+    assert not missed, f"of {total['tokens']} tokens too few were about: {missed}"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_ten_million_tokens_of_every_kind_of_traffic():
+    assert play_on_every_core(1_000_000, 10_000_000)["tokens"] >= 10_000_000
+
+
+def test_a_seed_is_one_course_of_events():
+    def stories(seed):
+        world = World(draw(seed), record=True)
+        return str(world.play().stories)
+
+    assert stories(3) == stories(3)
+    assert len({stories(seed) for seed in range(5)}) == 5
+
+
+# The seeds of the test above are looked through in their order. The slowest bug needs about a
+# tenth of its million tokens.
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
+def test_the_simulation_finds(mutation):
+    tokens = 0
+    with planted(mutation):
+        for seed in range(10_000):
+            world = World(draw(seed))
+            try:
+                world.play()
+            except Exception:
+                return
+            tokens += world.oracle.counts["tokens"]
+            assert tokens < 300_000, "not found"
+
+
+def test_there_are_twenty_planted_bugs_and_no_two_alike():
+    assert len({(m.module, m.new) for m in MUTATIONS}) == len(MUTATIONS) >= 20
+
+
+def test_a_failing_seed_shrinks_and_tells_its_stories():
+    (bug,) = [m for m in MUTATIONS if m.what == "a match leaves nothing to compute"]
+    with planted(bug):
+        scenario = next(draw(seed) for seed in range(1000) if fails(draw(seed)))
+        text = report(scenario)
+    assert len(scenario.asks) >= 12
+    assert 1 <= text.count("submitted: ") <= 2
+    for line in ("shrunk to Scenario(", "matched: slot", "hit of", "prefills"):
+        assert line in text
+
+
+def fails(scenario):
+    try:
+        World(scenario).play()
+    except Exception:
+        return True
+    return False

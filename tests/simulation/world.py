@@ -1,0 +1,288 @@
+"""The engine's own actors, wired as in production, on a virtual clock in one thread.
+
+Everything between the actors is simulated: edges that keep order and delay at random, and
+outboxes that fill up. Nothing inside an actor is, but for the forward pass (`device.py`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from nanoactor.actors.blocks import BlockManagerActor
+from nanoactor.actors.detokenizer import DetokenizerActor, DetokenizerConfig
+from nanoactor.actors.frontend import Entry, FrontendActor
+from nanoactor.actors.scheduler import SchedulerActor
+from nanoactor.actors.tokenizer import TokenizerActor
+from nanoactor.config import EngineConfig, ModelFiles, SamplingDefaults
+from nanoactor.errors import EngineOverloaded
+from nanoactor.layout import engine_topology
+from nanoactor.messages import Sampling, Stopping, Submit, TextOptions
+from nanoactor.outputs import RequestOutputKind
+from nanoactor.runtime.actor import Actor, Context
+from nanoactor.runtime.codec import copied, decode, encode
+from nanoactor.runtime.errors import OutboxOverflow
+from nanoactor.runtime.topology import EdgeSpec
+from nanoactor.scheduling.assembly import as_int32
+from nanoactor.text.detokenizer import Detokenizer
+from tests.simulation.device import SimulatedRunner
+from tests.simulation.oracle import Oracle
+from tests.simulation.reference import SALT, LetterDecoders
+from tests.simulation.scenario import VOCABULARY, Ask, Scenario
+
+M = TypeVar("M")
+
+# More events than any scenario needs: past it, something goes round in circles.
+_EVENTS_PER_TOKEN = 400
+
+
+class Stuck(AssertionError):
+    """Requests are not over, and nothing will happen any more; or too much happens."""
+
+
+class VirtualLoop:
+    """What actors see of an event loop: a clock, and calls that come due."""
+
+    def __init__(self, seed: int) -> None:
+        self._now = 0.0
+        self._due: list[tuple[float, float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._random = random.Random(seed)
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self._now
+
+    def call_at(self, when: float, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls that are due at the same moment come in random order."""
+        self._count += 1
+        entry = (when, self._random.random(), self._count, lambda: function(*arguments))
+        heapq.heappush(self._due, entry)
+
+    def call_later(self, seconds: float, function: Callable[..., None], *arguments: Any) -> None:
+        """As asyncio's."""
+        self.call_at(self._now + seconds, function, *arguments)
+
+    def call_soon_threadsafe(self, function: Callable[..., None], *arguments: Any) -> None:
+        """As asyncio's, but immediate calls keep no order among themselves."""
+        self.call_at(self._now, function, *arguments)
+
+    def step(self) -> bool:
+        """Make the next call; False where none is due, ever."""
+        if not self._due:
+            return False
+        self._now, _, _, call = heapq.heappop(self._due)
+        call()
+        return True
+
+
+class SimulatedContext(Context):
+    """A context on the virtual clock, in which every failure is raised at once."""
+
+    def __init__(self, name: str, loop: VirtualLoop, outboxes: dict[str, Edge]) -> None:
+        super().__init__(name, loop, outboxes, _raise)  # type: ignore[arg-type]
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self.loop.time()
+
+    def own(self, message: M) -> M:
+        """A copy, always: what was read in place is overwritten after its handler."""
+        return copied(message)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+class Edge:
+    """An outbox and the transport behind it: in order, late, and of bounded capacity."""
+
+    def __init__(self, world: World, spec: EdgeSpec, capacity: int) -> None:
+        self.label = spec.label
+        self.source = spec.source
+        (self._target,) = spec.targets
+        self._world = world
+        self._bound = spec.bound
+        self._capacity = capacity
+        self._random = random.Random(f"{world.scenario.seed} {spec.source} {spec.label}")
+        slow = 10.0 if world.scenario.uneven and self._random.random() < 0.25 else 1.0
+        self._mean = world.scenario.delay * slow * world.scenario.step_seconds
+        self._last_due = 0.0
+        self._transit: deque[Any] = deque()
+        self._waiting: deque[Any] = deque()
+
+    def send(self, message: Any) -> None:
+        """Send, or wait for room, within the edge's bound."""
+        self._world.oracle.sent(self.source, message)
+        if self._world.scenario.wire:
+            message = _Record(message)
+        if not self._waiting and len(self._transit) < self._capacity:
+            self._enter(message)
+            return
+        self._waiting.append(message)
+        if self._bound is not None and len(self._waiting) > self._bound:
+            raise OutboxOverflow(f"{self.source} -> {self.label}: more than {self._bound} wait")
+
+    @property
+    def ready(self) -> bool:
+        """As a real outbox: whether nothing waits."""
+        return not self._waiting
+
+    @property
+    def messages(self) -> list[Any]:
+        """What was sent and has not arrived."""
+        there = [*self._transit, *self._waiting]
+        return [m.message if isinstance(m, _Record) else m for m in there]
+
+    def _enter(self, message: Any) -> None:
+        loop = self._world.loop
+        delay = self._random.expovariate(1 / self._mean) if self._mean else 0.0
+        self._last_due = max(self._last_due, loop.time() + delay)
+        self._transit.append(message)
+        loop.call_at(self._last_due, self._arrive)
+
+    def _arrive(self) -> None:
+        message = self._transit.popleft()
+        if isinstance(message, _Record):
+            self._world.deliver(self.source, self._target, message.message)
+            message.poison()
+        else:
+            self._world.deliver(self.source, self._target, message)
+        full = bool(self._waiting)
+        while self._waiting and len(self._transit) < self._capacity:
+            self._enter(self._waiting.popleft())
+        if full and not self._waiting:
+            self._world.actors[self.source].on_ready(self)
+
+
+class _Record:
+    """A message as bytes, read in place, and worthless once it was handled."""
+
+    def __init__(self, message: Any) -> None:
+        self._bytes = encode(message).to_bytes(0)
+        self.message = decode(self._bytes, 0)
+
+    def poison(self) -> None:
+        """Overwrite the bytes, under the eyes of whoever kept a view of them."""
+        self._bytes[:] = b"\xdb" * len(self._bytes)
+
+
+class World:
+    """One scenario being played."""
+
+    def __init__(self, scenario: Scenario, record: bool = False) -> None:
+        self.scenario = scenario
+        self.loop = VirtualLoop(scenario.seed)
+        config, files = _config(scenario), _files(scenario)
+        topology = engine_topology(config, files, SALT)
+        specs = {spec.name: spec.config for spec in topology.actors}
+        self.actors: dict[str, Actor] = {
+            "frontend": FrontendActor(specs["frontend"]),
+            "scheduler": SchedulerActor(specs["scheduler"]),
+            "blocks": BlockManagerActor(specs["blocks"]),
+            "runner.0": SimulatedRunner(specs["runner.0"], self),
+            "detokenizer": DetokenizerActor(DetokenizerConfig(None, scenario.chunk_bytes)),
+        }
+        for index in range(scenario.tokenizers):
+            self.actors[f"tokenizer.{index}"] = TokenizerActor(specs[f"tokenizer.{index}"])
+        self.entries: dict[int, Entry] = {}
+        """By position in the scenario: what the journal has of each request."""
+        self.refused: set[int] = set()
+        """Positions of requests for which there was no room."""
+        self.uid_of: dict[int, int] = {}
+        self.oracle = Oracle(self, record)
+        self._start(topology.edges)
+        for position, ask in enumerate(scenario.asks):
+            self.loop.call_at(ask.at, self._submit, position, ask)
+
+    def _start(self, specs: tuple[EdgeSpec, ...]) -> None:
+        facts = {name: actor.setup() for name, actor in self.actors.items()}
+        detokenizer: Any = self.actors["detokenizer"]
+        detokenizer._detokenizer = Detokenizer(LetterDecoders())  # type: ignore[arg-type]
+        self.edges: dict[tuple[str, str], Edge] = {}
+        for spec in specs:
+            between = {spec.source, *spec.targets}
+            # By default these two share a node, where nothing waits.
+            same_node = between == {"scheduler", "blocks"} and self.scenario.seed % 2 == 0
+            capacity = 1_000_000 if same_node else self.scenario.capacity
+            self.edges[spec.source, spec.label] = Edge(self, spec, capacity)
+        self._handlers = {}
+        for name, actor in self.actors.items():
+            outboxes = {label: edge for (who, label), edge in self.edges.items() if who == name}
+            actor.start(SimulatedContext(name, self.loop, outboxes), facts)
+            self._handlers[name] = actor.handlers()
+        self.oracle.attach()
+
+    # -- the user -------------------------------------------------------------------------
+
+    def _submit(self, position: int, ask: Ask) -> None:
+        frontend: Any = self.actors["frontend"]
+        stopping = Stopping(ask.max_tokens, ask.min_tokens, ask.eos_ids, ask.stop_ids)
+        options = TextOptions(ask.stop, ask.include_stop, True, ask.min_tokens)
+        sampling = Sampling(0.0, 0, 1.0, 0.0, position)
+
+        def make(uid: int) -> Entry:
+            self.uid_of[position] = uid
+            self.oracle.submitted(uid, position)
+            prompt = as_int32(ask.prompt)
+            submit = Submit(
+                uid, 0, None, None, "", prompt, ask.priority, sampling, stopping, options
+            )
+            return Entry(str(uid), submit, RequestOutputKind.CUMULATIVE)
+
+        try:
+            self.entries[position] = frontend.submit(make)
+        except EngineOverloaded:
+            self.refused.add(position)
+            self.oracle.check_overload()
+            return
+        for after in ask.aborts:
+            self.loop.call_later(after, frontend.abort, self.uid_of[position])
+
+    # -- the course of events -------------------------------------------------------------
+
+    def deliver(self, source: str, target: str, message: Any) -> None:
+        """Let an actor handle a message, then look whether all is well."""
+        self.oracle.arrives(source, target, message)
+        self._handlers[target][type(message)](message)
+        self.oracle.handled(target, message)
+
+    def play(self) -> Oracle:
+        """Until nothing happens any more; raises where anything is wrong."""
+        limit = 20_000 + _EVENTS_PER_TOKEN * self.scenario.tokens
+        for _ in range(limit):
+            if not self.loop.step():
+                break
+        else:
+            raise Stuck(f"no end after {limit} events")
+        self.oracle.conclude()
+        return self.oracle
+
+
+def _config(scenario: Scenario) -> EngineConfig:
+    return EngineConfig(
+        "simulated",
+        max_num_seqs=scenario.max_num_seqs,
+        max_num_batched_tokens=scenario.max_num_batched_tokens,
+        pipeline_depth=scenario.depth,
+        plan_lead=scenario.plan_lead,  # type: ignore[arg-type]
+        enable_prefix_caching=scenario.prefix_caching,
+        priority_window=scenario.priority_window,
+        num_tokenizers=scenario.tokenizers,
+        max_waiting_requests=scenario.max_waiting_requests,
+        max_waiting_tokens=scenario.max_waiting_tokens,
+        block_size=scenario.block_size,
+        num_kv_blocks=scenario.blocks,
+        skip_tokenizer_init=True,
+    )
+
+
+def _files(scenario: Scenario) -> ModelFiles:
+    sizes: Any = SimpleNamespace(vocab_size=VOCABULARY)
+    return ModelFiles(Path(), sizes, SamplingDefaults(), (), scenario.max_model_len, ())
