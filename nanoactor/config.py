@@ -75,6 +75,9 @@ class EngineConfig:
     """Checksums on every record, released memory overwritten."""
     debug_delay_ms: float = 0.0
     """Delay every message by a random time up to this."""
+    debug_record_dir: str | None = None
+    """An existing directory into which every actor writes all that it is told and says;
+    `nanoactor.runtime.recording.replay` plays the scheduler and the block manager back."""
 
     def __post_init__(self) -> None:
         """Check every option by itself; what depends on the model is checked later."""
@@ -96,6 +99,12 @@ class EngineConfig:
         self._check_choice("plan_lead", ("eager", "late"))
         self._check_choice("placement", get_args(Placement))
         self._check_choice("transport", ("ring", "queue"))
+        if self.debug_record_dir is not None and not (
+            isinstance(self.debug_record_dir, str) and os.path.isdir(self.debug_record_dir)
+        ):
+            raise InvalidConfig(
+                f"debug_record_dir must be an existing directory, got {self.debug_record_dir!r}"
+            )
         self._check_together()
 
     def _check_together(self) -> None:

@@ -69,6 +69,7 @@ class AsyncLLM:
             transport=config.transport,
             debug=config.debug,
             debug_delay_ms=config.debug_delay_ms,
+            record_dir=config.debug_record_dir,
             start_timeout=config.start_timeout,
             stop_timeout=config.stop_timeout,
         )

@@ -51,5 +51,9 @@ class UnsupportedPlatform(RuntimeFault):
     """The operating system lacks something that the chosen transport needs."""
 
 
+class ReplayDiverged(RuntimeFault):
+    """An actor does not do what its recording says: it changed, or has inputs besides messages."""
+
+
 class NotUsableHere(RuntimeFault):
     """The system is used from another event loop or another process than it was started in."""

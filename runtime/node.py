@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanoactor.runtime.actor import Actor, Context, Facts
-from nanoactor.runtime.errors import TopologyError
 from nanoactor.runtime.mailbox import DelayedDelivery, Mailbox
 from nanoactor.runtime.outbox import LocalOutbox, MixedOutbox, Outbox, RemoteOutbox
+from nanoactor.runtime.recording import RecordedOutbox, Recorder
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec
 from nanoactor.runtime.transport import Deliver, Receiver, ReceiverEnd, SenderEnd
 
@@ -30,6 +29,7 @@ class NodePlan:
     receivers: tuple[tuple[str, str, ReceiverEnd], ...]
     """(edge label, target actor, reading end) of every edge that ends here from elsewhere."""
     debug_delay_ms: float = 0.0
+    record_dir: str | None = None
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -52,6 +52,7 @@ class Node:
         self._outboxes: dict[str, dict[str, Outbox]] = {}
         self._remote: list[RemoteOutbox] = []
         self._receivers: list[tuple[str, Receiver]] = []
+        self._recorders: dict[str, Recorder] = {}
         self._unopened = set(plan.descriptors)
         """Descriptors that no sender or receiver has taken over."""
 
@@ -60,7 +61,7 @@ class Node:
         facts = {}
         for spec in self.plan.actors:
             on_culprit(spec.name)
-            actor = _import_factory(spec.factory)(spec.config)
+            actor = spec.create()
             self.actors[spec.name] = actor
             facts[spec.name] = actor.setup()
         return facts
@@ -72,7 +73,12 @@ class Node:
                 spec.name, loop, self._outboxes.setdefault(spec.name, {}), self._fatal(spec.name)
             )
             actor = self.actors[spec.name]
-            self._mailboxes[spec.name] = Mailbox(context, actor.handlers(), self._fatal(spec.name))
+            handlers = actor.handlers()
+            if self.plan.record_dir is not None:
+                recorder = Recorder(self.plan.record_dir, spec, facts)
+                self._recorders[spec.name] = recorder
+                handlers = recorder.handlers(handlers)
+            self._mailboxes[spec.name] = Mailbox(context, handlers, self._fatal(spec.name))
             actor.context = context
         for position, edge in enumerate(self.plan.edges):
             outbox = self._open_outbox(position, edge, loop)
@@ -90,6 +96,7 @@ class Node:
         self, position: int, edge: EdgeSpec, loop: asyncio.AbstractEventLoop
     ) -> Outbox:
         parts: list[Outbox] = []
+        recorder = self._recorders.get(edge.source)
         local = [target for target in edge.targets if target in self._mailboxes]
         if local:
             parts.append(LocalOutbox(edge.label, [self._local_put(edge, t, loop) for t in local]))
@@ -99,10 +106,14 @@ class Node:
             sender = end.open()
             self._unopened -= set(end.descriptors)
             fatal = self._fatal(edge.source)
-            remote = RemoteOutbox(edge.label, sender, loop, edge.bound, actor.on_ready, fatal)
+            on_ready: Callable[[Outbox], None] = actor.on_ready
+            if recorder is not None:
+                on_ready = recorder.on_ready(on_ready)
+            remote = RemoteOutbox(edge.label, sender, loop, edge.bound, on_ready, fatal)
             self._remote.append(remote)
             parts.append(remote)
-        return parts[0] if len(parts) == 1 else MixedOutbox(edge.label, parts)
+        outbox = parts[0] if len(parts) == 1 else MixedOutbox(edge.label, parts)
+        return outbox if recorder is None else RecordedOutbox(outbox, recorder)
 
     def _local_put(
         self, edge: EdgeSpec, target: str, loop: asyncio.AbstractEventLoop
@@ -161,14 +172,8 @@ class Node:
             outbox.close()
         for _, receiver in self._receivers:
             receiver.close()
+        for recorder in self._recorders.values():
+            recorder.close()
         for descriptor in self._unopened:
             os.close(descriptor)
         self._unopened.clear()
-
-
-def _import_factory(path: str) -> type[Actor]:
-    module, _, name = path.partition(":")
-    factory = getattr(importlib.import_module(module), name, None)
-    if not (isinstance(factory, type) and issubclass(factory, Actor)):
-        raise TopologyError(f"{path} is not an Actor class")
-    return factory

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import graphlib
+import importlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from nanoactor.runtime.actor import Actor
 from nanoactor.runtime.errors import TopologyError
 
 Transport = Literal["ring", "queue"]
@@ -26,6 +28,14 @@ class ActorSpec:
     """"package.module:Class", a subclass of `Actor`; called with `config`."""
     config: Any
     """Picklable; travels once, at start."""
+
+    def create(self) -> Actor:
+        """Import the class and make the actor, not set up yet."""
+        module, _, name = self.factory.partition(":")
+        factory = getattr(importlib.import_module(module), name, None)
+        if not (isinstance(factory, type) and issubclass(factory, Actor)):
+            raise TopologyError(f"{self.factory} is not an Actor class")
+        return factory(self.config)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

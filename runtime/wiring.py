@@ -23,6 +23,8 @@ class Options:
     """Checksums on records, released space overwritten."""
     debug_delay_ms: float = 0.0
     """Delay each message on each edge by a random time up to this, keeping the edge's order."""
+    record_dir: str | None = None
+    """Where every actor's messages are written down, for `recording.replay`."""
     spin_us: float = 0.0
     """How long a ring's reader looks again before it blocks; only where cores are idle."""
     start_timeout: float = 600.0
@@ -62,6 +64,7 @@ def wire(topology: Topology, options: Options) -> dict[str, NodePlan]:
             draft.senders,
             tuple(draft.receivers),
             options.debug_delay_ms,
+            options.record_dir,
         )
         for name, draft in drafts.items()
     }

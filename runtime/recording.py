@@ -1,0 +1,218 @@
+"""A record of all that an actor was told and said, and its replay.
+
+An actor whose decisions follow from its messages alone (a scheduler, say, but neither a clock
+nor a user) does the same again when it is told the same again. So a recording of a run that
+went wrong is that run, to be looked at as often as one likes, and the proof that the actor
+has no other inputs.
+
+The file holds one pickle (the actor's specification and the facts at its start; replay only
+files that you trust), then entries: a header, the edge's label, and the message as it would
+be on the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import pickle
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+from nanoactor.runtime.codec import HEADER, decode, encode
+from nanoactor.runtime.errors import ReplayDiverged
+from nanoactor.runtime.outbox import Outbox
+from nanoactor.runtime.topology import ActorSpec
+
+_ENTRY = struct.Struct("<BBI")
+HANDLED, SENT, READY, NOT_READY, ON_READY, END = range(6)
+_NAMES = ("handles", "sends", "finds room", "finds no room", "is told of room", "ends")
+
+Entry = tuple[int, str, bytes]
+"""(kind, edge label, message as bytes)."""
+
+
+class Recorder:
+    """Writes one actor's file."""
+
+    def __init__(self, directory: str, spec: ActorSpec, facts: Mapping[str, Facts]) -> None:
+        path = Path(directory, f"{spec.name}.recording")
+        self._file = path.open("wb")
+        pickle.dump((spec, dict(facts)), self._file)
+
+    def write(self, kind: int, label: str = "", message: Any = None) -> None:
+        """Add an entry."""
+        body = b"" if message is None else encode(message).to_bytes(0)
+        self._file.write(_ENTRY.pack(kind, len(label), len(body)) + label.encode() + body)
+
+    def handlers(self, handlers: Mapping[type, Handler]) -> dict[type, Handler]:
+        """The same handlers, each message being written down before it is handled."""
+
+        def recorded(handler: Handler) -> Handler:
+            def handle(message: Any) -> None:
+                self.write(HANDLED, message=message)
+                handler(message)
+
+            return handle
+
+        return {cls: recorded(handler) for cls, handler in handlers.items()}
+
+    def on_ready(self, call: Callable[[Outbox], None]) -> Callable[[Outbox], None]:
+        """The same call, written down before it is made."""
+
+        def told(outbox: Outbox) -> None:
+            self.write(ON_READY, outbox.label)
+            call(outbox)
+
+        return told
+
+    def close(self) -> None:
+        """End the recording."""
+        self.write(END)
+        self._file.close()
+
+
+class RecordedOutbox:
+    """An outbox whose use is written down."""
+
+    def __init__(self, outbox: Outbox, recorder: Recorder) -> None:
+        self.label = outbox.label
+        self._outbox = outbox
+        self._recorder = recorder
+
+    def send(self, message: Any) -> None:
+        """Write the message down and send it."""
+        self._recorder.write(SENT, self.label, message)
+        self._outbox.send(message)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is room: an input of the actor, so it is written down too."""
+        ready = self._outbox.ready
+        self._recorder.write(READY if ready else NOT_READY, self.label)
+        return ready
+
+    def break_off(self, reason: str) -> None:
+        """As the outbox does."""
+        self._outbox.break_off(reason)
+
+    def statistics(self) -> dict[str, int]:
+        """The outbox's."""
+        return self._outbox.statistics()
+
+
+def read_recording(path: Path) -> tuple[ActorSpec, dict[str, Facts], Iterator[Entry]]:
+    """What a file holds; the entries are made as they are asked for."""
+    file = io.BytesIO(path.read_bytes())
+    spec, facts = pickle.load(file)  # noqa: S301 - the module's docstring warns
+    return spec, facts, _entries(file)
+
+
+def _entries(file: io.BytesIO) -> Iterator[Entry]:
+    while len(header := file.read(_ENTRY.size)) == _ENTRY.size:
+        kind, label_size, size = _ENTRY.unpack(header)
+        label, body = file.read(label_size).decode(), file.read(size)
+        if len(body) < size:  # the process died while it wrote
+            return
+        yield kind, label, body
+
+
+def replay(path: Path) -> int:
+    """Make the actor anew and tell it what the recorded one was told.
+
+    Returns how many messages it handled; raises `ReplayDiverged` where it does not do the same.
+    """
+    spec, facts, entries = read_recording(path)
+    script = _Script(spec.name, entries)
+    actor = spec.create()
+    actor.setup()
+    loop = asyncio.new_event_loop()  # a context has one; an actor that runs it cannot be replayed
+    try:
+        actor.start(Context(spec.name, loop, script, _raise), facts)
+        return _play(script, actor)
+    finally:
+        loop.close()
+
+
+def _play(script: _Script, actor: Actor) -> int:
+    handlers = actor.handlers()
+    handled = 0
+    with contextlib.suppress(_CutOff):
+        while (entry := script.next())[0] != END:
+            kind, label, body = entry
+            if kind == HANDLED:
+                message = decode(body, 0)
+                handlers[type(message)](message)
+                handled += 1
+            elif kind == ON_READY:
+                actor.on_ready(script[label])
+            else:
+                raise ReplayDiverged(
+                    f"{script.name} does nothing, but in the recording it {_describe(entry)}"
+                )
+    return handled
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _describe(entry: Entry) -> str:
+    kind, label, body = entry
+    what = f" {decode(body, 0)!r}" if body else ""
+    return f"{_NAMES[kind]}{' ' + label if label else ''}{what}"
+
+
+class _CutOff(Exception):
+    """The recording stops in the middle, as when its process was killed."""
+
+
+class _Script(dict[str, Outbox]):
+    """The entries in order, and outboxes that hold the actor to them."""
+
+    def __init__(self, name: str, entries: Iterator[Entry]) -> None:
+        self.name = name
+        self._entries = entries
+
+    def __missing__(self, label: str) -> Outbox:
+        self[label] = _ScriptedOutbox(label, self)
+        return self[label]
+
+    def next(self) -> Entry:
+        entry = next(self._entries, None)
+        if entry is None:
+            raise _CutOff
+        return entry
+
+    def expect(self, *entries: Entry) -> Entry:
+        """The next entry, which must be one of these, times and sequence numbers aside."""
+        due = self.next()
+        for entry in entries:
+            if due[:2] == entry[:2] and due[2][HEADER.size :] == entry[2][HEADER.size :]:
+                return due
+        raise ReplayDiverged(
+            f"{self.name} {_describe(entries[0])}, but in the recording it {_describe(due)}"
+        )
+
+
+class _ScriptedOutbox:
+    def __init__(self, label: str, script: _Script) -> None:
+        self.label = label
+        self._script = script
+
+    def send(self, message: Any) -> None:
+        self._script.expect((SENT, self.label, bytes(encode(message).to_bytes(0))))
+
+    @property
+    def ready(self) -> bool:
+        found = self._script.expect((READY, self.label, b""), (NOT_READY, self.label, b""))
+        return found[0] == READY
+
+    def break_off(self, reason: str) -> None:
+        raise ReplayDiverged(f"nobody dies in a replay, but {self.label} did: {reason}")
+
+    def statistics(self) -> dict[str, int]:
+        return {}
