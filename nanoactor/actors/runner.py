@@ -38,6 +38,8 @@ class RunnerActor(Actor):
         self._stopping = False
         self._queued = 0
         self._received = 0
+        self._ahead = 0
+        """Steps that were laid out while one before was computed or waited to be."""
         self._lead = 0.001
         """Seconds from asking for a step to having it prepared: a running average."""
         self._step_seconds = 0.0
@@ -73,6 +75,7 @@ class RunnerActor(Actor):
 
     def _on_step(self, step: Step) -> None:
         """Lay out the step's inputs while the one before may still be running."""
+        self._ahead += self._queued > 0
         inputs = self._batch.prepare(step)
         self._received = step.step
         if step.step == self._asked_for:
@@ -122,9 +125,11 @@ class RunnerActor(Actor):
             self._thread.join(timeout=1.0)
 
     def statistics(self) -> dict[str, Any]:
-        """Steps received, steps queued or running, and how long the device was busy."""
+        """Steps received, those of them laid out while the device was busy with one before,
+        steps queued or running, and how long the device was busy."""
         return {
             "steps": self._received,
+            "ahead": self._ahead,
             "queued": self._queued,
             "busy_seconds": self._busy_seconds,
         }

@@ -112,6 +112,25 @@ def test_a_sampled_token_depends_on_seed_and_position_alone(checkpoint):
     assert len({tuple(tokens) for tokens in expected}) == 4
 
 
+@pytest.mark.parametrize("placement", ["default", "single"])
+@pytest.mark.parametrize(("depth", "least", "most"), [(1, 0.0, 0.0), (2, 0.5, 1.0), (3, 0.5, 1.0)])
+def test_the_next_step_is_prepared_while_this_one_is_computed(
+    tmp_path, placement, depth, least, most
+):
+    make_checkpoint(tmp_path)
+
+    async def main():
+        changes = dict(pipeline_depth=depth, placement=placement, max_num_seqs=4)
+        async with engine(tmp_path, **changes) as llm:
+            requests = [collect(llm, ids([1, 2, n]), greedy(100)) for n in range(4)]
+            await asyncio.gather(*requests)
+            return (await llm.statistics())["runner.0"]["actor"]
+
+    figures = asyncio.run(main())
+    assert figures["steps"] >= 100
+    assert least <= figures["ahead"] / figures["steps"] <= most
+
+
 def test_a_sequence_that_diverges_harms_no_other(tmp_path):
     """Its NaN must not reach whoever shares a step with it or gets its blocks next."""
     import torch
