@@ -77,6 +77,7 @@ class Oracle:
         self._release, self._preempt = pool.release, self.scheduler._preempt
         pool.allocate, pool.remember = self.allocate, self.remember
         pool.release, self.scheduler._preempt = self.release, self.preempt
+        self._match, self.scheduler._match = self.scheduler._match, self.match
 
     # -- blocks ---------------------------------------------------------------------------
 
@@ -191,16 +192,16 @@ class Oracle:
         busy = [step for step, slots in self._planned_slots.items() if match.slot in slots]
         assert not busy, f"slot {match.slot} is given away, but steps {busy} have rows in it"
         self._matches += 1
-        self._check_overtaking(match.uid)
 
     # -- waiting --------------------------------------------------------------------------
 
-    def _check_overtaking(self, uid: int) -> None:
+    def match(self, sequence: Sequence, need: int) -> None:
         """Nobody is overtaken by more than the bound of docs/scheduling.md."""
-        mine = self._place(uid)
+        mine = self._place(sequence.uid)
         for other in self.scheduler.live.values():
-            if other.phase is Phase.WAITING and other.uid != uid:
-                assert mine < self._place(other.uid), f"request {uid} overtakes {other.uid}"
+            if other.phase is Phase.WAITING and other is not sequence:
+                assert mine < self._place(other.uid), f"{sequence.uid} overtakes {other.uid}"
+        self._match(sequence, need)
 
     def _place(self, uid: int) -> tuple[int, int]:
         """A degree of priority is worth so many places in the order of arrival."""
