@@ -51,13 +51,13 @@ def schedules(everything, covered):
 
 
 MATRIX = list(itertools.product(CONFIGURATIONS, BUDGETS, DEPTHS, LEADS))
-NODES = list(itertools.product(["gqa_2", "rope_yarn"], PLACEMENTS, DEPTHS, LEADS))
+NODES = list(itertools.product(["gqa_2"], PLACEMENTS, DEPTHS, LEADS))
 
 
 def covering_nodes():
-    """One model in every place with every lead, and at every depth."""
+    """In every place with every lead, and at every depth."""
     for (i, place), (j, lead) in itertools.product(enumerate(PLACEMENTS), enumerate(LEADS)):
-        yield NODES[0][0], place, DEPTHS[(2 * i + j + 1) % 3], lead
+        yield "gqa_2", place, DEPTHS[(2 * i + j + 1) % 3], lead
 
 
 def test_what_runs_each_time_covers_every_pair():
@@ -250,18 +250,19 @@ async def after(seconds, request):
 
 async def give_up(llm, load, job, way, moment):
     """End a request once it has told `moment` tokens; 0: wherever it is after a millisecond."""
-    told, name = [], str(job.prompt)
+    told, name, reached = [], str(job.prompt), asyncio.Event()
 
     async def read():
         async for output in llm.generate(ids(job.prompt), job.params, name):
             told[:] = output.outputs[0].token_ids
-            if way == "break" and len(told) >= moment:
-                break
+            if len(told) >= moment:
+                reached.set()
+                if way == "break":
+                    break
 
     reader = asyncio.ensure_future(read())
-    await asyncio.sleep(0.001)
-    while len(told) < moment and not reader.done():
-        await asyncio.sleep(0.0005)
+    reader.add_done_callback(lambda _: reached.set())
+    await (reached.wait() if moment else asyncio.sleep(0.001))
     if way == "abort":
         await llm.abort(name)
     elif way == "cancel":
@@ -285,6 +286,7 @@ async def run(load, budget, depth, lead, **changes):
     async with engine(load.directory, pipeline_depth=depth, plan_lead=lead, **changes) as llm:
         await hits(llm, load)
         await ends(llm, load)
+        # A late plan may come when the step before is done, and then nothing overruns.
         overruns = (await counts(llm))["overruns"]
         assert not overruns if depth == 1 else overruns or lead == "late"
         cut_short = await storm(llm, load, random.Random(f"{budget} {depth} {lead}"))

@@ -49,16 +49,20 @@ async def counts(llm):
     return {**figures["scheduler"]["actor"], **figures["blocks"]["actor"]}
 
 
-async def prefilled(llm):
-    return (await counts(llm))["prefill_tokens"]
+async def until(llm, name):
+    """Wait until something was counted; the engine runs on this very loop and needs time."""
+    while not (count := (await counts(llm))[name]):
+        await asyncio.sleep(0.001)
+    return count
 
 
 async def costs(llm, *prompts):
-    """What these prompts at once give, and by how much they raise every count."""
+    """What these prompts at once give, and by how much they raise the counts."""
     before = await counts(llm)
     outputs = await asyncio.gather(*(ask(llm, prompt) for prompt in prompts))
     after = await counts(llm)
-    return outputs, {name: after[name] - before[name] for name in after}
+    names = ("prompt_tokens", "hit_tokens", "prefill_tokens", "evictions")
+    return outputs, {name: after[name] - before[name] for name in names}
 
 
 async def one(llm, prompt):
@@ -129,8 +133,7 @@ def test_without_the_cache_everything_is_computed(checkpoint):
 def test_the_prefix_of_a_request_that_decodes_is_shared(checkpoint):
     async def scenario(llm):
         first = ask(llm, tailed(1), 300)
-        while not (await counts(llm))["decode_tokens"]:
-            await asyncio.sleep(0)
+        await until(llm, "decode_tokens")
         second, *cost = await one(llm, tailed(2))
         assert not first.done()
         assert cost == [SHARED, WHOLE - SHARED, 0]
@@ -143,11 +146,9 @@ def test_the_prefix_of_a_request_that_decodes_is_shared(checkpoint):
 def test_the_prefix_of_a_request_that_is_being_prefilled_is_shared(checkpoint, tokens):
     async def scenario(llm):
         first = ask(llm, tailed(1))
-        while not (done := await prefilled(llm)):
-            await asyncio.sleep(0)
+        assert await until(llm, "prefill_tokens") < SHARED // 2
         second = await ask(llm, tailed(2))
-        assert done < SHARED // 2
-        assert await prefilled(llm) == 2 * WHOLE - SHARED
+        assert (await counts(llm))["prefill_tokens"] == 2 * WHOLE - SHARED
         assert second.num_cached_tokens == SHARED
         return [await first, second]
 

@@ -106,6 +106,7 @@ class SimulatedRunner(RunnerActor):
         places = blocks[positions // size] * size + positions % size
         who = f"request {uid}, positions {begin} to {context - 1}"
         assert len(np.unique(places)) == context, f"{who}: two positions share a place"
+        assert context < answer.limit, f"{who}: nothing may follow its last token"
         assert (places[begin:] == mapping).all(), f"{who}: written where they are not read"
         expected = np.array(answer.tokens[begin:context])
         assert (ids == expected).all(), f"{who}: tokens {ids} where {expected} were due"

@@ -213,6 +213,48 @@ MUTATIONS = [
         "missing -= 0",
     ),
     Mutation(
+        "the head of the queue computes what another is about to compute",
+        SCHEDULER,
+        "            if (sequence.hashes[block] == head.hashes[block]).all():\n",
+        "            if (sequence.hashes[block] != head.hashes[block]).all():\n",
+    ),
+    Mutation(
+        "a sequence that comes back is not introduced to the runners",
+        SCHEDULER,
+        "        sequence.introduced = False\n",
+        "",
+    ),
+    Mutation(
+        "a younger prompt is computed before an older one",
+        SCHEDULER,
+        "        for sequence in self._running:\n            if budget <= 0:",
+        "        for sequence in reversed(self._running):\n            if budget <= 0:",
+    ),
+    Mutation(
+        "a row is computed past the last token",
+        SEQUENCE,
+        "and self.scheduled + 2 <= self.limit",
+        "and self.scheduled + 1 <= self.limit",
+    ),
+    Mutation(
+        "more is matched than a step has tokens for",
+        SCHEDULER,
+        "while self._free_slots and budget > 0 and",
+        "while self._free_slots and",
+    ),
+    Mutation(
+        "a late answer does not hold up the plans",
+        SCHEDULER,
+        "if self._unanswered and self._planned >= self._unanswered[0] + self.config.depth:",
+        "if False:",
+    ),
+    Mutation(
+        "a step is planned before it is wanted",
+        SCHEDULER,
+        "return self._wanted > self._planned",
+        "return self._wanted >= self._planned",
+    ),
+    Mutation(
         "a credits message is sent although its edge is full",
         BLOCKS,
         "if self._scheduler.ready:",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,10 +11,13 @@ from nanoactor.messages import (
     Abort,
     Chunk,
     Credits,
+    Free,
+    Known,
     Match,
     Plan,
     Step,
     StepDone,
+    StepWanted,
     Stop,
     Terminal,
     Tokens,
@@ -64,6 +67,13 @@ class Oracle:
         self._due: set[int] = set()
         """Requests whose results are about to be handled."""
         self._must_abort: set[int] = set()
+        self._preemptions: Counter[int] = Counter()
+        self._first_hit: dict[int, int] = {}
+        self._introduced: dict[int, int] = {}
+        """By slot: whose sampling parameters the runner has."""
+        self._unanswered: deque[int] = deque()
+        """Fences of the frees whose answer the scheduler has not handled."""
+        self._wanted = 0
         self._steps_before = 0
 
     def attach(self) -> None:
@@ -78,6 +88,7 @@ class Oracle:
         pool.allocate, pool.remember = self.allocate, self.remember
         pool.release, self.scheduler._preempt = self.release, self.preempt
         self._match, self.scheduler._match = self.scheduler._match, self.match
+        self._plan, self.scheduler._plan = self.scheduler._plan, self.plan
 
     # -- blocks ---------------------------------------------------------------------------
 
@@ -113,7 +124,10 @@ class Oracle:
         there = scheduler._credits + sum(count for _, count in scheduler._pending)
         enough = there + self._yielded
         assert starving > enough, f"{enough} blocks are there or on their way for {starving}"
+        youngest = max(scheduler._running, key=lambda s: self._place(s.uid))
+        assert victim is youngest, f"{victim.uid} is preempted, but {youngest.uid} is younger"
         self._yielded += victim.blocks - victim.shared
+        self._preemptions[victim.uid] += 1
         self._preempt(victim)
 
     def remember(self, block: int, content: bytes) -> None:
@@ -166,13 +180,26 @@ class Oracle:
         self.counts["tokens"] += used
         self.counts["steps"] += 1
         by_slot = {slot: holdings[slot].uid for slot in slots}
+        self._check_introduced(step, by_slot)
         self._rows[step.step] = ([by_slot[slot] for slot in slots], by_slot)
         self._rows.pop(step.step - 10, None)
         for slot in slots:
             self._last_use[holdings[slot].table] = step.step
         self.manager.check()
-        self._check_available()
         self.stories.step(step, by_slot)
+
+    def _check_introduced(self, step: Step, by_slot: dict[int, int]) -> None:
+        """The runner has the sampling parameters of every row's own request."""
+        new = step.admissions
+        for slot, seed, unmasked in zip(
+            new.slots.tolist(), new.seed.tolist(), new.unmasked_from.tolist(), strict=True
+        ):
+            position = self.positions[by_slot[slot]]
+            ask = self._scenario.asks[position]
+            assert (seed, unmasked) == (position, len(ask.prompt) + ask.min_tokens)
+            self._introduced[slot] = by_slot[slot]
+        for slot, uid in by_slot.items():
+            assert self._introduced.get(slot) == uid, f"{uid} in slot {slot} is not introduced"
 
     def _check_available(self) -> None:
         """What may be rewritten is used by no step that is planned and not done."""
@@ -201,7 +228,43 @@ class Oracle:
         for other in self.scheduler.live.values():
             if other.phase is Phase.WAITING and other is not sequence:
                 assert mine < self._place(other.uid), f"{sequence.uid} overtakes {other.uid}"
+        budget = self._scenario.max_num_batched_tokens
+        for other in self.scheduler._running:
+            budget -= max(0, other.target - other.scheduled)
+            if other.target > other.scheduled and self._scenario.prefix_caching:
+                self._check_not_under_way(sequence, other)
+        assert budget > 0, "more is matched than the next step has tokens for"
         self._match(sequence, need)
+
+    def _check_not_under_way(self, head: Sequence, other: Sequence) -> None:
+        """The head does not compute what is about to be computed for another."""
+        size = self._scenario.block_size
+        end = (other.scheduled // size + 1) * size
+        useful = min(head.prompt_length, len(head.tokens) - 1, other.prompt_length)
+        same = end <= useful and head.tokens[:end] == other.tokens[:end]
+        assert not same, f"{head.uid} computes again what {other.uid} is about to compute"
+
+    def plan(self) -> bool:
+        """Steps are filled up, oldest first, and no step is planned too early."""
+        scheduler, step = self.scheduler, self.scheduler._planned + 1
+        idle = not scheduler._in_flight
+        before = {s.uid: s.scheduled for s in scheduler._running}
+        planned: bool = self._plan()
+        if not planned:
+            return False
+        if self._scenario.plan_lead == "late":
+            assert idle or self._wanted >= step, f"step {step} is planned before it is wanted"
+            self.counts["planned as wanted"] += not idle
+        late = [fence for fence in self._unanswered if step > fence + self._scenario.depth]
+        assert not late, f"step {step} is planned, but frees at {late} are not answered"
+        rows = scheduler._in_flight[-1].rows
+        used = sum(s.scheduled - before[s.uid] for s in rows)
+        left = [self._place(s.uid) for s in scheduler._running if s.prefilling]
+        if left:
+            assert used == self._scenario.max_num_batched_tokens, f"{used} tokens, more wait"
+            served = [self._place(s.uid) for s in rows if before[s.uid] < s.target]
+            assert max(served, default=(0, 0)) <= min(left), "a younger prompt goes first"
+        return True
 
     def _place(self, uid: int) -> tuple[int, int]:
         """A degree of priority is worth so many places in the order of arrival."""
@@ -271,6 +334,8 @@ class Oracle:
                 self._matched(message)
             case Step():
                 self._stamped(message)
+            case Free():
+                self._unanswered.append(message.fence)
             case Tokens():
                 self._due -= set(message.uids.tolist())
 
@@ -289,6 +354,14 @@ class Oracle:
                 self._due = {s.uid for s in samplers if s.uid in self.scheduler.live}
             case Stop():
                 self.counts["stop strings"] += len(message.uids)
+                self.counts["several stops at once"] += len(message.uids) > 1
+            case StepWanted():
+                self._wanted = max(self._wanted, message.step)
+            case Credits():
+                for _ in message.freed:
+                    self._unanswered.popleft()
+                for uid, hit in zip(message.uids.tolist(), message.hits.tolist(), strict=True):
+                    self._first_hit.setdefault(uid, hit)
             case Chunk():
                 self._check_chunk(message)
 
@@ -305,6 +378,8 @@ class Oracle:
         if target not in ("scheduler", "blocks"):
             return
         self._check_credits()
+        if isinstance(message, Known):
+            self._check_available()
         if target == "scheduler":
             assert not self._due, f"results of {self._due} were dropped, though they live"
             self._check_gaps(self._steps_before)
@@ -347,6 +422,9 @@ class Oracle:
         who = f"request {terminal.uid}"
         assert entry.terminal is terminal
         assert (terminal.tokens, terminal.characters) == (len(ids), len(text)), who
+        assert terminal.preemptions == self._preemptions[terminal.uid], who
+        if not self._preemptions[terminal.uid] and terminal.reason != "abort":
+            assert terminal.cached_tokens == self._first_hit.get(terminal.uid, 0), who
         assert terminal.reason == "abort" or terminal.uid not in self._must_abort, who
         if terminal.reason == "abort":
             assert ask.aborts, f"{who} was aborted by nobody"
@@ -393,6 +471,8 @@ class Oracle:
 
     def _count(self) -> None:
         statistics = self.scheduler.statistics
+        computed = statistics.prefill_tokens + statistics.decode_tokens
+        assert computed == self.counts["tokens"]
         for name in ("preemptions", "overruns", "mixed_steps"):
             self.counts[name] += getattr(statistics, name)
         self.counts["hits"] += self.manager.hit_tokens

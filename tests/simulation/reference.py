@@ -64,6 +64,8 @@ class Answer:
     length: int
     """How many tokens the scheduler lets it have: prompt and output."""
     prompt_length: int
+    limit: int
+    """How many tokens it may have, if nothing ends it before."""
     output: tuple[int, ...]
     """As the user sees it: cut where a stop string ends."""
     text: str
@@ -95,6 +97,7 @@ def answer(ask: Ask, scenario: Scenario) -> Answer | None:
         np.array(states, np.int64),
         length,
         len(prompt),
+        len(prompt) + min(ask.max_tokens, limit - len(prompt)),
         tuple(kept),
         text,
         reason,

@@ -80,8 +80,12 @@ class Traffic:
     aborts: float
     """Share of the requests that are aborted."""
     priorities: tuple[int, ...] = (0, 0, 0, 0, 1, -1, 3)
+    stops: float = 0.2
+    """Share of the requests that have stop strings."""
     scarce: bool = False
     """Whether there are few blocks for many sequences."""
+    hasty: bool = False
+    """Whether much happens while a step is computed: a deep pipeline, fast messages."""
 
 
 TRAFFIC = (
@@ -99,7 +103,9 @@ TRAFFIC = (
         scarce=True,
     ),
     # Come, hit the prefix of one that has hardly left, and go.
-    Traffic(stem=30, outputs=(1, 2, 3), gaps=(0.5, 2.0), aborts=0.6),
+    Traffic(stem=30, outputs=(1, 2, 3), gaps=(0.5, 2.0), aborts=0.6, hasty=True),
+    # Ends that the scheduler cannot foresee, many at once.
+    Traffic(stem=60, outputs=(40, 100), gaps=(0.0, 2.0), aborts=0.1, stops=0.8),
 )
 
 
@@ -121,7 +127,7 @@ def draw(seed: int) -> Scenario:
         max_num_seqs=seqs,
         max_num_batched_tokens=seqs + rng.choice([0, 1, 7, 24, 100, 300]),
         max_model_len=max_model_len,
-        depth=rng.choice([1, 2, 2, 3, 4]),
+        depth=rng.choice([3, 4] if traffic.hasty else [1, 2, 2, 3, 4]),
         plan_lead=rng.choice(["eager", "late"]),
         prefix_caching=rng.random() < 0.9,
         priority_window=rng.choice([1, 5, 1000]),
@@ -129,8 +135,8 @@ def draw(seed: int) -> Scenario:
         max_waiting_requests=5 if bounded else 1000,
         max_waiting_tokens=150 if bounded else 100_000,
         chunk_bytes=rng.choice([16, 64, 1 << 16]),
-        slow_chance=rng.choice([0.0, 0.05]),
-        delay=rng.choice([0.0, 0.02, 0.3, 3.0]),
+        slow_chance=0.2 if traffic.hasty else rng.choice([0.0, 0.05]),
+        delay=rng.choice([0.0, 0.02] if traffic.hasty else [0.0, 0.02, 0.3, 3.0]),
         uneven=rng.random() < 0.5,
         capacity=rng.choice([1, 2, 8, 1_000_000]),
         wire=rng.random() < 0.15,
@@ -155,7 +161,11 @@ def _draw_ask(
     rng: random.Random, scenario: Scenario, traffic: Traffic, at: float, prompt: tuple[int, ...]
 ) -> Ask:
     room = scenario.max_model_len - len(prompt)
-    stops = [_letters(rng) for _ in range(rng.choice([1, 1, 3]))] if rng.random() < 0.2 else []
+    stops = (
+        [_letters(rng) for _ in range(rng.choice([1, 1, 3]))]
+        if rng.random() < traffic.stops
+        else []
+    )
     return Ask(
         at,
         prompt,
@@ -171,9 +181,10 @@ def _draw_ask(
 
 
 def _draw_aborts(rng: random.Random, scenario: Scenario) -> tuple[float, ...]:
-    """At once, after about a step, or about 30 steps; sometimes twice."""
+    """At once, after about a step, 30 or 150 steps; sometimes twice."""
     step = scenario.step_seconds
-    first = rng.choice([0.0, rng.expovariate(1 / step), rng.expovariate(1 / (30 * step))])
+    mean = rng.choice([0.0, step, 30 * step, 150 * step])
+    first = rng.expovariate(1 / mean) if mean else 0.0
     return (first, first + rng.random() * step) if rng.random() < 0.3 else (first,)
 
 
