@@ -312,7 +312,7 @@ class Scheduler:
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.blocks = need
         sequence.target = len(sequence.tokens)
-        sequence.scheduled = 0
+        sequence.scheduled = sequence.shared = 0
         sequence.introduced = False
         sequence.unanswered += 1
         bisect.insort(self._running, sequence, key=lambda s: s.rank)

@@ -78,7 +78,7 @@ MUTATIONS = [
         "a refund is forgotten",
         SCHEDULER,
         "            self._credits += refund\n",
-        "            self._credits += refund if uid in self.live else 0\n",
+        "            self._credits += min(refund, 1)\n",
     ),
     Mutation(
         "every hit is refunded, even of blocks that nobody held",

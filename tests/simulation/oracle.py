@@ -71,6 +71,7 @@ class Oracle:
         self._first_hit: dict[int, int] = {}
         self._introduced: dict[int, int] = {}
         """By slot: whose sampling parameters the runner has."""
+        self._opened: set[int] = set()
         self._unanswered: deque[int] = deque()
         """Fences of the frees whose answer the scheduler has not handled."""
         self._wanted = 0
@@ -190,14 +191,16 @@ class Oracle:
 
     def _check_introduced(self, step: Step, by_slot: dict[int, int]) -> None:
         """The runner has the sampling parameters of every row's own request."""
-        new = step.admissions
-        for slot, seed, unmasked in zip(
-            new.slots.tolist(), new.seed.tolist(), new.unmasked_from.tolist(), strict=True
-        ):
+        new, masked = step.admissions, 0
+        for row, slot in enumerate(new.slots.tolist()):
             position = self.positions[by_slot[slot]]
             ask = self._scenario.asks[position]
-            assert (seed, unmasked) == (position, len(ask.prompt) + ask.min_tokens)
-            self._introduced[slot] = by_slot[slot]
+            ends = masked + int(new.masked_counts[row])
+            told = (int(new.seed[row]), int(new.unmasked_from[row]), *new.masked_ids[masked:ends])
+            ids = (*ask.eos_ids, *ask.stop_ids) if ask.min_tokens else ()
+            assert told == (position, len(ask.prompt) + ask.min_tokens, *ids)
+            self._introduced[slot], masked = by_slot[slot], ends
+        assert masked == len(new.masked_ids)
         for slot, uid in by_slot.items():
             assert self._introduced.get(slot) == uid, f"{uid} in slot {slot} is not introduced"
 
@@ -366,9 +369,15 @@ class Oracle:
                 self._check_chunk(message)
 
     def _check_chunk(self, chunk: Chunk) -> None:
+        for opened in chunk.opened:
+            prompt = self._scenario.asks[self.positions[opened.uid]].prompt
+            assert opened.uid not in self._opened
+            assert tuple(opened.prompt_token_ids.tolist()) == prompt
+            self._opened.add(opened.uid)
         told = {*chunk.uids.tolist(), *(opened.uid for opened in chunk.opened)}
         again = told & self.terminals.keys()
         assert not again, f"more news of requests {again}, which are over"
+        assert told <= self._opened, "news of requests before they are opened"
         for terminal in chunk.terminals:
             assert terminal.uid not in self.terminals, f"a second terminal of {terminal.uid}"
             self.terminals[terminal.uid] = terminal
@@ -431,6 +440,8 @@ class Oracle:
             self.counts["aborted"] += 1
             if not ids:
                 return
+        refused = expected is None or terminal.uid in self._must_abort
+        assert (terminal.uid in self._opened) != refused, who
         if expected is None:
             assert terminal.reason in ("error", "abort")
             assert terminal.error or terminal.reason == "abort"

@@ -1,16 +1,20 @@
 """Whatever arrives, in whatever order messages interleave: the right answers, and an end."""
 
-import multiprocessing
+import json
 import os
+import subprocess
+import sys
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.simulation.mutations import MUTATIONS, planted
 from tests.simulation.scenario import draw
-from tests.simulation.shrinking import check, report
+from tests.simulation.shrinking import report
 from tests.simulation.world import World
+
+ROOT = Path(__file__).parents[2]
 
 # What a million simulated tokens must have been about, at the very least.
 EXPECTED = dict(
@@ -26,23 +30,28 @@ EXPECTED = dict(
 EXPECTED |= {"sat out": 1_000, "aborts that overtook": 1_000, "stop strings": 500}
 
 
-def play(first: int, stride: int, tokens: int) -> Counter:
-    """Every `stride`-th seed from `first`, until so many tokens were computed."""
-    total: Counter = Counter()
-    seed = first
-    while total["tokens"] < tokens:
-        total += check(seed).oracle.counts
-        seed += stride
-    return total
-
-
 def play_on_every_core(first: int, tokens: int) -> Counter:
-    """As `play`, each core with seeds of its own."""
+    """So many tokens, each core with seeds of its own; returns what was counted."""
     cores = len(os.sched_getaffinity(0))
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(cores, spawn) as pool:
-        jobs = [pool.submit(play, first + i, cores, tokens // cores) for i in range(cores)]
-        return sum((job.result() for job in jobs), Counter())
+    command = [sys.executable, "-m", "tests.simulation.play"]
+    players = []
+    try:
+        for core in range(cores):
+            arguments = [str(first + core), str(cores), str(-(-tokens // cores))]
+            pipe = subprocess.PIPE
+            players.append(
+                subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=pipe, text=True)
+            )
+        total: Counter = Counter()
+        for player in players:
+            told = player.communicate()[0]
+            assert player.returncode == 0, told
+            total += Counter(json.loads(told))
+        return total
+    finally:
+        for player in players:
+            player.kill()
+            player.communicate()
 
 
 @pytest.mark.timeout(600)
