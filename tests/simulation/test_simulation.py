@@ -1,5 +1,6 @@
 """Whatever arrives, in whatever order messages interleave: the right answers, and an end."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -34,24 +35,21 @@ def play_on_every_core(first: int, tokens: int) -> Counter:
     """So many tokens, each core with seeds of its own; returns what was counted."""
     cores = len(os.sched_getaffinity(0))
     command = [sys.executable, "-m", "tests.simulation.play"]
-    players = []
-    try:
+    total: Counter = Counter()
+    with contextlib.ExitStack() as stack:
+        players = []
         for core in range(cores):
             arguments = [str(first + core), str(cores), str(-(-tokens // cores))]
-            pipe = subprocess.PIPE
-            players.append(
-                subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=pipe, text=True)
+            player = subprocess.Popen(
+                [*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
             )
-        total: Counter = Counter()
+            players.append(stack.enter_context(player))
+            stack.callback(player.kill)
         for player in players:
             told = player.communicate()[0]
             assert player.returncode == 0, told
             total += Counter(json.loads(told))
-        return total
-    finally:
-        for player in players:
-            player.kill()
-            player.communicate()
+    return total
 
 
 @pytest.mark.timeout(600)
