@@ -36,6 +36,8 @@ class SimulatedRunner(RunnerActor):
         self._next_token = np.full(world.scenario.max_num_seqs, -1, np.int64)
         self._ends: dict[int, int] = {}
         """By request: how many positions its last row reached."""
+        self._last: dict[int, int] = {}
+        """By request: which token of the step is the last of its row."""
 
     def setup(self) -> Facts:
         """The cache's size, as the scenario has it."""
@@ -88,6 +90,9 @@ class SimulatedRunner(RunnerActor):
             at = slice(row.first, row.first + row.tokens)
             ids = inputs.token_ids[at]
             self._row(uid, row.context, row.blocks, ids, inputs.slot_mapping[at])
+            self._last[uid] = row.first + row.tokens - 1
+            expected = np.arange(row.context - row.tokens, row.context)
+            assert (inputs.positions[at] == expected).all(), f"request {uid}: wrong positions"
         first = len(inputs.token_ids) - len(inputs.decode_slots)
         for index, slot in enumerate(inputs.decode_slots.tolist()):
             uid = owners[len(inputs.prefills) + index]
@@ -95,6 +100,8 @@ class SimulatedRunner(RunnerActor):
             at = slice(first + index, first + index + 1)
             ids, mapping = self._next_token[slot : slot + 1], inputs.slot_mapping[at]
             self._row(uid, context, inputs.decode_tables[index], ids, mapping)
+            self._last[uid] = first + index
+            assert inputs.positions[first + index] == context - 1, f"request {uid}: position"
         return self._sample(inputs)
 
     def _row(self, uid: int, context: int, blocks: Any, ids: Any, mapping: Any) -> None:
@@ -120,5 +127,12 @@ class SimulatedRunner(RunnerActor):
         owners = self._world.oracle.owners_of_slots(inputs.step, sampled.slots.tolist())
         ids = [self._world.oracle.token_after(uid, self._ends[uid]) for uid in owners]
         assert sampled.positions.tolist() == [self._ends[uid] for uid in owners]
+        assert sampled.token_index.tolist() == [self._last[uid] for uid in owners]
+        assert sampled.seeds.tolist() == [self._world.oracle.positions[uid] for uid in owners]
+        masked: dict[int, list[int]] = {}
+        for row, token in zip(sampled.masked_rows, sampled.masked_ids, strict=True):
+            masked.setdefault(int(row), []).append(int(token))
+        for row, uid in enumerate(owners):
+            assert masked.get(row, []) == self._world.oracle.masked(uid, self._ends[uid])
         self._next_token[sampled.slots] = ids
         return np.array(ids, np.int32)

@@ -292,6 +292,18 @@ MUTATIONS = [
         "            entry.terminal = terminal",
     ),
     Mutation(
+        "a row samples after its first token",
+        BATCH,
+        "        ends = (firsts + counts - 1)[step.samples]",
+        "        ends = firsts[step.samples]",
+    ),
+    Mutation(
+        "the queue of waiting requests has no bound",
+        FRONTEND,
+        "if len(self._waiting_requests) >= config.max_waiting_requests:",
+        "if False:",
+    ),
+    Mutation(
         "a decode row's length is counted one step late",
         BATCH,
         "        self._lengths[decode] += 1\n        token_ids",

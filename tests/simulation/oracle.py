@@ -166,6 +166,12 @@ class Oracle:
         assert found is not None
         return found.tokens[position]
 
+    def masked(self, uid: int, position: int) -> list[int]:
+        """The tokens that must not be sampled for a position: ends before `min_tokens`."""
+        ask = self._scenario.asks[self.positions[uid]]
+        early = position < len(ask.prompt) + ask.min_tokens
+        return [*ask.eos_ids, *ask.stop_ids] if early else []
+
     def computed(self, step: int) -> None:
         """The device has done a step."""
         self._check_indexed(step)
@@ -326,6 +332,14 @@ class Oracle:
         full = figures["waiting_requests"] >= self._scenario.max_waiting_requests
         assert full or figures["waiting_tokens"] > 0
         self.counts["refused"] += 1
+
+    def check_door(self) -> None:
+        """A request was let in: there must have been room."""
+        frontend: Any = self._world.actors["frontend"]
+        figures = frontend.statistics()
+        assert figures["waiting_requests"] <= self._scenario.max_waiting_requests
+        tokens = figures["waiting_tokens"]
+        assert tokens <= self._scenario.max_waiting_tokens or figures["waiting_requests"] == 1
 
     def sent(self, source: str, message: Any) -> None:
         """A message leaves its actor."""

@@ -242,6 +242,7 @@ class World:
             self.refused.add(position)
             self.oracle.check_overload()
             return
+        self.oracle.check_door()
         for after in ask.aborts:
             self.loop.call_later(after, frontend.abort, self.uid_of[position])
 
