@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A shell's background job ignores SIGINT, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 faulthandler.enable()
 # A busy machine is no counterexample; and CI tries the same examples each time.
 settings.register_profile("here", deadline=None)

@@ -139,6 +139,7 @@ BAD_OPTIONS = {
     "stop_timeout": SECONDS,
     "debug": FLAG,
     "debug_delay_ms": SECONDS,
+    "debug_record_dir": ["/no/such/directory", 5, ""],
 }
 
 
