@@ -65,7 +65,7 @@ class SamplingBatch:
     plain: torch.Tensor
     """int64: rows that sample from the whole vocabulary."""
     limited: torch.Tensor
-    """int64: rows with a top-k of at most `sampling.CANDIDATES`."""
+    """int64: rows with a top-k of at most `limits.CANDIDATES`."""
     unlimited: torch.Tensor
     """int64: rows with another top-k, or with top-p or min-p alone."""
     masked_rows: torch.Tensor

@@ -10,11 +10,8 @@ from __future__ import annotations
 import torch
 
 from nanoactor.models.batch import SamplingBatch
+from nanoactor.models.limits import CANDIDATES
 from nanoactor.models.philox import gumbel_noise, gumbel_noise_at
-
-# Rows whose top-k is at most this are cut from so many candidates, whatever the others want:
-# how equal logits are ordered then depends on the row alone, not on its batch.
-CANDIDATES = 256
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -30,6 +30,8 @@ class EngineConfig:
     model: str
     """A directory, `demo`, or a name on the Hugging Face hub."""
     device: str = "auto"
+    """"cpu", or "simulated:MS": steps that take MS milliseconds and compute nothing, which shows
+    what the engine itself costs."""
     dtype: str = "auto"
     """"auto": the checkpoint's own type where the device computes in it, else the device's."""
     max_model_len: int | None = None
@@ -105,7 +107,20 @@ class EngineConfig:
             raise InvalidConfig(
                 f"debug_record_dir must be an existing directory, got {self.debug_record_dir!r}"
             )
+        self._check_simulated()
         self._check_together()
+
+    def _check_simulated(self) -> None:
+        if self.device.startswith("simulated"):
+            try:
+                milliseconds = float(self.device.removeprefix("simulated:"))
+            except ValueError:
+                milliseconds = 0.0
+            if not 0 < milliseconds <= 10_000:
+                raise InvalidConfig(
+                    "a simulated device is given with its step time in milliseconds, above 0 and "
+                    f"up to 10000, as in 'simulated:5'; got {self.device!r}"
+                )
 
     def _check_together(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

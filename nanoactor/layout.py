@@ -12,7 +12,7 @@ from nanoactor.actors.scheduler import SchedulerActorConfig
 from nanoactor.actors.tokenizer import TokenizerConfig
 from nanoactor.config import EngineConfig, ModelFiles
 from nanoactor.params import MAX_STOP_IDS
-from nanoactor.runner.config import ExecutorConfig
+from nanoactor.runner.config import SIMULATED, ExecutorConfig
 from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 
@@ -49,7 +49,9 @@ def _actors(
     frontend = FrontendConfig(
         config.num_tokenizers, config.max_waiting_requests, config.max_waiting_tokens
     )
-    blocks = BlocksConfig(config.max_num_seqs, salt, config.enable_prefix_caching)
+    blocks = BlocksConfig(
+        config.max_num_seqs, files.max_model_len, salt, config.enable_prefix_caching
+    )
     runner = RunnerConfig(_executor(config, files), config.plan_lead == "late")
     detokenizer = DetokenizerConfig(text_directory, _CHUNK_BYTES)
     scheduler = SchedulerActorConfig(config, files.max_model_len)
@@ -86,6 +88,9 @@ def _nodes(config: EngineConfig, tokenizers: list[str]) -> tuple[NodeSpec, ...]:
     light = {"TOKENIZERS_PARALLELISM": "false"}
     # OpenMP's threads must sleep when they have nothing to do: the control actors need cores.
     quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+    runner_blocks: tuple[str, ...] = ("tokenizers", "transformers", "jinja2")
+    if config.device.startswith(SIMULATED):
+        runner_blocks += _HEAVY
     control: dict[str, tuple[str, ...]] = {"control": ("scheduler", "blocks")}
     if config.placement == "split":
         control = {"scheduler": ("scheduler",), "blocks": ("blocks",)}
@@ -94,7 +99,7 @@ def _nodes(config: EngineConfig, tokenizers: list[str]) -> tuple[NodeSpec, ...]:
         *(NodeSpec(name, (name,), light, _HEAVY) for name in tokenizers),
         *(NodeSpec(name, actors, {}, _HEAVY) for name, actors in control.items()),
         NodeSpec("detokenizer", ("detokenizer",), light, _HEAVY),
-        NodeSpec("runner.0", ("runner.0",), quiet, ("tokenizers", "transformers", "jinja2")),
+        NodeSpec("runner.0", ("runner.0",), quiet, runner_blocks),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -149,9 +150,11 @@ class Node:
     def statistics(self) -> dict[str, dict[str, Any]]:
         """Per actor: its own figures, its mailbox, its outboxes, and the edges that end at it."""
         figures: dict[str, dict[str, Any]] = {}
+        node = {"name": self.plan.name, "cpu_seconds": time.process_time()}
         for name, actor in self.actors.items():
             outboxes = self._outboxes.get(name, {})
             figures[name] = {
+                "node": node,
                 "actor": actor.statistics(),
                 "mailbox": self._mailboxes[name].statistics() if name in self._mailboxes else {},
                 "outboxes": {label: box.statistics() for label, box in outboxes.items()},

@@ -16,6 +16,7 @@ class BlocksConfig:
     """What the block manager is told; the cache's size comes from the runners."""
 
     max_num_seqs: int
+    max_model_len: int
     salt: bytes
     prefix_caching: bool
 
@@ -34,6 +35,7 @@ class BlockManagerActor(Actor):
             cache["num_blocks"],
             cache["block_size"],
             config.max_num_seqs,
+            config.max_model_len,
             config.salt,
             config.prefix_caching,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from nanoactor.runner.config import ExecutorConfig
 from nanoactor.runtime.actor import Actor, Context, Facts, Handler
 
 if TYPE_CHECKING:
-    from nanoactor.runner.batch import StepInputs
+    from nanoactor.runner.execution import Computed, Pending
 
 # How much earlier than measured the next step is asked for, to absorb a slow wake-up.
 _LEAD_MARGIN = 0.0005
@@ -33,7 +32,7 @@ class RunnerActor(Actor):
 
     def __init__(self, config: RunnerConfig) -> None:
         self._config = config
-        self._inputs: queue.SimpleQueue[StepInputs | None] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[tuple[int, Pending] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._queued = 0
@@ -45,22 +44,22 @@ class RunnerActor(Actor):
         self._step_seconds = 0.0
         self._asked_at = 0.0
         self._asked_for = 0
-        self._busy_seconds = 0.0
+        self._busy_ns = self._idle_ns = self._device_free_at = 0
 
     def setup(self) -> Facts:
         """Load the model; what the cache's size became is for everyone to know."""
         from nanoactor.runner.batch import BatchState
-        from nanoactor.runner.executor import Executor
+        from nanoactor.runner.execution import open_executor
 
         config = self._config.executor
-        self._executor = Executor(config)
+        self._executor = open_executor(config)
         size = self._executor.block_size
         max_blocks = -(-config.max_model_len // size)
         self._batch = BatchState(config.max_num_seqs, max_blocks, size)
         return {
             "num_blocks": self._executor.num_blocks,
             "block_size": size,
-            "dtype": str(self._executor.dtype).removeprefix("torch."),
+            "dtype": self._executor.dtype_name,
         }
 
     def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
@@ -81,22 +80,22 @@ class RunnerActor(Actor):
         if step.step == self._asked_for:
             self._lead += 0.2 * (self.context.now() - self._asked_at - self._lead)
         self._queued += 1
-        self._inputs.put(inputs)
+        self._submitted.put((step.step, self._executor.submit(inputs)))
 
     def _compute(self) -> None:
+        """The thread that waits for the device, or is the device where that is the host."""
         self._executor.prepare_thread()
-        while (inputs := self._inputs.get()) is not None and not self._stopping:
+        while (submitted := self._submitted.get()) is not None and not self._stopping:
+            step, pending = submitted
             if self._config.asks:
-                self.context.call_soon(self._begun, inputs.step)
-            begin = time.monotonic()
+                self.context.call_soon(self._begun, step)
             try:
-                ids = self._executor.run(inputs)
+                computed = pending.wait()
             except BaseException as error:
                 self.context.call_soon(self.context.fail, error)
                 return
-            done = StepDone(inputs.step, ids, time.monotonic() - begin)
             if not self._stopping:  # else the loop may be gone
-                self.context.call_soon(self._done, done)
+                self.context.call_soon(self._done, step, computed)
 
     def _begun(self, step: int) -> None:
         """A step runs: ask for the next one shortly before this one will have ended."""
@@ -111,25 +110,30 @@ class RunnerActor(Actor):
             self._asked_for, self._asked_at = step, self.context.now()
             self.context.outbox("scheduler").send(StepWanted(step))
 
-    def _done(self, done: StepDone) -> None:
+    def _done(self, step: int, computed: Computed) -> None:
         self._queued -= 1
-        self._busy_seconds += done.seconds
-        self._step_seconds += 0.2 * (done.seconds - self._step_seconds)
-        self.context.outbox("scheduler").send(done)
+        if self._device_free_at:
+            self._idle_ns += computed.begin - self._device_free_at
+        self._device_free_at = computed.end
+        self._busy_ns += computed.end - computed.begin
+        seconds = (computed.end - computed.begin) * 1e-9
+        self._step_seconds += 0.2 * (seconds - self._step_seconds)
+        self.context.outbox("scheduler").send(StepDone(step, computed.token_ids, seconds))
 
     def stop(self) -> None:
         """End the thread once the step that it computes is done."""
         self._stopping = True
-        self._inputs.put(None)
+        self._submitted.put(None)
         if self._thread is not None:
             self._thread.join(timeout=1.0)
 
     def statistics(self) -> dict[str, Any]:
         """Steps received, those of them laid out while the device was busy with one before,
-        steps queued or running, and how long the device was busy."""
+        steps queued or running, how long the device was busy, and idle between steps."""
         return {
             "steps": self._received,
             "ahead": self._ahead,
             "queued": self._queued,
-            "busy_seconds": self._busy_seconds,
+            "busy_seconds": self._busy_ns * 1e-9,
+            "idle_seconds": self._idle_ns * 1e-9,
         }

@@ -10,6 +10,7 @@ import dataclasses
 from collections import Counter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.kv.hashing import block_hash
@@ -22,15 +23,9 @@ class Holding:
     """What one slot's sequence holds."""
 
     uid: int
-    tokens: list[int]
-    """Every token whose value is known."""
     hashes: list[bytes]
     """Of the leading full blocks: all of the prompt's, then as outputs become known."""
     table: list[int]
-    planned: int
-    """Positions computed by the steps planned so far, counted from 0."""
-    indexed: int
-    """Leading blocks whose content is indexed, or was when they were matched."""
     announced: int = 0
     """Leading entries of the table that the runners know."""
 
@@ -50,14 +45,33 @@ class BlockManager:
     """Owns block tables, reference counts, the prefix index and the order of eviction."""
 
     def __init__(
-        self, blocks: int, block_size: int, max_seqs: int, salt: bytes, prefix_caching: bool = True
+        self,
+        blocks: int,
+        block_size: int,
+        max_seqs: int,
+        max_model_len: int,
+        salt: bytes,
+        prefix_caching: bool = True,
     ) -> None:
         self.pool = BlockPool(blocks)
         self._block_size = block_size
         self._salt = salt
         self._prefix_caching = prefix_caching
         self._holdings: dict[int, Holding] = {}
+        # By slot, as arrays: a step of hundreds of decodes costs a few operations.
+        self._tokens = np.empty((max_seqs, max_model_len), np.int32)
+        """Every token whose value is known."""
+        self._known = np.zeros(max_seqs, np.int64)
+        """How many these are."""
+        self._planned = np.zeros(max_seqs, np.int64)
+        """Positions computed by the steps planned so far, counted from 0."""
+        self._room = np.zeros(max_seqs, np.int64)
+        """Positions that its blocks hold; 0 where a slot holds nothing."""
+        self._indexed = np.zeros(max_seqs, np.int64)
+        """Leading blocks whose content is indexed, or was when they were matched."""
         self._decoding = np.zeros(max_seqs, np.bool_)
+        self._decoders = np.empty(0, np.int64)
+        """The slots of the decode set."""
         self._answers = _Answers()
         self.prompt_tokens = 0
         """Tokens of all sequences matched, a preempted one's again each time it comes back."""
@@ -73,7 +87,7 @@ class BlockManager:
         """
         if event.slot in self._holdings:
             raise ProtocolBug(f"slot {event.slot} is matched but held by {self._story(event.slot)}")
-        tokens: list[int] = event.token_ids.tolist()
+        tokens = event.token_ids
         hashes = self._complete_hashes([bytes(row) for row in event.hashes], tokens)
         table: list[int] = []
         refund = 0
@@ -86,18 +100,21 @@ class BlockManager:
         hits = len(table)
         table += [self.pool.allocate() for _ in range(event.blocks - hits)]
         computed = hits * self._block_size
-        self._holdings[event.slot] = Holding(event.uid, tokens, hashes, table, computed, hits)
+        self._holdings[event.slot] = Holding(event.uid, hashes, table)
+        self._tokens[event.slot, : len(tokens)] = event.token_ids
+        self._known[event.slot], self._planned[event.slot] = len(tokens), computed
+        self._room[event.slot], self._indexed[event.slot] = len(table) * self._block_size, hits
         self.prompt_tokens += len(tokens)
         self.hit_tokens += computed
         self._answers.uids.append(event.uid)
         self._answers.hits.append(computed)
         self._answers.refunds.append(refund)
 
-    def _complete_hashes(self, hashes: list[bytes], tokens: list[int]) -> list[bytes]:
+    def _complete_hashes(self, hashes: list[bytes], tokens: Int32) -> list[bytes]:
         """Add those of a continued sequence's output; its prompt's came with the request."""
         size = self._block_size
         for index in range(len(hashes), len(tokens) // size if self._prefix_caching else 0):
-            block = np.array(tokens[index * size : (index + 1) * size], np.int32)
+            block = tokens[index * size : (index + 1) * size]
             hashes.append(block_hash(hashes[-1] if hashes else b"", block, self._salt))
         return hashes
 
@@ -107,15 +124,14 @@ class BlockManager:
         """Turn a plan into a step: add block ids and the prompts' tokens."""
         prefill: list[int] = plan.slots.tolist()
         token_ids = self._stamp_prefill(plan, prefill)
-        self._decoding[plan.leaves] = False
-        self._decoding[plan.joins] = True
+        if len(plan.leaves) or len(plan.joins):
+            self._decoding[plan.leaves] = False
+            self._decoding[plan.joins] = True
+            self._decoders = np.flatnonzero(self._decoding)
         for slot in plan.grows.tolist():
             self._of(slot, plan.step).table.append(self.pool.allocate())
-        for slot in np.flatnonzero(self._decoding).tolist():
-            holding = self._of(slot, plan.step)
-            holding.planned += 1
-            if holding.planned > len(holding.table) * self._block_size:
-                raise ProtocolBug(f"step {plan.step} writes past the blocks of {self._story(slot)}")
+            self._room[slot] += self._block_size
+        self._advance_decoders(plan.step)
         slots, starts, counts, blocks = self._announce([*prefill, *plan.grows.tolist()])
         return Step(
             plan.step,
@@ -133,21 +149,31 @@ class BlockManager:
             plan.admissions,
         )
 
+    def _advance_decoders(self, step: int) -> None:
+        """One more position for every slot that decodes."""
+        decoders = self._decoders
+        planned = self._planned[decoders] + 1
+        self._planned[decoders] = planned
+        past = planned > self._room[decoders]
+        if past.any():
+            slot = int(decoders[past][0])
+            self._of(slot, step)
+            raise ProtocolBug(f"step {step} writes past the blocks of {self._story(slot)}")
+
     def _stamp_prefill(self, plan: Plan, slots: list[int]) -> Int32:
-        token_ids: list[int] = []
+        chunks: list[Int32] = []
         for slot, start, count in zip(
             slots, plan.starts.tolist(), plan.counts.tolist(), strict=True
         ):
-            holding = self._of(slot, plan.step)
-            chunk = holding.tokens[start : start + count]
-            if len(chunk) != count or holding.planned != start:
+            self._of(slot, plan.step)
+            if self._planned[slot] != start or start + count > self._known[slot]:
                 raise ProtocolBug(
                     f"step {plan.step} prefills {start}+{count} of {self._story(slot)}"
                 )
-            token_ids += chunk
-            holding.planned = start + count
-            self._index_full_blocks(holding)
-        return np.array(token_ids, np.int32)
+            chunks.append(self._tokens[slot, start : start + count])
+            self._planned[slot] = start + count
+            self._index_full_blocks(slot)
+        return np.concatenate(chunks) if chunks else _int32([])
 
     def _announce(self, slots: list[int]) -> tuple[Int32, Int32, Int32, Int32]:
         """The changes of these slots' block tables since the runners last heard of them."""
@@ -169,12 +195,21 @@ class BlockManager:
     def known(self, event: Known) -> None:
         """A step is done: fences pass, tokens become known, blocks that filled are indexed."""
         self.pool.complete(event.step)
-        for slot, token in zip(event.slots.tolist(), event.token_ids.tolist(), strict=True):
-            holding = self._of(slot, event.step)
-            holding.tokens.append(token)
-            self._index_full_blocks(holding)
+        slots = event.slots
+        if not self._room[slots].all():
+            self._of(int(slots[self._room[slots] == 0][0]), event.step)
+        known = self._known[slots]
+        self._tokens[slots, known] = event.token_ids
+        self._known[slots] = known + 1
+        full = self._complete(slots) >= (self._indexed[slots] + 1) * self._block_size
+        for slot in slots[full].tolist():
+            self._index_full_blocks(slot)
 
-    def _index_full_blocks(self, holding: Holding) -> None:
+    def _complete(self, slots: Int32) -> NDArray[np.int64]:
+        """How many leading tokens of each are known and are computed by a planned step."""
+        return np.minimum(self._known[slots], self._planned[slots])
+
+    def _index_full_blocks(self, slot: int) -> None:
         """Index the blocks in which every token is known and is computed by a planned step.
 
         Steps run in the order of their numbers, so whoever matches the block reads it later.
@@ -182,13 +217,13 @@ class BlockManager:
         """
         if not self._prefix_caching:
             return
-        size = self._block_size
-        while (holding.indexed + 1) * size <= min(len(holding.tokens), holding.planned):
-            index = holding.indexed
+        holding, size = self._holdings[slot], self._block_size
+        complete = int(self._complete(np.array([slot], np.int32))[0])
+        for index in range(int(self._indexed[slot]), complete // size):
             if index == len(holding.hashes):
-                self._complete_hashes(holding.hashes, holding.tokens[: (index + 1) * size])
+                self._complete_hashes(holding.hashes, self._tokens[slot, : (index + 1) * size])
             self.pool.remember(holding.table[index], holding.hashes[index])
-            holding.indexed += 1
+            self._indexed[slot] = index + 1
 
     def free(self, event: Free) -> None:
         """Take back the blocks of slots that ended or were preempted."""
@@ -196,8 +231,10 @@ class BlockManager:
         for slot in event.slots.tolist():
             self._of(slot, event.fence)
             holding = self._holdings.pop(slot)
+            self._room[slot] = 0
             self._decoding[slot] = False
             freed += self.pool.release(holding.table[::-1], event.fence)
+        self._decoders = np.flatnonzero(self._decoding)
         self._answers.freed.append(freed)
         self._answers.fences.append(event.fence)
 
@@ -225,8 +262,9 @@ class BlockManager:
     def _story(self, slot: int) -> str:
         h = self._holdings[slot]
         return (
-            f"request {h.uid} in slot {slot}: {len(h.tokens)} tokens known, {h.planned} planned, "
-            f"{len(h.table)} blocks of {self._block_size}, {h.indexed} indexed"
+            f"request {h.uid} in slot {slot}: {self._known[slot]} tokens known, "
+            f"{self._planned[slot]} planned, {len(h.table)} blocks of {self._block_size}, "
+            f"{self._indexed[slot]} indexed"
         )
 
     def check(self) -> None:

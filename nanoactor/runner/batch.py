@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Admissions, Step
-from nanoactor.models.sampling import CANDIDATES
+from nanoactor.models.limits import CANDIDATES
 
 Long = NDArray[np.int64]
 

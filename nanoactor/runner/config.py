@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+SIMULATED = "simulated:"
+"""The prefix of devices that only take time; the milliseconds of a step follow."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExecutorConfig:

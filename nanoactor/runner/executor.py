@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 
@@ -19,6 +20,7 @@ from nanoactor.models.registry import build_model
 from nanoactor.models.weights import Weights
 from nanoactor.runner.batch import Row, SampledRows, StepInputs
 from nanoactor.runner.config import ExecutorConfig
+from nanoactor.runner.execution import Computed
 
 log = logging.getLogger("nanoactor.runner")
 
@@ -29,8 +31,20 @@ _WARMUP_ROWS = 16
 _MIB = 1 << 20
 
 
-class Executor:
-    """Runs steps, one after the other. All calls after `__init__` come from one thread."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Queued:
+    """A step that the waiting thread computes, where the device is that thread itself."""
+
+    executor: TorchExecutor
+    inputs: StepInputs
+
+    def wait(self) -> Computed:
+        """Compute it."""
+        return self.executor.run(self.inputs)
+
+
+class TorchExecutor:
+    """Runs steps, one after the other, on the thread that waits for them."""
 
     def __init__(self, config: ExecutorConfig) -> None:
         """Load the weights, size and allocate the KV cache, run both kinds of step once.
@@ -42,6 +56,7 @@ class Executor:
         self._device.prepare_thread(config.threads)
         self._model_config = read_config(config.directory)
         self.dtype = self._choose_dtype()
+        self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.block_size = config.block_size or self._device.default_block_size
         begin, free = time.monotonic(), self._device.memory().free
         with torch.inference_mode(), self._open_weights() as weights:
@@ -58,6 +73,10 @@ class Executor:
         used, peak = self._warm_up(free)
         self.num_blocks = self._size_cache(free, used, peak)
         self._caches = self._allocate(self.num_blocks)
+
+    def submit(self, inputs: StepInputs) -> _Queued:
+        """Nothing runs yet: whoever waits computes."""
+        return _Queued(self, inputs)
 
     def prepare_thread(self) -> None:
         """Set up the thread that will call `run`."""
@@ -147,8 +166,9 @@ class Executor:
     # -- running --------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs) -> Int32:
-        """Compute a step; returns the sampled ids, int32, in the order of its sampling rows."""
+    def run(self, inputs: StepInputs) -> Computed:
+        """Compute a step; the ids come in the order of its sampling rows."""
+        begin = time.monotonic_ns()
         token_ids = self._tensor(inputs.token_ids)
         decode_first = len(inputs.token_ids) - len(inputs.decode_slots)
         token_ids[decode_first:] = self._last_tokens[self._tensor(inputs.decode_slots)]
@@ -162,13 +182,15 @@ class Executor:
         positions = self._tensor(inputs.positions)
         hidden = self._model.forward(token_ids, positions, self._caches, batch)
         sampled = inputs.sampled
+        forwarded = time.monotonic_ns()
         if not len(sampled.slots):
-            return np.empty(0, np.int32)
+            return Computed(np.empty(0, np.int32), begin, forwarded, forwarded, forwarded)
         logits = self._model.logits(hidden[self._tensor(sampled.token_index)])
         chosen = self._device.sample(logits, self._sampling_batch(sampled))
         self._last_tokens[self._tensor(sampled.slots)] = chosen
+        sampled_at = time.monotonic_ns()
         ids: Int32 = chosen.to("cpu", torch.int32).numpy()
-        return ids
+        return Computed(ids, begin, forwarded, sampled_at, time.monotonic_ns())
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device.torch_device, non_blocking=True)

@@ -8,6 +8,7 @@ import numpy as np
 
 from nanoactor.messages import Admissions, Int32, Int64, Plan
 from nanoactor.scheduling.sequence import Sequence
+from nanoactor.scheduling.table import Slots
 
 Chunk = tuple[Sequence, int, int, bool]
 """(sequence, first position, count, whether it ends what is to be prefilled)."""
@@ -23,21 +24,25 @@ def as_int64(values: Iterable[int]) -> Int64:
     return np.array(list(values), np.int64)
 
 
+_NOTHING = as_int32(())
+_NO_FLAGS = np.empty(0, np.bool_)
+
+
 class PlanAssembly:
     """Remembers the decode set as the runners last heard of it, to send only the difference."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._decoding = np.zeros(max_num_seqs, np.bool_)
 
-    def plan(
-        self, step: int, chunks: list[Chunk], decoding: list[Sequence], grown: list[Sequence]
-    ) -> Plan:
+    def plan(self, step: int, chunks: list[Chunk], decoding: Slots, grown: list[Sequence]) -> Plan:
         """The message for one step."""
-        now = np.zeros_like(self._decoding)
-        now[[sequence.slot for sequence in decoding]] = True
-        joins = np.flatnonzero(now & ~self._decoding).astype(np.int32)
-        leaves = np.flatnonzero(self._decoding & ~now).astype(np.int32)
-        self._decoding = now
+        joins, leaves = self._changes(decoding)
+        grows = as_int32(sequence.slot for sequence in grown) if grown else _NOTHING
+        if not chunks:
+            starts = counts = slots = _NOTHING
+            return Plan(
+                step, slots, starts, counts, _NO_FLAGS, joins, leaves, grows, _NO_ADMISSIONS
+            )
         return Plan(
             step,
             as_int32(chunk[0].slot for chunk in chunks),
@@ -46,9 +51,19 @@ class PlanAssembly:
             np.array([chunk[3] for chunk in chunks], np.bool_),
             joins,
             leaves,
-            as_int32(sequence.slot for sequence in grown),
+            grows,
             _admissions([chunk[0] for chunk in chunks if not chunk[0].introduced]),
         )
+
+    def _changes(self, decoding: Slots) -> tuple[Int32, Int32]:
+        now = np.zeros_like(self._decoding)
+        now[decoding] = True
+        changed = np.flatnonzero(now != self._decoding).astype(np.int32)
+        self._decoding = now
+        if not len(changed):
+            return _NOTHING, _NOTHING
+        joins = now[changed]
+        return changed[joins], changed[~joins]
 
 
 def _admissions(sequences: list[Sequence]) -> Admissions:
@@ -72,3 +87,6 @@ def _admissions(sequences: list[Sequence]) -> Admissions:
         as_int32(masked_ids),
         as_int32(masked_counts),
     )
+
+
+_NO_ADMISSIONS = _admissions([])

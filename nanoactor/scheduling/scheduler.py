@@ -21,6 +21,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nanoactor.errors import ProtocolBug
 from nanoactor.messages import (
     Abort,
@@ -28,6 +31,8 @@ from nanoactor.messages import (
     Credits,
     Finish,
     Free,
+    Int32,
+    Int64,
     Known,
     Match,
     Open,
@@ -37,9 +42,11 @@ from nanoactor.messages import (
     Stop,
     Tokens,
 )
-from nanoactor.scheduling.assembly import PlanAssembly, as_int32, as_int64
+from nanoactor.scheduling.assembly import Chunk, PlanAssembly, as_int32, as_int64
 from nanoactor.scheduling.seen import SeenNumbers
 from nanoactor.scheduling.sequence import Phase, Sequence
+from nanoactor.scheduling.stops import StopIds
+from nanoactor.scheduling.table import RunningTable, Slots
 
 BLOCKS, TEXT = "blocks", "detokenizer"
 Send = tuple[str, Any]
@@ -77,7 +84,7 @@ class SchedulerStatistics:
     aborted: int = 0
     preemptions: int = 0
     overruns: int = 0
-    """Tokens computed past the end of their sequence, and dropped."""
+    """Tokens of sequences that had ended, by themselves or aborted, and dropped."""
     sat_out: int = 0
     """Decode rows left out of a step for want of a block."""
     device_seconds: float = 0.0
@@ -88,8 +95,25 @@ class _InFlight:
     """A planned step: whose rows it has, and whose tokens it will bring, in row order."""
 
     step: int
-    rows: list[Sequence]
-    samplers: list[Sequence]
+    table: RunningTable
+    chunks: list[Sequence]
+    last_chunks: list[Sequence]
+    """Those whose prompt ends here: they sample, then those that decode."""
+    decoding: Slots
+
+    def _decoders(self) -> list[Sequence]:
+        owners = (self.table.owners[slot] for slot in self.decoding.tolist())
+        return [owner for owner in owners if owner is not None]
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """All sequences with a row."""
+        return self.chunks + self._decoders()
+
+    @property
+    def samplers(self) -> list[Sequence]:
+        """All sequences that get a token."""
+        return self.last_chunks + self._decoders()
 
 
 class Scheduler:
@@ -103,8 +127,12 @@ class Scheduler:
         """A heap; sequences that ended while they waited are skipped when they come up."""
         self._ended_waiting = 0
         """How many of these it holds."""
+        self._table = RunningTable(config.max_num_seqs, config.max_model_len, config.block_size)
         self._running: list[Sequence] = []
         """By rank: what runs or is being matched."""
+        self._prefills: list[Sequence] = []
+        """Those of them that have positions left to prefill."""
+        self._stop_ids = StopIds()
         self._seen = SeenNumbers()
         self._tombstones: set[int] = set()
         self._credits = config.blocks
@@ -126,8 +154,8 @@ class Scheduler:
         self._assembly = PlanAssembly(config.max_num_seqs)
         self._to_free: list[int] = []
         self._out: list[Send] = []
-        self._new_tokens: list[tuple[int, int, int]] = []
-        """(uid, index, token) to report to the detokenizer after this event."""
+        self._new_tokens: list[tuple[Int64, Int32, Int32]] = []
+        """(uids, indices, tokens) to report to the detokenizer after this event."""
         self._finishes: list[Finish] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             Admit: self._on_admit,
@@ -156,8 +184,9 @@ class Scheduler:
         if self._swallowed(event.uid):
             return
         config = self.config
-        sequence = Sequence.of(event, config.max_model_len, config.priority_window)
+        sequence = Sequence.of(event, self._table, config.max_model_len, config.priority_window)
         self.live[event.uid] = sequence
+        self._stop_ids.add((*event.stopping.eos_ids, *event.stopping.stop_ids))
         options = event.text_options
         self._out.append(
             (TEXT, Open(event.uid, event.token_ids.copy(), event.prompt_length, options))
@@ -190,10 +219,16 @@ class Scheduler:
             if (sequence := self.live.get(uid)) is not None:
                 self._end(sequence, "stop")
 
-    def _end(self, sequence: Sequence, reason: str, stop_reason: int | None = None) -> None:
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: str,
+        stop_reason: int | None = None,
+        hide_last: bool = False,
+    ) -> None:
         """The one way in which a sequence ends; its results that are under way are dropped."""
         self.statistics.finished += 1
-        hide_last = reason == "stop" and sequence.output_length > 0
+        self._stop_ids.remove((*sequence.stopping.eos_ids, *sequence.stopping.stop_ids))
         self._finishes.append(_finish(sequence.uid, reason, stop_reason, hide_last, sequence))
         self._give_up_slot(sequence)
         waited = sequence.phase is Phase.WAITING
@@ -218,7 +253,9 @@ class Scheduler:
         self._to_free.append(sequence.slot)
         self._fenced_slots.append((self._planned, sequence.slot))
         self._running.remove(sequence)
-        sequence.slot, sequence.blocks, sequence.starved_since = -1, 0, 0
+        if sequence in self._prefills:
+            self._prefills.remove(sequence)
+        sequence.leave()
 
     def _flush_frees(self) -> None:
         if self._to_free:
@@ -252,20 +289,24 @@ class Scheduler:
         sequence.unanswered -= 1
         if sequence.phase is Phase.MATCHING and not sequence.unanswered:
             sequence.phase = Phase.RUNNING
-            sequence.scheduled = hit
+            self._table.running[sequence.slot] = True
+            self._table.scheduled[sequence.slot] = hit
             sequence.shared = hit // self.config.block_size
-            if not sequence.preemptions:
+            if sequence.cached_tokens < 0:
                 sequence.cached_tokens = hit
 
     def _admit_waiting(self) -> None:
         """Match the head of the queue, as far as the next step has tokens for it."""
+        if not self._waiting:
+            return
         budget = self.config.max_num_batched_tokens
-        budget -= sum(max(0, s.target - s.scheduled) for s in self._running)
+        budget -= sum(s.target - s.scheduled for s in self._prefills)
         while self._free_slots and budget > 0 and (head := self._head()) is not None:
-            need = self._blocks_for(len(head.tokens))
-            reserve = self._reserve()
+            need = self._blocks_for(head.length)
             # A preempted sequence comes back when all its results are in: known == scheduled.
-            if head.in_flight or self._credits < need + reserve or self._prefix_under_way(head):
+            if head.in_flight(self._completed) or self._credits < need + self._reserve():
+                return
+            if self._prefix_under_way(head):
                 return
             heapq.heappop(self._waiting)
             self._match(head, need)
@@ -277,7 +318,7 @@ class Scheduler:
         Without them a preempted sequence would take back what it had to give up. A few more,
         up to one for each running sequence, keep the next preemption from following at once.
         """
-        starving = sum(1 for s in self._running if s.decodable and self._at_block_end(s))
+        starving = int(np.count_nonzero(self._starving()))
         return starving + min(len(self._running), self.config.blocks // 64)
 
     def _prefix_under_way(self, head: Sequence) -> bool:
@@ -288,17 +329,18 @@ class Scheduler:
         if not self.config.prefix_caching:
             return False
         size = self.config.block_size
-        useful = min(len(head.hashes), (len(head.tokens) - 1) // size)
-        for sequence in self._running:
+        useful = min(len(head.hashes), (head.length - 1) // size)
+        for sequence in self._prefills:
             block = sequence.scheduled // size
-            if sequence.scheduled >= sequence.target or block >= min(useful, len(sequence.hashes)):
+            if block >= min(useful, len(sequence.hashes)):
                 continue
             if (sequence.hashes[block] == head.hashes[block]).all():
                 return True
         return False
 
-    def _at_block_end(self, sequence: Sequence) -> bool:
-        return sequence.scheduled == sequence.blocks * self.config.block_size
+    def _starving(self) -> NDArray[np.bool_]:
+        """By slot: may it decode, but for want of a block?"""
+        return self._table.decodable() & self._table.at_block_end()
 
     def _head(self) -> Sequence | None:
         while self._waiting and self._waiting[0][1].phase is Phase.FINISHED:
@@ -309,15 +351,11 @@ class Scheduler:
     def _match(self, sequence: Sequence, need: int) -> None:
         self._credits -= need
         sequence.phase = Phase.MATCHING
-        sequence.slot = heapq.heappop(self._free_slots)
-        sequence.blocks = need
-        sequence.target = len(sequence.tokens)
-        sequence.scheduled = sequence.shared = 0
-        sequence.introduced = False
+        sequence.enter(heapq.heappop(self._free_slots), need)
         sequence.unanswered += 1
         bisect.insort(self._running, sequence, key=lambda s: s.rank)
-        tokens = as_int32(sequence.tokens)
-        match = Match(sequence.uid, sequence.slot, tokens, sequence.hashes, need)
+        bisect.insort(self._prefills, sequence, key=lambda s: s.rank)
+        match = Match(sequence.uid, sequence.slot, sequence.kept, sequence.hashes, need)
         self._out.append((BLOCKS, match))
 
     def _blocks_for(self, tokens: int) -> int:
@@ -337,6 +375,7 @@ class Scheduler:
             if self._credits:
                 self._credits -= 1
                 sequence.blocks += 1
+                self._table.room[sequence.slot] += self.config.block_size
                 sequence.starved_since = 0
                 fed.append(sequence)
             else:
@@ -389,94 +428,117 @@ class Scheduler:
         """Plan one step: every sequence that decodes, then prompts as far as the budget goes."""
         step = self._planned + 1
         decoding, grown = self._choose_decodes()
-        budget = self.config.max_num_batched_tokens - len(decoding)
-        chunks = self._choose_chunks(budget)
-        if not decoding and not chunks:
+        chunks = self._choose_chunks(self.config.max_num_batched_tokens - len(decoding))
+        if not len(decoding) and not chunks:
             return False
-        samplers = [s for s, _, _, last in chunks if last]
-        samplers += sorted(decoding, key=lambda s: s.slot)
-        rows = [chunk[0] for chunk in chunks] + decoding
-        for sequence in rows:
-            sequence.in_flight += 1
+        rows = [chunk[0] for chunk in chunks]
+        self._table.last_steps[decoding] = step
+        self._table.last_steps[[sequence.slot for sequence in rows]] = step
+        last = [sequence for sequence, _, _, ends in chunks if ends]
         self._planned = step
-        self._in_flight.append(_InFlight(step, rows, samplers))
+        self._in_flight.append(_InFlight(step, self._table, rows, last, decoding))
         self._out.append((BLOCKS, self._assembly.plan(step, chunks, decoding, grown)))
-        self._count(chunks, decoding)
+        self._count(chunks, len(decoding))
         return True
 
-    def _choose_decodes(self) -> tuple[list[Sequence], list[Sequence]]:
-        """(sequences that decode, those of them that get one more block), oldest first."""
-        starving = [s for s in self._running if s.decodable and self._at_block_end(s)]
-        grown = self._feed(starving) if starving else []
-        chosen = [s for s in self._running if s.decodable and not self._at_block_end(s)]
-        for sequence in chosen:
-            sequence.scheduled += 1
+    def _choose_decodes(self) -> tuple[Slots, list[Sequence]]:
+        """(slots of the sequences that decode, those that get one more block)."""
+        starving = np.flatnonzero(self._starving())
+        grown = self._feed(self._owners(starving)) if len(starving) else []
+        able = self._table.decodable() & ~self._table.at_block_end()
+        chosen = np.flatnonzero(able)
+        self._table.scheduled[chosen] += 1
         return chosen, grown
 
-    def _choose_chunks(self, budget: int) -> list[tuple[Sequence, int, int, bool]]:
+    def _owners(self, slots: Slots) -> list[Sequence]:
+        """Who holds these slots, by rank."""
+        owners = (self._table.owners[slot] for slot in slots.tolist())
+        return sorted((o for o in owners if o is not None), key=lambda s: s.rank)
+
+    def _choose_chunks(self, budget: int) -> list[Chunk]:
         """(sequence, first position, count, whether it is the last) of each prefill row."""
-        chunks = []
-        for sequence in self._running:
+        chunks: list[Chunk] = []
+        for sequence in self._prefills:
             if budget <= 0:
                 break
             if sequence.prefilling:
-                start = sequence.scheduled
-                count = min(budget, sequence.target - start)
-                sequence.scheduled += count
+                start, target = sequence.scheduled, sequence.target
+                count = min(budget, target - start)
+                self._table.scheduled[sequence.slot] += count
                 budget -= count
-                chunks.append((sequence, start, count, sequence.scheduled == sequence.target))
+                chunks.append((sequence, start, count, start + count == target))
+        if chunks:
+            self._prefills = [s for s in self._prefills if s.scheduled < s.target]
         return chunks
 
-    def _count(
-        self, chunks: list[tuple[Sequence, int, int, bool]], decoding: list[Sequence]
-    ) -> None:
+    def _count(self, chunks: list[Chunk], decoding: int) -> None:
         self.statistics.steps += 1
         self.statistics.prefill_tokens += sum(count for _, _, count, _ in chunks)
-        self.statistics.decode_tokens += len(decoding)
+        self.statistics.decode_tokens += decoding
         self.statistics.mixed_steps += bool(chunks and decoding)
 
     def _on_step_done(self, event: StepDone) -> None:
-        done = self._in_flight.popleft()
-        if done.step != event.step or len(done.samplers) != len(event.token_ids):
+        done = self._in_flight.popleft() if self._in_flight else None
+        samplers = len(done.last_chunks) + len(done.decoding) if done else 0
+        if done is None or done.step != event.step or samplers != len(event.token_ids):
             raise ProtocolBug(
                 f"step {event.step} is reported done with {len(event.token_ids)} tokens; "
-                f"step {done.step} was due with {len(done.samplers)}: "
-                + "; ".join(sequence.story() for sequence in done.rows)
+                f"{f'step {done.step}' if done else 'none'} was due with {samplers}: "
+                + "; ".join(sequence.story() for sequence in (done.rows if done else ()))
             )
         self._completed = event.step
         self.statistics.device_seconds += event.seconds
-        for sequence in done.rows:
-            sequence.in_flight -= 1
-        slots, tokens = [], []
-        for sequence, token in zip(done.samplers, event.token_ids.tolist(), strict=True):
-            if sequence.slot >= 0:
-                slots.append(sequence.slot)
-                tokens.append(token)
+        tokens = event.token_ids.copy()
+        first = len(done.last_chunks)
+        prompted = as_int64(s.slot for s in done.last_chunks if s.slot >= 0)
+        known_ids = tokens[:first][[s.slot >= 0 for s in done.last_chunks]] if first else tokens[:0]
+        for sequence, token in zip(done.last_chunks, tokens[:first].tolist(), strict=True):
             self._take(sequence, token)
-        self._out.append((BLOCKS, Known(event.step, as_int32(slots), as_int32(tokens))))
+        slots, ids = self._take_decodes(done.decoding, tokens[first:])
+        known = Known(
+            event.step,
+            np.concatenate((prompted, slots)).astype(np.int32),
+            np.concatenate((known_ids, ids)),
+        )
+        self._out.append((BLOCKS, known))
+
+    def _take_decodes(self, slots: Slots, tokens: Int32) -> tuple[Slots, Int32]:
+        """Take the tokens of a decode set; returns those whose sequences held their slots."""
+        held = self._table.held[slots]
+        if not held.all():
+            for slot, token in zip(slots[~held].tolist(), tokens[~held].tolist(), strict=True):
+                owner = self._table.owners[slot]
+                assert owner is not None
+                self._take(owner, token)
+            slots, tokens = slots[held], tokens[held]
+        indices = self._table.take(slots, tokens)
+        self._new_tokens.append((self._table.uids[slots], indices, tokens))
+        full = self._table.known[slots] >= self._table.limits[slots]
+        for slot in slots[full | self._stop_ids.among(tokens)].tolist():
+            owner = self._table.owners[slot]
+            assert owner is not None
+            self._end_if_due(owner)
+        return slots, tokens
 
     def _take(self, sequence: Sequence, token: int) -> None:
-        """The one place where results are taken, or dropped as their sequence has ended."""
+        """Take one result, or drop it where its sequence has ended."""
         if sequence.phase is Phase.FINISHED:
             self.statistics.overruns += 1
             return
-        self._new_tokens.append((sequence.uid, sequence.output_length, token))
-        sequence.tokens.append(token)
+        index = sequence.take(token)
+        self._new_tokens.append((as_int64((sequence.uid,)), as_int32((index,)), as_int32((token,))))
+        self._end_if_due(sequence)
+
+    def _end_if_due(self, sequence: Sequence) -> None:
         if (verdict := sequence.verdict()) is not None:
-            self._end(sequence, *verdict)
+            reason, stop_reason = verdict
+            self._end(sequence, reason, stop_reason, hide_last=reason == "stop")
 
     def _flush_tokens(self) -> None:
         if self._new_tokens or self._finishes:
-            uids, indices, ids = (
-                zip(*self._new_tokens, strict=True) if self._new_tokens else ((),) * 3
-            )
-            tokens = Tokens(
-                self._completed,
-                as_int64(uids),
-                as_int32(indices),
-                as_int32(ids),
-                tuple(self._finishes),
-            )
+            new = self._new_tokens or [(as_int64(()), as_int32(()), as_int32(()))]
+            uids, indices, ids = new[0] if len(new) == 1 else map(np.concatenate, zip(*new, strict=True))
+            tokens = Tokens(self._completed, uids, indices, ids, tuple(self._finishes))
             self._out.append((TEXT, tokens))
             self._new_tokens, self._finishes = [], []
 
@@ -523,6 +585,6 @@ def _finish(
     sequence: Sequence | None = None,
     error: str = "",
 ) -> Finish:
-    cached = sequence.cached_tokens if sequence else 0
+    cached = max(0, sequence.cached_tokens) if sequence else 0
     preemptions = sequence.preemptions if sequence else 0
     return Finish(uid, reason, stop_reason, error, cached, preemptions, hide_last)

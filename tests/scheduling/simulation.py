@@ -133,7 +133,9 @@ class Simulation:
     def __init__(self, config: SchedulerConfig, seed=0):
         self.config = config
         self.scheduler = Scheduler(config)
-        self.manager = BlockManager(config.blocks, config.block_size, config.max_num_seqs, SALT)
+        self.manager = BlockManager(
+            config.blocks, config.block_size, config.max_num_seqs, config.max_model_len, SALT
+        )
         self.runner = Runner(config)
         self.rng = random.Random(seed)
         self.edges = {name: deque() for name in ("to_s", "credits", "done", "stop", "to_b", "to_r")}

@@ -153,12 +153,12 @@ def test_a_preempted_sequence_waits_for_its_results_whatever_room_there_is():
         simulation.step()
     scheduler = simulation.scheduler
     victim = scheduler.live[uid]
-    while not victim.in_flight:
+    while not victim.in_flight(scheduler._completed):
         simulation.step()
     scheduler._preempt(victim)
     known = len(victim.tokens)
     assert not any(isinstance(m, Match) for _, m in route(simulation, StepWanted(0)))
-    while victim.in_flight:
+    while victim.in_flight(scheduler._completed):
         simulation.step()
     assert len(victim.tokens) > known  # the steps in flight still brought it their tokens
     simulation.drain()

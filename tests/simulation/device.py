@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanoactor.actors.runner import RunnerActor, RunnerConfig
-from nanoactor.messages import StepDone
 from nanoactor.runner.batch import BatchState, StepInputs
+from nanoactor.runner.execution import Computed
 from nanoactor.runtime.actor import Actor, Context, Facts
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class SimulatedRunner(RunnerActor):
         """The cache's size, as the scenario has it."""
         scenario = self._world.scenario
         most = -(-scenario.max_model_len // scenario.block_size)
+        self._executor: Any = self
         self._batch = BatchState(scenario.max_num_seqs, most, scenario.block_size)
         return {
             "num_blocks": scenario.blocks,
@@ -58,12 +59,17 @@ class SimulatedRunner(RunnerActor):
         super()._on_step(step)
         self._pump()
 
+    def submit(self, inputs: StepInputs) -> Any:
+        """The runner's executor is the runner itself: a step waits for `_pump`."""
+        return inputs
+
     def _pump(self) -> None:
-        if self._busy or self._inputs.empty():
+        if self._busy or self._submitted.empty():
             return
         self._busy = True
-        inputs = self._inputs.get()
-        assert inputs is not None
+        submitted = self._submitted.get()
+        assert submitted is not None
+        inputs: Any = submitted[1]
         if self._config.asks:
             self.context.call_soon(self._begun, inputs.step)
         scenario = self._world.scenario
@@ -77,7 +83,9 @@ class SimulatedRunner(RunnerActor):
         self.busy_seconds += seconds
         self._world.oracle.computed(inputs.step)
         self._busy = False
-        self._done(StepDone(inputs.step, ids, seconds))
+        end = round(self.context.now() * 1e9)
+        begin = end - round(seconds * 1e9)
+        self._done(inputs.step, Computed(ids, begin, end, end, end))
         self._pump()
 
     # -- the forward pass -----------------------------------------------------------------

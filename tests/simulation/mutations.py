@@ -27,6 +27,7 @@ class Mutation:
 
 SCHEDULER = "nanoactor.scheduling.scheduler"
 SEQUENCE = "nanoactor.scheduling.sequence"
+TABLE = "nanoactor.scheduling.table"
 ASSEMBLY = "nanoactor.scheduling.assembly"
 MANAGER = "nanoactor.kv.manager"
 POOL = "nanoactor.kv.pool"
@@ -60,19 +61,19 @@ MUTATIONS = [
         SCHEDULER,
         "            return\n        self._to_free.append(sequence.slot)\n",
         "            return\n        self._to_free.append(sequence.slot)\n"
-        "        if sequence.in_flight > 1: self._to_free.append(sequence.slot)\n",
+        "        if sequence.in_flight(self._completed): self._to_free.append(sequence.slot)\n",
     ),
     Mutation(
         "a block of overrun tokens is indexed",
         MANAGER,
-        "<= min(len(holding.tokens), holding.planned):",
-        "<= min(len(holding.tokens) + 1, holding.planned):",
+        "return np.minimum(self._known[slots], self._planned[slots])",
+        "return np.minimum(self._known[slots] + 1, self._planned[slots])",
     ),
     Mutation(
         "a block is indexed before it is computed",
         MANAGER,
-        "<= min(len(holding.tokens), holding.planned):",
-        "<= len(holding.tokens):",
+        "return np.minimum(self._known[slots], self._planned[slots])",
+        "return self._known[slots]",
     ),
     Mutation(
         "a refund is forgotten",
@@ -142,9 +143,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a new block comes one token late",
-        SCHEDULER,
-        "return sequence.scheduled == sequence.blocks * self.config.block_size",
-        "return sequence.scheduled == sequence.blocks * self.config.block_size + 1",
+        TABLE,
+        "NDArray[np.bool_] = self.scheduled == self.room",
+        "NDArray[np.bool_] = self.scheduled == self.room + 1",
     ),
     Mutation(
         "children are evicted after their parents",
@@ -179,8 +180,8 @@ MUTATIONS = [
     Mutation(
         "more is planned than the token budget",
         SCHEDULER,
-        "budget = self.config.max_num_batched_tokens - len(decoding)",
-        "budget = self.config.max_num_batched_tokens",
+        "self._choose_chunks(self.config.max_num_batched_tokens - len(decoding))",
+        "self._choose_chunks(self.config.max_num_batched_tokens)",
     ),
     Mutation(
         "one step more is planned than the depth",
@@ -191,8 +192,8 @@ MUTATIONS = [
     Mutation(
         "a slot that leaves the decode set stays in it",
         ASSEMBLY,
-        "leaves = np.flatnonzero(self._decoding & ~now)",
-        "leaves = np.flatnonzero(self._decoding & ~now)[1:]",
+        "return changed[joins], changed[~joins]",
+        "return changed[joins], changed[~joins][1:]",
     ),
     Mutation(
         "the queue is served last come, first served",
@@ -220,21 +221,21 @@ MUTATIONS = [
     ),
     Mutation(
         "a sequence that comes back is not introduced to the runners",
-        SCHEDULER,
-        "        sequence.introduced = False\n",
+        SEQUENCE,
+        "        self.introduced = False\n",
         "",
     ),
     Mutation(
         "a younger prompt is computed before an older one",
         SCHEDULER,
-        "        for sequence in self._running:\n            if budget <= 0:",
-        "        for sequence in reversed(self._running):\n            if budget <= 0:",
+        "        for sequence in self._prefills:\n            if budget <= 0:",
+        "        for sequence in reversed(self._prefills):\n            if budget <= 0:",
     ),
     Mutation(
         "a row is computed past the last token",
-        SEQUENCE,
-        "and self.scheduled + 2 <= self.limit",
-        "and self.scheduled + 1 <= self.limit",
+        TABLE,
+        "(self.scheduled + 2 <= self.limits)",
+        "(self.scheduled + 1 <= self.limits)",
     ),
     Mutation(
         "more is matched than a step has tokens for",

@@ -121,7 +121,7 @@ class Oracle:
     def preempt(self, victim: Sequence) -> None:
         """Nobody is preempted while credits, there or on their way, suffice."""
         scheduler = self.scheduler
-        starving = sum(1 for s in scheduler._running if s.decodable and scheduler._at_block_end(s))
+        starving = int(scheduler._starving().sum())
         there = scheduler._credits + sum(count for _, count in scheduler._pending)
         enough = there + self._yielded
         assert starving > enough, f"{enough} blocks are there or on their way for {starving}"
@@ -250,7 +250,7 @@ class Oracle:
         size = self._scenario.block_size
         end = (other.scheduled // size + 1) * size
         useful = min(head.prompt_length, len(head.tokens) - 1, other.prompt_length)
-        same = end <= useful and head.tokens[:end] == other.tokens[:end]
+        same = end <= useful and (head.tokens[:end] == other.tokens[:end]).all()
         assert not same, f"{head.uid} computes again what {other.uid} is about to compute"
 
     def plan(self) -> bool:

@@ -1,0 +1,7 @@
+"""Numbers that the torch code and its callers without torch share."""
+
+from __future__ import annotations
+
+# Rows whose top-k is at most this are cut from so many candidates, whatever the others want:
+# how equal logits are ordered then depends on the row alone, not on its batch.
+CANDIDATES = 256

@@ -1,0 +1,57 @@
+"""What a runner actor needs from whatever computes its steps; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from nanoactor.messages import Int32
+from nanoactor.runner.batch import StepInputs
+from nanoactor.runner.config import SIMULATED, ExecutorConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Computed:
+    """A step's result, and when the device did what, in ns of the host's monotonic clock."""
+
+    token_ids: Int32
+    """Of the rows that sample, in their order."""
+    begin: int
+    forwarded: int
+    """The layers are through, ..."""
+    sampled: int
+    """... the tokens are chosen, ..."""
+    end: int
+    """... and they are on the host."""
+
+
+class Pending(Protocol):
+    """A step that was handed to the device."""
+
+    def wait(self) -> Computed:
+        """Block until it is done. Called once, in the order of submission, from one thread."""
+
+
+class Executor(Protocol):
+    """A device with a model on it."""
+
+    num_blocks: int
+    block_size: int
+    dtype_name: str
+
+    def submit(self, inputs: StepInputs) -> Pending:
+        """Queue a step behind those before it; called on the node's loop, so it never blocks."""
+
+    def prepare_thread(self) -> None:
+        """Set up the thread that will call `Pending.wait`."""
+
+
+def open_executor(config: ExecutorConfig) -> Executor:
+    """The executor of a configuration's device; raises what loading the model raises."""
+    if config.device.startswith(SIMULATED):
+        from nanoactor.runner.simulated import SimulatedExecutor
+
+        return SimulatedExecutor(config)
+    from nanoactor.runner.executor import TorchExecutor
+
+    return TorchExecutor(config)

@@ -1,0 +1,67 @@
+"""A device that takes time and computes nothing: what remains to be seen is the engine.
+
+Its timeline is its own: a step starts when it was submitted or when the one before has ended,
+whichever is later, and ends a fixed time after that. Late wake-ups of the host do not lengthen
+a step; that the host was late to submit the next one shows as idle time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+
+from nanoactor.messages import Int32
+from nanoactor.models.config import read_config
+from nanoactor.runner.batch import SampledRows, StepInputs
+from nanoactor.runner.config import SIMULATED, ExecutorConfig
+from nanoactor.runner.execution import Computed
+
+_BLOCK_SIZE = 16
+# Knuth's multiplicative hash: tokens that look random, so that there is text to decode.
+_SPREAD = 2654435761
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Promise:
+    """A step with its place in the timeline."""
+
+    token_ids: Int32
+    begin: int
+    end: int
+
+    def wait(self) -> Computed:
+        """Sleep until the step has ended."""
+        left = self.end - time.monotonic_ns()
+        if left > 0:
+            time.sleep(left * 1e-9)
+        return Computed(self.token_ids, self.begin, self.end, self.end, self.end)
+
+
+class SimulatedExecutor:
+    """`simulated:5` takes 5 ms for each step, whatever is in it."""
+
+    dtype_name = "none"
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        self._nanoseconds = round(float(config.device.removeprefix(SIMULATED)) * 1e6)
+        self._vocabulary = read_config(config.directory).vocab_size
+        self.block_size = config.block_size or _BLOCK_SIZE
+        needed = config.max_num_seqs * -(-config.max_model_len // self.block_size)
+        self.num_blocks = config.num_kv_blocks or needed
+        self._free_at = 0
+
+    def prepare_thread(self) -> None:
+        """Nothing to prepare for sleeping."""
+
+    def submit(self, inputs: StepInputs) -> _Promise:
+        """Put the step behind those before it."""
+        begin = max(time.monotonic_ns(), self._free_at)
+        self._free_at = begin + self._nanoseconds
+        return _Promise(self._tokens(inputs.sampled), begin, self._free_at)
+
+    def _tokens(self, sampled: SampledRows) -> Int32:
+        """Tokens that depend on position and seed alone, like those of a real sampler."""
+        mixed = (sampled.positions * 7919 + sampled.seeds % 65521) * _SPREAD
+        return ((mixed >> 16) % self._vocabulary).astype(np.int32)
