@@ -20,6 +20,9 @@ USER = "user"
 # What has no place in a control process: torch alone would take 200 MB and a second to import.
 _HEAVY = ("torch", "transformers", "torch_npu")
 _MIB = 1 << 20
+# Text may come a moment later, the next step may not: where cores are scarce, control and runner
+# go first. The detokenizer merges what it cannot say in time.
+_DETOKENIZER_NICE = 10
 _CHUNK_BYTES = _MIB // 4
 _SMALLEST_DEFAULT_BLOCK = 16
 
@@ -98,7 +101,7 @@ def _nodes(config: EngineConfig, tokenizers: list[str]) -> tuple[NodeSpec, ...]:
         NodeSpec(USER, ("frontend",)),
         *(NodeSpec(name, (name,), light, _HEAVY) for name in tokenizers),
         *(NodeSpec(name, actors, {}, _HEAVY) for name, actors in control.items()),
-        NodeSpec("detokenizer", ("detokenizer",), light, _HEAVY),
+        NodeSpec("detokenizer", ("detokenizer",), light, _HEAVY, _DETOKENIZER_NICE),
         NodeSpec("runner.0", ("runner.0",), quiet, runner_blocks),
     )
 
@@ -132,7 +135,7 @@ def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tu
         EdgeSpec("runner.0", ("scheduler",), tokens, bound=4 * config.pipeline_depth),
         EdgeSpec("scheduler", ("detokenizer",), max(admitted, tokens)),
         EdgeSpec("detokenizer", ("scheduler",), prompt, bound=1),
-        EdgeSpec("detokenizer", ("frontend",), chunk, bound=1),
+        EdgeSpec("detokenizer", ("frontend",), chunk, bound=1, paced=True),
     )
 
 

@@ -49,7 +49,7 @@ class TextOptions:
     min_tokens: int
 
 
-@message(10)
+@message(10, by="uid")
 class Submit:
     """Frontend to tokenizer: a request with exactly one of text, chat or token ids.
 
@@ -69,7 +69,7 @@ class Submit:
     text_options: TextOptions
 
 
-@message(11)
+@message(11, by="uid")
 class Admit:
     """Tokenizer to scheduler: a request that may run.
 
@@ -90,7 +90,7 @@ class Admit:
     """Pixels, grids and the like, by name; nothing reads them yet."""
 
 
-@message(12)
+@message(12, by="uid")
 class Reject:
     """Tokenizer to scheduler: a request that cannot run, and why."""
 
@@ -99,14 +99,14 @@ class Reject:
     text: str
 
 
-@message(13)
+@message(13, by="uid")
 class Abort:
     """Frontend to scheduler: end a request; it may not have arrived yet, or be over."""
 
     uid: int
 
 
-@message(20)
+@message(20, by="uid")
 class Match:
     """Scheduler to block manager: give a slot the blocks for these tokens.
 
@@ -137,7 +137,7 @@ class Admissions:
     """How many of `masked_ids` belong to each row."""
 
 
-@message(22)
+@message(22, by="step")
 class Plan:
     """Scheduler to block manager: one step, in counts. It becomes a `Step` there.
 
@@ -162,7 +162,7 @@ class Plan:
     admissions: Admissions
 
 
-@message(23)
+@message(23, by="step")
 class Known:
     """Scheduler to block manager: a step is done, and these slots got these tokens."""
 
@@ -182,7 +182,7 @@ class Free:
     fence: int
 
 
-@message(30)
+@message(30, by="step")
 class Step:
     """Block manager to every runner: a plan with the ids that it needs."""
 
@@ -206,7 +206,7 @@ class Step:
     admissions: Admissions
 
 
-@message(31)
+@message(31, by="step")
 class StepDone:
     """Runner to scheduler: the tokens sampled in a step, by row, rows that sample none left out."""
 
@@ -216,7 +216,7 @@ class StepDone:
     """How long the device took."""
 
 
-@message(32)
+@message(32, by="step")
 class StepWanted:
     """Runner to scheduler: the device will run dry unless this step is planned now."""
 
@@ -239,7 +239,7 @@ class Credits:
     """... and the step that must be done before they may be written again."""
 
 
-@message(50)
+@message(50, by="uid")
 class Open:
     """Scheduler to detokenizer: a request's tokens will follow."""
 
@@ -264,7 +264,7 @@ class Finish:
     """The last token is a stop token: its text is not part of the output."""
 
 
-@message(52)
+@message(52, by="step")
 class Tokens:
     """Scheduler to detokenizer: what a step brought, at most one token for each request."""
 
@@ -298,10 +298,12 @@ class Terminal:
     preemptions: int
 
 
-@message(62)
+@message(62, by="step")
 class Chunk:
     """Detokenizer to frontend: what is new, for any number of requests."""
 
+    step: int
+    """The latest step whose tokens the detokenizer had seen."""
     opened: tuple[Opened, ...]
     uids: Int64
     texts: list[str]

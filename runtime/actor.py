@@ -18,6 +18,7 @@ from nanoactor.runtime.codec import copied
 from nanoactor.runtime.errors import RuntimeFault
 from nanoactor.runtime.lease import Lease
 from nanoactor.runtime.outbox import Outbox
+from nanoactor.runtime.tracing import Lane
 
 M = TypeVar("M")
 Handler = Callable[[Any], None]
@@ -38,6 +39,9 @@ class Context:
         self.name = name
         self.loop = loop
         self.log = logging.getLogger(f"nanoactor.{name}")
+        self.lane = Lane(name)
+        """Where the spans of this actor go."""
+        self.lanes = [self.lane]
         self._outboxes = outboxes
         self._fail = fail
         self._lease: Lease | None = None
@@ -50,6 +54,12 @@ class Context:
             raise RuntimeFault(
                 f"actor {self.name} has no edge {edge!r}; it has {sorted(self._outboxes)}"
             ) from None
+
+    def new_lane(self, name: str) -> Lane:
+        """A row of the timeline for what works on the actor's behalf: a device, a thread."""
+        lane = Lane(f"{self.name} {name}")
+        self.lanes.append(lane)
+        return lane
 
     def now(self) -> float:
         """Seconds on the host's monotonic clock; a simulation has its own."""
@@ -112,6 +122,13 @@ class Actor:
     def handlers(self) -> Mapping[type, Handler]:
         """Which message class goes to which method."""
         return {}
+
+    def span_names(self) -> Mapping[type, str]:
+        """What the handling of a message class is called in traces, where not by its name."""
+        return {}
+
+    def before_trace(self) -> None:
+        """A trace is about to be taken: add the spans of what has begun and not ended."""
 
     def on_ready(self, outbox: Outbox) -> None:
         """An outbox that had to wait has sent all it held."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
+import gc
 import importlib.abc
 import importlib.machinery
 import logging
@@ -36,6 +37,7 @@ def main(descriptor: int) -> None:
         os._exit(0)
     assert isinstance(bootstrap, control.Bootstrap)
     _die_with_parent(bootstrap.parent_pid, bootstrap.plan.name)
+    os.nice(bootstrap.nice)
     sys.meta_path.insert(0, _Blocker(bootstrap.blocked_modules))
     child = _Child(bootstrap, connection)
     child.run()
@@ -85,6 +87,9 @@ class _Child:
         threading.Thread(target=self._listen, name="control", daemon=True).start()
         try:
             facts = self._node.setup(self._note_culprit)
+            # What is set up stays: the collector need not look at it again and again.
+            gc.collect()
+            gc.freeze()
             self._send(control.Ready(facts, schema_hashes()))
         except BaseException as error:
             self._fail(self._culprit, error)
@@ -121,9 +126,11 @@ class _Child:
                 except BaseException as error:
                     self._fail(self._culprit, error)
                 self._send(control.Started())
-            case control.Query(number):
+            case control.Query(number, what):
                 try:
-                    self._send(control.Reply(number, self._node.statistics()))
+                    node = self._node
+                    answer = node.trace() if what == "trace" else node.statistics()
+                    self._send(control.Reply(number, answer))
                 except BaseException as error:
                     self._fail(self._culprit, error)
             case control.Stop():

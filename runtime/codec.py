@@ -13,13 +13,18 @@ is what one message becomes on the wire:
     ..  arrays, each from a multiple of 64, in the order of their fields
 
 Where a field holds an array, the msgpack part holds its dtype and shape; the bytes are
-written straight into the transport and read in place. Nothing here knows about transports.
+written straight into the transport and read in place. A small array travels inside the msgpack
+part instead: to copy it twice costs less than the lease under which it would be read in place,
+and most messages of a running engine are small. Nothing here knows about transports.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import math
+import operator
 import struct
 import time
 import types
@@ -38,6 +43,8 @@ ALIGNMENT = 64
 HEADER = struct.Struct("<IIQQII")
 KIND_PLAIN, KIND_ARRAYS, KIND_PADDING = 1, 2, 3
 MAX_RECORD_BYTES = 2**32 - ALIGNMENT
+INLINE_BYTES = 8192
+"""Arrays up to this size travel inside the msgpack part."""
 
 Array = NDArray[Any]
 # Annotate a field with this alias where a message carries a variable number of arrays.
@@ -46,6 +53,9 @@ NamedArrays = dict[str, NDArray[Any]]
 _DTYPES = tuple(np.dtype(code) for code in ("?", *(f"{k}{n}" for k in "iu" for n in (1, 2, 4, 8))))
 _DTYPES += tuple(np.dtype(code) for code in ("f2", "f4", "f8"))
 _DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_EMPTY = tuple(np.empty(0, dtype) for dtype in _DTYPES)
+for _array in _EMPTY:
+    _array.flags.writeable = False
 
 M = TypeVar("M")
 
@@ -61,6 +71,12 @@ class Schema:
     """Per field "plain", "array", "named" (dict of arrays), "message" or "messages" (tuple)."""
     text: str
     """What the schema hash covers: name, fields and annotations."""
+    values: Callable[[Any], tuple[Any, ...]]
+    """All fields of a message at once."""
+    special: tuple[tuple[int, str], ...]
+    """(position on the wire, kind) of the fields that are not plain."""
+    by: str
+    """The field whose number links the spans of this message with others; empty for none."""
 
 
 _SCHEMAS: dict[int, Schema] = {}
@@ -68,9 +84,10 @@ _NUMBERS: dict[type, int] = {}
 
 
 @dataclass_transform(frozen_default=True)
-def message(number: int) -> Callable[[type[M]], type[M]]:
+def message(number: int, by: str = "") -> Callable[[type[M]], type[M]]:
     """Register a class as message type `number` and make it a frozen, slotted dataclass.
 
+    `by` names a field with a whole number by which traces link what belongs together.
     Raises `CodecError` where the number is taken or a field's type cannot travel.
     """
 
@@ -78,19 +95,34 @@ def message(number: int) -> Callable[[type[M]], type[M]]:
         if number in _SCHEMAS:
             raise CodecError(f"message number {number} belongs to {_SCHEMAS[number].cls.__name__}")
         made = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
-        schema = _describe(number, made)
+        schema = _describe(number, made, by)
         _SCHEMAS[number], _NUMBERS[made] = schema, number
         return made
 
     return register
 
 
-def _describe(number: int, cls: type) -> Schema:
+def _describe(number: int, cls: type, by: str) -> Schema:
     hints = typing.get_type_hints(cls)
     names = tuple(field.name for field in dataclasses.fields(cls))
     kinds = tuple(_kind(cls, name, hints[name]) for name in names)
     text = f"{number}:{cls.__name__}(" + ",".join(f"{n}:{hints[n]}" for n in names) + ")"
-    return Schema(number, cls, names, kinds, text)
+    getter = operator.attrgetter(*names) if names else lambda value: ()
+    values = getter if len(names) != 1 else lambda value: (getter(value),)
+    special = tuple((at, kind) for at, kind in enumerate(kinds, 1) if kind != "plain")
+    if by and hints.get(by) is not int:
+        raise CodecError(f"{cls.__name__}: traces link by a field of type int, not by {by!r}")
+    return Schema(number, cls, names, kinds, text, values, special, by)
+
+
+def linked_by(cls: type) -> tuple[str, Callable[[Any], int]]:
+    """By which field the spans of a message class are linked, and how to read it; ("", 0) else."""
+    by = _SCHEMAS[_NUMBERS[cls]].by if cls in _NUMBERS else ""
+    return by, operator.attrgetter(by) if by else _zero
+
+
+def _zero(value: Any) -> int:
+    return 0
 
 
 _PLAIN = (int, float, str, bytes, bool, type(None))
@@ -155,8 +187,10 @@ class Encoded:
 
     def write_into(
         self, target: memoryview, offset: int, sequence: int, checksum: bool = False
-    ) -> None:
+    ) -> int:
         """Write the record at `offset` of a writable byte view; nothing else is touched.
+
+        Returns the time that stands in it as that of sending, in ns.
 
         The caller has checked that `nbytes` fit. Bytes between the parts keep their content.
         """
@@ -165,13 +199,13 @@ class Encoded:
         at = offset + _aligned(HEADER.size + len(meta))
         for array in self.arrays:
             size = array.nbytes
-            if size:
-                target[at : at + size] = array.reshape(-1).view(np.uint8).data
+            target[at : at + size] = array.reshape(-1).view(np.uint8).data
             at += _aligned(size)
         crc = zlib.crc32(target[start : offset + self.nbytes]) if checksum else 0
         kind = KIND_ARRAYS if self.arrays else KIND_PLAIN
         sent = time.monotonic_ns()
         HEADER.pack_into(target, offset, self.nbytes, kind, sequence, sent, crc, len(meta))
+        return sent
 
     def to_bytes(self, sequence: int, checksum: bool = False) -> bytearray:
         """The record as bytes of its own, for transports without shared memory."""
@@ -180,48 +214,62 @@ class Encoded:
         return record
 
 
-def encode(value: Any) -> Encoded:
-    """Turn a registered message into what the transports write; the arrays are not copied.
+def encode(value: Any, inline: int = INLINE_BYTES) -> Encoded:
+    """Turn a registered message into what the transports write; large arrays are not copied.
+
+    Arrays up to `inline` bytes become part of the msgpack part.
 
     Raises `CodecError` for an unregistered class, an unsupported dtype or a field that
     msgpack cannot pack, `RecordTooLarge` past 4 GiB.
     """
     arrays: list[Array] = []
     try:
-        meta = msgpack.packb(_flatten(value, arrays), use_bin_type=True)
+        meta = _pack(_flatten(value, arrays, inline))
     except (TypeError, ValueError, OverflowError) as error:
         raise CodecError(f"{type(value).__name__} cannot be packed: {error}") from error
-    nbytes = _aligned(HEADER.size + len(meta)) + sum(_aligned(a.nbytes) for a in arrays)
+    nbytes = _aligned(HEADER.size + len(meta))
+    for array in arrays:
+        nbytes += _aligned(array.nbytes)
     if nbytes > MAX_RECORD_BYTES:
         raise RecordTooLarge(f"{type(value).__name__} takes {nbytes} bytes; a record is < 4 GiB")
     return Encoded(meta, arrays, nbytes)
 
 
-def _flatten(value: Any, arrays: list[Array]) -> list[Any]:
+_pack = functools.partial(msgpack.packb, use_bin_type=True)
+_unpack = functools.partial(msgpack.unpackb, use_list=False, raw=False)
+
+
+def _flatten(value: Any, arrays: list[Array], inline: int) -> list[Any]:
     number = _NUMBERS.get(type(value))
     if number is None:
         raise CodecError(f"{type(value).__name__} is not a registered message")
     schema = _SCHEMAS[number]
-    row: list[Any] = [number]
-    for name, kind in zip(schema.fields, schema.kinds, strict=True):
-        field = getattr(value, name)
+    row: list[Any] = [number, *schema.values(value)]
+    for at, kind in schema.special:
+        field = row[at]
         if kind == "array":
-            field = _describe_array(field, arrays)
+            row[at] = _describe_array(field, arrays, inline)
         elif kind == "named":
-            field = {key: _describe_array(array, arrays) for key, array in field.items()}
+            row[at] = {key: _describe_array(a, arrays, inline) for key, a in field.items()}
         elif kind == "message":
-            field = _flatten(field, arrays)
-        elif kind == "messages":
-            field = [_flatten(item, arrays) for item in field]
-        row.append(field)
+            row[at] = _flatten(field, arrays, inline)
+        else:
+            row[at] = [_flatten(item, arrays, inline) for item in field]
     return row
 
 
-def _describe_array(array: Any, arrays: list[Array]) -> list[int]:
-    if not isinstance(array, np.ndarray) or array.dtype not in _DTYPE_NUMBER:
+def _describe_array(array: Any, arrays: list[Array], inline: int) -> Any:
+    """What stands for an array in the msgpack part; see `_read_array` for the three forms."""
+    number = _DTYPE_NUMBER.get(array.dtype) if isinstance(array, np.ndarray) else None
+    if number is None:
         raise CodecError(f"{type(array).__name__} {getattr(array, 'dtype', '')} cannot travel")
+    size = array.nbytes
+    if size <= inline or not size:
+        if not size and array.ndim == 1:
+            return number
+        return (number, array.tobytes(), *array.shape)
     arrays.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
-    return [_DTYPE_NUMBER[array.dtype], *array.shape]
+    return (number, *array.shape)
 
 
 def decode(record: Any, expected_sequence: int, checksum: bool = False, offset: int = 0) -> Any:
@@ -240,7 +288,7 @@ def decode(record: Any, expected_sequence: int, checksum: bool = False, offset: 
     if checksum and zlib.crc32(view[start : offset + nbytes]) != crc:
         raise RingCorrupted(f"record {sequence}: its checksum does not match its content")
     try:
-        row = msgpack.unpackb(view[start : start + meta_length], use_list=False, raw=False)
+        row = _unpack(view[start : start + meta_length])
     except ValueError as error:
         raise CodecError(f"record {sequence}: {error}") from error
     del view
@@ -252,37 +300,42 @@ def _unflatten(row: Any, record: Any, at: int) -> tuple[Any, int]:
     schema = _SCHEMAS.get(row[0])
     if schema is None or len(row) != len(schema.fields) + 1:
         raise CodecError(f"no message of type {row[0]} with {len(row) - 1} fields is known here")
-    values: list[Any] = []
-    for kind, field in zip(schema.kinds, row[1:], strict=True):
+    values = list(row)
+    for position, kind in schema.special:
+        field = row[position]
         if kind == "array":
-            field, at = _view_array(field, record, at)
+            values[position], at = _read_array(field, record, at)
         elif kind == "named":
             named = {}
             for key, description in field.items():
-                named[key], at = _view_array(description, record, at)
-            field = named
+                named[key], at = _read_array(description, record, at)
+            values[position] = named
         elif kind == "message":
-            field, at = _unflatten(field, record, at)
-        elif kind == "messages":
+            values[position], at = _unflatten(field, record, at)
+        else:
             items = []
             for item in field:
                 made, at = _unflatten(item, record, at)
                 items.append(made)
-            field = tuple(items)
-        values.append(field)
+            values[position] = tuple(items)
+    del values[0]
     return schema.cls(*values), at
 
 
-def _view_array(description: tuple[int, ...], record: Any, at: int) -> tuple[Array, int]:
-    dtype, shape = _DTYPES[description[0]], description[1:]
-    count = 1
-    for extent in shape:
-        count *= extent
-    if count == 0:
-        return np.empty(shape, dtype), at
-    array = np.frombuffer(record, dtype, count, at)
+def _read_array(description: Any, record: Any, at: int) -> tuple[Array, int]:
+    """The array, and where the next one begins: an empty one is described by its dtype's number,
+    a small one by (number, bytes, *shape), one that follows in the record by (number, *shape)."""
+    if type(description) is int:
+        return _EMPTY[description], at
+    number, second, *shape = description
+    if type(second) is bytes:
+        array: Array = np.frombuffer(second, _DTYPES[number])
+        return (array if len(shape) == 1 else array.reshape(shape)), at
+    count = math.prod(description[1:])
+    array = np.frombuffer(record, _DTYPES[number], count, at)
     array.flags.writeable = False
-    return array.reshape(shape), at + _aligned(array.nbytes)
+    at += _aligned(array.nbytes)
+    return (array.reshape(description[1:]) if shape else array), at
 
 
 def copied(value: M) -> M:

@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 from nanoactor.runtime.actor import Facts
 from nanoactor.runtime.node import NodePlan
@@ -28,6 +28,7 @@ class Bootstrap:
     parent_pid: int
     log_level: int
     blocked_modules: tuple[str, ...]
+    nice: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,9 +40,10 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Query:
-    """Parent to child: report your statistics."""
+    """Parent to child: report your statistics, or what your actors did."""
 
     number: int
+    what: Literal["statistics", "trace"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ class Reply:
     """Child to parent: the answer to a `Query`."""
 
     number: int
-    figures: Mapping[str, Any]
+    answer: Any
+    """Figures by actor, or a `NodeTrace`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanoactor.runtime.actor import Context, Handler
-from nanoactor.runtime.codec import copied
+from nanoactor.runtime.codec import copied, linked_by
 from nanoactor.runtime.errors import RuntimeFault
 from nanoactor.runtime.lease import Lease
+from nanoactor.runtime.tracing import Lane
 from nanoactor.runtime.transport import Deliver
 
 # How many local messages are handled before the loop looks at its descriptors again.
@@ -27,19 +28,26 @@ class Mailbox:
         context: Context,
         handlers: Mapping[type, Handler],
         fatal: Callable[[BaseException], None],
+        span_names: Mapping[type, str],
     ) -> None:
+        """`span_names` says what handling a message class is called, where it is not its name."""
         self._context = context
         self._handlers = dict(handlers)
         self._fatal = fatal
-        self._local: deque[tuple[int, Any]] = deque()
+        self._span_names = span_names
+        self._local: deque[tuple[int, Port, Any]] = deque()
         self._scheduled = False
         self._handled = 0
         self._high_water = 0
         self._waiting_ns = 0
 
-    def put(self, message: Any) -> None:
+    def port(self, source: str) -> Port:
+        """Where the messages of one source come in."""
+        return Port(self, self._context.lane, source)
+
+    def put(self, port: Port, message: Any) -> None:
         """A neighbour's message: handled soon, never inside the sender's handler."""
-        self._local.append((time.monotonic_ns(), message))
+        self._local.append((time.monotonic_ns(), port, message))
         self._high_water = max(self._high_water, len(self._local))
         if not self._scheduled:
             self._scheduled = True
@@ -48,30 +56,40 @@ class Mailbox:
     def _drain(self) -> None:
         try:
             for _ in range(min(_BATCH, len(self._local))):
-                put_at, message = self._local.popleft()
+                put_at, port, message = self._local.popleft()
                 self._waiting_ns += time.monotonic_ns() - put_at
-                self._handle(message)
+                self.handle(port, message, put_at)
             self._scheduled = bool(self._local)
             if self._scheduled:
                 self._context.loop.call_soon(self._drain)
         except BaseException as error:
             self._fatal(error)
 
-    def deliver(self, message: Any, lease: Lease | None) -> bool:
+    def deliver(self, port: Port, message: Any, lease: Lease | None, sent: int) -> bool:
         """A message from another node, read in place. True where the handler keeps the lease."""
         if lease is None:
-            self._handle(message)
+            self.handle(port, message, sent)
             return False
         self._context.enter(lease)
-        self._handle(message)
+        self.handle(port, message, sent)
         return self._context.hold() is None
 
-    def _handle(self, message: Any) -> None:
+    def handle(self, port: Port, message: Any, sent: int) -> None:
+        """Call the handler, and remember when."""
         self._handled += 1
         handler = self._handlers.get(type(message))
         if handler is None:
             raise RuntimeFault(f"actor {self._context.name} takes no {type(message).__name__}")
+        begin = time.monotonic_ns()
+        number = port.number_of(message)  # now, as its memory is the handler's to give back
         handler(message)
+        self._context.lane.add(
+            port.kind_of(type(message)), number, begin, time.monotonic_ns(), sent
+        )
+
+    def span_name(self, cls: type) -> str:
+        """What handling this message class is called."""
+        return self._span_names.get(cls, cls.__name__)
 
     def statistics(self) -> dict[str, int]:
         """Messages handled; of the local ones the depth, the highest depth, the time waited."""
@@ -81,6 +99,40 @@ class Mailbox:
             "high_water": self._high_water,
             "waiting_ns": self._waiting_ns,
         }
+
+
+class Port:
+    """One source's way into a mailbox: traces tell by it where a message came from."""
+
+    def __init__(self, mailbox: Mailbox, lane: Lane, source: str) -> None:
+        self._mailbox = mailbox
+        self._lane = lane
+        self._source = source
+        self._kinds: dict[type, tuple[int, Callable[[Any], int]]] = {}
+
+    def put(self, message: Any) -> None:
+        """From the same node."""
+        self._mailbox.put(self, message)
+
+    def deliver(self, message: Any, lease: Lease | None, sent: int) -> bool:
+        """From another node."""
+        return self._mailbox.deliver(self, message, lease, sent)
+
+    def kind_of(self, cls: type) -> int:
+        """The kind of the spans in which such messages are handled."""
+        return self._of(cls)[0]
+
+    def number_of(self, message: Any) -> int:
+        """What links its span with others."""
+        return self._of(type(message))[1](message)
+
+    def _of(self, cls: type) -> tuple[int, Callable[[Any], int]]:
+        known = self._kinds.get(cls)
+        if known is None:
+            by, number = linked_by(cls)
+            kind = self._lane.kind(self._mailbox.span_name(cls), by, self._source)
+            known = self._kinds[cls] = kind, number
+        return known
 
 
 class DelayedDelivery:
@@ -99,22 +151,22 @@ class DelayedDelivery:
         self._fatal = fatal
         self._seconds = milliseconds / 1000
         self._random = random.Random(seed)
-        self._waiting: deque[tuple[float, Any]] = deque()
+        self._waiting: deque[tuple[float, Any, int]] = deque()
 
-    def __call__(self, message: Any, lease: Lease | None = None) -> bool:
+    def __call__(self, message: Any, lease: Lease | None, sent: int) -> bool:
         """Take a message; what it reads in place is copied, as it outlives its record."""
         if lease is not None:
             message = copied(message)
         due = self._loop.time() + self._random.random() ** 3 * self._seconds
-        self._waiting.append((due, message))
+        self._waiting.append((due, message, sent))
         if len(self._waiting) == 1:
             self._loop.call_at(due, self._release)
         return False
 
     def _release(self) -> None:
         try:
-            _, message = self._waiting.popleft()
-            self._deliver(message, None)
+            _, message, sent = self._waiting.popleft()
+            self._deliver(message, None, sent)
         except BaseException as error:
             self._fatal(error)
             return

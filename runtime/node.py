@@ -14,6 +14,7 @@ from nanoactor.runtime.mailbox import DelayedDelivery, Mailbox
 from nanoactor.runtime.outbox import LocalOutbox, MixedOutbox, Outbox, RemoteOutbox
 from nanoactor.runtime.recording import RecordedOutbox, Recorder
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec
+from nanoactor.runtime.tracing import NodeTrace
 from nanoactor.runtime.transport import Deliver, Receiver, ReceiverEnd, SenderEnd
 
 
@@ -54,6 +55,7 @@ class Node:
         self._remote: list[RemoteOutbox] = []
         self._receivers: list[tuple[str, Receiver]] = []
         self._recorders: dict[str, Recorder] = {}
+        self._cpu_before = 0.0
         self._unopened = set(plan.descriptors)
         """Descriptors that no sender or receiver has taken over."""
 
@@ -79,18 +81,21 @@ class Node:
                 recorder = Recorder(self.plan.record_dir, spec, facts)
                 self._recorders[spec.name] = recorder
                 handlers = recorder.handlers(handlers)
-            self._mailboxes[spec.name] = Mailbox(context, handlers, self._fatal(spec.name))
+            names = actor.span_names()
+            self._mailboxes[spec.name] = Mailbox(context, handlers, self._fatal(spec.name), names)
             actor.context = context
         for position, edge in enumerate(self.plan.edges):
             outbox = self._open_outbox(position, edge, loop)
             self._outboxes[edge.source][edge.label] = outbox
+        self._cpu_before = time.process_time()
         for spec in self.plan.actors:
             self.actors[spec.name].start(self.actors[spec.name].context, facts)
         for label, target, end in self.plan.receivers:
             receiver = end.open()
             self._unopened -= set(end.descriptors)
             self._receivers.append((f"{label} -> {target}", receiver))
-            deliver = self._delayed(self._mailboxes[target].deliver, loop, label, target)
+            port = self._mailboxes[target].port(label.partition(" -> ")[0])
+            deliver = self._delayed(port.deliver, loop, label, target)
             receiver.start(loop, deliver, self._fatal(target))
 
     def _open_outbox(
@@ -110,7 +115,16 @@ class Node:
             on_ready: Callable[[Outbox], None] = actor.on_ready
             if recorder is not None:
                 on_ready = recorder.on_ready(on_ready)
-            remote = RemoteOutbox(edge.label, sender, loop, edge.bound, on_ready, fatal)
+            remote = RemoteOutbox(
+                edge.label,
+                sender,
+                loop,
+                edge.bound,
+                on_ready,
+                fatal,
+                actor.context.lane,
+                edge.paced,
+            )
             self._remote.append(remote)
             parts.append(remote)
         outbox = parts[0] if len(parts) == 1 else MixedOutbox(edge.label, parts)
@@ -119,11 +133,11 @@ class Node:
     def _local_put(
         self, edge: EdgeSpec, target: str, loop: asyncio.AbstractEventLoop
     ) -> Callable[[Any], None]:
-        mailbox = self._mailboxes[target]
+        port = self._mailboxes[target].port(edge.source)
         if not self.plan.debug_delay_ms:
-            return mailbox.put
-        delayed = self._delayed(mailbox.deliver, loop, edge.label, target)
-        return lambda message: (delayed(message, None), None)[1]
+            return port.put
+        delayed = self._delayed(port.deliver, loop, edge.label, target)
+        return lambda message: (delayed(message, None, time.monotonic_ns()), None)[1]
 
     def _delayed(
         self, deliver: Deliver, loop: asyncio.AbstractEventLoop, label: str, target: str
@@ -165,6 +179,15 @@ class Node:
                 },
             }
         return figures
+
+    def trace(self) -> NodeTrace:
+        """What every lane remembers."""
+        lanes = []
+        for actor in self.actors.values():
+            actor.before_trace()
+            lanes += [lane.trace(self.plan.name) for lane in actor.context.lanes]
+        cpu = time.process_time() - self._cpu_before
+        return NodeTrace(self.plan.name, lanes, cpu, time.monotonic_ns())
 
     def stop(self) -> None:
         """Stop the actors, latest first, then close the edges."""

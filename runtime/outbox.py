@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from nanoactor.runtime.codec import Encoded, encode
+from nanoactor.runtime.codec import Encoded, encode, linked_by
 from nanoactor.runtime.errors import OutboxOverflow, PeerBroken, RecordTooLarge
+from nanoactor.runtime.tracing import Lane
 from nanoactor.runtime.transport import EdgeStatistics, Fatal, Sender
 
 
@@ -49,6 +51,8 @@ class RemoteOutbox:
         bound: int | None,
         on_ready: Callable[[Outbox], None],
         fatal: Fatal,
+        lane: Lane,
+        paced: bool = False,
     ) -> None:
         """`fatal` hears of what fails outside of `send`, where nobody could catch it."""
         self.label = label
@@ -57,6 +61,10 @@ class RemoteOutbox:
         self._bound = bound
         self._on_ready = on_ready
         self._fatal = fatal
+        self._paced = paced
+        self._lane = lane
+        self._kinds: dict[type, tuple[int, Callable[[Any], int]]] = {}
+        """By message class: the kind of its spans, and the number that links them."""
         self._waiting: deque[Encoded] = deque()
         self._high_water = 0
         self._broken = ""
@@ -65,7 +73,8 @@ class RemoteOutbox:
         """Write the message, or queue it behind those that wait."""
         if self._broken:
             raise PeerBroken(f"{self.label}: {self._broken}")
-        encoded = encode(message)
+        begin = time.monotonic_ns()
+        encoded = encode(message, self._sender.inline)
         if encoded.nbytes > self._sender.max_record:
             raise RecordTooLarge(
                 f"{self.label}: {type(message).__name__} takes {encoded.nbytes} bytes, but the "
@@ -73,6 +82,8 @@ class RemoteOutbox:
             )
         if not self._waiting:
             if self._sender.try_send(encoded):
+                kind, number = self._kinds.get(type(message)) or self._kind_of(type(message))
+                self._lane.add(kind, number(message), begin, self._sender.sent_ns)
                 return
             self._sender.when_writable(self._loop, self._flush)
         # What waits may be a view of something read in place: it takes a copy along.
@@ -83,9 +94,17 @@ class RemoteOutbox:
         if self._bound is not None and depth > self._bound:
             raise OutboxOverflow(f"{self.label}: {depth} messages wait, its bound is {self._bound}")
 
+    def _kind_of(self, cls: type) -> tuple[int, Callable[[Any], int]]:
+        by, number = linked_by(cls)
+        self._kinds[cls] = self._lane.kind(f"send {cls.__name__}", by), number
+        return self._kinds[cls]
+
     @property
     def ready(self) -> bool:
-        """Whether nothing waits."""
+        """Whether nothing waits, nor, on a paced edge, is unread."""
+        if not self._waiting and self._paced and not self._broken and self._sender.unread():
+            self._sender.when_writable(self._loop, self._flush)
+            return False
         return not self._waiting
 
     def _flush(self) -> None:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from nanoactor.runtime.codec import HEADER, KIND_ARRAYS, Encoded, decode
+from nanoactor.runtime.codec import HEADER, INLINE_BYTES, KIND_ARRAYS, Encoded, decode
 from nanoactor.runtime.errors import RecordTooLarge
 from nanoactor.runtime.lease import Lease
 from nanoactor.runtime.transport import Deliver, EdgeStatistics, Fatal
@@ -76,6 +76,8 @@ class QueueSender:
 
     def __init__(self, end: QueueSenderEnd) -> None:
         self.statistics = EdgeStatistics()
+        self.sent_ns = 0
+        self.inline = 0 if end.debug else INLINE_BYTES
         self._end = end
         self._sequence = 0
         self._writers = [_PipeWriter(fd) for fd in end.pipes]
@@ -98,12 +100,17 @@ class QueueSender:
             self.statistics.waits += 1
             return False
         record = encoded.to_bytes(self._sequence, self._end.debug)
+        self.sent_ns = time.monotonic_ns()
         self._sequence += 1
         for writer in self._writers:
             writer.put(record)
         self.statistics.messages += 1
         self.statistics.bytes += encoded.nbytes
         return True
+
+    def unread(self) -> bool:
+        """Whether records wait for a pipe; what is in the pipe counts as read."""
+        return any(writer.waiting for writer in self._writers)
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         """Call back once when the fullest writer has written something."""
@@ -221,7 +228,7 @@ class QueueReceiver:
         self.statistics.waiting_ns += time.monotonic_ns() - sent
         # The record is memory of its own and never reused, so nothing can escape from it.
         lease = Lease(None, lambda: None) if kind == KIND_ARRAYS else None
-        self._deliver(value, lease)
+        self._deliver(value, lease, sent)
 
     def close(self) -> None:
         """Stop delivering. The thread ends when the writer closes its end of the pipe."""

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from nanoactor.runtime.codec import HEADER, KIND_ARRAYS, KIND_PADDING, Encoded, decode
+from nanoactor.runtime.codec import HEADER, INLINE_BYTES, KIND_ARRAYS, KIND_PADDING, Encoded, decode
 from nanoactor.runtime.errors import RecordTooLarge, RingCorrupted, UnsupportedPlatform
 from nanoactor.runtime.lease import Lease
 from nanoactor.runtime.transport import Deliver, EdgeStatistics, Fatal
@@ -111,6 +111,8 @@ class RingSender:
 
     def __init__(self, end: RingSenderEnd) -> None:
         self.statistics = EdgeStatistics()
+        self.sent_ns = 0
+        self.inline = 0 if end.debug else INLINE_BYTES
         self._end = end
         self._capacity = end.capacity
         self._view = memoryview(mmap.mmap(end.memory, end.capacity + end.capacity // 2))
@@ -151,7 +153,7 @@ class RingSender:
         if padding:
             HEADER.pack_into(self._view, at, padding, KIND_PADDING, self._sequence, 0, 0, 0)
             at = 0
-        encoded.write_into(self._view, at, self._sequence, self._end.debug)
+        self.sent_ns = encoded.write_into(self._view, at, self._sequence, self._end.debug)
         self._sequence += 1
         self._written = end
         for items in self._items:
@@ -176,6 +178,12 @@ class RingSender:
             size = min(stop - start, self._capacity - at)
             self._view[at : at + size] = bytes([POISON]) * size
             start += size
+
+    def unread(self) -> bool:
+        """Whether some reader has not yet credited all that was written."""
+        if min(self._credited) < self._written:
+            self._collect()
+        return min(self._credited) < self._written
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         """Call back once when a reader has credited space."""
@@ -276,22 +284,22 @@ class RingReceiver:
         self.statistics.bytes += nbytes
         self.statistics.waiting_ns += time.monotonic_ns() - sent
         if kind == KIND_ARRAYS:
-            self._deliver_leased(at, nbytes, entry)
+            self._deliver_leased(at, nbytes, entry, sent)
         else:
             value = decode(self._memory, self._sequence, self._end.debug, at)
             self._sequence += 1
             entry[1] = 1
-            self._deliver(value, None)
+            self._deliver(value, None, sent)
         if self._position - self._credited > self._capacity // 4:
             self._credit()
 
-    def _deliver_leased(self, at: int, nbytes: int, entry: list[int]) -> None:
+    def _deliver_leased(self, at: int, nbytes: int, entry: list[int], sent: int) -> None:
         buffer = self._buffer(at, nbytes)
         value = decode(buffer, self._sequence, self._end.debug)
         self._sequence += 1
         lease = Lease(buffer, lambda: self._retire(entry))
         del buffer
-        kept = self._deliver(value, lease)
+        kept = self._deliver(value, lease, sent)
         del value
         if not kept:
             lease.release()

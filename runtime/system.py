@@ -23,7 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Literal
 
 from nanoactor.runtime import control
 from nanoactor.runtime.actor import Actor, Facts
@@ -37,6 +37,7 @@ from nanoactor.runtime.errors import (
 )
 from nanoactor.runtime.node import Node, NodePlan
 from nanoactor.runtime.topology import NodeSpec, Topology
+from nanoactor.runtime.tracing import NodeTrace
 from nanoactor.runtime.wiring import Options, wire
 
 log = logging.getLogger("nanoactor.system")
@@ -62,7 +63,7 @@ class System:
         self._closing = False
         self._end: asyncio.Future[None] | None = None
         """The closing, once it has begun."""
-        self._queries: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self.facts: dict[str, Facts] = {}
 
@@ -142,21 +143,30 @@ class System:
 
     async def statistics(self) -> dict[str, dict[str, Any]]:
         """Every actor's figures, by actor; a node that does not answer in a second is left out."""
-        assert self._loop is not None
         assert self._node is not None
         figures = dict(self._node.statistics())
-        pending: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        for answer in await self._ask("statistics", 1.0):
+            figures |= answer
+        return figures
+
+    async def trace(self) -> list[NodeTrace]:
+        """What every actor did lately; a node that does not answer in 5 s is left out."""
+        assert self._node is not None
+        return [self._node.trace(), *await self._ask("trace", 5.0)]
+
+    async def _ask(self, what: Literal["statistics", "trace"], seconds: float) -> list[Any]:
+        """The answers of all nodes that are processes of their own and answer in time."""
+        assert self._loop is not None
+        pending: dict[int, asyncio.Future[Any]] = {}
         for child in self._children.values():
             number = next(self._numbers)
             pending[number] = self._queries[number] = self._loop.create_future()
-            child.send(control.Query(number))
+            child.send(control.Query(number, what))
         if pending:
-            done, _ = await asyncio.wait(pending.values(), timeout=1.0)
-            for answer in done:
-                figures |= answer.result()
+            await asyncio.wait(pending.values(), timeout=seconds)
         for number in pending:
             del self._queries[number]
-        return figures
+        return [answer.result() for answer in pending.values() if answer.done()]
 
     def _hear(self, child: _ChildProcess, message: Any) -> None:
         """A control message, on the loop."""
@@ -165,9 +175,9 @@ class System:
                 _resolve(child.ready, message)
             case control.Started():
                 _resolve(child.started, None)
-            case control.Reply(number, figures):
+            case control.Reply(number, answer):
                 if number in self._queries:
-                    _resolve(self._queries[number], figures)
+                    _resolve(self._queries[number], answer)
             case control.Failed():
                 child.failure = message
             case None:
@@ -302,8 +312,8 @@ class _ChildProcess:
         finally:  # without our copies, the child's end shows at once on ours
             self._let_go()
         level = logging.getLogger("nanoactor").getEffectiveLevel()
-        blocked = self._spec.blocked_modules
-        self.send(control.Bootstrap(self._plan, os.getpid(), level, blocked))
+        blocked, nice = self._spec.blocked_modules, self._spec.nice
+        self.send(control.Bootstrap(self._plan, os.getpid(), level, blocked, nice))
 
     def send(self, message: Any) -> None:
         """Send on the control channel; a child that is gone is noticed elsewhere."""

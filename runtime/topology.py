@@ -48,6 +48,8 @@ class NodeSpec:
     """Variables that are set before the process starts, in this node alone."""
     blocked_modules: tuple[str, ...] = ()
     """Modules whose import fails here, so that nothing heavy slips into a light process."""
+    nice: int = 0
+    """How much the process yields to others, as `os.nice` counts it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +62,9 @@ class EdgeSpec:
     """Bytes; a power of two, at least twice the largest record."""
     bound: int | None = None
     """How many messages can wait unsent by protocol; None where nothing bounds them."""
+    paced: bool = False
+    """Whether the outbox calls itself ready only once all it sent was read, so that a source
+    that merges what it has to say (`Outbox.ready`) does so whenever its reader is behind."""
     name: str = ""
     """How the source addresses it; the target's name where there is one target."""
     transport: Transport = "ring"

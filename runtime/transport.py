@@ -15,8 +15,9 @@ from typing import Any, Protocol
 from nanoactor.runtime.codec import Encoded
 from nanoactor.runtime.lease import Lease
 
-Deliver = Callable[[Any, Lease | None], bool]
-"""Called with each message in turn, and with the lease it is read under, if it needs one.
+Deliver = Callable[[Any, Lease | None, int], bool]
+"""Called with each message in turn, the lease it is read under, if it needs one, and the time at
+which it was sent, in ns of the host's monotonic clock.
 
 True where whoever took the message keeps the lease; else the receiver releases it at once.
 """
@@ -43,6 +44,11 @@ class Sender(Protocol):
     """The writing end of an edge."""
 
     statistics: EdgeStatistics
+    sent_ns: int
+    """When the latest record left."""
+    inline: int
+    """Arrays up to so many bytes travel inside the msgpack part: none in debug mode, where every
+    array is read in place, so that whatever escapes its lease is caught."""
 
     @property
     def max_record(self) -> int:
@@ -53,6 +59,9 @@ class Sender(Protocol):
 
         Raises `RecordTooLarge` where there never will be.
         """
+
+    def unread(self) -> bool:
+        """Whether some reader has not yet taken all that was sent."""
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         """Call back once, on the loop, when room may have appeared."""

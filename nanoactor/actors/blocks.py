@@ -46,6 +46,10 @@ class BlockManagerActor(Actor):
         """Matches, plans, results and frees, in the order in which the scheduler sent them."""
         return {Match: self._match, Plan: self._plan, Known: self._known, Free: self._free}
 
+    def span_names(self) -> Mapping[type, str]:
+        """Stamping is what a step waits for."""
+        return {Match: "match", Plan: "stamp", Known: "index", Free: "free"}
+
     def _match(self, event: Match) -> None:
         self._manager.match(event)
         self._send_credits()

@@ -49,6 +49,10 @@ class DetokenizerActor(Actor):
         """Requests that begin, and their tokens."""
         return {Open: self._open, Tokens: self._tokens}
 
+    def span_names(self) -> Mapping[type, str]:
+        """A step's tokens."""
+        return {Open: "open", Tokens: "detokenize"}
+
     def _open(self, event: Open) -> None:
         self._detokenizer.open(event)
         self._report()
@@ -66,11 +70,11 @@ class DetokenizerActor(Actor):
         self._flush()
 
     def _flush(self) -> None:
-        while self._frontend.ready:
+        # Asking an edge that is not ready has it call back: only where there is something to say.
+        while self._detokenizer.pending and self._frontend.ready:
             chunk = self._detokenizer.take_chunk(self._config.chunk_bytes)
-            if chunk is None:
-                return
-            self._frontend.send(chunk)
+            if chunk is not None:
+                self._frontend.send(chunk)
 
     def on_ready(self, outbox: Any) -> None:
         """An edge has room again."""

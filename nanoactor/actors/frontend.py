@@ -59,10 +59,13 @@ class Entry:
     def wake(self) -> None:
         """There is something to read."""
         self._news = True
-        if self.over:
-            self.ended.set()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def end(self) -> None:
+        """Nothing follows."""
+        self.ended.set()
+        self.wake()
 
     async def next(self) -> RequestOutput:
         """Wait for news and return them; raises the error that ended the request."""
@@ -82,16 +85,18 @@ class Entry:
         return self._output()
 
     def _output(self) -> RequestOutput:
-        told_texts, told_ids = self._told
-        if self.kind is not RequestOutputKind.DELTA:
-            told_texts, told_ids = 0, 0
+        texts, ids = self.text, self.token_ids
+        if self.kind is RequestOutputKind.DELTA:
+            told_texts, told_ids = self._told
+            self._told = (len(texts), len(ids))
+            texts, ids = texts[told_texts:], ids[told_ids:]
         else:
-            self._told = (len(self.text), len(self.token_ids))
+            ids = ids[:]
         terminal = self.terminal
         completion = CompletionOutput(
             0,
-            "".join(self.text[told_texts:]),
-            self.token_ids[told_ids:],
+            "".join(texts),
+            ids,
             terminal.reason if terminal else None,
             terminal.stop_reason if terminal else None,
         )
@@ -134,10 +139,15 @@ class FrontendActor(Actor):
             context.outbox(f"tokenizer.{index}") for index in range(self._config.tokenizers)
         ]
         self._scheduler = context.outbox("scheduler")
+        self._submit_kind = context.lane.kind("submit", "uid")
 
     def handlers(self) -> Mapping[type, Handler]:
         """News from the detokenizer."""
         return {Chunk: self._chunk}
+
+    def span_names(self) -> Mapping[type, str]:
+        """News for the readers; what they do with it is theirs."""
+        return {Chunk: "deliver"}
 
     # -- from the user --------------------------------------------------------------------
 
@@ -159,7 +169,7 @@ class FrontendActor(Actor):
 
         A refused request takes no number: the scheduler relies on there being no gaps.
         """
-        uid = self._next_uid
+        uid, begin = self._next_uid, time.monotonic_ns()
         entry = make(uid)
         self.check_room(entry.charge)
         tokenizer = self._choose_tokenizer(entry.charge)
@@ -170,6 +180,7 @@ class FrontendActor(Actor):
         self._entries[uid] = entry
         self._waiting_requests.add(uid)
         self._waiting_tokens += entry.charge
+        self.context.lane.add(self._submit_kind, uid, begin, time.monotonic_ns())
         return entry
 
     async def room(self) -> None:
@@ -194,7 +205,7 @@ class FrontendActor(Actor):
         """The engine is gone: every waiting request gets the error."""
         for entry in self._entries.values():
             entry.error = error
-            entry.wake()
+            entry.end()
         self._entries.clear()
         self._waiting_requests.clear()
         self._waiting_tokens = 0
@@ -262,7 +273,7 @@ class FrontendActor(Actor):
             self._no_longer_waiting(entry)
             entry.terminal = terminal
             entry.metrics.finished_time = time.monotonic()
-            entry.wake()
+            entry.end()
 
     def statistics(self) -> dict[str, Any]:
         """Living requests, and those without a first token."""

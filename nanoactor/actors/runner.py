@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ from nanoactor.runtime.actor import Actor, Context, Facts, Handler
 
 if TYPE_CHECKING:
     from nanoactor.runner.execution import Computed, Pending
+
+DEVICE = "device"
+"""The lane that shows what the device computes, and when it does not."""
 
 # How much earlier than measured the next step is asked for, to absorb a slow wake-up.
 _LEAD_MARGIN = 0.0005
@@ -65,12 +69,22 @@ class RunnerActor(Actor):
     def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
         """Start the thread that computes."""
         super().start(context, facts)
+        self._open_lanes()
         self._thread = threading.Thread(target=self._compute, name="compute", daemon=True)
         self._thread.start()
+
+    def _open_lanes(self) -> None:
+        self._device = self.context.new_lane(DEVICE)
+        self._spans = [self._device.kind(name, "step") for name in ("forward", "sample", "copy")]
+        self._report = self.context.lane.kind("report", "step")
 
     def handlers(self) -> Mapping[type, Handler]:
         """Steps, in order."""
         return {Step: self._on_step}
+
+    def span_names(self) -> Mapping[type, str]:
+        """Laying out a step's inputs, and handing them to the device."""
+        return {Step: "prepare"}
 
     def _on_step(self, step: Step) -> None:
         """Lay out the step's inputs while the one before may still be running."""
@@ -111,6 +125,8 @@ class RunnerActor(Actor):
             self.context.outbox("scheduler").send(StepWanted(step))
 
     def _done(self, step: int, computed: Computed) -> None:
+        begin = time.monotonic_ns()
+        self._trace_device(step, computed)
         self._queued -= 1
         if self._device_free_at:
             self._idle_ns += computed.begin - self._device_free_at
@@ -119,6 +135,14 @@ class RunnerActor(Actor):
         seconds = (computed.end - computed.begin) * 1e-9
         self._step_seconds += 0.2 * (seconds - self._step_seconds)
         self.context.outbox("scheduler").send(StepDone(step, computed.token_ids, seconds))
+        self.context.lane.add(self._report, step, begin, time.monotonic_ns())
+
+    def _trace_device(self, step: int, computed: Computed) -> None:
+        """What the device did, by its own account."""
+        times = (computed.begin, computed.forwarded, computed.sampled, computed.end)
+        for kind, begin, end in zip(self._spans, times, times[1:], strict=False):
+            if end > begin:
+                self._device.add(kind, step, begin, end)
 
     def stop(self) -> None:
         """End the thread once the step that it computes is done."""

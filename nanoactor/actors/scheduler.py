@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,10 @@ from nanoactor import messages as m
 from nanoactor.config import EngineConfig
 from nanoactor.runtime.actor import Actor, Context, Facts, Handler
 from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
+
+LOAD, ENTERS, LEAVES = "load", "enters", "leaves"
+"""A lane that tells when requests live, and, with `sent`, the step with which each comes and
+goes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +34,11 @@ class SchedulerActor(Actor):
     def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
         """Make the scheduler, now that the runners have sized the cache."""
         super().start(context, facts)
+        self._load = context.new_lane(LOAD)
+        self._busy = self._load.kind("requests")
+        self._enters = self._load.kind(ENTERS, "uid")
+        self._leaves = self._load.kind(LEAVES, "uid")
+        self._busy_since = 0
         engine, cache = self._config.engine, facts["runner.0"]
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -49,9 +59,43 @@ class SchedulerActor(Actor):
         events = (m.Admit, m.Reject, m.Abort, m.Stop, m.Credits, m.StepDone, m.StepWanted)
         return dict.fromkeys(events, self._handle)
 
+    def span_names(self) -> Mapping[type, str]:
+        """The result of a step is what leads to the next plan."""
+        return {m.StepDone: "schedule", m.StepWanted: "schedule early", m.Admit: "admit"}
+
     def _handle(self, event: Any) -> None:
         for edge, message in self._scheduler.handle(event):
+            self._link_requests(message)
             self.context.outbox(edge).send(message)
+        self._note_load()
+
+    def _link_requests(self, message: Any) -> None:
+        """Remember with which step a request comes and goes: traces follow it from there."""
+        if isinstance(message, m.Plan) and len(message.admissions.slots):
+            for uid in self._scheduler.uids_of(message.admissions.slots):
+                self._link(self._enters, uid, message.step)
+        elif isinstance(message, m.Tokens):
+            for finish in message.finishes:
+                self._link(self._leaves, finish.uid, message.step)
+
+    def _link(self, kind: int, uid: int, step: int) -> None:
+        now = time.monotonic_ns()
+        self._load.add(kind, uid, now, now, step)
+
+    def _note_load(self) -> None:
+        """Remember from when to when there was something to do: only then can a device idle."""
+        if bool(self._scheduler.live) != bool(self._busy_since):
+            now = time.monotonic_ns()
+            if self._busy_since:
+                self._load.add(self._busy, 0, self._busy_since, now)
+            self._busy_since = 0 if self._busy_since else now
+
+    def before_trace(self) -> None:
+        """The load so far, if there is any."""
+        if self._busy_since:
+            now = time.monotonic_ns()
+            self._load.add(self._busy, 0, self._busy_since, now)
+            self._busy_since = now
 
     def statistics(self) -> dict[str, Any]:
         """Counts of steps, tokens, preemptions and ends; what waits, runs and is held now."""

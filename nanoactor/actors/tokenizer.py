@@ -55,6 +55,10 @@ class TokenizerActor(Actor):
         """Requests."""
         return {Submit: self._submit}
 
+    def span_names(self) -> Mapping[type, str]:
+        """A prompt's."""
+        return {Submit: "tokenize"}
+
     def _submit(self, event: Submit) -> None:
         scheduler = self.context.outbox("scheduler")
         try:

@@ -17,6 +17,8 @@ from nanoactor.kv.hashing import block_hash
 from nanoactor.kv.pool import BlockPool
 from nanoactor.messages import Credits, Free, Int32, Known, Match, Plan, Step
 
+_NOTHING_HELD = -1
+
 
 @dataclasses.dataclass(slots=True)
 class Holding:
@@ -61,14 +63,14 @@ class BlockManager:
         # By slot, as arrays: a step of hundreds of decodes costs a few operations.
         self._tokens = np.empty((max_seqs, max_model_len), np.int32)
         """Every token whose value is known."""
-        self._known = np.zeros(max_seqs, np.int64)
-        """How many these are."""
+        self._known = np.full(max_seqs, _NOTHING_HELD)
+        """How many these are; negative where a slot holds nothing."""
         self._planned = np.zeros(max_seqs, np.int64)
         """Positions computed by the steps planned so far, counted from 0."""
         self._room = np.zeros(max_seqs, np.int64)
         """Positions that its blocks hold; 0 where a slot holds nothing."""
-        self._indexed = np.zeros(max_seqs, np.int64)
-        """Leading blocks whose content is indexed, or was when they were matched."""
+        self._next_index = np.zeros(max_seqs, np.int64)
+        """Where the first block ends whose content is not indexed, and was not when matched."""
         self._decoding = np.zeros(max_seqs, np.bool_)
         self._decoders = np.empty(0, np.int64)
         """The slots of the decode set."""
@@ -103,7 +105,8 @@ class BlockManager:
         self._holdings[event.slot] = Holding(event.uid, hashes, table)
         self._tokens[event.slot, : len(tokens)] = event.token_ids
         self._known[event.slot], self._planned[event.slot] = len(tokens), computed
-        self._room[event.slot], self._indexed[event.slot] = len(table) * self._block_size, hits
+        self._room[event.slot] = len(table) * self._block_size
+        self._next_index[event.slot] = computed + self._block_size
         self.prompt_tokens += len(tokens)
         self.hit_tokens += computed
         self._answers.uids.append(event.uid)
@@ -172,7 +175,7 @@ class BlockManager:
                 )
             chunks.append(self._tokens[slot, start : start + count])
             self._planned[slot] = start + count
-            self._index_full_blocks(slot)
+            self._index_full_blocks(slot, start + count)
         return np.concatenate(chunks) if chunks else _int32([])
 
     def _announce(self, slots: list[int]) -> tuple[Int32, Int32, Int32, Int32]:
@@ -196,20 +199,23 @@ class BlockManager:
         """A step is done: fences pass, tokens become known, blocks that filled are indexed."""
         self.pool.complete(event.step)
         slots = event.slots
-        if not self._room[slots].all():
-            self._of(int(slots[self._room[slots] == 0][0]), event.step)
         known = self._known[slots]
+        if len(known) and known.min() < 0:
+            self._of(int(slots[known < 0][0]), event.step)
         self._tokens[slots, known] = event.token_ids
         self._known[slots] = known + 1
-        full = self._complete(slots) >= (self._indexed[slots] + 1) * self._block_size
-        for slot in slots[full].tolist():
-            self._index_full_blocks(slot)
+        complete = self._complete(slots)
+        full = complete >= self._next_index[slots]
+        if full.any():
+            for slot, length in zip(slots[full].tolist(), complete[full].tolist(), strict=True):
+                self._index_full_blocks(slot, length)
 
     def _complete(self, slots: Int32) -> NDArray[np.int64]:
         """How many leading tokens of each are known and are computed by a planned step."""
-        return np.minimum(self._known[slots], self._planned[slots])
+        complete: NDArray[np.int64] = np.minimum(self._known[slots], self._planned[slots])
+        return complete
 
-    def _index_full_blocks(self, slot: int) -> None:
+    def _index_full_blocks(self, slot: int, complete: int) -> None:
         """Index the blocks in which every token is known and is computed by a planned step.
 
         Steps run in the order of their numbers, so whoever matches the block reads it later.
@@ -218,12 +224,11 @@ class BlockManager:
         if not self._prefix_caching:
             return
         holding, size = self._holdings[slot], self._block_size
-        complete = int(self._complete(np.array([slot], np.int32))[0])
-        for index in range(int(self._indexed[slot]), complete // size):
+        for index in range(int(self._next_index[slot]) // size - 1, complete // size):
             if index == len(holding.hashes):
                 self._complete_hashes(holding.hashes, self._tokens[slot, : (index + 1) * size])
             self.pool.remember(holding.table[index], holding.hashes[index])
-            self._indexed[slot] = index + 1
+            self._next_index[slot] = (index + 2) * size
 
     def free(self, event: Free) -> None:
         """Take back the blocks of slots that ended or were preempted."""
@@ -231,7 +236,7 @@ class BlockManager:
         for slot in event.slots.tolist():
             self._of(slot, event.fence)
             holding = self._holdings.pop(slot)
-            self._room[slot] = 0
+            self._room[slot], self._known[slot] = 0, _NOTHING_HELD
             self._decoding[slot] = False
             freed += self.pool.release(holding.table[::-1], event.fence)
         self._decoders = np.flatnonzero(self._decoding)
@@ -264,7 +269,7 @@ class BlockManager:
         return (
             f"request {h.uid} in slot {slot}: {self._known[slot]} tokens known, "
             f"{self._planned[slot]} planned, {len(h.table)} blocks of {self._block_size}, "
-            f"{self._indexed[slot]} indexed"
+            f"indexed to {self._next_index[slot] - self._block_size}"
         )
 
     def check(self) -> None:

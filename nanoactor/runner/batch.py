@@ -11,6 +11,7 @@ from nanoactor.messages import Admissions, Step
 from nanoactor.models.limits import CANDIDATES
 
 Long = NDArray[np.int64]
+_NO_ROWS: Long = np.empty(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +69,10 @@ class BatchState:
         self._tables = np.zeros((max_num_seqs, max_blocks), np.int64)
         self._lengths = np.zeros(max_num_seqs, np.int64)
         self._decoding = np.zeros(max_num_seqs, np.bool_)
+        self._decode = _NO_ROWS
+        """The slots of the decode set."""
+        self._decode_rows: SampledRows | None = None
+        """How these sample, until the set or a parameter changes."""
         self._temperature = np.zeros(max_num_seqs, np.float32)
         self._top_k = np.zeros(max_num_seqs, np.int64)
         self._top_p = np.ones(max_num_seqs, np.float32)
@@ -78,11 +83,60 @@ class BatchState:
 
     def prepare(self, step: Step) -> StepInputs:
         """Apply a step's deltas and lay out its inputs. Steps must come in order."""
-        self._admit(step.admissions)
+        self._apply(step)
+        return self._mixed_step(step) if len(step.slots) else self._decode_step(step)
+
+    def _apply(self, step: Step) -> None:
+        if len(step.admissions.slots):
+            self._admit(step.admissions)
+            self._decode_rows = None
         self._update_tables(step)
-        self._decoding[step.leaves] = False
-        self._decoding[step.joins] = True
-        decode = np.flatnonzero(self._decoding)
+        if len(step.leaves) or len(step.joins):
+            self._decoding[step.leaves] = False
+            self._decoding[step.joins] = True
+            self._decode, self._decode_rows = np.flatnonzero(self._decoding), None
+
+    def _decode_step(self, step: Step) -> StepInputs:
+        """The same as a mixed step without prefill rows; most steps are such."""
+        decode = self._decode
+        positions = self._lengths[decode]
+        lengths = self._lengths[decode] = positions + 1
+        places, offsets = np.divmod(positions, self._block_size)
+        return StepInputs(
+            step.step,
+            np.zeros(len(decode), np.int64),
+            positions,
+            self._tables[decode, places] * self._block_size + offsets,
+            (),
+            decode,
+            self._tables[decode, : self._blocks_of(lengths.max(initial=0))],
+            lengths,
+            self._sampled_decodes(lengths),
+        )
+
+    def _sampled_decodes(self, positions: Long) -> SampledRows:
+        decode = self._decode
+        if self._decode_rows is None:
+            self._decode_rows = self._sampled_rows(decode, np.arange(len(decode)))
+        rows = self._decode_rows
+        return SampledRows(
+            rows.slots,
+            rows.token_index,
+            positions,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            rows.seeds,
+            rows.greedy,
+            rows.plain,
+            rows.limited,
+            rows.unlimited,
+            *self._masked_logits(decode, positions),
+        )
+
+    def _mixed_step(self, step: Step) -> StepInputs:
+        decode = self._decode
         starts, counts = step.starts.astype(np.int64), step.counts.astype(np.int64)
         firsts = np.cumsum(counts) - counts
         # Positions within the step's prefill tokens, minus where the row began, plus its start.
@@ -171,8 +225,11 @@ class BatchState:
         )
 
     def _masked_logits(self, slots: Long, positions: Long) -> tuple[Long, Long]:
-        rows, ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for row in np.flatnonzero(positions < self._unmasked_from[slots]).tolist():
+        masking = positions < self._unmasked_from[slots]
+        if not masking.any():
+            return _NO_ROWS, _NO_ROWS
+        rows, ids = [], []
+        for row in np.flatnonzero(masking).tolist():
             masked = self._masked[int(slots[row])]
             rows.append(np.full(len(masked), row, np.int64))
             ids.append(masked)

@@ -33,6 +33,7 @@ class PlanAssembly:
 
     def __init__(self, max_num_seqs: int) -> None:
         self._decoding = np.zeros(max_num_seqs, np.bool_)
+        self._slots: Slots = np.empty(0, np.int64)
 
     def plan(self, step: int, chunks: list[Chunk], decoding: Slots, grown: list[Sequence]) -> Plan:
         """The message for one step."""
@@ -56,6 +57,9 @@ class PlanAssembly:
         )
 
     def _changes(self, decoding: Slots) -> tuple[Int32, Int32]:
+        if decoding is self._slots:  # the table keeps the object where nothing changes
+            return _NOTHING, _NOTHING
+        self._slots = decoding
         now = np.zeros_like(self._decoding)
         now[decoding] = True
         changed = np.flatnonzero(now != self._decoding).astype(np.int32)

@@ -79,6 +79,8 @@ class SchedulerStatistics:
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    output_tokens: int = 0
+    """Tokens that sequences got."""
     mixed_steps: int = 0
     finished: int = 0
     aborted: int = 0
@@ -432,8 +434,8 @@ class Scheduler:
         if not len(decoding) and not chunks:
             return False
         rows = [chunk[0] for chunk in chunks]
-        self._table.last_steps[decoding] = step
-        self._table.last_steps[[sequence.slot for sequence in rows]] = step
+        for sequence in rows:
+            self._table.last_steps[sequence.slot] = step
         last = [sequence for sequence, _, _, ends in chunks if ends]
         self._planned = step
         self._in_flight.append(_InFlight(step, self._table, rows, last, decoding))
@@ -443,12 +445,17 @@ class Scheduler:
 
     def _choose_decodes(self) -> tuple[Slots, list[Sequence]]:
         """(slots of the sequences that decode, those that get one more block)."""
-        starving = np.flatnonzero(self._starving())
-        grown = self._feed(self._owners(starving)) if len(starving) else []
-        able = self._table.decodable() & ~self._table.at_block_end()
-        chosen = np.flatnonzero(able)
-        self._table.scheduled[chosen] += 1
-        return chosen, grown
+        table, step = self._table, self._planned + 1
+        if (same := table.decode_again(step)) is not None:
+            return same, []
+        grown: list[Sequence] = []
+        able, full = table.decodable(), table.at_block_end()
+        if (starving := able & full).any():
+            grown = self._feed(self._owners(np.flatnonzero(starving)))
+            able, full = table.decodable(), table.at_block_end()
+        chosen = np.flatnonzero(able & ~full)
+        table.decode(chosen, step, all_fed=len(chosen) == np.count_nonzero(able))
+        return table.cohort, grown
 
     def _owners(self, slots: Slots) -> list[Sequence]:
         """Who holds these slots, by rank."""
@@ -464,7 +471,7 @@ class Scheduler:
             if sequence.prefilling:
                 start, target = sequence.scheduled, sequence.target
                 count = min(budget, target - start)
-                self._table.scheduled[sequence.slot] += count
+                self._table.prefill(sequence.slot, count)
                 budget -= count
                 chunks.append((sequence, start, count, start + count == target))
         if chunks:
@@ -489,36 +496,39 @@ class Scheduler:
         self._completed = event.step
         self.statistics.device_seconds += event.seconds
         tokens = event.token_ids.copy()
-        first = len(done.last_chunks)
-        prompted = as_int64(s.slot for s in done.last_chunks if s.slot >= 0)
-        known_ids = tokens[:first][[s.slot >= 0 for s in done.last_chunks]] if first else tokens[:0]
-        for sequence, token in zip(done.last_chunks, tokens[:first].tolist(), strict=True):
-            self._take(sequence, token)
-        slots, ids = self._take_decodes(done.decoding, tokens[first:])
-        known = Known(
-            event.step,
-            np.concatenate((prompted, slots)).astype(np.int32),
-            np.concatenate((known_ids, ids)),
-        )
-        self._out.append((BLOCKS, known))
+        prompted = self._take_prompted(done.last_chunks, tokens)
+        slots, ids = self._take_decodes(done.decoding, tokens[len(done.last_chunks) :])
+        if len(prompted[0]):
+            slots, ids = np.concatenate((prompted[0], slots)), np.concatenate((prompted[1], ids))
+        self._out.append((BLOCKS, Known(event.step, slots, ids)))
 
-    def _take_decodes(self, slots: Slots, tokens: Int32) -> tuple[Slots, Int32]:
+    def _take_prompted(self, sequences: list[Sequence], tokens: Int32) -> tuple[Int32, Int32]:
+        """Take the tokens of rows that ended a prompt; (slots, tokens) of those that hold one."""
+        taken = []
+        for sequence, token in zip(sequences, tokens.tolist(), strict=False):
+            if sequence.slot >= 0:
+                taken.append((sequence.slot, token))
+            self._take(sequence, token)
+        return as_int32(slot for slot, _ in taken), as_int32(token for _, token in taken)
+
+    def _take_decodes(self, slots: Slots, tokens: Int32) -> tuple[Int32, Int32]:
         """Take the tokens of a decode set; returns those whose sequences held their slots."""
-        held = self._table.held[slots]
-        if not held.all():
+        if not self._table.all_held(slots):
+            held = self._table.held[slots]
             for slot, token in zip(slots[~held].tolist(), tokens[~held].tolist(), strict=True):
                 owner = self._table.owners[slot]
                 assert owner is not None
                 self._take(owner, token)
             slots, tokens = slots[held], tokens[held]
-        indices = self._table.take(slots, tokens)
-        self._new_tokens.append((self._table.uids[slots], indices, tokens))
-        full = self._table.known[slots] >= self._table.limits[slots]
-        for slot in slots[full | self._stop_ids.among(tokens)].tolist():
-            owner = self._table.owners[slot]
-            assert owner is not None
-            self._end_if_due(owner)
-        return slots, tokens
+        taking = self._table.take(slots, tokens)
+        self._new_tokens.append((taking.uids, taking.indices, tokens))
+        known, due = taking.slots32, taking.full | self._stop_ids.among(tokens)
+        if due.any():
+            for slot in slots[due].tolist():
+                owner = self._table.owners[slot]
+                assert owner is not None
+                self._end_if_due(owner)
+        return known, tokens
 
     def _take(self, sequence: Sequence, token: int) -> None:
         """Take one result, or drop it where its sequence has ended."""
@@ -537,12 +547,20 @@ class Scheduler:
     def _flush_tokens(self) -> None:
         if self._new_tokens or self._finishes:
             new = self._new_tokens or [(as_int64(()), as_int32(()), as_int32(()))]
-            uids, indices, ids = new[0] if len(new) == 1 else map(np.concatenate, zip(*new, strict=True))
+            uids, indices, ids = (
+                new[0] if len(new) == 1 else map(np.concatenate, zip(*new, strict=True))
+            )
             tokens = Tokens(self._completed, uids, indices, ids, tuple(self._finishes))
+            self.statistics.output_tokens += len(uids)
             self._out.append((TEXT, tokens))
             self._new_tokens, self._finishes = [], []
 
     # -- looking on -----------------------------------------------------------------------
+
+    def uids_of(self, slots: Int32) -> list[int]:
+        """Whose these slots are."""
+        uids: list[int] = self._table.uids[slots].tolist()
+        return uids
 
     @property
     def waiting(self) -> int:

@@ -104,7 +104,10 @@ class Sequence:
     @property
     def scheduled(self) -> int:
         """How many positions the planned steps compute; 0 where it holds no slot."""
-        return int(self.table.scheduled[self.slot]) if self.slot >= 0 else 0
+        if self.slot < 0:
+            return 0
+        self.table.settle()
+        return int(self.table.scheduled[self.slot])
 
     @property
     def prefilling(self) -> bool:
@@ -118,8 +121,10 @@ class Sequence:
 
     def in_flight(self, completed: int) -> bool:
         """Whether a planned step past `completed` has a row of it."""
-        last = int(self.table.last_steps[self.slot]) if self.slot >= 0 else self.last_step
-        return last > completed
+        if self.slot >= 0:
+            self.table.settle()
+            return int(self.table.last_steps[self.slot]) > completed
+        return self.last_step > completed
 
     def enter(self, slot: int, blocks: int) -> None:
         """Take a slot and so many blocks."""
@@ -129,6 +134,7 @@ class Sequence:
 
     def leave(self) -> None:
         """Give the slot up, and keep what is known."""
+        self.table.settle()
         self.kept = self.tokens.copy()
         self.last_step = int(self.table.last_steps[self.slot])
         self.table.leave(self.slot)
@@ -138,7 +144,10 @@ class Sequence:
         """Append a token; returns its index in the output."""
         index = self.output_length
         if self.slot >= 0:
-            self.table.take(np.array([self.slot]), np.array([token], np.int32))
+            table, slot = self.table, self.slot
+            table.tokens[slot, table.known[slot]] = token
+            table.forget_columns()
+            table.known[slot] += 1
         else:
             self.kept = np.append(self.kept, np.int32(token))
         return index

@@ -8,7 +8,10 @@ in constant time; for others a window of tokens is decoded again and compared.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
+import types
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # the user's process imports this module, and has no use for the library
@@ -17,6 +20,12 @@ if TYPE_CHECKING:  # the user's process imports this module, and has no use for 
 
 class IncrementalDecoder(Protocol):
     """The decoding state of one request."""
+
+    plain: Mapping[int, str]
+    """The text of tokens that say it by themselves, whatever stands around them. It may be
+    taken from here instead of `push` while nothing is `holding`."""
+    holding: bool
+    """Whether tokens were pushed whose text is not certain yet."""
 
     def push(self, token: int) -> str:
         """The text that this token makes certain; perhaps none yet."""
@@ -33,6 +42,8 @@ class DecoderFactory:
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._table = _byte_table(tokenizer) if _is_byte_level(tokenizer) else None
+        self._plain = _plain_texts(self._table or {})
+        self._plain_unless_special = self._plain | dict.fromkeys(self._special, "")
         self._fallback = frozenset(
             i for token, i in tokenizer.get_vocab().items() if _is_byte_fallback(token)
         )
@@ -41,7 +52,8 @@ class DecoderFactory:
         """A decoder for one request."""
         skipped = self._special if skip_special else frozenset[int]()
         if self._table is not None:
-            return _ByteLevelDecoder(self._table, skipped)
+            plain = self._plain_unless_special if skip_special else self._plain
+            return _ByteLevelDecoder(self._table, skipped, plain)
         return _WindowDecoder(self._tokenizer, skipped, self._fallback)
 
 
@@ -78,10 +90,23 @@ def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
     return {index: as_bytes(token) for token, index in vocabulary.items()}
 
 
+def _plain_texts(table: dict[int, bytes]) -> dict[int, str]:
+    """Of the tokens whose bytes are whole characters."""
+    plain = {}
+    for token, data in table.items():
+        with contextlib.suppress(UnicodeDecodeError):
+            plain[token] = data.decode()
+    return plain
+
+
 class _ByteLevelDecoder:
     """Bytes from a table, characters from an incremental decoder. Unknown ids are skipped."""
 
-    def __init__(self, table: dict[int, bytes], skipped: frozenset[int]) -> None:
+    def __init__(
+        self, table: dict[int, bytes], skipped: frozenset[int], plain: dict[int, str]
+    ) -> None:
+        self.plain: Mapping[int, str] = plain
+        self.holding = False
         self._table = table
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -90,7 +115,9 @@ class _ByteLevelDecoder:
         """The characters that are complete with this token."""
         if token in self._skipped:
             return ""
-        return self._utf8.decode(self._table.get(token, b""))
+        text = self._utf8.decode(self._table.get(token, b""))
+        self.holding = bool(self._utf8.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """A replacement character for what stayed incomplete."""
@@ -104,6 +131,9 @@ class _WindowDecoder:
     token of a sequence differently. Nothing is emitted while the last token may still change:
     when it ends inside a character, or belongs to a run of byte tokens.
     """
+
+    plain: Mapping[int, str] = types.MappingProxyType({})  # a token's text depends on the others
+    holding = True
 
     def __init__(
         self, tokenizer: Tokenizer, skipped: frozenset[int], byte_tokens: frozenset[int]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -19,6 +21,8 @@ class _Entry:
     options: TextOptions
     decoder: IncrementalDecoder | None
     matcher: StopMatcher
+    plain: Mapping[int, str]
+    """Texts of tokens that need neither decoder nor matcher, while the decoder holds nothing."""
     tokens: int
     """How many tokens of output were taken; also the index of the next."""
     characters: int = 0
@@ -46,6 +50,7 @@ class Detokenizer:
         self._decoders = decoders
         self._entries: dict[int, _Entry] = {}
         self._pending: dict[int, _Pending] = {}
+        self._step = 0
         self.stopped: list[int] = []
         """Requests that a stop string ended since this list was last cleared."""
 
@@ -55,7 +60,8 @@ class Detokenizer:
         if self._decoders is not None:
             decoder = self._decoders.new(event.options.skip_special)
         matcher = StopMatcher(event.options.stop, event.options.include_stop)
-        entry = _Entry(event.options, decoder, matcher, 0)
+        plain = decoder.plain if decoder is not None and not event.options.stop else {}
+        entry = _Entry(event.options, decoder, matcher, plain, 0)
         self._entries[event.uid] = entry
         for token in event.token_ids[event.prompt_length :].tolist():
             if not entry.ended:
@@ -66,11 +72,30 @@ class Detokenizer:
 
     def take(self, event: Tokens) -> None:
         """A step's tokens, then the ends that they bring."""
+        self._step = event.step
         hidden = {finish.uid for finish in event.finishes if finish.hide_last}
+        entries, pending_of = self._entries, self._pending_of
         for uid, index, token in zip(
             event.uids.tolist(), event.indices.tolist(), event.token_ids.tolist(), strict=True
         ):
-            self._token(uid, index, token, uid in hidden)
+            entry = entries.get(uid)
+            text = None if entry is None else entry.plain.get(token)
+            if (
+                text is None
+                or entry is None
+                or index != entry.tokens
+                or (entry.decoder is not None and entry.decoder.holding)
+                or uid in hidden
+            ):
+                self._token(uid, index, token, uid in hidden)
+                continue
+            # What `_token` does where nothing is special: most tokens of most requests.
+            pending = pending_of(uid)
+            pending.ids.append(token)
+            entry.tokens = index + 1
+            if text:
+                pending.text.append(text)
+                entry.characters += len(text)
         for finish in event.finishes:
             self._finish(finish)
 
@@ -131,7 +156,10 @@ class Detokenizer:
         )
 
     def _pending_of(self, uid: int) -> _Pending:
-        return self._pending.setdefault(uid, _Pending())
+        pending = self._pending.get(uid)
+        if pending is None:
+            pending = self._pending[uid] = _Pending()
+        return pending
 
     # -- towards the frontend -------------------------------------------------------------
 
@@ -144,31 +172,34 @@ class Detokenizer:
         uids, texts, counts = [], [], []
         ids: list[int] = []
         terminals: list[Terminal] = []
-        while self._pending and budget > 0:
-            uid, pending = next(iter(self._pending.items()))
+        told = 0
+        for uid, pending in self._pending.items():
+            if budget <= 0:
+                break
             if pending.opened is not None:
                 opened.append(Opened(uid, pending.opened))
                 budget -= pending.opened.nbytes + 64
                 pending.opened = None
-            text, some = _split("".join(pending.text), pending.ids, max(budget, 0))
-            rest_text = "".join(pending.text)[len(text) :]
-            rest_ids = pending.ids[len(some) :]
+            whole = "".join(pending.text)
+            text, some = _split(whole, pending.ids, max(budget, 0))
             if text or some:
                 uids.append(uid)
                 texts.append(text)
                 counts.append(len(some))
                 ids += some
             budget -= 4 * len(text) + 4 * len(some) + 64
-            if rest_text or rest_ids:
-                pending.text, pending.ids = [rest_text], rest_ids
+            if len(text) < len(whole) or len(some) < len(pending.ids):
+                pending.text, pending.ids = [whole[len(text) :]], pending.ids[len(some) :]
                 break
             if pending.terminal is not None:
                 terminals.append(pending.terminal)
                 budget -= len(pending.terminal.error)
-            del self._pending[uid]
+            told += 1
+        self._forget(told)
         if not (opened or uids or terminals):
             return None
         return Chunk(
+            self._step,
             tuple(opened),
             np.array(uids, np.int64),
             texts,
@@ -176,6 +207,14 @@ class Detokenizer:
             np.array(ids, np.int32),
             tuple(terminals),
         )
+
+    def _forget(self, told: int) -> None:
+        """Drop what the first `told` requests had pending."""
+        if told == len(self._pending):
+            self._pending = {}
+        else:
+            for uid in list(itertools.islice(self._pending, told)):
+                del self._pending[uid]
 
     @property
     def entries(self) -> int:

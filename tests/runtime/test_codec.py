@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from numpy.typing import NDArray
 
-from nanoactor.runtime.codec import NamedArrays, copied, decode, encode, message, schema_hashes
+from nanoactor.runtime.codec import (
+    INLINE_BYTES,
+    NamedArrays,
+    copied,
+    decode,
+    encode,
+    message,
+    schema_hashes,
+)
 from nanoactor.runtime.errors import CodecError, RingCorrupted
 
 
@@ -61,9 +69,9 @@ outers = st.builds(
 )
 
 
-@given(outers, st.integers(0, 2**64 - 1), st.booleans())
-def test_a_message_comes_back_as_it_was_sent(sent, sequence, checksum):
-    record = encode(sent).to_bytes(sequence, checksum)
+@given(outers, st.integers(0, 2**64 - 1), st.booleans(), st.sampled_from([0, 16, INLINE_BYTES]))
+def test_a_message_comes_back_as_it_was_sent(sent, sequence, checksum, inline):
+    record = encode(sent, inline).to_bytes(sequence, checksum)
     assert len(record) % 64 == 0
     received = decode(record, sequence, checksum)
     assert equal(sent, received)
@@ -77,7 +85,7 @@ def sample(**changes):
 
 
 def test_arrays_are_aligned_read_only_views_of_the_record():
-    record = encode(sample()).to_bytes(0)
+    record = encode(sample(), inline=0).to_bytes(0)
     ids = decode(record, 0).ids
     address = np.frombuffer(record, np.uint8).ctypes.data
     assert (ids.ctypes.data - address) % 64 == 0
@@ -85,6 +93,15 @@ def test_arrays_are_aligned_read_only_views_of_the_record():
     with pytest.raises(ValueError, match="read-only"):
         ids[0] = 1
     assert copied(decode(record, 0)).ids.flags.writeable
+
+
+def test_a_small_array_is_read_only_and_needs_no_record():
+    record = encode(sample()).to_bytes(0)
+    ids = decode(record, 0).ids
+    record[:] = bytes(len(record))
+    assert ids.tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="read-only"):
+        ids[0] = 1
 
 
 def test_slices_and_transposed_arrays_travel_by_value():

@@ -26,6 +26,7 @@ from nanoactor.runtime.errors import (
 from nanoactor.runtime.outbox import RemoteOutbox
 from nanoactor.runtime.queue import create_queue
 from nanoactor.runtime.ring import create_ring, ring_capacity
+from nanoactor.runtime.tracing import Lane
 from tests.runtime.actors import Do, Ping
 
 CAPACITY = 4096
@@ -44,7 +45,7 @@ class Line:
         self.failures = []
 
     def start(self, index=0, deliver=None):
-        def collect(value, lease):
+        def collect(value, lease, sent):
             data = value.data.tolist() if isinstance(value, Ping) else value.what
             self.got[index].append(data)
             return False
@@ -87,7 +88,9 @@ def ping(number, size):
 
 def outbox(line, bound=None, on_ready=lambda box: None):
     loop = asyncio.get_running_loop()
-    return RemoteOutbox("out", line.sender, loop, bound, on_ready, line.failures.append)
+    return RemoteOutbox(
+        "out", line.sender, loop, bound, on_ready, line.failures.append, Lane("out")
+    )
 
 
 @pytest.mark.parametrize("readers", [1, 3])
@@ -221,7 +224,7 @@ def test_a_held_lease_keeps_its_record_and_releases_in_order(run):
         line = Line("ring")
         held = []
 
-        def deliver(value, lease):
+        def deliver(value, lease, sent):
             held.append((value, lease))
             return True
 
@@ -259,7 +262,7 @@ def test_a_view_that_escapes_its_lease_is_caught(view, run):
         line = Line("ring")
         kept = []
 
-        def deliver(value, lease):
+        def deliver(value, lease, sent):
             data = value.data
             if view == "torch":
                 writable = data.view()
@@ -370,7 +373,7 @@ def test_two_processes_agree_on_every_byte(run):
             os.close(descriptor)
         seen, failures = [], []
 
-        def deliver(value, lease):
+        def deliver(value, lease, sent):
             assert zlib.crc32(value.data) == value.number
             seen.append(value.data.size)
             if len(seen) % 97 == 0:

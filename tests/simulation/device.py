@@ -54,6 +54,7 @@ class SimulatedRunner(RunnerActor):
     def start(self, context: Context, facts: Any) -> None:
         """No thread."""
         Actor.start(self, context, facts)
+        self._open_lanes()
 
     def _on_step(self, step: Any) -> None:
         super()._on_step(step)

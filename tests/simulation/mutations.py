@@ -66,14 +66,14 @@ MUTATIONS = [
     Mutation(
         "a block of overrun tokens is indexed",
         MANAGER,
-        "return np.minimum(self._known[slots], self._planned[slots])",
-        "return np.minimum(self._known[slots] + 1, self._planned[slots])",
+        "= np.minimum(self._known[slots], self._planned[slots])",
+        "= np.minimum(self._known[slots] + 1, self._planned[slots])",
     ),
     Mutation(
         "a block is indexed before it is computed",
         MANAGER,
-        "return np.minimum(self._known[slots], self._planned[slots])",
-        "return self._known[slots]",
+        "= np.minimum(self._known[slots], self._planned[slots])",
+        "= self._known[slots]",
     ),
     Mutation(
         "a refund is forgotten",
@@ -277,8 +277,8 @@ MUTATIONS = [
     Mutation(
         "a chunk that is too large loses its rest",
         DETOKENIZER,
-        "pending.text, pending.ids = [rest_text], rest_ids\n                break",
-        "pending.text, pending.ids = [], []\n                break",
+        "pending.text, pending.ids = [whole[len(text) :]], pending.ids[len(some) :]",
+        "pending.text, pending.ids = [], []",
     ),
     Mutation(
         "an abort removes the journal's entry at once",
@@ -297,6 +297,36 @@ MUTATIONS = [
         BATCH,
         "        ends = (firsts + counts - 1)[step.samples]",
         "        ends = firsts[step.samples]",
+    ),
+    Mutation(
+        "a steady decode set stays one step too long",
+        TABLE,
+        "self._steady = int((ends - scheduled).min())",
+        "self._steady = int((ends - scheduled).min()) + 1",
+    ),
+    Mutation(
+        "a decode set stays the same although one of it has left",
+        TABLE,
+        "        self._steady = 0\n        self.held[slot]",
+        "        self.held[slot]",
+    ),
+    Mutation(
+        "a decode set stays the same although a prompt is through",
+        TABLE,
+        "        self._steady = 0\n        self.scheduled[slot] += count",
+        "        self.scheduled[slot] += count",
+    ),
+    Mutation(
+        "columns of slots are kept although a sequence has left one",
+        TABLE,
+        "        self.held[slot] = self.running[slot] = False\n        self.forget_columns()",
+        "        self.held[slot] = self.running[slot] = False",
+    ),
+    Mutation(
+        "text is taken from the table although a character is unfinished",
+        DETOKENIZER,
+        "or (entry.decoder is not None and entry.decoder.holding)",
+        "or entry.decoder is None",
     ),
     Mutation(
         "the queue of waiting requests has no bound",

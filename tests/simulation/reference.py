@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -31,8 +32,15 @@ def letter(token: int) -> str:
 class Letters:
     """A decoder in which every eleventh token's text is held back until the next token."""
 
+    plain: ClassVar[dict[int, str]] = {t: letter(t) for t in range(VOCABULARY) if t % 11}
+
     def __init__(self) -> None:
         self._held = ""
+
+    @property
+    def holding(self) -> bool:
+        """Whether a text waits for the next token."""
+        return bool(self._held)
 
     def push(self, token: int) -> str:
         """The text that this token makes certain."""

@@ -165,7 +165,7 @@ class _Record:
     """A message as bytes, read in place, and worthless once it was handled."""
 
     def __init__(self, message: Any) -> None:
-        self._bytes = encode(message).to_bytes(0)
+        self._bytes = encode(message, inline=0).to_bytes(0)
         self.message = decode(self._bytes, 0)
 
     def poison(self) -> None:

@@ -1,0 +1,110 @@
+"""Spans: what an actor did when, in a bounded buffer that costs a fraction of a microsecond.
+
+A lane is one row of a timeline: an actor, or a device or thread that works for it. A span is
+five int64 in the lane's ring buffer; nothing is allocated per span, and the oldest are
+overwritten. Names stand in a table beside it and become readable only when a trace is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SPAN = struct.Struct("=5q")
+CAPACITY = 1 << 15
+"""Spans that a lane remembers: at ten a step and a thousand steps a second, three seconds."""
+SPAN_DTYPE = np.dtype(
+    [(name, np.int64) for name in ("kind", "number", "sent", "begin", "end")], align=False
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """What all spans of a kind have in common."""
+
+    name: str
+    by: str = ""
+    """The message field that their `number` comes from; spans of one number belong together."""
+    source: str = ""
+    """The lane that sent the message which was handled; empty for what is no handling."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaneTrace:
+    """What a lane remembers."""
+
+    lane: str
+    node: str
+    kinds: list[Kind]
+    spans: NDArray[np.void]
+    """Of `SPAN_DTYPE`, in the order in which they ended; times in ns of the monotonic clock.
+    `kind` is a position in `kinds`, `sent` when the message was sent, or 0."""
+    lost: int
+    """How many older ones were overwritten."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeTrace:
+    """What all lanes of a node remember, and the processor time of its process."""
+
+    node: str
+    lanes: list[LaneTrace]
+    cpu_seconds: float
+    """Of the process, since its actors were started."""
+    taken_at: int
+    """When, in ns of the monotonic clock."""
+
+
+class Lane:
+    """The writing side: one for each actor, and more where it asks for them."""
+
+    def __init__(self, name: str, capacity: int = CAPACITY) -> None:
+        self.name = name
+        self._kinds: list[Kind] = []
+        self._numbers: dict[Kind, int] = {}
+        self._size = capacity * _SPAN.size
+        self._buffer = bytearray(self._size)
+        self._at = 0
+        self._pack = _SPAN.pack_into
+        self._rounds = 0
+
+    def kind(self, name: str, by: str = "", source: str = "") -> int:
+        """The number of a kind of span, to be asked for once."""
+        kind = Kind(name, by, source)
+        if kind not in self._numbers:
+            self._numbers[kind] = len(self._kinds)
+            self._kinds.append(kind)
+        return self._numbers[kind]
+
+    def add(self, kind: int, number: int, begin: int, end: int, sent: int = 0) -> None:
+        """Remember a span; times are `time.monotonic_ns()`. Called from one thread."""
+        at = self._at
+        self._pack(self._buffer, at, kind, number, sent, begin, end)
+        at += 40
+        if at == self._size:
+            at = 0
+            self._rounds += 1
+        self._at = at
+
+    def trace(self, node: str) -> LaneTrace:
+        """A copy of what it remembers, oldest first."""
+        spans = np.frombuffer(bytes(self._buffer), SPAN_DTYPE)
+        cut = self._at // _SPAN.size
+        older = spans[cut:] if self._rounds else spans[:0]
+        ordered = np.concatenate((older, spans[:cut]))
+        lost = max(0, self._rounds - 1) * len(spans) + (cut if self._rounds else 0)
+        return LaneTrace(self.name, node, list(self._kinds), ordered, lost)
+
+
+def nanoseconds_per_span(repetitions: int = 200_000) -> float:
+    """What a span costs here: two looks at the clock and the record."""
+    lane = Lane("measured")
+    kind, clock = lane.kind("span"), time.monotonic_ns
+    begin = clock()
+    for number in range(repetitions):
+        lane.add(kind, number, clock(), clock())
+    return (clock() - begin) / repetitions
