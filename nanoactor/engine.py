@@ -23,6 +23,7 @@ from nanoactor.outputs import RequestOutput
 from nanoactor.params import SamplingParams
 from nanoactor.runtime.system import System
 from nanoactor.runtime.wiring import Options
+from nanoactor.tracing.trace import Trace
 
 log = logging.getLogger("nanoactor.engine")
 
@@ -200,6 +201,14 @@ class AsyncLLM:
         """Figures of every actor, its mailbox and its edges."""
         self._running()
         return await self._system.statistics()
+
+    async def trace(self) -> Trace:
+        """What every actor did in the last seconds: a timeline to save, and its sums."""
+        self._running()
+        nodes = await self._system.trace()
+        figures = await self._system.statistics()
+        tokens = figures.get("scheduler", {}).get("actor", {}).get("output_tokens", 0)
+        return Trace(tuple(nodes), tokens)
 
     @property
     def pids(self) -> dict[str, int]:

@@ -52,7 +52,7 @@ class Node:
         self._failed = False
         self._mailboxes: dict[str, Mailbox] = {}
         self._outboxes: dict[str, dict[str, Outbox]] = {}
-        self._remote: list[RemoteOutbox] = []
+        self._remote: list[tuple[str, RemoteOutbox]] = []
         self._receivers: list[tuple[str, Receiver]] = []
         self._recorders: dict[str, Recorder] = {}
         self._cpu_before = 0.0
@@ -90,10 +90,14 @@ class Node:
         self._cpu_before = time.process_time()
         for spec in self.plan.actors:
             self.actors[spec.name].start(self.actors[spec.name].context, facts)
+        inputs: dict[str, list[Receiver]] = {}
+        for source, outbox in self._remote:
+            outbox.follow(inputs.setdefault(source, []))
         for label, target, end in self.plan.receivers:
             receiver = end.open()
             self._unopened -= set(end.descriptors)
             self._receivers.append((f"{label} -> {target}", receiver))
+            inputs.setdefault(target, []).append(receiver)
             port = self._mailboxes[target].port(label.partition(" -> ")[0])
             deliver = self._delayed(port.deliver, loop, label, target)
             receiver.start(loop, deliver, self._fatal(target))
@@ -125,7 +129,7 @@ class Node:
                 actor.context.lane,
                 edge.paced,
             )
-            self._remote.append(remote)
+            self._remote.append((edge.source, remote))
             parts.append(remote)
         outbox = parts[0] if len(parts) == 1 else MixedOutbox(edge.label, parts)
         return outbox if recorder is None else RecordedOutbox(outbox, recorder)
@@ -158,7 +162,7 @@ class Node:
     def break_off(self, reason: str) -> None:
         """Another node died: what is sent to other nodes from now on raises `PeerBroken`."""
         self._failed = True
-        for outbox in self._remote:
+        for _, outbox in self._remote:
             outbox.break_off(reason)
 
     def statistics(self) -> dict[str, dict[str, Any]]:
@@ -194,7 +198,7 @@ class Node:
         self._failed = True
         for actor in reversed(self.actors.values()):
             actor.stop()
-        for outbox in self._remote:
+        for _, outbox in self._remote:
             outbox.close()
         for _, receiver in self._receivers:
             receiver.close()

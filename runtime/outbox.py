@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from nanoactor.runtime.codec import Encoded, encode, linked_by
 from nanoactor.runtime.errors import OutboxOverflow, PeerBroken, RecordTooLarge
 from nanoactor.runtime.tracing import Lane
-from nanoactor.runtime.transport import EdgeStatistics, Fatal, Sender
+from nanoactor.runtime.transport import EdgeStatistics, Fatal, Receiver, Sender
 
 
 class Outbox(Protocol):
@@ -62,12 +62,17 @@ class RemoteOutbox:
         self._on_ready = on_ready
         self._fatal = fatal
         self._paced = paced
+        self._inputs: list[Receiver] = []
         self._lane = lane
         self._kinds: dict[type, tuple[int, Callable[[Any], int]]] = {}
         """By message class: the kind of its spans, and the number that links them."""
         self._waiting: deque[Encoded] = deque()
         self._high_water = 0
         self._broken = ""
+
+    def follow(self, inputs: list[Receiver]) -> None:
+        """The receivers of the same actor: a paced outbox is not ready while they have more."""
+        self._inputs = inputs
 
     def send(self, message: Any) -> None:
         """Write the message, or queue it behind those that wait."""
@@ -101,11 +106,21 @@ class RemoteOutbox:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing waits, nor, on a paced edge, is unread."""
-        if not self._waiting and self._paced and not self._broken and self._sender.unread():
+        """Whether nothing waits; on a paced edge, also whether all was read, and nothing more has
+        arrived that the actor will hear of next."""
+        if self._waiting:
+            return False
+        return not self._paced or bool(self._broken) or self._is_time()
+
+    def _is_time(self) -> bool:
+        for receiver in self._inputs:
+            if receiver.backlog:
+                receiver.when_drained(self._flush)
+                return False
+        if self._sender.unread():
             self._sender.when_writable(self._loop, self._flush)
             return False
-        return not self._waiting
+        return True
 
     def _flush(self) -> None:
         try:

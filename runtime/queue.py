@@ -174,6 +174,8 @@ class QueueReceiver:
         self._sequence = 0
         self._lock = threading.Lock()
         self._records: deque[bytes] = deque()
+        self._backlog = 0
+        self._drained: list[Callable[[], None]] = []
         self._woken = False
         """Whether a call of `_drain` is under way that will see what is appended now."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -186,6 +188,16 @@ class QueueReceiver:
         self._loop, self._deliver, self._fatal = loop, deliver, fatal
         self._thread = threading.Thread(target=self._run, name="nanoactor-pipe-in", daemon=True)
         self._thread.start()
+
+    @property
+    def backlog(self) -> int:
+        """Records that were handed to the loop and not yet read."""
+        return self._backlog
+
+    def when_drained(self, callback: Callable[[], None]) -> None:
+        """Call back once they are read."""
+        if callback not in self._drained:
+            self._drained.append(callback)
 
     def _run(self) -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -215,7 +227,12 @@ class QueueReceiver:
                 records, self._records = self._records, deque()
                 self._woken = False
             while records and self._loop is not None:
-                self._read(records.popleft())
+                record = records.popleft()
+                self._backlog = len(records)
+                self._read(record)
+            callbacks, self._drained = self._drained, []
+            for callback in callbacks if self._loop is not None else ():
+                callback()
         except BaseException as error:
             self._fatal(error)
 

@@ -230,6 +230,7 @@ class RingReceiver:
         self._held: deque[list[int]] = deque()
         """[end position, 1 once released] of each record whose space is not yet credited."""
         self._credited = 0
+        self._drained: list[Callable[[], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver
         self._fatal: Fatal
@@ -238,6 +239,16 @@ class RingReceiver:
         """Deliver every record on the loop from now on."""
         self._loop, self._deliver, self._fatal = loop, deliver, fatal
         loop.add_reader(self._end.items, self._on_items)
+
+    @property
+    def backlog(self) -> int:
+        """Records that are published and not yet read."""
+        return self._due
+
+    def when_drained(self, callback: Callable[[], None]) -> None:
+        """Call back once they are read."""
+        if callback not in self._drained:
+            self._drained.append(callback)
 
     def _on_items(self) -> None:
         """Drain the ring. An exception here would only be logged by the loop: it is fatal."""
@@ -250,6 +261,7 @@ class RingReceiver:
                     self._read_one()
                     deadline = 0.0
                 self._credit()
+                self._tell_drained()
                 if self._end.spin_us <= 0 or self._loop is None:
                     return
                 deadline = deadline or time.perf_counter() + self._end.spin_us * 1e-6
@@ -259,6 +271,12 @@ class RingReceiver:
                 self.statistics.spins += 1
         except BaseException as error:
             self._fatal(error)
+
+    def _tell_drained(self) -> None:
+        if self._drained and self._loop is not None:
+            callbacks, self._drained = self._drained, []
+            for callback in callbacks:
+                callback()
 
     def _take_count(self) -> bool:
         try:

@@ -63,8 +63,9 @@ class EdgeSpec:
     bound: int | None = None
     """How many messages can wait unsent by protocol; None where nothing bounds them."""
     paced: bool = False
-    """Whether the outbox calls itself ready only once all it sent was read, so that a source
-    that merges what it has to say (`Outbox.ready`) does so whenever its reader is behind."""
+    """Whether the outbox calls itself ready only once all it sent was read and the source has
+    heard all that has arrived: a source that merges what it has to say (`Outbox.ready`) then does
+    so whenever its reader, or itself, is behind."""
     name: str = ""
     """How the source addresses it; the target's name where there is one target."""
     transport: Transport = "ring"

@@ -75,6 +75,13 @@ class Receiver(Protocol):
 
     statistics: EdgeStatistics
 
+    @property
+    def backlog(self) -> int:
+        """How many records have arrived and are delivered before the loop does anything else."""
+
+    def when_drained(self, callback: Callable[[], None]) -> None:
+        """Call back once when the backlog is gone; called while there is one."""
+
     def start(self, loop: asyncio.AbstractEventLoop, deliver: Deliver, fatal: Fatal) -> None:
         """Deliver every record on the loop from now on."""
 

@@ -56,6 +56,7 @@ class BlockManagerActor(Actor):
 
     def _plan(self, event: Plan) -> None:
         self._runners.send(self._manager.stamp(self.context.own(event)))
+        self._manager.index()
 
     def _known(self, event: Known) -> None:
         self._manager.known(event)

@@ -40,7 +40,7 @@ class RunnerActor(Actor):
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._queued = 0
-        self._received = 0
+        self._received = self._completed = 0
         self._ahead = 0
         """Steps that were laid out while one before was computed or waited to be."""
         self._lead = 0.001
@@ -128,6 +128,7 @@ class RunnerActor(Actor):
         begin = time.monotonic_ns()
         self._trace_device(step, computed)
         self._queued -= 1
+        self._completed = step
         if self._device_free_at:
             self._idle_ns += computed.begin - self._device_free_at
         self._device_free_at = computed.end
@@ -152,10 +153,11 @@ class RunnerActor(Actor):
             self._thread.join(timeout=1.0)
 
     def statistics(self) -> dict[str, Any]:
-        """Steps received, those of them laid out while the device was busy with one before,
-        steps queued or running, how long the device was busy, and idle between steps."""
+        """Steps received and done, those of them laid out while the device was busy with one
+        before, steps queued or running, how long the device was busy, and idle between steps."""
         return {
             "steps": self._received,
+            "steps_done": self._completed,
             "ahead": self._ahead,
             "queued": self._queued,
             "busy_seconds": self._busy_ns * 1e-9,

@@ -79,5 +79,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--pipeline-depth", type=int, default=2)
     engine.add_argument("--threads", type=int)
     engine.add_argument("--placement", default="default", help="default, split or single")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write a timeline of all actors, for ui.perfetto.dev"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for scripts")
     parser.add_argument("-v", "--verbose", action="count", default=0, help="log; -vv logs more")

@@ -49,10 +49,31 @@ async def generate(args: Any) -> None:
     """Continue one prompt."""
     prompt = args.prompt if args.prompt is not None else sys.stdin.read()
     params = _params(args)
+    _check_writable(args.trace)
     async with _engine(args) as llm:
         if not args.json:
             print(prompt, end="", flush=True)
         await _stream(llm, prompt, params, args.json)
+        await _report(llm, args)
+
+
+def _check_writable(path: str | None) -> None:
+    """Better now than after the run."""
+    if path is not None:
+        try:
+            with open(path, "a"):
+                pass
+        except OSError as error:
+            raise InvalidRequest(f"--trace: {path} cannot be written: {error.strerror}") from None
+
+
+async def _report(llm: AsyncLLM, args: Any) -> None:
+    """The line that matters, and the timeline if one was asked for."""
+    trace = await llm.trace()
+    if not args.json:
+        print(trace.ledger().line, file=sys.stderr, flush=True)
+    if args.trace is not None:
+        trace.save(args.trace)
 
 
 async def chat(args: Any) -> None:
@@ -61,6 +82,7 @@ async def chat(args: Any) -> None:
     if args.system:
         messages.append({"role": "system", "content": args.system})
     params = _params(args)
+    _check_writable(args.trace)
     lines = LineReader(sys.stdin.fileno())
     async with _engine(args) as llm:
         while (said := await _ask(lines, args.json)) is not None:
@@ -72,6 +94,8 @@ async def chat(args: Any) -> None:
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": answer})
+        if args.trace is not None:
+            (await llm.trace()).save(args.trace)
 
 
 async def _ask(lines: LineReader, quiet: bool) -> str | None:

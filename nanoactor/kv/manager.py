@@ -72,6 +72,8 @@ class BlockManager:
         self._next_index = np.zeros(max_seqs, np.int64)
         """Where the first block ends whose content is not indexed, and was not when matched."""
         self._decoding = np.zeros(max_seqs, np.bool_)
+        self._to_index: list[tuple[int, int]] = []
+        """(slot, tokens complete) where a block has filled since the last `index`."""
         self._decoders = np.empty(0, np.int64)
         """The slots of the decode set."""
         self._answers = _Answers()
@@ -87,6 +89,7 @@ class BlockManager:
 
         At least one token is always left to compute, as it takes one to sample the next.
         """
+        self.index()
         if event.slot in self._holdings:
             raise ProtocolBug(f"slot {event.slot} is matched but held by {self._story(event.slot)}")
         tokens = event.token_ids
@@ -196,7 +199,7 @@ class BlockManager:
     # -- results --------------------------------------------------------------------------
 
     def known(self, event: Known) -> None:
-        """A step is done: fences pass, tokens become known, blocks that filled are indexed."""
+        """A step is done: fences pass, tokens become known; `index` does the rest."""
         self.pool.complete(event.step)
         slots = event.slots
         known = self._known[slots]
@@ -207,8 +210,17 @@ class BlockManager:
         complete = self._complete(slots)
         full = complete >= self._next_index[slots]
         if full.any():
-            for slot, length in zip(slots[full].tolist(), complete[full].tolist(), strict=True):
-                self._index_full_blocks(slot, length)
+            self._to_index += zip(slots[full].tolist(), complete[full].tolist(), strict=True)
+
+    def index(self) -> None:
+        """Index the blocks that results have filled.
+
+        Hashing them can wait until the next step is on its way, but not past the next match, nor
+        until a slot is given up.
+        """
+        for slot, complete in self._to_index:
+            self._index_full_blocks(slot, complete)
+        self._to_index.clear()
 
     def _complete(self, slots: Int32) -> NDArray[np.int64]:
         """How many leading tokens of each are known and are computed by a planned step."""
@@ -232,6 +244,7 @@ class BlockManager:
 
     def free(self, event: Free) -> None:
         """Take back the blocks of slots that ended or were preempted."""
+        self.index()
         freed = 0
         for slot in event.slots.tolist():
             self._of(slot, event.fence)

@@ -1,0 +1,153 @@
+"""The spans as a Chrome trace, which Perfetto and chrome://tracing draw.
+
+The format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+(complete events X, flow events s, t and f, metadata M; times in µs).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nanoactor.actors.scheduler import ENTERS, LEAVES, LOAD
+from nanoactor.runtime.tracing import NodeTrace
+
+Event = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Span:
+    """One span with all that its lane and its kind say of it."""
+
+    place: tuple[int, int]
+    """(process, thread) of its lane, as the picture numbers them."""
+    name: str
+    by: str
+    number: int
+    source: str
+    sent: int
+    begin: int
+    end: int
+
+    @property
+    def is_sending(self) -> bool:
+        return self.name.startswith("send ")
+
+
+def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
+    """Every lane, every span, and arrows that follow each step and each request."""
+    places: dict[str, tuple[int, int]] = {}
+    spans: list[_Span] = []
+    links: dict[str, dict[int, int]] = {ENTERS: {}, LEAVES: {}}
+    for process, node in enumerate(nodes, 1):
+        yield _named("process_name", (process, 0), node.node)
+        for thread, lane in enumerate(node.lanes, 1):
+            places[lane.lane] = process, thread
+            yield _named("thread_name", (process, thread), lane.lane)
+            load = lane.lane.endswith(f" {LOAD}")
+            for number, linked, sent, begin, end in lane.spans.tolist():
+                kind = lane.kinds[number]
+                if load and kind.name in links:
+                    links[kind.name].setdefault(linked, sent)
+                    continue
+                spans.append(
+                    _Span(
+                        (process, thread),
+                        kind.name,
+                        kind.by,
+                        linked,
+                        kind.source,
+                        sent,
+                        begin,
+                        end,
+                    )
+                )
+    origin = min((span.begin for span in spans), default=0)
+    for span in spans:
+        yield _complete(span, origin)
+    chains = _chains(spans)
+    for step, chain in chains["step"].items():
+        yield from _flow("step", step, chain, places, origin)
+    for uid, chain in chains["uid"].items():
+        whole = _request_chain(uid, chain, chains["step"], links)
+        yield from _flow("request", uid, whole, places, origin)
+
+
+def _named(what: str, place: tuple[int, int], name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": place[0], "tid": place[1], "args": {"name": name}}
+
+
+def _complete(span: _Span, origin: int) -> Event:
+    arguments: dict[str, Any] = {}
+    if span.by:
+        arguments["request" if span.by == "uid" else span.by] = span.number
+    if span.source:
+        arguments |= {"from": span.source, "waited_us": (span.begin - span.sent) / 1000}
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": "send" if span.is_sending else "work",
+        "pid": span.place[0],
+        "tid": span.place[1],
+        "ts": (span.begin - origin) / 1000,
+        "dur": (span.end - span.begin) / 1000,
+        "args": arguments,
+    }
+
+
+def _chains(spans: list[_Span]) -> dict[str, dict[int, list[_Span]]]:
+    """By field and number: the spans that belong together, in order; what is sent shows where it
+    is handled."""
+    chains: dict[str, dict[int, list[_Span]]] = {
+        "step": defaultdict(list),
+        "uid": defaultdict(list),
+    }
+    for span in sorted(spans, key=lambda s: s.begin):
+        if span.by in chains and not span.is_sending:
+            chains[span.by][span.number].append(span)
+    return chains
+
+
+def _request_chain(
+    uid: int,
+    own: list[_Span],
+    steps: dict[int, list[_Span]],
+    links: dict[str, dict[int, int]],
+) -> list[_Span]:
+    """A request's own spans, then those of its first step and of the one that ends it."""
+    chain = list(own)
+    for link in (ENTERS, LEAVES):
+        step = links[link].get(uid)
+        chain += [s for s in steps.get(step, ()) if s not in chain] if step is not None else []
+    return sorted(chain, key=lambda s: s.begin)
+
+
+def _flow(
+    category: str,
+    number: int,
+    chain: list[_Span],
+    places: dict[str, tuple[int, int]],
+    origin: int,
+) -> Iterator[Event]:
+    """Arrows from span to span. The first comes from where its message was sent."""
+    if not chain:
+        return
+    points = [(span.place, span.begin) for span in chain]
+    if chain[0].source in places and chain[0].sent:
+        points.insert(0, (places[chain[0].source], chain[0].sent - 1))
+    if len(points) < 2:
+        return
+    for index, ((process, thread), at) in enumerate(points):
+        phase = "s" if not index else "f" if index == len(points) - 1 else "t"
+        yield {
+            "ph": phase,
+            "bp": "e",
+            "name": f"{category} {number}",
+            "cat": category,
+            "id": number,
+            "pid": process,
+            "tid": thread,
+            "ts": (at - origin) / 1000,
+        }
