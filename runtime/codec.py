@@ -41,7 +41,9 @@ from nanoactor.runtime.errors import CodecError, RecordTooLarge, RingCorrupted
 
 ALIGNMENT = 64
 HEADER = struct.Struct("<IIQQII")
+HEADER_SIZE = HEADER.size
 KIND_PLAIN, KIND_ARRAYS, KIND_PADDING = 1, 2, 3
+_KINDS = (KIND_PLAIN, KIND_ARRAYS)
 MAX_RECORD_BYTES = 2**32 - ALIGNMENT
 INLINE_BYTES = 8192
 """Arrays up to this size travel inside the msgpack part."""
@@ -177,13 +179,15 @@ def _aligned(size: int) -> int:
     return (size + ALIGNMENT - 1) & -ALIGNMENT
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Encoded:
     """A message ready to be written: its msgpack part, its arrays, its length as a record."""
 
-    meta: bytes
-    arrays: list[Array]
-    nbytes: int
+    __slots__ = ("arrays", "meta", "nbytes")
+
+    def __init__(self, meta: bytes, arrays: list[Array], nbytes: int) -> None:
+        self.meta = meta
+        self.arrays = arrays
+        self.nbytes = nbytes
 
     def write_into(
         self, target: memoryview, offset: int, sequence: int, checksum: bool = False
@@ -196,11 +200,12 @@ class Encoded:
         """
         start, meta = offset + HEADER.size, self.meta
         target[start : start + len(meta)] = meta
-        at = offset + _aligned(HEADER.size + len(meta))
-        for array in self.arrays:
-            size = array.nbytes
-            target[at : at + size] = array.reshape(-1).view(np.uint8).data
-            at += _aligned(size)
+        if self.arrays:
+            at = offset + _aligned(HEADER.size + len(meta))
+            for array in self.arrays:
+                size = array.nbytes
+                target[at : at + size] = array.reshape(-1).view(np.uint8).data
+                at += _aligned(size)
         crc = zlib.crc32(target[start : offset + self.nbytes]) if checksum else 0
         kind = KIND_ARRAYS if self.arrays else KIND_PLAIN
         sent = time.monotonic_ns()
@@ -244,7 +249,7 @@ def _flatten(value: Any, arrays: list[Array], inline: int) -> list[Any]:
     if number is None:
         raise CodecError(f"{type(value).__name__} is not a registered message")
     schema = _SCHEMAS[number]
-    row: list[Any] = [number, *schema.values(value)]
+    row = [number, *schema.values(value)]
     for at, kind in schema.special:
         field = row[at]
         if kind == "array":
@@ -278,13 +283,25 @@ def decode(record: Any, expected_sequence: int, checksum: bool = False, offset: 
     Raises `RingCorrupted` where the header contradicts what the edge must carry next, and
     `CodecError` where the msgpack part does not follow the schema.
     """
-    nbytes, kind, sequence, _sent, crc, meta_length = HEADER.unpack_from(record, offset)
-    if kind not in (KIND_PLAIN, KIND_ARRAYS) or sequence != expected_sequence:
+    header = HEADER.unpack_from(record, offset)
+    return decode_body(record, memoryview(record), header, expected_sequence, checksum, offset)
+
+
+def decode_body(
+    record: Any,
+    view: memoryview,
+    header: tuple[int, ...],
+    expected_sequence: int,
+    checksum: bool,
+    offset: int,
+) -> Any:
+    """The same for whoever has unpacked the header; `view` shows the bytes of `record`."""
+    nbytes, kind, sequence, _sent, crc, meta_length = header
+    if sequence != expected_sequence or kind not in _KINDS:
         raise RingCorrupted(
             f"record {sequence} of kind {kind} where message {expected_sequence} was due"
         )
-    start = offset + HEADER.size
-    view = memoryview(record)
+    start = offset + HEADER_SIZE
     if checksum and zlib.crc32(view[start : offset + nbytes]) != crc:
         raise RingCorrupted(f"record {sequence}: its checksum does not match its content")
     try:
@@ -292,7 +309,7 @@ def decode(record: Any, expected_sequence: int, checksum: bool = False, offset: 
     except ValueError as error:
         raise CodecError(f"record {sequence}: {error}") from error
     del view
-    value, _ = _unflatten(row, record, offset + _aligned(HEADER.size + meta_length))
+    value, _ = _unflatten(row, record, offset + _aligned(HEADER_SIZE + meta_length))
     return value
 
 
@@ -300,6 +317,8 @@ def _unflatten(row: Any, record: Any, at: int) -> tuple[Any, int]:
     schema = _SCHEMAS.get(row[0])
     if schema is None or len(row) != len(schema.fields) + 1:
         raise CodecError(f"no message of type {row[0]} with {len(row) - 1} fields is known here")
+    if not schema.special:
+        return schema.cls(*row[1:]), at
     values = list(row)
     for position, kind in schema.special:
         field = row[position]

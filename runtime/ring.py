@@ -26,7 +26,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from nanoactor.runtime.codec import HEADER, INLINE_BYTES, KIND_ARRAYS, KIND_PADDING, Encoded, decode
+from nanoactor.runtime.codec import (
+    HEADER,
+    INLINE_BYTES,
+    KIND_ARRAYS,
+    KIND_PADDING,
+    Encoded,
+    decode,
+    decode_body,
+)
 from nanoactor.runtime.errors import RecordTooLarge, RingCorrupted, UnsupportedPlatform
 from nanoactor.runtime.lease import Lease
 from nanoactor.runtime.transport import Deliver, EdgeStatistics, Fatal
@@ -158,8 +166,9 @@ class RingSender:
         self._written = end
         for items in self._items:
             os.eventfd_write(items, 1)
-        self.statistics.messages += 1
-        self.statistics.bytes += nbytes
+        statistics = self.statistics
+        statistics.messages += 1
+        statistics.bytes += nbytes
         return True
 
     def _collect(self) -> None:
@@ -223,12 +232,15 @@ class RingReceiver:
         self._end = end
         self._capacity = end.capacity
         self._memory: Any = mmap.mmap(end.memory, end.capacity + end.capacity // 2)
+        self._view = memoryview(self._memory)
         self._position = 0
         self._sequence = 0
         self._due = 0
         """Records that the writer has published and that were not yet read."""
         self._held: deque[list[int]] = deque()
         """[end position, 1 once released] of each record whose space is not yet credited."""
+        self._free = 0
+        """Up to where nothing is held."""
         self._credited = 0
         self._drained: list[Callable[[], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -287,29 +299,39 @@ class RingReceiver:
 
     def _read_one(self) -> None:
         at = self._position & (self._capacity - 1)
-        nbytes, kind, _, sent, _, _ = HEADER.unpack_from(self._memory, at)
-        if kind == KIND_PADDING:
-            self._position += nbytes
+        header = HEADER.unpack_from(self._memory, at)
+        if header[1] == KIND_PADDING:
+            self._position += header[0]
             at = 0
-            nbytes, kind, _, sent, _, _ = HEADER.unpack_from(self._memory, at)
+            header = HEADER.unpack_from(self._memory, at)
+        nbytes, kind, _, sent, _, _ = header
         if not 0 < nbytes <= self._capacity // 2:
             raise RingCorrupted(f"record {self._sequence} claims a length of {nbytes} bytes")
         self._due -= 1
         self._position += nbytes
-        entry = [self._position, 0]
-        self._held.append(entry)
-        self.statistics.messages += 1
-        self.statistics.bytes += nbytes
-        self.statistics.waiting_ns += time.monotonic_ns() - sent
+        statistics = self.statistics
+        statistics.messages += 1
+        statistics.bytes += nbytes
+        statistics.waiting_ns += time.monotonic_ns() - sent
         if kind == KIND_ARRAYS:
+            entry = [self._position, 0]
+            self._held.append(entry)
             self._deliver_leased(at, nbytes, entry, sent)
         else:
-            value = decode(self._memory, self._sequence, self._end.debug, at)
-            self._sequence += 1
-            entry[1] = 1
+            sequence, view = self._sequence, self._view
+            value = decode_body(self._memory, view, header, sequence, self._end.debug, at)
+            self._sequence = sequence + 1
+            self._consume()
             self._deliver(value, None, sent)
         if self._position - self._credited > self._capacity // 4:
             self._credit()
+
+    def _consume(self) -> None:
+        """A record is done with that was not read in place."""
+        if self._held:
+            self._held.append([self._position, 1])
+        else:
+            self._free = self._position
 
     def _deliver_leased(self, at: int, nbytes: int, entry: list[int], sent: int) -> None:
         buffer = self._buffer(at, nbytes)
@@ -337,9 +359,9 @@ class RingReceiver:
 
     def _credit(self) -> None:
         """Give the writer all space up to the first record that is still held."""
-        credited = self._credited
+        credited = self._free
         while self._held and self._held[0][1]:
-            credited = self._held.popleft()[0]
+            credited = self._free = self._held.popleft()[0]
         if credited != self._credited and self._loop is not None:
             os.eventfd_write(self._end.space, credited - self._credited)
             self._credited = credited
@@ -352,7 +374,7 @@ class RingReceiver:
         if self._loop is not None:
             self._loop.remove_reader(self._end.items)
             self._loop = None
-        self._memory = None
+        self._memory, self._view = None, memoryview(b"")
         _close_all(self._end.descriptors)
 
 

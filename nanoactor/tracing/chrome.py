@@ -43,9 +43,12 @@ def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
     links: dict[str, dict[int, int]] = {ENTERS: {}, LEAVES: {}}
     for process, node in enumerate(nodes, 1):
         yield _named("process_name", (process, 0), node.node)
-        for thread, lane in enumerate(node.lanes, 1):
+        yield _sorted("process_sort_index", (process, 0), process)
+        # Thread numbers of their own: one equal to its process's would count as its main thread.
+        for thread, lane in enumerate(node.lanes, 100 * process):
             places[lane.lane] = process, thread
             yield _named("thread_name", (process, thread), lane.lane)
+            yield _sorted("thread_sort_index", (process, thread), thread)
             load = lane.lane.endswith(f" {LOAD}")
             for number, linked, sent, begin, end in lane.spans.tolist():
                 kind = lane.kinds[number]
@@ -68,6 +71,7 @@ def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
     for span in spans:
         yield _complete(span, origin)
     chains = _chains(spans)
+    chains["step"].pop(0, None)  # steps count from 1: this is what came before the first
     for step, chain in chains["step"].items():
         yield from _flow("step", step, chain, places, origin)
     for uid, chain in chains["uid"].items():
@@ -77,6 +81,11 @@ def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
 
 def _named(what: str, place: tuple[int, int], name: str) -> Event:
     return {"ph": "M", "name": what, "pid": place[0], "tid": place[1], "args": {"name": name}}
+
+
+def _sorted(what: str, place: tuple[int, int], index: int) -> Event:
+    event = _named(what, place, "")
+    return event | {"args": {"sort_index": index}}
 
 
 def _complete(span: _Span, origin: int) -> Event:
@@ -98,14 +107,13 @@ def _complete(span: _Span, origin: int) -> Event:
 
 
 def _chains(spans: list[_Span]) -> dict[str, dict[int, list[_Span]]]:
-    """By field and number: the spans that belong together, in order; what is sent shows where it
-    is handled."""
+    """By field and number: the spans that belong together, in order."""
     chains: dict[str, dict[int, list[_Span]]] = {
         "step": defaultdict(list),
         "uid": defaultdict(list),
     }
     for span in sorted(spans, key=lambda s: s.begin):
-        if span.by in chains and not span.is_sending:
+        if span.by in chains:
             chains[span.by][span.number].append(span)
     return chains
 
@@ -131,10 +139,12 @@ def _flow(
     places: dict[str, tuple[int, int]],
     origin: int,
 ) -> Iterator[Event]:
-    """Arrows from span to span. The first comes from where its message was sent."""
+    """Arrows from span to span, the sending ones included. The first comes from where its message
+    was sent."""
     if not chain:
         return
-    points = [(span.place, span.begin) for span in chain]
+    # A moment inside each span: where two meet, the edge would belong to either.
+    points = [(span.place, span.begin + min(500, (span.end - span.begin) // 2)) for span in chain]
     if chain[0].source in places and chain[0].sent:
         points.insert(0, (places[chain[0].source], chain[0].sent - 1))
     if len(points) < 2:
