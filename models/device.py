@@ -4,6 +4,7 @@ and passes `tests/models/test_device.py`."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -30,6 +31,10 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Block the calling thread until it has."""
+
+
+LinearOperator = Callable[[torch.Tensor], torch.Tensor]
+"""(tokens, inputs) to (tokens, outputs)."""
 
 
 class Device(Protocol):
@@ -71,6 +76,10 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Block until the device is idle."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
+        """x Wᵀ + b for a weight (outputs, inputs), which may be kept in a layout of the device's
+        own; the caller lets go of `weight`."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x²) + eps) * weight over the last dimension (arXiv:1910.07467)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
 from nanoactor.models.device import Device
 from nanoactor.models.weights import Weights
@@ -18,14 +17,16 @@ class Linear:
         names: list[str],
         inputs: int,
         outputs: list[int],
+        device: Device,
         bias: bool = False,
     ) -> None:
-        self.weight = weights.concatenated([f"{n}.weight" for n in names], outputs, inputs)
-        self.bias = weights.concatenated([f"{n}.bias" for n in names], outputs) if bias else None
+        weight = weights.concatenated([f"{n}.weight" for n in names], outputs, inputs)
+        added = weights.concatenated([f"{n}.bias" for n in names], outputs) if bias else None
+        self._operator = device.linear(weight, added)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, inputs) to (tokens, sum of outputs)."""
-        return F.linear(x, self.weight, self.bias)
+        return self._operator(x)
 
 
 class RMSNorm:

@@ -25,8 +25,9 @@ class Attention:
         hidden, inner = config.hidden_size, config.num_heads * config.head_dim
         kv = config.num_kv_heads * config.head_dim
         qkv = [f"{prefix}.{name}_proj" for name in "qkv"]
-        self._qkv = Linear(weights, qkv, hidden, [inner, kv, kv], config.attention_bias)
-        self._out = Linear(weights, [f"{prefix}.o_proj"], inner, [hidden], config.attention_bias)
+        bias = config.attention_bias
+        self._qkv = Linear(weights, qkv, hidden, [inner, kv, kv], device, bias)
+        self._out = Linear(weights, [f"{prefix}.o_proj"], inner, [hidden], device, bias)
         eps = config.rms_norm_eps
         self._q_norm = RMSNorm(weights, f"{prefix}.q_norm", config.head_dim, eps, device)
         self._k_norm = RMSNorm(weights, f"{prefix}.k_norm", config.head_dim, eps, device)
@@ -50,8 +51,8 @@ class MLP:
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str, device: Device) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self._gate_up = Linear(weights, names, hidden, [inner, inner])
-        self._down = Linear(weights, [f"{prefix}.down_proj"], inner, [hidden])
+        self._gate_up = Linear(weights, names, hidden, [inner, inner], device)
+        self._down = Linear(weights, [f"{prefix}.down_proj"], inner, [hidden], device)
         self._device = device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,11 +103,9 @@ class Qwen3ForCausalLM:
             for index in range(config.num_layers)
         ]
         self._norm = RMSNorm(weights, "model.norm", size, config.rms_norm_eps, device)
-        self._head = (
-            self._embedding
-            if config.tie_embeddings
-            else weights.take("lm_head.weight", config.vocab_size, size)
-        )
+        tied = config.tie_embeddings
+        head = self._embedding if tied else weights.take("lm_head.weight", config.vocab_size, size)
+        self._head = device.linear(head, None)
         rope = RotaryEmbedding(config.rope, config.head_dim, max_positions)
         self._rope = rope.to(weights.device, weights.dtype)
 
@@ -128,4 +127,4 @@ class Qwen3ForCausalLM:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden) to (rows, vocabulary)."""
-        return F.linear(hidden, self._head)
+        return self._head(hidden)

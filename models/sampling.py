@@ -20,6 +20,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     if batch.masked_rows.numel():
         logits[batch.masked_rows, batch.masked_ids] = float("-inf")
     chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if batch.greedy.numel() == len(logits):
+        return logits.argmax(-1)
     if batch.greedy.numel():
         chosen[batch.greedy] = logits[batch.greedy].argmax(-1)
     if batch.plain.numel():

@@ -6,11 +6,16 @@ import torch
 from torch.nn import functional as F
 
 from nanoactor.models.batch import AttentionBatch, KVCache, PrefillRow, SamplingBatch
+from nanoactor.models.device import LinearOperator
 from nanoactor.models.sampling import sample
 
 
 class PortableOperators:
     """The operator half of the device protocol."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
+        """The weight as it is."""
+        return lambda x: F.linear(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Normalise in float32, as transformers does, and return the type of x."""
@@ -60,8 +65,9 @@ class PortableOperators:
     def _prefill(
         self, queries: torch.Tensor, cache: KVCache, row: PrefillRow, scale: float
     ) -> torch.Tensor:
-        keys = cache.keys[row.blocks].flatten(0, 1)[: row.context].transpose(0, 1)
-        values = cache.values[row.blocks].flatten(0, 1)[: row.context].transpose(0, 1)
+        keys = cache.keys.index_select(0, row.blocks).flatten(0, 1)[: row.context].transpose(0, 1)
+        values = cache.values.index_select(0, row.blocks).flatten(0, 1)
+        values = values[: row.context].transpose(0, 1)
         mask = None
         whole = row.tokens == row.context
         if not whole and row.tokens > 1:

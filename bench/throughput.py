@@ -1,0 +1,258 @@
+"""Output tokens per second on the CPU, beside Hugging Face transformers in the same run.
+
+    python bench/throughput.py [--peer transformers] [--requests 64] [--rounds 1] [--out FILE]
+
+A Qwen3 of 100 million parameters with seeded random weights; requests with prompts and outputs of
+32 to 256 tokens, greedy, end-of-sequence ignored. Both sides have all cores. transformers runs
+`generate` on static batches: requests sorted by output length and left-padded, the best of several
+batch sizes; and its continuous batching, `generate_batch`, where that runs on a CPU. Only tokens
+that were asked for count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+import nanoactor
+from nanoactor import AsyncLLM, RequestOutputKind, SamplingParams
+
+CONFIG = {
+    "hidden_size": 768,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 2304,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+DTYPES = ("float32", "bfloat16")
+BATCHES = (16, 32, 64)
+
+
+def make_checkpoint(directory: str) -> int:
+    """A model with random weights; returns how many."""
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG))
+    model.save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_requests(count: int) -> list[tuple[list[int], int]]:
+    """(prompt, output length) of each."""
+    rng = random.Random(0)
+    requests = []
+    for _ in range(count):
+        prompt = [rng.randrange(3, CONFIG["vocab_size"]) for _ in range(rng.randint(32, 256))]
+        requests.append((prompt, rng.randint(32, 256)))
+    return requests
+
+
+# -- ours ---------------------------------------------------------------------------------
+
+
+async def nanoactor_rate(directory: str, requests: list, dtype: str) -> dict:
+    async def one(llm: AsyncLLM, prompt: list[int], length: int) -> int:
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=length,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        async for output in llm.generate({"prompt_token_ids": prompt}, params):
+            final = output
+        return len(final.outputs[0].token_ids)
+
+    options = {"dtype": dtype, "skip_tokenizer_init": True, "max_num_seqs": 64}
+    async with AsyncLLM(directory, **options) as llm:
+        await asyncio.gather(*(one(llm, prompt[:8], 4) for prompt, _ in requests[:4]))
+        begin = time.perf_counter()
+        tokens = await asyncio.gather(*(one(llm, *request) for request in requests))
+        seconds = time.perf_counter() - begin
+        ledger = (await llm.trace()).ledger()
+    return {"tokens_per_s": round(sum(tokens) / seconds, 1), "ledger": ledger.line}
+
+
+# -- transformers, in a process of its own ------------------------------------------------
+
+
+def load(directory: str, dtype: str) -> transformers.PreTrainedModel:
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def static_rate(directory: str, requests: list, dtype: str, batch: int) -> float:
+    model = load(directory, dtype)
+    ordered = sorted(requests, key=lambda request: request[1])
+    batches = [ordered[at : at + batch] for at in range(0, len(ordered), batch)]
+    generate(model, [(prompt[:8], 4) for prompt, _ in ordered[:4]])
+    begin = time.perf_counter()
+    for rows in batches:
+        generate(model, rows)
+    return sum(length for _, length in requests) / (time.perf_counter() - begin)
+
+
+@torch.inference_mode()
+def generate(model: transformers.PreTrainedModel, rows: list) -> None:
+    longest = max(len(prompt) for prompt, _ in rows)
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p, _ in rows])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in rows])
+    length = max(length for _, length in rows)
+    made = model.generate(
+        ids, attention_mask=mask, max_new_tokens=length, do_sample=False, pad_token_id=0
+    )
+    assert made.shape[1] == longest + length
+
+
+def continuous_rate(directory: str, requests: list, dtype: str) -> float:
+    """`generate_batch` takes one output length for all: requests of like length go together."""
+    model = load(directory, dtype)
+    begin = time.perf_counter()
+    ordered = sorted(requests, key=lambda request: request[1])
+    for at in range(0, len(ordered), 32):
+        rows = ordered[at : at + 32]
+        config = transformers.GenerationConfig(
+            max_new_tokens=max(length for _, length in rows),
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
+        made = model.generate_batch([p for p, _ in rows], generation_config=config)
+        assert len(made) == len(rows), "generate_batch lost requests"
+    return sum(length for _, length in requests) / (time.perf_counter() - begin)
+
+
+def in_a_process(function: str, *arguments, timeout: float) -> float | str:
+    """tokens/s, or why there are none."""
+    command = [sys.executable, __file__, "--part", json.dumps([function, *arguments])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return f"gave up after {timeout:.0f} s"
+    if done.returncode:
+        return done.stderr.strip().splitlines()[-1][:300]
+    return round(float(done.stdout.strip().splitlines()[-1]), 1)
+
+
+# -- all of it ----------------------------------------------------------------------------
+
+
+def cpu_flags() -> list[str]:
+    text = Path("/proc/cpuinfo").read_text()
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
+    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_vnni")
+    return [flag for flag in wanted if flag in flags]
+
+
+def measure(directory: str, args) -> dict:
+    requests = make_requests(args.requests)
+    found: dict = {"nanoactor": {}, "transformers static": {}, "transformers continuous": {}}
+    for dtype in DTYPES:
+        rounds = [asyncio.run(nanoactor_rate(directory, requests, dtype))]
+        static = {batch: [] for batch in BATCHES}
+        if args.peer:
+            for _ in range(args.rounds):
+                for batch in BATCHES:
+                    rate = in_a_process("static", requests, dtype, batch, directory, timeout=900)
+                    static[batch].append(rate)
+                    print(f"transformers {dtype} batch {batch}: {rate}", file=sys.stderr)
+                rounds.append(asyncio.run(nanoactor_rate(directory, requests, dtype)))
+            found["transformers static"][dtype] = static
+            rate = in_a_process("continuous", requests, dtype, 0, directory, timeout=600)
+            found["transformers continuous"][dtype] = rate
+        print(f"nanoactor {dtype}: {rounds}", file=sys.stderr, flush=True)
+        found["nanoactor"][dtype] = rounds
+    return found
+
+
+def best(rates) -> float:
+    return max((rate for rate in rates if isinstance(rate, float)), default=float("nan"))
+
+
+def summarise(found: dict) -> dict:
+    ours = {d: best(r["tokens_per_s"] for r in rows) for d, rows in found["nanoactor"].items()}
+    static = found["transformers static"]
+    theirs = {d: best(r for rates in static[d].values() for r in rates) for d in static}
+    continuous = found["transformers continuous"]
+    if not theirs:
+        return {"nanoactor": ours}
+    return {
+        "nanoactor": ours,
+        "transformers, best static batch": theirs,
+        "float32, ratio": round(ours["float32"] / theirs["float32"], 2),
+        "best type, ratio": round(max(ours.values()) / max(theirs.values()), 2),
+        "ratio to continuous batching": {
+            d: round(ours[d] / rate, 2) if isinstance(rate, float) else rate
+            for d, rate in continuous.items()
+        },
+    }
+
+
+def part(arguments: list) -> None:
+    function, requests, dtype, batch, directory = arguments
+    if function == "static":
+        print(static_rate(directory, requests, dtype, batch))
+    else:
+        print(continuous_rate(directory, requests, dtype))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--peer", choices=["transformers"])
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--part", help="for the processes that this one starts")
+    args = parser.parse_args()
+    if args.part:
+        part(json.loads(args.part))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        parameters = make_checkpoint(directory)
+        found = measure(directory, args)
+    peer = f" --peer {args.peer}" if args.peer else ""
+    result = {
+        "question": "how many output tokens per second does a CPU give, beside transformers?",
+        "command": f"python bench/throughput.py{peer} --requests {args.requests} "
+        f"--rounds {args.rounds}",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {
+            "nanoactor": nanoactor.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "cpu": {"cores": len(os.sched_getaffinity(0)), "flags": cpu_flags()},
+        "threads": len(os.sched_getaffinity(0)),
+        "parameters": parameters,
+        "summary": summarise(found),
+        "runs": found,
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
