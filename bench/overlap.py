@@ -170,7 +170,7 @@ class InProcessLoop:
     def __init__(self, directory: Path, sequences: int, milliseconds: float) -> None:
         from nanoactor.config import read_model_files
         from nanoactor.kv.manager import BlockManager
-        from nanoactor.layout import _executor
+        from nanoactor.layout import executor_config
         from nanoactor.runner.batch import BatchState
         from nanoactor.runner.simulated import SimulatedExecutor
         from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -181,7 +181,7 @@ class InProcessLoop:
         options = options_of(sequences, milliseconds, Mode("", depth=1))
         config = EngineConfig(str(directory), **options)
         files = read_model_files(config)
-        self.executor = SimulatedExecutor(_executor(config, files))
+        self.executor = SimulatedExecutor(executor_config(config, files))
         blocks, size, length = self.executor.num_blocks, 16, files.max_model_len
         self.scheduler = Scheduler(
             SchedulerConfig(blocks, size, sequences, config.max_num_batched_tokens, length, depth=1)

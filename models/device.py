@@ -47,6 +47,8 @@ class Device(Protocol):
     default_dtype: torch.dtype
     """What `dtype="auto"` becomes where the checkpoint's own type is slow here."""
     default_block_size: int
+    shared_memory: bool
+    """Whether the ranks of a host share one memory."""
     default_memory_utilization: float
     """The share of the memory that is free at start which weights and cache may take."""
 

@@ -19,3 +19,7 @@ class WeightsError(ModelError):
 
 class NotEnoughMemory(ModelError):
     """The key-value cache would be too small to serve one sequence."""
+
+
+class RanksDisagree(RuntimeError):
+    """Debug mode: the ranks of a tensor-parallel group have chosen different tokens."""

@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
-from torch.nn import functional as F
 
 from nanoactor.models.batch import AttentionBatch, KVCache
+from nanoactor.models.collective import Alone, Group
 from nanoactor.models.config import ModelConfig
 from nanoactor.models.device import Device
-from nanoactor.models.layers import Linear, RMSNorm
+from nanoactor.models.layers import ColumnParallel, Embedding, RMSNorm, RowParallel
+from nanoactor.models.parallel import Shard, shard_of
 from nanoactor.models.rope import RotaryEmbedding
 from nanoactor.models.weights import Weights
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """What every layer is made from."""
+
+    config: ModelConfig
+    weights: Weights
+    device: Device
+    shard: Shard
+    group: Group
+
+
 class Attention:
     """Project, norm each head, rotate, remember, attend, project back."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, device: Device) -> None:
-        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
-        self._head_dim = config.head_dim
+    def __init__(self, parts: Parts, prefix: str) -> None:
+        config, weights, device, shard = parts.config, parts.weights, parts.device, parts.shard
+        self._heads, self._kv_heads = shard.heads.size, shard.kv_heads.size
+        size = self._head_dim = config.head_dim
         self._device = device
-        hidden, inner = config.hidden_size, config.num_heads * config.head_dim
-        kv = config.num_kv_heads * config.head_dim
+        hidden, inner = config.hidden_size, config.num_heads * size
+        kv, bias = config.num_kv_heads * size, config.attention_bias
         qkv = [f"{prefix}.{name}_proj" for name in "qkv"]
-        bias = config.attention_bias
-        self._qkv = Linear(weights, qkv, hidden, [inner, kv, kv], device, bias)
-        self._out = Linear(weights, [f"{prefix}.o_proj"], inner, [hidden], device, bias)
+        rows = [shard.heads.times(size), shard.kv_heads.times(size), shard.kv_heads.times(size)]
+        self._qkv = ColumnParallel(weights, qkv, hidden, [inner, kv, kv], rows, device, bias)
+        self._out = RowParallel(
+            weights,
+            f"{prefix}.o_proj",
+            inner,
+            shard.heads.times(size),
+            hidden,
+            device,
+            parts.group,
+            bias,
+        )
         eps = config.rms_norm_eps
-        self._q_norm = RMSNorm(weights, f"{prefix}.q_norm", config.head_dim, eps, device)
-        self._k_norm = RMSNorm(weights, f"{prefix}.k_norm", config.head_dim, eps, device)
+        self._q_norm = RMSNorm(weights, f"{prefix}.q_norm", size, eps, device)
+        self._k_norm = RMSNorm(weights, f"{prefix}.k_norm", size, eps, device)
 
     def __call__(
         self, x: torch.Tensor, rotation: Rotation, cache: KVCache, batch: AttentionBatch
@@ -48,11 +72,14 @@ class Attention:
 class MLP:
     """Gate and up in one multiplication, SwiGLU, down."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, device: Device) -> None:
+    def __init__(self, parts: Parts, prefix: str) -> None:
+        config, weights, device, mine = parts.config, parts.weights, parts.device, parts.shard.inner
         hidden, inner = config.hidden_size, config.intermediate_size
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self._gate_up = Linear(weights, names, hidden, [inner, inner], device)
-        self._down = Linear(weights, [f"{prefix}.down_proj"], inner, [hidden], device)
+        self._gate_up = ColumnParallel(weights, names, hidden, [inner, inner], [mine, mine], device)
+        self._down = RowParallel(
+            weights, f"{prefix}.down_proj", inner, mine, hidden, device, parts.group
+        )
         self._device = device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,12 +90,13 @@ class MLP:
 class DecoderLayer:
     """Attention and MLP, each behind a norm and beside the residual stream."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, device: Device) -> None:
-        size, eps = config.hidden_size, config.rms_norm_eps
+    def __init__(self, parts: Parts, prefix: str) -> None:
+        size, eps = parts.config.hidden_size, parts.config.rms_norm_eps
+        weights, device = parts.weights, parts.device
         self._input_norm = RMSNorm(weights, f"{prefix}.input_layernorm", size, eps, device)
-        self._attention = Attention(config, weights, f"{prefix}.self_attn", device)
+        self._attention = Attention(parts, f"{prefix}.self_attn")
         self._post_norm = RMSNorm(weights, f"{prefix}.post_attention_layernorm", size, eps, device)
-        self._mlp = MLP(config, weights, f"{prefix}.mlp", device)
+        self._mlp = MLP(parts, f"{prefix}.mlp")
 
     def __call__(
         self,
@@ -92,22 +120,37 @@ class Qwen3ForCausalLM:
     """Embedding, layers, final norm, head."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, device: Device, max_positions: int
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        device: Device,
+        max_positions: int,
+        group: Group | None = None,
     ) -> None:
-        """Takes all weights; raises `WeightsError` for the first that does not fit."""
-        size = config.hidden_size
+        """Takes all weights, or one rank's part; raises `WeightsError` for the first that does not
+        fit."""
+        self.group = group or Alone()
         self.config = config
-        self._embedding = weights.take("model.embed_tokens.weight", config.vocab_size, size)
+        self.shard = shard_of(config, self.group.rank, self.group.size)
+        parts = Parts(config, weights, device, self.shard, self.group)
+        self._embedding = Embedding(
+            weights, "model.embed_tokens.weight", self.shard, config, self.group
+        )
         self._layers = [
-            DecoderLayer(config, weights, f"model.layers.{index}", device)
-            for index in range(config.num_layers)
+            DecoderLayer(parts, f"model.layers.{index}") for index in range(config.num_layers)
         ]
+        size = config.hidden_size
         self._norm = RMSNorm(weights, "model.norm", size, config.rms_norm_eps, device)
-        tied = config.tie_embeddings
-        head = self._embedding if tied else weights.take("lm_head.weight", config.vocab_size, size)
-        self._head = device.linear(head, None)
+        self._head = device.linear(self._head_weight(weights), None)
         rope = RotaryEmbedding(config.rope, config.head_dim, max_positions)
         self._rope = rope.to(weights.device, weights.dtype)
+
+    def _head_weight(self, weights: Weights) -> torch.Tensor:
+        if self.config.tie_embeddings:
+            return self._embedding.weight
+        rows = self.shard.vocabulary if self.group.size > 1 else None
+        shape = self.config.vocab_size, self.config.hidden_size
+        return weights.take("lm_head.weight", *shape, rows=rows)
 
     def forward(
         self,
@@ -117,7 +160,7 @@ class Qwen3ForCausalLM:
         batch: AttentionBatch,
     ) -> torch.Tensor:
         """Hidden states (tokens, hidden) of ids and positions (tokens,); writes the caches."""
-        x = F.embedding(token_ids, self._embedding)
+        x = self._embedding(token_ids)
         rotation = self._rope(positions)
         residual = None
         for layer, cache in zip(self._layers, caches, strict=True):
@@ -126,5 +169,5 @@ class Qwen3ForCausalLM:
         return self._norm.add(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(rows, hidden) to (rows, vocabulary)."""
+        """(rows, hidden) to (rows, vocabulary), or to this rank's part of it, padding included."""
         return self._head(hidden)

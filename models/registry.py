@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nanoactor.models.collective import Group
 from nanoactor.models.config import ARCHITECTURES, ModelConfig, check_architecture
 from nanoactor.models.device import Device
 from nanoactor.models.qwen3 import Qwen3ForCausalLM
@@ -11,7 +12,16 @@ Model = Qwen3ForCausalLM
 _CLASSES: dict[str, type[Model]] = dict(zip(ARCHITECTURES, (Qwen3ForCausalLM,), strict=True))
 
 
-def build_model(config: ModelConfig, weights: Weights, device: Device, max_positions: int) -> Model:
-    """The model of `config.architecture`; `UnsupportedModel` lists the known ones otherwise."""
+def build_model(
+    config: ModelConfig,
+    weights: Weights,
+    device: Device,
+    max_positions: int,
+    group: Group | None = None,
+) -> Model:
+    """The model of `config.architecture`, or one rank's part of it.
+
+    `UnsupportedModel` lists the known architectures otherwise.
+    """
     check_architecture(config)
-    return _CLASSES[config.architecture](config, weights, device, max_positions)
+    return _CLASSES[config.architecture](config, weights, device, max_positions, group)

@@ -50,6 +50,13 @@ def _sample_truncated(
     logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor, candidates: int
 ) -> torch.Tensor:
     scores, ids = _scores(logits[rows], batch.temperature[rows]).topk(candidates)
+    return choose_truncated(scores, ids, batch, rows)
+
+
+def choose_truncated(
+    scores: torch.Tensor, ids: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
+) -> torch.Tensor:
+    """Ids (rows,) from the best scores (rows, candidates), in descending order, and their ids."""
     keep = truncation(scores, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows])
     noise = gumbel_noise_at(batch.seeds[rows], batch.positions[rows], ids)
     best = (scores + noise).masked_fill(~keep, float("-inf")).argmax(-1, keepdim=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from nanoactor.models.config import read_json
 from nanoactor.models.errors import ModelError, WeightsError
+from nanoactor.models.parallel import Span
 
 INDEX = "model.safetensors.index.json"
 
@@ -76,10 +78,13 @@ class Weights:
         """Whether the checkpoint has a tensor of this name."""
         return name in self._home
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """One tensor, of the wanted type on the wanted device.
+    def take(
+        self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None
+    ) -> torch.Tensor:
+        """One tensor, or a part of it, of the wanted type on the wanted device.
 
-        Raises `WeightsError` where it is missing, of another shape or unreadable.
+        `shape` is that of the whole; of the file only the part is read. Rows past the end are
+        zero. Raises `WeightsError` where it is missing, of another shape or unreadable.
         """
         home = self._home.get(name)
         if home is None:
@@ -93,12 +98,39 @@ class Weights:
                     f"{self._directory / home}: {name} has the shape {tuple(found)}, "
                     f"config.json asks for {shape}"
                 )
-            tensor: torch.Tensor = self._files[home].get_tensor(name)
+            tensor = self._read(home, name, shape, rows, columns)
         except SafetensorError as error:
             raise WeightsError(f"{self._directory / home}: {name}: {error}") from error
         return tensor.to(self.device, self.dtype)
 
-    def concatenated(self, names: list[str], rows: list[int], *rest: int) -> torch.Tensor:
-        """Several tensors stacked along their first dimension, for one fused multiplication."""
-        parts = [self.take(name, n, *rest) for name, n in zip(names, rows, strict=True)]
+    def _read(
+        self, home: str, name: str, shape: tuple[int, ...], rows: Span | None, columns: Span | None
+    ) -> torch.Tensor:
+        file = self._files[home]
+        tensor: torch.Tensor
+        if rows is None and columns is None:
+            tensor = file.get_tensor(name)
+            return tensor
+        part = file.get_slice(name)
+        if columns is not None:
+            tensor = part[:, columns.start : columns.stop]
+            return tensor
+        assert rows is not None
+        stop = min(rows.stop, shape[0])
+        there = max(0, stop - rows.start)
+        tensor = part[rows.start : stop] if there else torch.empty(0, *shape[1:])
+        if there < rows.size:
+            tensor = torch.cat((tensor, tensor.new_zeros(rows.size - there, *shape[1:])))
+        return tensor
+
+    def concatenated(
+        self, names: list[str], outputs: list[int], *rest: int, rows: list[Span] | None = None
+    ) -> torch.Tensor:
+        """Several tensors, or parts of each, stacked along their first dimension, for one fused
+        multiplication."""
+        spans: Sequence[Span | None] = rows or [None] * len(names)
+        parts = [
+            self.take(name, n, *rest, rows=span)
+            for name, n, span in zip(names, outputs, spans, strict=True)
+        ]
         return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -17,6 +17,7 @@ from nanoactor.models.config import (
     read_json,
 )
 from nanoactor.models.errors import ModelError
+from nanoactor.models.parallel import check_parallel
 from nanoactor.params import SamplingParams
 
 DEMO = "demo"
@@ -57,6 +58,7 @@ class EngineConfig:
     each degree of priority between them: nobody waits for ever."""
     num_tokenizers: int = 1
     tensor_parallel_size: int = 1
+    """Over how many processes each layer is split; it must divide the attention heads."""
     threads: int | None = None
     """CPU threads of a runner; default: all cores."""
     seed: int | None = None
@@ -93,6 +95,7 @@ class EngineConfig:
             self._check_whole(name, optional=True)
         for name in ("max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "num_tokenizers"):
             self._check_whole(name)
+        self._check_whole("tensor_parallel_size")
         for name in ("max_waiting_requests", "max_waiting_tokens", "priority_window"):
             self._check_whole(name)
         for name in ("start_timeout", "stop_timeout", "debug_delay_ms"):
@@ -134,8 +137,11 @@ class EngineConfig:
                 raise InvalidConfig("memory_utilization must be above 0")
         if self.seed is not None and (not isinstance(self.seed, int) or self.seed is True):
             raise InvalidConfig(f"seed must be a whole number, got {self.seed!r}")
-        if self.tensor_parallel_size != 1:
-            raise InvalidConfig("tensor_parallel_size above 1 is not supported yet")
+        if self.tensor_parallel_size > 1 and self.placement == "single":
+            raise InvalidConfig(
+                "placement 'single' has one process, but tensor_parallel_size "
+                f"{self.tensor_parallel_size} needs one for each rank"
+            )
 
     def _check_whole(self, name: str, optional: bool = False) -> None:
         value = getattr(self, name)
@@ -187,6 +193,7 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     directory = resolve_model(config.model)
     model = read_config(directory)
     check_architecture(model)
+    check_parallel(model, config.tensor_parallel_size)
     raw: dict[str, Any] = {}
     if (directory / "generation_config.json").exists():
         raw = read_json(directory / "generation_config.json")

@@ -8,6 +8,7 @@ import logging
 import random
 import secrets
 import time
+import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from nanoactor.actors.tokenizer import no_tokens
 from nanoactor.config import EngineConfig, read_model_files
 from nanoactor.errors import EngineClosed, EngineDead, InvalidConfig, InvalidRequest
 from nanoactor.layout import engine_topology, max_prompt_bytes
+from nanoactor.meeting import MeetingPoint
 from nanoactor.messages import Int32, Sampling, Stopping, Submit, TextOptions
 from nanoactor.outputs import RequestOutput
 from nanoactor.params import SamplingParams
@@ -57,7 +59,12 @@ class AsyncLLM:
         self.files = read_model_files(self.config)
         for name in self.files.ignored:
             log.warning("generation_config.json sets %s, which is not applied", name)
-        topology = engine_topology(self.config, self.files, secrets.token_bytes(16))
+        ranks = self.config.tensor_parallel_size
+        self._meeting = MeetingPoint(ranks) if ranks > 1 else None
+        if self._meeting is not None:  # for an engine that is never started
+            weakref.finalize(self, self._meeting.close)
+        salt = secrets.token_bytes(16)
+        topology = engine_topology(self.config, self.files, salt, self._meeting)
         self._system = System(topology, self._options(), self._on_death)
         self._frontend: FrontendActor | None = None
         self._seeds = random.Random(self.config.seed)
@@ -88,6 +95,9 @@ class AsyncLLM:
                 raise EngineClosed("the engine was closed while it started") from error
             self._closed = True
             raise
+        finally:
+            if self._meeting is not None:
+                self._meeting.close()
         frontend = self._system.actor("frontend")
         assert isinstance(frontend, FrontendActor)
         self._frontend = frontend
@@ -108,6 +118,8 @@ class AsyncLLM:
         if self._frontend is not None:
             self._frontend.fail_all(EngineClosed("the engine was closed"))
         await self._system.close()
+        if self._meeting is not None:
+            self._meeting.close()
 
     def _on_death(self, error: BaseException) -> None:
         if self._frontend is not None:

@@ -11,6 +11,7 @@ from nanoactor.actors.runner import RunnerConfig
 from nanoactor.actors.scheduler import SchedulerActorConfig
 from nanoactor.actors.tokenizer import TokenizerConfig
 from nanoactor.config import EngineConfig, ModelFiles
+from nanoactor.meeting import MeetingPoint
 from nanoactor.params import MAX_STOP_IDS
 from nanoactor.runner.config import SIMULATED, ExecutorConfig
 from nanoactor.runtime.ring import ring_capacity
@@ -23,6 +24,8 @@ _MIB = 1 << 20
 # Text may come a moment later, the next step may not: where cores are scarce, control and runner
 # go first. The detokenizer merges what it cannot say in time.
 _DETOKENIZER_NICE = 10
+# Collectives stay on this host unless the environment names another interface.
+_LOOPBACK = "lo"
 _CHUNK_BYTES = _MIB // 4
 _SMALLEST_DEFAULT_BLOCK = 16
 
@@ -32,19 +35,28 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def engine_topology(config: EngineConfig, files: ModelFiles, salt: bytes) -> Topology:
-    """The topology of an engine; see docs/architecture.md for the picture."""
+def engine_topology(
+    config: EngineConfig, files: ModelFiles, salt: bytes, meeting: MeetingPoint | None = None
+) -> Topology:
+    """The topology of an engine; see docs/architecture.md for the picture.
+
+    `meeting` is where the runners meet, where there are several.
+    """
     tokenizers = [f"tokenizer.{index}" for index in range(config.num_tokenizers)]
     return Topology(
-        _actors(config, files, salt, tokenizers),
-        _nodes(config, tokenizers),
+        _actors(config, files, salt, tokenizers, meeting),
+        _nodes(config, tokenizers, meeting),
         _edges(config, files, tokenizers),
         USER,
     )
 
 
 def _actors(
-    config: EngineConfig, files: ModelFiles, salt: bytes, tokenizers: list[str]
+    config: EngineConfig,
+    files: ModelFiles,
+    salt: bytes,
+    tokenizers: list[str],
+    meeting: MeetingPoint | None,
 ) -> tuple[ActorSpec, ...]:
     text_directory = None if config.skip_tokenizer_init else files.directory
     vocabulary = files.config.vocab_size
@@ -55,7 +67,11 @@ def _actors(
     blocks = BlocksConfig(
         config.max_num_seqs, files.max_model_len, salt, config.enable_prefix_caching
     )
-    runner = RunnerConfig(_executor(config, files), config.plan_lead == "late")
+    asks = config.plan_lead == "late"
+    runners = [
+        RunnerConfig(executor_config(config, files, rank, meeting), asks and rank == 0)
+        for rank in range(config.tensor_parallel_size)
+    ]
     detokenizer = DetokenizerConfig(text_directory, _CHUNK_BYTES)
     scheduler = SchedulerActorConfig(config, files.max_model_len)
     home = "nanoactor.actors"
@@ -64,12 +80,18 @@ def _actors(
         *(ActorSpec(name, f"{home}.tokenizer:TokenizerActor", tokenizer) for name in tokenizers),
         ActorSpec("scheduler", f"{home}.scheduler:SchedulerActor", scheduler),
         ActorSpec("blocks", f"{home}.blocks:BlockManagerActor", blocks),
-        ActorSpec("runner.0", f"{home}.runner:RunnerActor", runner),
+        *(
+            ActorSpec(f"runner.{rank}", f"{home}.runner:RunnerActor", runner)
+            for rank, runner in enumerate(runners)
+        ),
         ActorSpec("detokenizer", f"{home}.detokenizer:DetokenizerActor", detokenizer),
     )
 
 
-def _executor(config: EngineConfig, files: ModelFiles) -> ExecutorConfig:
+def executor_config(
+    config: EngineConfig, files: ModelFiles, rank: int = 0, meeting: MeetingPoint | None = None
+) -> ExecutorConfig:
+    """What a rank's executor is told."""
     return ExecutorConfig(
         files.directory,
         "cpu" if config.device == "auto" else config.device,
@@ -81,16 +103,21 @@ def _executor(config: EngineConfig, files: ModelFiles) -> ExecutorConfig:
         config.block_size,
         config.num_kv_blocks,
         config.memory_utilization,
+        rank,
+        config.tensor_parallel_size,
+        meeting.port if meeting else 0,
+        meeting.descriptor if meeting and rank == 0 else None,
+        config.debug,
     )
 
 
-def _nodes(config: EngineConfig, tokenizers: list[str]) -> tuple[NodeSpec, ...]:
+def _nodes(
+    config: EngineConfig, tokenizers: list[str], meeting: MeetingPoint | None
+) -> tuple[NodeSpec, ...]:
     if config.placement == "single":
         others = ("scheduler", "blocks", "detokenizer", "runner.0")
         return (NodeSpec(USER, ("frontend", *tokenizers, *others)),)
     light = {"TOKENIZERS_PARALLELISM": "false"}
-    # OpenMP's threads must sleep when they have nothing to do: the control actors need cores.
-    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
     runner_blocks: tuple[str, ...] = ("tokenizers", "transformers", "jinja2")
     if config.device.startswith(SIMULATED):
         runner_blocks += _HEAVY
@@ -101,9 +128,24 @@ def _nodes(config: EngineConfig, tokenizers: list[str]) -> tuple[NodeSpec, ...]:
         NodeSpec(USER, ("frontend",)),
         *(NodeSpec(name, (name,), light, _HEAVY) for name in tokenizers),
         *(NodeSpec(name, actors, {}, _HEAVY) for name, actors in control.items()),
-        NodeSpec("detokenizer", ("detokenizer",), light, _HEAVY, _DETOKENIZER_NICE),
-        NodeSpec("runner.0", ("runner.0",), quiet, runner_blocks),
+        NodeSpec("detokenizer", ("detokenizer",), light, _HEAVY, nice=_DETOKENIZER_NICE),
+        *_runner_nodes(config, runner_blocks, meeting),
     )
+
+
+def _runner_nodes(
+    config: EngineConfig, blocked: tuple[str, ...], meeting: MeetingPoint | None
+) -> list[NodeSpec]:
+    # OpenMP's threads must sleep when they have nothing to do: the control actors need cores.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+    if config.tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        environment["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+    nodes = []
+    for rank in range(config.tensor_parallel_size):
+        name = f"runner.{rank}"
+        inherited = (meeting.descriptor,) if meeting and rank == 0 else ()
+        nodes.append(NodeSpec(name, (name,), environment, blocked, inherited))
+    return nodes
 
 
 def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tuple[EdgeSpec, ...]:
@@ -123,6 +165,7 @@ def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tu
     tokens = ring_capacity(512 * seqs + 64 * 1024)
     chunk = ring_capacity(4 * _CHUNK_BYTES + 4 * length)
     small = ring_capacity(64 * 1024 + 64 * seqs)
+    runners = tuple(f"runner.{rank}" for rank in range(config.tensor_parallel_size))
     # Each cycle has an edge whose outbox the protocol bounds: one message that merges what is
     # new (credits, stops, chunks), or as many as steps are in flight.
     return (
@@ -131,7 +174,7 @@ def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tu
         EdgeSpec("frontend", ("scheduler",), small),
         EdgeSpec("scheduler", ("blocks",), max(admitted, step)),
         EdgeSpec("blocks", ("scheduler",), small, bound=1),
-        EdgeSpec("blocks", ("runner.0",), step, name="runners"),
+        EdgeSpec("blocks", runners, step, name="runners"),
         EdgeSpec("runner.0", ("scheduler",), tokens, bound=4 * config.pipeline_depth),
         EdgeSpec("scheduler", ("detokenizer",), max(admitted, tokens)),
         EdgeSpec("detokenizer", ("scheduler",), prompt, bound=1),

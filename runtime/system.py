@@ -302,7 +302,7 @@ class _ChildProcess:
         try:
             self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
                 [sys.executable, "-c", program],
-                pass_fds=(self._theirs.fileno(), *self._descriptors),
+                pass_fds=(self._theirs.fileno(), *self._descriptors, *self._spec.descriptors),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self._spec.environment},
             )

@@ -48,6 +48,8 @@ class NodeSpec:
     """Variables that are set before the process starts, in this node alone."""
     blocked_modules: tuple[str, ...] = ()
     """Modules whose import fails here, so that nothing heavy slips into a light process."""
+    descriptors: tuple[int, ...] = ()
+    """Further descriptors that the process inherits; they stay the caller's here."""
     nice: int = 0
     """How much the process yields to others, as `os.nice` counts it."""
 

@@ -135,7 +135,9 @@ class RunnerActor(Actor):
         self._busy_ns += computed.end - computed.begin
         seconds = (computed.end - computed.begin) * 1e-9
         self._step_seconds += 0.2 * (seconds - self._step_seconds)
-        self.context.outbox("scheduler").send(StepDone(step, computed.token_ids, seconds))
+        if self._config.executor.rank == 0:  # the others have chosen the same
+            done = StepDone(step, computed.token_ids, seconds)
+            self.context.outbox("scheduler").send(done)
         self.context.lane.add(self._report, step, begin, time.monotonic_ns())
 
     def _trace_device(self, step: int, computed: Computed) -> None:

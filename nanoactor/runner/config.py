@@ -23,3 +23,11 @@ class ExecutorConfig:
     block_size: int | None
     num_kv_blocks: int | None
     memory_utilization: float | None
+    rank: int = 0
+    ranks: int = 1
+    meeting_port: int = 0
+    """Of the loopback interface, where the ranks meet."""
+    meeting_socket: int | None = None
+    """The descriptor that listens there, for rank 0."""
+    debug: bool = False
+    """Compare after each step what the ranks have chosen."""

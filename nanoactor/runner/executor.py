@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from nanoactor.messages import Int32
 from nanoactor.models.batch import AttentionBatch, KVCache, PrefillRow, SamplingBatch
+from nanoactor.models.collective import Alone, Group, Ranks
 from nanoactor.models.config import ModelConfig, read_config
 from nanoactor.models.device import Device
 from nanoactor.models.devices import open_device
-from nanoactor.models.errors import NotEnoughMemory
+from nanoactor.models.errors import NotEnoughMemory, RanksDisagree
 from nanoactor.models.registry import build_model
+from nanoactor.models.sharded_sampling import ShardedSampler
 from nanoactor.models.weights import Weights
 from nanoactor.runner.batch import Row, SampledRows, StepInputs
 from nanoactor.runner.config import ExecutorConfig
@@ -59,10 +61,12 @@ class TorchExecutor:
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.block_size = config.block_size or self._device.default_block_size
         begin, free = time.monotonic(), self._device.memory().free
+        self._group = self._meet()
         with torch.inference_mode(), self._open_weights() as weights:
             self._model = build_model(
-                self._model_config, weights, self._device, config.max_model_len
+                self._model_config, weights, self._device, config.max_model_len, self._group
             )
+        self._sample = self._device.sample if config.ranks == 1 else self._sharded_sampler()
         log.info(
             "loaded %s as %s in %.1f s", config.directory, self.dtype, time.monotonic() - begin
         )
@@ -71,7 +75,7 @@ class TorchExecutor:
             config.max_num_seqs, dtype=torch.int64, device=self._device.torch_device
         )
         used, peak = self._warm_up(free)
-        self.num_blocks = self._size_cache(free, used, peak)
+        self.num_blocks = self._group.least(self._size_cache(free, used, peak))
         self._caches = self._allocate(self.num_blocks)
 
     def submit(self, inputs: StepInputs) -> _Queued:
@@ -81,6 +85,17 @@ class TorchExecutor:
     def prepare_thread(self) -> None:
         """Set up the thread that will call `run`."""
         self._device.prepare_thread(self._config.threads)
+
+    def _meet(self) -> Group:
+        config = self._config
+        if config.ranks == 1:
+            return Alone()
+        backend, listener = self._device.collective_backend, config.meeting_socket
+        return Ranks(config.rank, config.ranks, backend, config.meeting_port, listener)
+
+    def _sharded_sampler(self) -> ShardedSampler:
+        vocabulary = self._model.shard.vocabulary
+        return ShardedSampler(self._group, vocabulary.start, self._model_config.vocab_size)
 
     def _open_weights(self) -> Weights:
         return Weights(self._config.directory, self.dtype, self._device.torch_device)
@@ -99,7 +114,8 @@ class TorchExecutor:
 
     def _block_bytes(self) -> int:
         model: ModelConfig = self._model_config
-        elements = 2 * model.num_layers * self.block_size * model.num_kv_heads * model.head_dim
+        kv_heads = self._model.shard.kv_heads.size
+        elements = 2 * model.num_layers * self.block_size * kv_heads * model.head_dim
         return elements * self.dtype.itemsize
 
     def _size_cache(self, free: int, used: int, peak: int) -> int:
@@ -110,6 +126,8 @@ class TorchExecutor:
             blocks, arithmetic = config.num_kv_blocks, "num_kv_blocks"
         else:
             share = config.memory_utilization or self._device.default_memory_utilization
+            if self._device.shared_memory:
+                share /= config.ranks
             left = int(free * share) - used - peak
             blocks = min(left // self._block_bytes(), config.max_num_seqs * needed)
             arithmetic = (
@@ -129,7 +147,8 @@ class TorchExecutor:
 
     def _allocate(self, blocks: int) -> list[KVCache]:
         model = self._model_config
-        shape = (blocks, self.block_size, model.num_kv_heads, model.head_dim)
+        kv_heads = self._model.shard.kv_heads.size
+        shape = (blocks, self.block_size, kv_heads, model.head_dim)
 
         def zeros() -> torch.Tensor:  # padded reads must see finite numbers from the start on
             return self._device.zeros(*shape, dtype=self.dtype)
@@ -186,11 +205,20 @@ class TorchExecutor:
         if not len(sampled.slots):
             return Computed(np.empty(0, np.int32), begin, forwarded, forwarded, forwarded)
         logits = self._model.logits(hidden[self._tensor(sampled.token_index)])
-        chosen = self._device.sample(logits, self._sampling_batch(sampled))
+        chosen = self._sample(logits, self._sampling_batch(sampled))
+        if self._config.debug:
+            self._check_agreement(inputs.step, chosen)
         self._last_tokens[self._tensor(sampled.slots)] = chosen
         sampled_at = time.monotonic_ns()
         ids: Int32 = chosen.to("cpu", torch.int32).numpy()
         return Computed(ids, begin, forwarded, sampled_at, time.monotonic_ns())
+
+    def _check_agreement(self, step: int, chosen: torch.Tensor) -> None:
+        """Raise `RanksDisagree` where another rank has chosen other tokens."""
+        weights = torch.arange(1, len(chosen) + 1, device=chosen.device) * 2654435761
+        hashes = self._group.gather(((chosen + 1) * weights).sum()[None])
+        if (hashes != hashes[0]).any():
+            raise RanksDisagree(f"step {step}: the ranks' choices hash to {hashes.tolist()}")
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device.torch_device, non_blocking=True)

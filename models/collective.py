@@ -1,0 +1,86 @@
+"""Sums and gathers over the ranks of a tensor-parallel group."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+_HOST = "127.0.0.1"
+# How long a rank waits for the others: loading a large model may take one of them minutes longer.
+_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+class Group(Protocol):
+    """What layers and samplers need; every rank calls the same things in the same order."""
+
+    rank: int
+    size: int
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors, perhaps in the memory of `x`."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' tensors, (ranks, *x.shape), in the order of the ranks."""
+
+    def least(self, value: int) -> int:
+        """The least of all ranks' numbers."""
+
+
+class Alone:
+    """A group of one."""
+
+    rank, size = 0, 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Nothing to add."""
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """One row."""
+        return x[None]
+
+    def least(self, value: int) -> int:
+        """The only one."""
+        return value
+
+
+class Ranks:
+    """A group of processes, by torch.distributed."""
+
+    def __init__(self, rank: int, size: int, backend: str, port: int, listener: int | None) -> None:
+        """Meet the others at a port of the loopback interface.
+
+        `listener` is rank 0's listening socket: PyTorch, left to open one itself, would listen on
+        every interface.
+        """
+        self.rank, self.size = rank, size
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            _HOST,
+            port,
+            world_size=size,
+            is_master=rank == 0,
+            timeout=_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """In place."""
+        dist.all_reduce(x)
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Into one new tensor."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.stack(parts)
+
+    def least(self, value: int) -> int:
+        """By way of a tensor."""
+        held = torch.tensor([value])
+        dist.all_reduce(held, dist.ReduceOp.MIN)
+        return int(held)

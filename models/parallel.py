@@ -1,0 +1,80 @@
+"""How a model is split over the ranks of a tensor-parallel group; imports no torch.
+
+Megatron's scheme (arXiv:1909.08053): attention heads and the MLP's inner dimension are divided, so
+that each layer needs two sums over the ranks; the vocabulary is divided for embedding and head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nanoactor.models.config import ModelConfig
+from nanoactor.models.errors import UnsupportedModel
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """A range of rows or columns."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    def times(self, factor: int) -> Span:
+        """The same in finer units."""
+        return Span(self.start * factor, self.stop * factor)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of a model."""
+
+    rank: int
+    ranks: int
+    heads: Span
+    """Query heads."""
+    kv_heads: Span
+    """Key-value heads; where there are fewer than ranks, several ranks hold the same one."""
+    inner: Span
+    """The MLP's inner dimension; parts may differ by one."""
+    vocabulary: Span
+    """Token ids; the last rank's may reach past the vocabulary's end, into padding."""
+
+
+def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
+    """What a rank gets. Raises `UnsupportedModel` where heads cannot be divided."""
+    check_parallel(config, ranks)
+    heads, kv = config.num_heads // ranks, config.num_kv_heads
+    if kv % ranks == 0:
+        kv_heads = Span(rank * kv // ranks, (rank + 1) * kv // ranks)
+    else:
+        kv_heads = Span(rank * kv // ranks, rank * kv // ranks + 1)
+    inner, part = config.intermediate_size, -(-config.vocab_size // ranks)
+    return Shard(
+        rank,
+        ranks,
+        Span(rank * heads, (rank + 1) * heads),
+        kv_heads,
+        Span(inner * rank // ranks, inner * (rank + 1) // ranks),
+        Span(rank * part, (rank + 1) * part),
+    )
+
+
+def check_parallel(config: ModelConfig, ranks: int) -> None:
+    """Raise `UnsupportedModel`, naming what would work, where heads cannot be divided."""
+    heads, kv = config.num_heads, config.num_kv_heads
+    if ranks <= config.intermediate_size and _divides(heads, kv, ranks):
+        return
+    possible = [n for n in range(1, heads + 1) if _divides(heads, kv, n)]
+    raise UnsupportedModel(
+        f"tensor_parallel_size {ranks} does not divide this model: it has {heads} attention heads "
+        f"over {kv} key-value heads; possible are {', '.join(map(str, possible))}"
+    )
+
+
+def _divides(heads: int, kv: int, ranks: int) -> bool:
+    return heads % ranks == 0 and (kv % ranks == 0 or ranks % kv == 0)

@@ -1,0 +1,93 @@
+"""Choosing tokens when each rank has the logits of a part of the vocabulary.
+
+Every rank reduces its part to a few numbers, the ranks exchange these, and each decides from the
+same bits; ties go to the lower id. The tokens are those of `nanoactor.models.sampling`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.batch import SamplingBatch
+from nanoactor.models.collective import Group
+from nanoactor.models.limits import CANDIDATES
+from nanoactor.models.philox import gumbel_noise_at
+from nanoactor.models.sampling import choose_truncated
+
+
+class ShardedSampler:
+    """Samples for one rank of a group; all ranks call it with the same rows at the same time."""
+
+    def __init__(self, group: Group, start: int, vocabulary: int) -> None:
+        """`start` is the first token id of this rank's logits, `vocabulary` the number of all."""
+        self._group = group
+        self._start = start
+        self._vocabulary = vocabulary
+
+    def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """The chosen ids, int64 (rows,), from this rank's logits (rows, ids); they may be
+        overwritten."""
+        logits = self._masked(logits.float(), batch)
+        best, chosen = self._best(logits, torch.arange(logits.shape[-1], device=logits.device))
+        if batch.plain.numel():
+            chosen[batch.plain] = self._plain(logits, best, batch)
+        for rows, candidates in (
+            (batch.limited, min(CANDIDATES, self._vocabulary)),
+            (batch.unlimited, self._vocabulary),
+        ):
+            if rows.numel():
+                chosen[rows] = self._truncated(logits[rows], best[rows], batch, rows, candidates)
+        return chosen
+
+    def _masked(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Minus infinity for padding, and for what `min_tokens` rules out."""
+        mine = max(0, min(logits.shape[-1], self._vocabulary - self._start))
+        logits[:, mine:] = float("-inf")
+        if batch.masked_rows.numel():
+            local = batch.masked_ids - self._start
+            here = (local >= 0) & (local < logits.shape[-1])
+            logits[batch.masked_rows[here], local[here]] = float("-inf")
+        return logits
+
+    def _best(
+        self, scores: torch.Tensor, local_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the highest score of each row over all ranks, the lowest id that has it)."""
+        values, at = scores.max(-1)
+        ids = local_ids[at] + self._start
+        # One message: float64 holds a float32 and a token id exactly.
+        pairs = self._group.gather(torch.stack((values.double(), ids.double())))
+        top, winner = pairs[:, 0].max(0)  # the first of equals: ranks are in the order of ids
+        return top.float(), pairs[:, 1].gather(0, winner[None])[0].long()
+
+    def _plain(
+        self, logits: torch.Tensor, best: torch.Tensor, batch: SamplingBatch
+    ) -> torch.Tensor:
+        rows = batch.plain
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+        scores = self._scores(logits[rows], best[rows], batch.temperature[rows])
+        all_ids = (ids + self._start).expand(len(rows), -1)
+        noise = gumbel_noise_at(batch.seeds[rows], batch.positions[rows], all_ids)
+        return self._best(scores + noise, ids)[1]
+
+    def _scores(
+        self, logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor
+    ) -> torch.Tensor:
+        return (logits - best[:, None]) / temperature[:, None]
+
+    def _truncated(
+        self,
+        logits: torch.Tensor,
+        best: torch.Tensor,
+        batch: SamplingBatch,
+        rows: torch.Tensor,
+        candidates: int,
+    ) -> torch.Tensor:
+        """Every rank's best candidates hold the best of all."""
+        scores = self._scores(logits, best, batch.temperature[rows])
+        values, ids = scores.topk(min(candidates, scores.shape[-1]))
+        pairs = self._group.gather(torch.stack((values.double(), (ids + self._start).double())))
+        # (ranks, 2, rows, candidates) to (2, rows, all candidates), ranks in order.
+        values, ids = pairs.permute(1, 2, 0, 3).flatten(2)
+        values, order = values.float().topk(candidates)
+        return choose_truncated(values, ids.gather(-1, order).long(), batch, rows)

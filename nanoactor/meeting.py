@@ -1,0 +1,26 @@
+"""Where the ranks of a tensor-parallel group find each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+
+class MeetingPoint:
+    """A socket that listens on the loopback interface alone, at a port that the kernel chose.
+
+    Rank 0 inherits it; until all have met, nobody from outside of this host can reach it.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(ranks)
+            self.port: int = listener.getsockname()[1]
+            self.descriptor = listener.detach()
+
+    def close(self) -> None:
+        """Let go of our copy; a second call does nothing."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
