@@ -78,6 +78,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--num-kv-blocks", type=int)
     engine.add_argument("--pipeline-depth", type=int, default=2)
     engine.add_argument("--threads", type=int)
+    engine.add_argument("--tensor-parallel-size", type=int, default=1)
     engine.add_argument("--placement", default="default", help="default, split or single")
     parser.add_argument(
         "--trace", metavar="FILE", help="write a timeline of all actors, for ui.perfetto.dev"

@@ -37,6 +37,7 @@ _ENGINE_OPTIONS = (
     "pipeline_depth",
     "threads",
     "placement",
+    "tensor_parallel_size",
 )
 
 

@@ -127,7 +127,7 @@ BAD_OPTIONS = {
     "plan_lead": ["soon", None],
     "num_tokenizers": [*WHOLE, None],
     "priority_window": [*WHOLE, None],
-    "tensor_parallel_size": [0, 2, "1", None],
+    "tensor_parallel_size": [0, "1", None, 2.0],
     "threads": WHOLE,
     "seed": [1.5, "1", [1]],
     "skip_tokenizer_init": FLAG,

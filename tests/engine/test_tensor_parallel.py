@@ -1,0 +1,150 @@
+"""Two and four ranks give the tokens of one, over the load of the matrix; and they die as one."""
+
+import asyncio
+import functools
+import gc
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoactor import AsyncLLM
+from nanoactor.errors import EngineDead, InvalidConfig
+from nanoactor.models.config import read_config
+from nanoactor.models.errors import RanksDisagree, UnsupportedModel
+from nanoactor.models.parallel import shard_of
+from nanoactor.runner.executor import TorchExecutor
+from tests.conftest import children
+from tests.engine.harness import collect, engine, greedy, ids
+from tests.engine.test_matrix import BUDGETS, DEPTHS, LEADS, Load, run
+from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
+
+# What 2 and 4 ranks divide; the others are refused by name, which tests/models show.
+DIVIDED = {2: ["untied", "tied", "gqa_5", "gqa_8", "attention_bias", "rope_yarn"]}
+DIVIDED[4] = ["untied", "tied", "gqa_8", "attention_bias", "wide_heads"]
+ALL = [(ranks, name) for ranks, names in DIVIDED.items() for name in names]
+ALWAYS = {(2, "untied", (4, 5), 2), (2, "gqa_8", (8, 64), 3), (4, "attention_bias", (6, 17), 2)}
+MATRIX = list(itertools.product(ALL, BUDGETS, DEPTHS))
+
+
+def schedules():
+    """The matrix of all budgets and depths, with leads in turn; three of them each time."""
+    for number, ((ranks, name), budget, depth) in enumerate(MATRIX):
+        always = (ranks, name, budget, depth) in ALWAYS
+        marks = () if always else pytest.mark.long
+        yield pytest.param(ranks, name, budget, depth, LEADS[number % 2], marks=marks)
+
+
+@pytest.fixture(scope="module")
+def loads(tmp_path_factory):
+    @functools.cache
+    def load(name):
+        directory = tmp_path_factory.mktemp(name)
+        return Load(directory, make_checkpoint(directory, **CONFIGURATIONS[name]))
+
+    return load
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("ranks", "name", "budget", "depth", "lead"), [*schedules()], ids=str)
+def test_ranks_give_the_tokens_of_one(loads, ranks, name, budget, depth, lead):
+    load = loads(name)
+    figures = asyncio.run(run(load, budget, depth, lead, tensor_parallel_size=ranks))
+    assert figures["evictions"] > 0
+    assert figures["aborted"] == figures["cut_short"]
+    assert (figures["preemptions"] > 0) == (budget[0] > 1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(directory)
+    return directory
+
+
+def listening(pid):
+    """The addresses at which a process listens, as /proc writes them."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:
+                found.append(words[1].partition(":")[0])
+    return found
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+def test_the_ranks_listen_on_the_loopback_interface_alone(checkpoint):
+    async def main():
+        async with engine(checkpoint, tensor_parallel_size=2) as llm:
+            return [a for name in ("runner.0", "runner.1") for a in listening(llm.pids[name])]
+
+    addresses = asyncio.run(main())
+    assert addresses, "the rendezvous is not seen at all"
+    assert set(addresses) <= LOOPBACK
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_death_of_a_rank_is_the_engines_within_100_ms(checkpoint, rank):
+    async def main():
+        async with AsyncLLM(
+            str(checkpoint), skip_tokenizer_init=True, tensor_parallel_size=2, dtype="float32"
+        ) as llm:
+            request = asyncio.ensure_future(collect(llm, ids(range(20)), greedy(400)))
+            await asyncio.sleep(0.3)
+            begin = time.monotonic()
+            os.kill(llm.pids[f"runner.{rank}"], signal.SIGKILL)
+            with pytest.raises(EngineDead):
+                await request
+            assert time.monotonic() - begin < 0.1
+
+    asyncio.run(main())
+    assert not children()
+
+
+def test_what_cannot_be_divided_is_refused_before_anything_starts(checkpoint):
+    with pytest.raises(UnsupportedModel, match="possible are 1, 2, 4"):
+        AsyncLLM(str(checkpoint), skip_tokenizer_init=True, tensor_parallel_size=3)
+    with pytest.raises(InvalidConfig, match="needs one for each rank"):
+        AsyncLLM(
+            str(checkpoint), skip_tokenizer_init=True, tensor_parallel_size=2, placement="single"
+        )
+
+
+def test_an_engine_that_never_starts_leaves_no_socket(checkpoint):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        AsyncLLM(str(checkpoint), skip_tokenizer_init=True, tensor_parallel_size=2)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Disagreeing:
+    """A group in which rank 1 has chosen something else."""
+
+    def gather(self, x):
+        return torch.stack((x, x + 1))
+
+
+def test_ranks_that_disagree_are_caught_in_debug_mode():
+    executor = TorchExecutor.__new__(TorchExecutor)
+    executor._group = Disagreeing()
+    with pytest.raises(RanksDisagree, match="step 7"):
+        executor._check_agreement(7, torch.tensor([3, 4]))
+
+
+def test_key_value_heads_are_replicated_where_ranks_are_more(checkpoint):
+    config = read_config(checkpoint)
+    assert [shard_of(config, rank, 4).kv_heads.start for rank in range(4)] == [0, 0, 1, 1]

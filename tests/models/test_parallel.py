@@ -1,0 +1,218 @@
+"""Every rank's part of a model, and what they choose together."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoactor.models.batch import SamplingBatch
+from nanoactor.models.config import parse_config, read_config
+from nanoactor.models.devices import open_device
+from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.parallel import Span, shard_of
+from nanoactor.models.qwen3 import Qwen3ForCausalLM
+from nanoactor.models.sampling import sample
+from nanoactor.models.sharded_sampling import ShardedSampler
+from nanoactor.models.weights import Weights
+from tests.models.checkpoints import make_checkpoint
+
+
+def config_of(heads=8, kv=2, inner=96, vocabulary=211):
+    values = dict(
+        architectures=["Qwen3ForCausalLM"],
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        intermediate_size=inner,
+        vocab_size=vocabulary,
+    )
+    return parse_config(
+        dict(hidden_size=64, num_hidden_layers=1, head_dim=8, max_position_embeddings=64) | values
+    )
+
+
+@given(
+    st.integers(1, 6), st.integers(1, 4), st.integers(1, 8), st.integers(8, 99), st.integers(1, 99)
+)
+def test_shards_cover_everything_once_and_heads_keep_their_keys(kv, group, ranks, inner, words):
+    config = config_of(kv * group, kv, inner, words)
+    try:
+        shards = [shard_of(config, rank, ranks) for rank in range(ranks)]
+    except UnsupportedModel:
+        assert (kv * group) % ranks or (kv % ranks and ranks % kv)
+        return
+
+    def numbers(name):
+        return [n for s in shards for n in range(getattr(s, name).start, getattr(s, name).stop)]
+
+    assert numbers("heads") == list(range(kv * group))
+    assert numbers("inner") == list(range(inner))
+    assert numbers("vocabulary")[:words] == list(range(words))
+    assert len(numbers("vocabulary")) < words + ranks * ranks
+    assert sorted(set(numbers("kv_heads"))) == list(range(kv))
+    for shard in shards:
+        needed = {head // group for head in range(shard.heads.start, shard.heads.stop)}
+        assert needed == set(range(shard.kv_heads.start, shard.kv_heads.stop))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "ranks", "possible"),
+    [(8, 2, 3, "1, 2, 4, 8"), (6, 3, 2, "1, 3, 6"), (4, 4, 8, "1, 2, 4"), (14, 2, 4, "1, 2, 14")],
+)
+def test_heads_that_cannot_be_divided_are_refused_by_name(heads, kv, ranks, possible):
+    with pytest.raises(UnsupportedModel, match=f"size {ranks} does not .* possible are {possible}"):
+        shard_of(config_of(heads, kv), 0, ranks)
+
+
+class Counted:
+    """A safetensors file that counts what is read of it."""
+
+    def __init__(self, file):
+        self.file = file
+        self.elements = 0
+
+    def get_tensor(self, name):
+        tensor = self.file.get_tensor(name)
+        self.elements += tensor.numel()
+        return tensor
+
+    def get_slice(self, name):
+        return CountedSlice(self, self.file.get_slice(name))
+
+
+class CountedSlice:
+    def __init__(self, file, part):
+        self.file, self.part = file, part
+
+    def get_shape(self):
+        return self.part.get_shape()
+
+    def __getitem__(self, at):
+        tensor = self.part[at]
+        self.file.elements += tensor.numel()
+        return tensor
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_rank_reads_only_its_part_of_the_files(tmp_path, ranks):
+    make_checkpoint(tmp_path, num_attention_heads=8, num_key_value_heads=4)
+    config = read_config(tmp_path)
+    total = sum(t.numel() for t in _tensors(tmp_path).values())
+    replicated = sum(t.numel() for name, t in _tensors(tmp_path).items() if "norm" in name)
+    for rank in range(ranks):
+        weights = Weights(tmp_path, torch.float32, torch.device("cpu"))
+        with weights:
+            files = weights._files = {name: Counted(f) for name, f in weights._files.items()}
+            group = SimpleNamespace(rank=rank, size=ranks)
+            Qwen3ForCausalLM(config, weights, open_device("cpu"), 64, group)
+            read = sum(file.elements for file in files.values())
+        # The vocabulary of 211 is not divisible: the last rank has less.
+        padding = ranks * 2 * config.hidden_size
+        assert read <= (total - replicated) / ranks + replicated + padding
+        assert read >= (total - replicated) / ranks + replicated - padding
+
+
+def _tensors(directory):
+    from safetensors.torch import load_file
+
+    return {k: v for path in directory.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+def test_a_part_past_the_end_is_padded_with_zeros(tmp_path):
+    make_checkpoint(tmp_path)
+    name = "model.embed_tokens.weight"
+    with Weights(tmp_path, torch.float32, torch.device("cpu")) as weights:
+        whole = weights.take(name, 211, 64)
+        part = weights.take(name, 211, 64, rows=Span(200, 220))
+        beyond = weights.take(name, 211, 64, rows=Span(300, 303))
+        columns = weights.take(name, 211, 64, columns=Span(10, 20))
+    assert torch.equal(part[:11], whole[200:])
+    assert not part[11:].any()
+    assert beyond.shape == (3, 64)
+    assert not beyond.any()
+    assert torch.equal(columns, whole[:, 10:20])
+
+
+class Threads:
+    """A group whose ranks are threads of this process."""
+
+    def __init__(self, size):
+        self.size = size
+        self.parts = [None] * size
+        self.barrier = threading.Barrier(size, timeout=10)
+
+    def rank(self, rank):
+        def gather(x):
+            self.parts[rank] = x
+            self.barrier.wait()
+            gathered = torch.stack(self.parts)
+            self.barrier.wait()
+            return gathered
+
+        return SimpleNamespace(rank=rank, size=self.size, gather=gather)
+
+    def run(self, work):
+        results = [None] * self.size
+
+        def one(rank):
+            try:
+                results[rank] = work(rank, self.rank(rank))
+            except BaseException as error:
+                results[rank] = error
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+
+def batch_of(rows, seed):
+    """Rows of every kind, some with masked ids."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high):
+        return torch.randint(low, high, (rows,), generator=generator)
+
+    kinds = torch.arange(rows) % 4
+    top_k = torch.where(kinds == 2, draw(1, 40), 0)
+    top_p = torch.where(kinds == 3, 0.7, 1.0)
+    index = [torch.nonzero(kinds == kind).flatten() for kind in range(4)]
+    return SamplingBatch(
+        torch.where(kinds == 0, 1.0, 0.5 + torch.rand(rows, generator=generator)),
+        top_k,
+        top_p,
+        torch.where(kinds == 3, 0.01, 0.0),
+        draw(0, 2**62),
+        draw(1, 1000),
+        *index,
+        torch.tensor([0, 0, 1, rows - 1]),
+        torch.tensor([0, 5, 100, 200]),
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("vocabulary", [211, 1024])
+def test_ranks_together_choose_what_one_would(ranks, vocabulary):
+    part = -(-vocabulary // ranks)
+    for seed in range(5):
+        batch = batch_of(16, seed)
+        logits = 3 * torch.randn(16, vocabulary, generator=torch.Generator().manual_seed(seed))
+        logits[3, [7, vocabulary - 1]] = 50.0  # a tie between the first rank and the last
+        logits[0, [7, vocabulary - 1]] = 50.0
+        expected = sample(logits.clone(), batch)
+        padded = torch.cat((logits, torch.full((16, ranks * part - vocabulary), 99.0)), 1)
+
+        def work(rank, group, padded=padded, batch=batch):
+            mine = padded[:, rank * part : (rank + 1) * part].clone()
+            return ShardedSampler(group, rank * part, vocabulary)(mine, batch)
+
+        for chosen in Threads(ranks).run(work):
+            assert chosen.tolist() == expected.tolist()
