@@ -144,6 +144,8 @@ class Scheduler:
         """Their sum."""
         self._unanswered: deque[int] = deque()
         """Fences of the frees that the block manager has not answered."""
+        self._sitting_out = 0
+        """How many that would decode in the step at hand have no block for it."""
         self._preempted_at = 0
         """The step for which a sequence was last preempted."""
         self._free_slots = list(range(config.max_num_seqs))
@@ -381,7 +383,6 @@ class Scheduler:
                 sequence.starved_since = 0
                 fed.append(sequence)
             else:
-                self.statistics.sat_out += 1
                 sequence.starved_since = sequence.starved_since or step
         return fed
 
@@ -446,6 +447,7 @@ class Scheduler:
     def _choose_decodes(self) -> tuple[Slots, list[Sequence]]:
         """(slots of the sequences that decode, those that get one more block)."""
         table, step = self._table, self._planned + 1
+        self._sitting_out = 0
         if (same := table.decode_again(step)) is not None:
             return same, []
         grown: list[Sequence] = []
@@ -454,7 +456,8 @@ class Scheduler:
             grown = self._feed(self._owners(np.flatnonzero(starving)))
             able, full = table.decodable(), table.at_block_end()
         chosen = np.flatnonzero(able & ~full)
-        table.decode(chosen, step, all_fed=len(chosen) == np.count_nonzero(able))
+        self._sitting_out = int(np.count_nonzero(able)) - len(chosen)
+        table.decode(chosen, step, all_fed=not self._sitting_out)
         return table.cohort, grown
 
     def _owners(self, slots: Slots) -> list[Sequence]:
@@ -482,6 +485,7 @@ class Scheduler:
         self.statistics.steps += 1
         self.statistics.prefill_tokens += sum(count for _, _, count, _ in chunks)
         self.statistics.decode_tokens += decoding
+        self.statistics.sat_out += self._sitting_out
         self.statistics.mixed_steps += bool(chunks and decoding)
 
     def _on_step_done(self, event: StepDone) -> None:
