@@ -30,7 +30,7 @@ from nanoactor.runtime.ring import create_ring
 CAPACITY = 1 << 14
 
 
-@message(960)
+@message(990)
 class Parcel:
     """A record of a random size."""
 
