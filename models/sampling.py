@@ -13,6 +13,8 @@ from nanoactor.models.batch import SamplingBatch
 from nanoactor.models.limits import CANDIDATES
 from nanoactor.models.philox import gumbel_noise, gumbel_noise_at
 
+_MOST_IDS = 0xFFFFFFFF
+
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """The chosen ids, int64 (rows,), from logits (rows, vocabulary) of any floating type."""
@@ -49,8 +51,28 @@ def _sample_plain(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
 def _sample_truncated(
     logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor, candidates: int
 ) -> torch.Tensor:
-    scores, ids = _scores(logits[rows], batch.temperature[rows]).topk(candidates)
-    return choose_truncated(scores, ids, batch, rows)
+    scores = _scores(logits[rows], batch.temperature[rows])
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    keys = sort_keys(scores, ids).topk(candidates).values
+    return choose_truncated(*from_keys(keys), batch, rows)
+
+
+def sort_keys(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """int64 numbers whose descending order is that of float32 scores, equal ones by ascending id.
+
+    `topk` alone orders equal scores as it likes, and bfloat16 logits have many. A float's bits,
+    read as a whole number, keep the order of positive floats and reverse that of negative ones.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # the sum makes -0.0 equal 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return (ordered << 32) | (_MOST_IDS - ids)
+
+
+def from_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scores, ids) of `sort_keys`."""
+    ordered = (keys >> 32).int()
+    bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+    return bits.view(torch.float32), _MOST_IDS - (keys & _MOST_IDS)
 
 
 def choose_truncated(

@@ -12,7 +12,7 @@ from nanoactor.models.batch import SamplingBatch
 from nanoactor.models.collective import Group
 from nanoactor.models.limits import CANDIDATES
 from nanoactor.models.philox import gumbel_noise_at
-from nanoactor.models.sampling import choose_truncated
+from nanoactor.models.sampling import choose_truncated, from_keys, sort_keys
 
 
 class ShardedSampler:
@@ -85,9 +85,8 @@ class ShardedSampler:
     ) -> torch.Tensor:
         """Every rank's best candidates hold the best of all."""
         scores = self._scores(logits, best, batch.temperature[rows])
-        values, ids = scores.topk(min(candidates, scores.shape[-1]))
-        pairs = self._group.gather(torch.stack((values.double(), (ids + self._start).double())))
-        # (ranks, 2, rows, candidates) to (2, rows, all candidates), ranks in order.
-        values, ids = pairs.permute(1, 2, 0, 3).flatten(2)
-        values, order = values.float().topk(candidates)
-        return choose_truncated(values, ids.gather(-1, order).long(), batch, rows)
+        ids = torch.arange(scores.shape[-1], device=scores.device) + self._start
+        mine = sort_keys(scores, ids).topk(min(candidates, len(ids))).values
+        # (ranks, rows, candidates) to (rows, candidates of all).
+        keys = self._group.gather(mine).permute(1, 0, 2).flatten(1).topk(candidates).values
+        return choose_truncated(*from_keys(keys), batch, rows)

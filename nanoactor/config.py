@@ -60,7 +60,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """Over how many processes each layer is split; it must divide the attention heads."""
     threads: int | None = None
-    """CPU threads of a runner; default: all cores."""
+    """CPU threads of a runner; default: all cores, divided among the ranks."""
     seed: int | None = None
     """Makes the seeds that are drawn for requests without one repeatable."""
     skip_tokenizer_init: bool = False
@@ -211,7 +211,16 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
             "skip_tokenizer_init=True"
         )
     eos = as_ids(raw.get("eos_token_id")) or model.eos_token_ids
+    _check_eos(eos, model.vocab_size, directory)
     return ModelFiles(directory, model, _defaults(raw), eos, length, _ignored(raw))
+
+
+def _check_eos(ids: tuple[int, ...], vocabulary: int, directory: Path) -> None:
+    wrong = [token for token in ids if not 0 <= token < vocabulary]
+    if wrong:
+        raise ModelError(
+            f"{directory}: eos_token_id {wrong[0]} is outside the vocabulary of {vocabulary} ids"
+        )
 
 
 def _defaults(raw: dict[str, Any]) -> SamplingDefaults:

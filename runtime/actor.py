@@ -131,7 +131,7 @@ class Actor:
         """A trace is about to be taken: add the spans of what has begun and not ended."""
 
     def on_ready(self, outbox: Outbox) -> None:
-        """An outbox that had to wait has sent all it held."""
+        """An outbox that was not ready, or had to wait, is ready now."""
 
     def stop(self) -> None:
         """The system ends: stop threads, let go of what the process's end does not free."""

@@ -269,7 +269,7 @@ def _describe_array(array: Any, arrays: list[Array], inline: int) -> Any:
     if number is None:
         raise CodecError(f"{type(array).__name__} {getattr(array, 'dtype', '')} cannot travel")
     size = array.nbytes
-    if size <= inline or not size:
+    if size <= inline or not size or not array.ndim:
         if not size and array.ndim == 1:
             return number
         return (number, array.tobytes(), *array.shape)

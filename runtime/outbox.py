@@ -28,9 +28,11 @@ class Outbox(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether a message would leave at once.
+        """Whether it is time to send: a message would leave at once and, on a paced edge, would not
+        find the reader, or the actor itself, behind.
 
-        An actor that can merge what it has to say keeps it until then (`Actor.on_ready`).
+        An actor that can merge what it has to say keeps it until then; where this says no, it is
+        called back (`Actor.on_ready`), so it asks only when it has something to say.
         """
 
     def break_off(self, reason: str) -> None:
@@ -66,7 +68,8 @@ class RemoteOutbox:
         self._lane = lane
         self._kinds: dict[type, tuple[int, Callable[[Any], int]]] = {}
         """By message class: the kind of its spans, and the number that links them."""
-        self._waiting: deque[Encoded] = deque()
+        self._waiting: deque[tuple[Encoded, int, int, int]] = deque()
+        """(message, and of its span: kind, number, begin)."""
         self._high_water = 0
         self._broken = ""
 
@@ -85,15 +88,17 @@ class RemoteOutbox:
                 f"{self.label}: {type(message).__name__} takes {encoded.nbytes} bytes, but the "
                 f"limit of the edge is {self._sender.max_record}: half its capacity"
             )
+        kind, number_of = self._kinds.get(type(message)) or self._kind_of(type(message))
+        number = number_of(message)
         if not self._waiting:
             if self._sender.try_send(encoded):
-                kind, number = self._kinds.get(type(message)) or self._kind_of(type(message))
-                self._lane.add(kind, number(message), begin, self._sender.sent_ns)
+                self._lane.add(kind, number, begin, self._sender.sent_ns)
                 return
             self._sender.when_writable(self._loop, self._flush)
         # What waits may be a view of something read in place: it takes a copy along.
         arrays = [array.copy() for array in encoded.arrays]
-        self._waiting.append(Encoded(encoded.meta, arrays, encoded.nbytes))
+        copy = Encoded(encoded.meta, arrays, encoded.nbytes)
+        self._waiting.append((copy, kind, number, begin))
         depth = len(self._waiting)
         self._high_water = max(self._high_water, depth)
         if self._bound is not None and depth > self._bound:
@@ -125,10 +130,12 @@ class RemoteOutbox:
     def _flush(self) -> None:
         try:
             while self._waiting:
-                if not self._sender.try_send(self._waiting[0]):
+                encoded, kind, number, begin = self._waiting[0]
+                if not self._sender.try_send(encoded):
                     self._sender.when_writable(self._loop, self._flush)
                     return
                 self._waiting.popleft()
+                self._lane.add(kind, number, begin, self._sender.sent_ns)
             self._on_ready(self)
         except BaseException as error:
             self._fatal(error)

@@ -142,7 +142,8 @@ class _PipeWriter:
     def when_written(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         with self._lock:
             if self.waiting:
-                self._callbacks.append((loop, callback))
+                if (loop, callback) not in self._callbacks:
+                    self._callbacks.append((loop, callback))
                 return
         loop.call_soon(callback)
 

@@ -109,7 +109,7 @@ class CPUDevice(PortableOperators):
         try:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         except (AttributeError, RuntimeError) as error:  # a build of PyTorch without oneDNN
-            _log_once("weights stay unpacked, which costs up to half of the speed: %s", error)
+            _log_once(f"weights stay unpacked, which costs up to half of the speed: {error}")
             return super().linear(weight, bias)
         apply = torch.ops.mkldnn._linear_pointwise
         return lambda x: apply(x, packed, bias, "none", [], "")
@@ -197,8 +197,8 @@ _FUSED_RMS_NORM = getattr(torch.ops.aten, "_fused_rms_norm", None)
 
 
 @functools.cache
-def _log_once(text: str, error: Exception) -> None:
-    log.warning(text, error)
+def _log_once(text: str) -> None:
+    log.warning(text)
 
 
 def _first_line(path: str, key: str) -> str:

@@ -199,7 +199,7 @@ class BlockManager:
     # -- results --------------------------------------------------------------------------
 
     def known(self, event: Known) -> None:
-        """A step is done: fences pass, tokens become known; `index` does the rest."""
+        """A step is done: fences pass, tokens become known. What filled waits for `index`."""
         self.pool.complete(event.step)
         slots = event.slots
         known = self._known[slots]
@@ -207,6 +207,8 @@ class BlockManager:
             self._of(int(slots[known < 0][0]), event.step)
         self._tokens[slots, known] = event.token_ids
         self._known[slots] = known + 1
+        if not self._prefix_caching:
+            return
         complete = self._complete(slots)
         full = complete >= self._next_index[slots]
         if full.any():

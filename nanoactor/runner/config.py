@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from nanoactor.models.errors import NotEnoughMemory
+
 SIMULATED = "simulated:"
 """The prefix of devices that only take time; the milliseconds of a step follow."""
 
@@ -31,3 +33,15 @@ class ExecutorConfig:
     """The descriptor that listens there, for rank 0."""
     debug: bool = False
     """Compare after each step what the ranks have chosen."""
+
+
+def check_cache(blocks: int, config: ExecutorConfig, block_size: int, why: str) -> None:
+    """Raise `NotEnoughMemory` where the longest sequence would not fit into so many blocks."""
+    needed = -(-config.max_model_len // block_size)
+    if blocks < needed:
+        raise NotEnoughMemory(
+            f"the KV cache would have {max(0, blocks)} blocks of {block_size} tokens ({why}), but "
+            f"one sequence of max_model_len {config.max_model_len} takes {needed}; lower "
+            f"max_model_len to {max(0, blocks) * block_size} or less, or give the cache more "
+            "(num_kv_blocks, memory_utilization)"
+        )

@@ -16,12 +16,12 @@ from nanoactor.models.collective import Alone, Group, Ranks
 from nanoactor.models.config import ModelConfig, read_config
 from nanoactor.models.device import Device
 from nanoactor.models.devices import open_device
-from nanoactor.models.errors import NotEnoughMemory, RanksDisagree
+from nanoactor.models.errors import RanksDisagree
 from nanoactor.models.registry import build_model
 from nanoactor.models.sharded_sampling import ShardedSampler
 from nanoactor.models.weights import Weights
 from nanoactor.runner.batch import Row, SampledRows, StepInputs
-from nanoactor.runner.config import ExecutorConfig
+from nanoactor.runner.config import ExecutorConfig, check_cache
 from nanoactor.runner.execution import Computed
 
 log = logging.getLogger("nanoactor.runner")
@@ -126,8 +126,8 @@ class TorchExecutor:
             blocks, arithmetic = config.num_kv_blocks, "num_kv_blocks"
         else:
             share = config.memory_utilization or self._device.default_memory_utilization
-            if self._device.shared_memory:
-                share /= config.ranks
+            if self._device.shared_memory:  # and so are the figures of what is free and used
+                share, used = share / config.ranks, used // config.ranks
             left = int(free * share) - used - peak
             blocks = min(left // self._block_bytes(), config.max_num_seqs * needed)
             arithmetic = (
@@ -135,13 +135,7 @@ class TorchExecutor:
                 f"{peak // _MIB} MiB for a step = {left // _MIB} MiB in blocks of "
                 f"{self._block_bytes() / _MIB:.2f} MiB"
             )
-        if blocks < needed:
-            raise NotEnoughMemory(
-                f"the KV cache would have {max(0, blocks)} blocks of {self.block_size} tokens "
-                f"({arithmetic}), but one sequence of max_model_len {config.max_model_len} takes "
-                f"{needed}; lower max_model_len to {max(0, blocks) * self.block_size} or less, or "
-                "give the cache more (num_kv_blocks, memory_utilization)"
-            )
+        check_cache(blocks, config, self.block_size, arithmetic)
         log.info("KV cache: %d blocks of %d tokens", blocks, self.block_size)
         return blocks
 

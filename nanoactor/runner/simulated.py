@@ -15,7 +15,7 @@ import numpy as np
 from nanoactor.messages import Int32
 from nanoactor.models.config import read_config
 from nanoactor.runner.batch import SampledRows, StepInputs
-from nanoactor.runner.config import SIMULATED, ExecutorConfig
+from nanoactor.runner.config import SIMULATED, ExecutorConfig, check_cache
 from nanoactor.runner.execution import Computed
 
 _BLOCK_SIZE = 16
@@ -48,8 +48,9 @@ class SimulatedExecutor:
         self._nanoseconds = round(float(config.device.removeprefix(SIMULATED)) * 1e6)
         self._vocabulary = read_config(config.directory).vocab_size
         self.block_size = config.block_size or _BLOCK_SIZE
-        needed = config.max_num_seqs * -(-config.max_model_len // self.block_size)
-        self.num_blocks = config.num_kv_blocks or needed
+        each = -(-config.max_model_len // self.block_size)
+        self.num_blocks = config.num_kv_blocks or config.max_num_seqs * each
+        check_cache(self.num_blocks, config, self.block_size, "num_kv_blocks")
         self._free_at = 0
 
     def prepare_thread(self) -> None:

@@ -41,8 +41,8 @@ class Ledger:
     tokens: int
     """Of output, since the engine's start."""
     cpu_us_per_token: dict[str, float]
-    """By actor, since the engine's start, processor time of its process. Actors that share a
-    process share its time in proportion to their spans."""
+    """By actor, since the engine's start, processor time of its process; empty before the first
+    token. Actors that share a process share its time in proportion to their spans."""
     waits: tuple[Wait, ...]
     lost: int
     """Older spans that lanes have forgotten: the stretch begins after them."""
@@ -53,10 +53,11 @@ class Ledger:
         if not self.steps:
             return "no step was computed"
         share = self.busy.get(self.bottleneck, 0.0)
+        cost = sum(self.cpu_us_per_token.values())
         return (
             f"device idle {self.device_idle:.1%}, {self.hidden:.0%} of the actors' work hidden "
-            f"behind it, busiest actor {self.bottleneck} at {share:.0%}, "
-            f"{sum(self.cpu_us_per_token.values()):.0f} us of CPU per token"
+            f"behind it, busiest actor {self.bottleneck} at {share:.0%}"
+            + (f", {cost:.0f} us of CPU per token" if cost else "")
         )
 
 
@@ -82,7 +83,7 @@ def make_ledger(nodes: Sequence[NodeTrace], tokens: int) -> Ledger:
         busy=busy,
         bottleneck=max((lane.lane for lane in actors), key=lambda name: busy[name], default=""),
         tokens=tokens,
-        cpu_us_per_token=_cpu(nodes, covers, max(tokens, 1)),
+        cpu_us_per_token=_cpu(nodes, covers, tokens) if tokens else {},
         waits=tuple(wait for lane in actors for wait in _waits(lane, begin)),
         lost=sum(lane.lost for lane in lanes),
     )
