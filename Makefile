@@ -26,7 +26,10 @@ lint: .venv/.ready
 	$(BIN)/mypy
 
 bench: .venv/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python bench/depth.py
+	$(BIN)/python bench/messaging.py
+	$(BIN)/python bench/overlap.py --rounds 1
 
 clean:
 	rm -rf .venv build dist *.egg-info

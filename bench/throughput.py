@@ -45,7 +45,7 @@ CONFIG = {
     "pad_token_id": 0,
 }
 DTYPES = ("float32", "bfloat16")
-BATCHES = (16, 32, 64)
+BATCHES = (8, 16, 32)
 
 
 def make_checkpoint(directory: str) -> int:

@@ -33,7 +33,7 @@ class Pending(Protocol):
 
 
 class Executor(Protocol):
-    """A device with a model on it."""
+    """A device with a model on it; made on the thread that will call `Pending.wait`."""
 
     num_blocks: int
     block_size: int
@@ -41,9 +41,6 @@ class Executor(Protocol):
 
     def submit(self, inputs: StepInputs) -> Pending:
         """Queue a step behind those before it; called on the node's loop, so it never blocks."""
-
-    def prepare_thread(self) -> None:
-        """Set up the thread that will call `Pending.wait`."""
 
 
 def open_executor(config: ExecutorConfig) -> Executor:

@@ -82,10 +82,6 @@ class TorchExecutor:
         """Nothing runs yet: whoever waits computes."""
         return _Queued(self, inputs)
 
-    def prepare_thread(self) -> None:
-        """Set up the thread that will call `run`."""
-        self._device.prepare_thread(self._config.threads)
-
     def _meet(self) -> Group:
         config = self._config
         if config.ranks == 1:

@@ -53,9 +53,6 @@ class SimulatedExecutor:
         check_cache(self.num_blocks, config, self.block_size, "num_kv_blocks")
         self._free_at = 0
 
-    def prepare_thread(self) -> None:
-        """Nothing to prepare for sleeping."""
-
     def submit(self, inputs: StepInputs) -> _Promise:
         """Put the step behind those before it."""
         begin = max(time.monotonic_ns(), self._free_at)
