@@ -204,6 +204,9 @@ class Node:
             receiver.close()
         for recorder in self._recorders.values():
             recorder.close()
+        for name in self._outboxes:
+            for lane in self.actors[name].context.lanes:
+                lane.close()
         for descriptor in self._unopened:
             os.close(descriptor)
         self._unopened.clear()

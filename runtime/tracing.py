@@ -90,6 +90,10 @@ class Lane:
             self._rounds += 1
         self._at = at
 
+    def close(self) -> None:
+        """Forget everything, and give the memory back; what is added later is lost."""
+        self._buffer, self._size, self._at = bytearray(_SPAN.size), _SPAN.size, 0
+
     def trace(self, node: str) -> LaneTrace:
         """A copy of what it remembers, oldest first."""
         spans = np.frombuffer(bytes(self._buffer), SPAN_DTYPE)

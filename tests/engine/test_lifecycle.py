@@ -335,7 +335,7 @@ def test_no_process_survives_its_user(way, tmp_path):
         [sys.executable, script, way], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     pids = [int(pid) for pid in user.stdout.readline().split()]
-    assert len(pids) == 4
+    assert len(pids) == 4, user.communicate()[1]
     if way.startswith("SIG"):
         user.send_signal(getattr(signal, way))
     end = time.monotonic() + 2

@@ -77,7 +77,8 @@ def test_a_cache_one_block_larger_than_one_sequence_serves_several(checkpoint, d
     )
     assert scheduler["finished"] == len(requests)
     assert scheduler["preemptions"] > 10
-    assert scheduler["sat_out"] > 0
+    # At depth 1 nothing is in flight: who starves may always have preempted all others.
+    assert scheduler["sat_out"] > 0 or depth == 1
     assert (blocks["hit_tokens"] > 0) == caching
 
 

@@ -1,0 +1,90 @@
+"""The runner's thread, and the device that only takes time."""
+
+import asyncio
+import threading
+
+import pytest
+
+from nanoactor import AsyncLLM, SamplingParams
+from nanoactor.errors import InvalidConfig
+from nanoactor.models.errors import NotEnoughMemory
+from nanoactor.runner.executor import TorchExecutor
+from tests.engine.harness import collect, engine, greedy, ids, settled
+from tests.models.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(directory)
+    return directory
+
+
+def test_one_thread_loads_and_computes(checkpoint, monkeypatch):
+    """OpenMP has a pool for each thread that computes: with two it would hardly spin."""
+    threads = set()
+    for name in ("__init__", "run"):
+        original = getattr(TorchExecutor, name)
+
+        def noted(self, *arguments, original=original):
+            threads.add(threading.current_thread().name)
+            return original(self, *arguments)
+
+        monkeypatch.setattr(TorchExecutor, name, noted)
+
+    async def main():
+        async with engine(checkpoint, placement="single") as llm:
+            await collect(llm, ids([1, 2, 3]), greedy(5))
+
+    asyncio.run(main())
+    assert threads == {"compute"}
+
+
+def test_a_simulated_device_keeps_its_own_time():
+    async def main():
+        async with AsyncLLM("demo", device="simulated:5", max_model_len=256) as llm:
+            params = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
+            outputs = await asyncio.gather(
+                *(collect(llm, ids([n + 3] * 9), params) for n in range(3))
+            )
+            assert all(len(output.outputs[0].token_ids) == 40 for output in outputs)
+            figures = (await settled(llm))["runner.0"]["actor"]
+            assert figures["busy_seconds"] == pytest.approx(0.005 * figures["steps_done"])
+            assert figures["steps"] == figures["steps_done"] >= 40
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "device", ["simulated", "simulated:", "simulated:0", "simulated:-1", "simulated:x"]
+)
+def test_a_simulated_device_needs_a_step_time(device):
+    with pytest.raises(InvalidConfig, match="as in 'simulated:5'"):
+        AsyncLLM("demo", device=device)
+
+
+def test_a_simulated_device_too_holds_one_sequence_at_least():
+    async def main():
+        async with AsyncLLM("demo", device="simulated:1", num_kv_blocks=2, max_model_len=256):
+            pass
+
+    with pytest.raises(NotEnoughMemory, match="takes 16"):
+        asyncio.run(main())
+
+
+def test_a_hogged_loop_does_not_hold_up_the_device():
+    """Counts, not times: while the user's loop is blocked the device goes on."""
+
+    async def main():
+        async with AsyncLLM("demo", device="simulated:2", max_model_len=1024) as llm:
+            params = SamplingParams(max_tokens=900, ignore_eos=True, seed=1)
+            stream = asyncio.ensure_future(collect(llm, ids([5] * 9), params))
+            await asyncio.sleep(0.2)
+            before = (await llm.statistics())["runner.0"]["actor"]["steps_done"]
+            threading.Event().wait(0.5)  # nothing else runs on this loop
+            after = (await llm.statistics())["runner.0"]["actor"]["steps_done"]
+            stream.cancel()
+            await asyncio.gather(stream, return_exceptions=True)
+            assert after - before > 100
+
+    asyncio.run(main())
