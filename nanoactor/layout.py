@@ -65,7 +65,11 @@ def _actors(
         config.num_tokenizers, config.max_waiting_requests, config.max_waiting_tokens
     )
     blocks = BlocksConfig(
-        config.max_num_seqs, files.max_model_len, salt, config.enable_prefix_caching
+        config.max_num_seqs,
+        files.max_model_len,
+        salt,
+        config.enable_prefix_caching,
+        config.debug,
     )
     asks = config.plan_lead == "late"
     runners = [
