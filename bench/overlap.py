@@ -171,7 +171,6 @@ class InProcessLoop:
         from nanoactor.config import read_model_files
         from nanoactor.kv.manager import BlockManager
         from nanoactor.layout import executor_config
-        from nanoactor.runner.batch import BatchState
         from nanoactor.runner.simulated import SimulatedExecutor
         from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
         from nanoactor.text.decoding import DecoderFactory
@@ -187,7 +186,6 @@ class InProcessLoop:
             SchedulerConfig(blocks, size, sequences, config.max_num_batched_tokens, length, depth=1)
         )
         self.manager = BlockManager(blocks, size, sequences, length, b"overlap")
-        self.batch = BatchState(sequences, -(-length // size), size)
         self.detokenizer = Detokenizer(DecoderFactory(load_tokenizer(directory)))
         self.delivered = [""] * sequences
         self.busy = self.idle = 0
@@ -224,7 +222,7 @@ class InProcessLoop:
                 match message:
                     case Plan():
                         step = self.manager.stamp(message)
-                        self.pending = step.step, self.executor.submit(self.batch.prepare(step))
+                        self.pending = step.step, self.executor.submit(step)
                     case Match():
                         self.manager.match(message)
                     case Known():

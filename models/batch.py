@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -44,6 +45,63 @@ class AttentionBatch:
     """int64 (decode rows, most blocks): past a row's context any block of the cache may stand."""
     decode_contexts: torch.Tensor
     """int64 (decode rows,): each row's length, its new token included."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResidentBatch:
+    """The same where block tables stay on the device, indexed by slot: prefill tokens, then one
+    token for each decode row. Captured steps see nothing of the host."""
+
+    slot_mapping: torch.Tensor
+    """int64 (tokens,)."""
+    tables: torch.Tensor
+    """int32 (slots, blocks of the longest sequence)."""
+    prefill_tokens: int
+    prefill_rows: torch.Tensor
+    """int32 (4, rows): slot, first token, tokens, context at the end of the chunk."""
+    prefill_tiles: torch.Tensor
+    """int32 (2, programs): which tokens of which row a program of the kernel has."""
+    decode_slots: torch.Tensor
+    """int32 (decode rows,)."""
+    decode_contexts: torch.Tensor
+    """int32 (decode rows,): each row's length, its new token included."""
+    scratch: Any
+    """The device's own: how contexts are divided among programs, and room for partial results."""
+
+
+Batch = AttentionBatch | ResidentBatch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotTables:
+    """What a device knows of each slot. The last slot is a dummy, for padded rows."""
+
+    blocks: torch.Tensor
+    """int32 (slots, blocks of the longest sequence)."""
+    lengths: torch.Tensor
+    """int32 (slots,): positions computed, those of steps under way included; so it is the position
+    of the next token."""
+    last_tokens: torch.Tensor
+    """int32 (slots,)."""
+    temperature: torch.Tensor
+    """float32 (slots,): 0 for greedy."""
+    seeds: torch.Tensor
+    """int32 (2, slots): low and high words."""
+    block_size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowBuffers:
+    """What `Accelerator.advance` fills in for each decode row."""
+
+    token_ids: torch.Tensor
+    """int32 (rows,)."""
+    positions: torch.Tensor
+    """int32 (rows,)."""
+    slot_mapping: torch.Tensor
+    """int64 (rows,)."""
+    contexts: torch.Tensor
+    """int32 (rows,)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

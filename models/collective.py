@@ -50,13 +50,22 @@ class Alone:
 class Ranks:
     """A group of processes, by torch.distributed."""
 
-    def __init__(self, rank: int, size: int, backend: str, port: int, listener: int | None) -> None:
-        """Meet the others at a port of the loopback interface.
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        backend: str,
+        port: int,
+        listener: int | None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Meet the others at a port of the loopback interface; `device` is where tensors lie.
 
         `listener` is rank 0's listening socket: PyTorch, left to open one itself, would listen on
         every interface.
         """
         self.rank, self.size = rank, size
+        self._device = device
         store = dist.TCPStore(  # type: ignore[attr-defined]
             _HOST,
             port,
@@ -66,7 +75,10 @@ class Ranks:
             wait_for_workers=False,
             master_listen_fd=listener,
         )
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+        of_gpu = device if device is not None and device.type == "cuda" else None
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT, device_id=of_gpu
+        )
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """In place."""
@@ -81,6 +93,6 @@ class Ranks:
 
     def least(self, value: int) -> int:
         """By way of a tensor."""
-        held = torch.tensor([value])
+        held = torch.tensor([value], device=self._device)
         dist.all_reduce(held, dist.ReduceOp.MIN)
         return int(held)

@@ -5,11 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
-from nanoactor.models.batch import AttentionBatch, KVCache, SamplingBatch
+from nanoactor.models.batch import (
+    AttentionBatch,
+    Batch,
+    KVCache,
+    RowBuffers,
+    SamplingBatch,
+    SlotTables,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,10 +114,95 @@ class Device(Protocol):
         past a sequence's end, and a masked NaN would still damage whoever has the block next.
         """
 
+    def norm_rotate_store(
+        self,
+        qkv: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor],
+        eps: float,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Norm and rotate the heads of queries and keys, `write_kv`; returns the queries.
+
+        `qkv` is (tokens, heads + 2 * kv_heads, head_dim): queries, keys, values; `weights` are
+        those of the two norms, `rotation` the arguments of `rotary`.
+        """
+
     def attention(
-        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+        self, queries: torch.Tensor, cache: KVCache, batch: Batch, scale: float
     ) -> torch.Tensor:
         """Causal attention of (tokens, heads, head_dim) over the paged cache, same shape."""
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Ids, int64 (rows,), chosen from logits (rows, vocabulary)."""
+
+
+class TimedEvent(Event, Protocol):
+    """One that remembers when it was passed."""
+
+    def milliseconds_until(self, later: Any) -> float:
+        """From here to another event of the device; both have been passed."""
+
+
+class Captured(Protocol):
+    """A recorded stretch of work, to be queued as one."""
+
+    result: torch.Tensor
+    """What the recorded function returned; each replay writes it anew."""
+
+    def replay(self) -> None:
+        """Queue it."""
+
+
+class Accelerator(Device, Protocol):
+    """A device that keeps the batch itself: steps read tables that are indexed by slot, and none
+    waits for the host."""
+
+    def stream(self) -> AbstractContextManager[None]:
+        """Within it the calling thread works on the device's one queue, and records no
+        gradients."""
+
+    def timed_event(self) -> TimedEvent:
+        """A new one."""
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
+        """Record what a function queues, within `stream`. It has run once before; captures share
+        their memory, so the largest comes first."""
+
+    def tokens_per_program(self, heads: int, kv_heads: int) -> int:
+        """How many tokens of a prompt a program of the prefill kernel has: what
+        `ResidentBatch.prefill_tiles` counts in."""
+
+    def scratch(self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> Any:
+        """The kernels' memory for so many decode rows."""
+
+    def advance(self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
+        """Lay out one token for each of `rows`, int32 (rows,) slots, and count it in their
+        lengths, but for the dummy's."""
+
+    def locate(
+        self,
+        tables: SlotTables,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Fill in the places int64 (tokens,) of tokens at positions of slots, int32 (tokens,)."""
+
+    def decode_scratch(self, scratch: Any, contexts: torch.Tensor) -> Any:
+        """A step's scratch: how these contexts, int32 (rows,), are divided among programs."""
+
+    def sample_rows(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        tables: SlotTables,
+        scratch: Any,
+        chosen: torch.Tensor,
+    ) -> None:
+        """Choose greedily or from the whole vocabulary, by each row's slot, int32 (rows,); ids go
+        to `chosen` int32 (rows,) and to the table of last tokens."""
+
+    def resident(self, batch: AttentionBatch, heads: int, cache: KVCache) -> Batch:
+        """A batch that was laid out on the host, as the kernels want it."""

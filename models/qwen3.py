@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from nanoactor.models.batch import AttentionBatch, KVCache
+from nanoactor.models.batch import Batch, KVCache
 from nanoactor.models.collective import Alone, Group
 from nanoactor.models.config import ModelConfig
 from nanoactor.models.device import Device
@@ -52,19 +52,18 @@ class Attention:
             parts.group,
             bias,
         )
-        eps = config.rms_norm_eps
-        self._q_norm = RMSNorm(weights, f"{prefix}.q_norm", size, eps, device)
-        self._k_norm = RMSNorm(weights, f"{prefix}.k_norm", size, eps, device)
+        names = [f"{prefix}.{name}_norm.weight" for name in "qk"]
+        self._norms = weights.take(names[0], size), weights.take(names[1], size)
+        self._eps = config.rms_norm_eps
 
     def __call__(
-        self, x: torch.Tensor, rotation: Rotation, cache: KVCache, batch: AttentionBatch
+        self, x: torch.Tensor, rotation: Rotation, cache: KVCache, batch: Batch
     ) -> torch.Tensor:
         """(tokens, hidden) to the same."""
         heads = self._qkv(x).view(len(x), self._heads + 2 * self._kv_heads, self._head_dim)
-        q, k, v = torch.split(heads, [self._heads, self._kv_heads, self._kv_heads], dim=1)
-        q = self._device.rotary(self._q_norm(q), *rotation)
-        k = self._device.rotary(self._k_norm(k), *rotation)
-        self._device.write_kv(k, v, cache, batch.slot_mapping)
+        q = self._device.norm_rotate_store(
+            heads, self._norms, self._eps, rotation, cache, batch.slot_mapping
+        )
         attended = self._device.attention(q, cache, batch, self._head_dim**-0.5)
         return self._out(attended.flatten(1))
 
@@ -104,7 +103,7 @@ class DecoderLayer:
         residual: torch.Tensor | None,
         rotation: Rotation,
         cache: KVCache,
-        batch: AttentionBatch,
+        batch: Batch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(this layer's contribution, the residual stream without it)."""
         if residual is None:
@@ -157,7 +156,7 @@ class Qwen3ForCausalLM:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         caches: list[KVCache],
-        batch: AttentionBatch,
+        batch: Batch,
     ) -> torch.Tensor:
         """Hidden states (tokens, hidden) of ids and positions (tokens,); writes the caches."""
         x = self._embedding(token_ids)

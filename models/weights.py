@@ -134,3 +134,36 @@ class Weights:
             for name, n, span in zip(names, outputs, spans, strict=True)
         ]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+class RandomWeights(Weights):
+    """Weights of the shapes that are asked for, drawn at random on the device.
+
+    For measuring: the time of a step does not depend on what the weights are.
+    """
+
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Reads nothing."""
+        self.dtype, self.device = dtype, device
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing was opened."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whatever the configuration asks for."""
+        return True
+
+    def take(
+        self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None
+    ) -> torch.Tensor:
+        """Normal with a deviation of 0.02, as models are initialised; norms are ones."""
+        sizes = list(shape)
+        if rows is not None:
+            sizes[0] = rows.size
+        if columns is not None:
+            sizes[1] = columns.size
+        if len(shape) == 1 and "norm" in name:
+            return torch.ones(sizes, dtype=self.dtype, device=self.device)
+        drawn = torch.empty(sizes, dtype=self.dtype, device=self.device)
+        return drawn.normal_(0.0, 0.02, generator=self._generator)

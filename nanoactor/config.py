@@ -31,8 +31,11 @@ class EngineConfig:
     model: str
     """A directory, `demo`, or a name on the Hugging Face hub."""
     device: str = "auto"
-    """"cpu", or "simulated:MS": steps that take MS milliseconds and compute nothing, which shows
-    what the engine itself costs."""
+    """"auto" takes a GPU where PyTorch sees one, else the CPU; "cpu", "cuda" (each rank its own
+    GPU), "cuda:N", or "simulated:MS": steps that take MS milliseconds and compute nothing, which
+    shows what the engine itself costs."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """"dummy": weights drawn at random, for measuring; the directory needs only a config.json."""
     dtype: str = "auto"
     """"auto": the checkpoint's own type where the device computes in it, else the device's."""
     max_model_len: int | None = None
@@ -48,6 +51,8 @@ class EngineConfig:
     memory_utilization: float | None = None
     """Share of the memory free at start for weights and KV cache; default: the device's."""
     enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    """On a GPU: capture no graphs, for debugging and a faster start."""
     pipeline_depth: int = 2
     """1 computes a step only when the one before is processed; 2 overlaps the two."""
     plan_lead: Literal["eager", "late"] = "eager"
@@ -88,7 +93,7 @@ class EngineConfig:
         for name in ("model", "device"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise InvalidConfig(f"{name} must be a name, got {getattr(self, name)!r}")
-        for name in ("enable_prefix_caching", "skip_tokenizer_init", "debug"):
+        for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidConfig(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("max_model_len", "block_size", "num_kv_blocks", "threads"):
@@ -101,6 +106,7 @@ class EngineConfig:
         for name in ("start_timeout", "stop_timeout", "debug_delay_ms"):
             self._check_number(name, 1e9)
         self._check_choice("dtype", ("auto", *DTYPES))
+        self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("plan_lead", ("eager", "late"))
         self._check_choice("placement", get_args(Placement))
         self._check_choice("transport", ("ring", "queue"))

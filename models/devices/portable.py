@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from nanoactor.models.batch import AttentionBatch, KVCache, PrefillRow, SamplingBatch
+from nanoactor.models.batch import AttentionBatch, Batch, KVCache, PrefillRow, SamplingBatch
 from nanoactor.models.device import LinearOperator
 from nanoactor.models.sampling import sample
 
@@ -49,10 +49,28 @@ class PortableOperators:
             finite = torch.nan_to_num(new, 0.0, 0.0, 0.0)
             stored.view(-1, *stored.shape[2:]).index_copy_(0, slots, finite)
 
+    def norm_rotate_store(
+        self,
+        qkv: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor],
+        eps: float,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """One operator after the other."""
+        kv_heads = cache.keys.shape[2]
+        q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        q = self.rotary(self.rms_norm(q, weights[0], eps), *rotation)
+        k = self.rotary(self.rms_norm(k, weights[1], eps), *rotation)
+        self.write_kv(k, v, cache, slots)
+        return q
+
     def attention(
-        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+        self, queries: torch.Tensor, cache: KVCache, batch: Batch, scale: float
     ) -> torch.Tensor:
         """Prefill rows one by one, decode rows together over gathered, padded blocks."""
+        assert isinstance(batch, AttentionBatch)
         output = torch.empty_like(queries)
         for row in batch.prefills:
             tokens = slice(row.first, row.first + row.tokens)

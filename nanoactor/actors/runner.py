@@ -53,16 +53,10 @@ class RunnerActor(Actor):
 
     def setup(self) -> Facts:
         """Load the model; what the cache's size became is for everyone to know."""
-        from nanoactor.runner.batch import BatchState
-
-        config = self._config.executor
-        self._executor = self._open_on_thread(config)
-        size = self._executor.block_size
-        max_blocks = -(-config.max_model_len // size)
-        self._batch = BatchState(config.max_num_seqs, max_blocks, size)
+        self._executor = self._open_on_thread(self._config.executor)
         return {
             "num_blocks": self._executor.num_blocks,
-            "block_size": size,
+            "block_size": self._executor.block_size,
             "dtype": self._executor.dtype_name,
         }
 
@@ -110,12 +104,12 @@ class RunnerActor(Actor):
     def _on_step(self, step: Step) -> None:
         """Lay out the step's inputs while the one before may still be running."""
         self._ahead += self._queued > 0
-        inputs = self._batch.prepare(step)
+        pending = self._executor.submit(step)
         self._received = step.step
         if step.step == self._asked_for:
             self._lead += 0.2 * (self.context.now() - self._asked_at - self._lead)
         self._queued += 1
-        self._submitted.put((step.step, self._executor.submit(inputs)))
+        self._submitted.put((step.step, pending))
 
     def _compute(self) -> None:
         """The thread that waits for the device, or is the device where that is the host."""

@@ -5,13 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from numpy.typing import NDArray
 
-from nanoactor.messages import Admissions, Step
-from nanoactor.models.limits import CANDIDATES
-
-Long = NDArray[np.int64]
-_NO_ROWS: Long = np.empty(0, np.int64)
+from nanoactor.messages import Step
+from nanoactor.runner.sampling_table import NO_ROWS, Long, SampledRows, SamplingTable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,27 +18,6 @@ class Row:
     tokens: int
     context: int
     blocks: Long
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SampledRows:
-    """How the rows that sample do it; see `nanoactor.models.batch.SamplingBatch`."""
-
-    slots: Long
-    token_index: Long
-    """Which token of the step each row samples after."""
-    positions: Long
-    temperature: NDArray[np.float32]
-    top_k: Long
-    top_p: NDArray[np.float32]
-    min_p: NDArray[np.float32]
-    seeds: Long
-    greedy: Long
-    plain: Long
-    limited: Long
-    unlimited: Long
-    masked_rows: Long
-    masked_ids: Long
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,17 +44,11 @@ class BatchState:
         self._tables = np.zeros((max_num_seqs, max_blocks), np.int64)
         self._lengths = np.zeros(max_num_seqs, np.int64)
         self._decoding = np.zeros(max_num_seqs, np.bool_)
-        self._decode = _NO_ROWS
+        self._decode = NO_ROWS
         """The slots of the decode set."""
         self._decode_rows: SampledRows | None = None
         """How these sample, until the set or a parameter changes."""
-        self._temperature = np.zeros(max_num_seqs, np.float32)
-        self._top_k = np.zeros(max_num_seqs, np.int64)
-        self._top_p = np.ones(max_num_seqs, np.float32)
-        self._min_p = np.zeros(max_num_seqs, np.float32)
-        self._seeds = np.zeros(max_num_seqs, np.int64)
-        self._unmasked_from = np.zeros(max_num_seqs, np.int64)
-        self._masked: dict[int, Long] = {}
+        self._sampling = SamplingTable(max_num_seqs)
 
     def prepare(self, step: Step) -> StepInputs:
         """Apply a step's deltas and lay out its inputs. Steps must come in order."""
@@ -88,7 +57,7 @@ class BatchState:
 
     def _apply(self, step: Step) -> None:
         if len(step.admissions.slots):
-            self._admit(step.admissions)
+            self._sampling.admit(step.admissions)
             self._decode_rows = None
         self._update_tables(step)
         if len(step.leaves) or len(step.joins):
@@ -132,7 +101,7 @@ class BatchState:
             rows.plain,
             rows.limited,
             rows.unlimited,
-            *self._masked_logits(decode, positions),
+            *self._sampling.masked_logits(decode, positions),
         )
 
     def _mixed_step(self, step: Step) -> StepInputs:
@@ -169,20 +138,6 @@ class BatchState:
     def _blocks_of(self, tokens: int) -> int:
         return -(-int(tokens) // self._block_size)
 
-    def _admit(self, new: Admissions) -> None:
-        slots = new.slots
-        self._temperature[slots] = new.temperature
-        self._top_k[slots] = new.top_k
-        self._top_p[slots] = new.top_p
-        self._min_p[slots] = new.min_p
-        self._seeds[slots] = new.seed.astype(np.int64)
-        self._unmasked_from[slots] = new.unmasked_from
-        ends = np.cumsum(new.masked_counts)
-        for slot, end, count in zip(
-            slots.tolist(), ends.tolist(), new.masked_counts.tolist(), strict=True
-        ):
-            self._masked[slot] = new.masked_ids[end - count : end].astype(np.int64)
-
     def _update_tables(self, step: Step) -> None:
         at = 0
         changes = (step.table_slots, step.table_starts, step.table_counts)
@@ -201,36 +156,4 @@ class BatchState:
         return tuple(rows)
 
     def _sampled_rows(self, slots: Long, token_index: Long) -> SampledRows:
-        temperature, top_k = self._temperature[slots], self._top_k[slots]
-        top_p, min_p = self._top_p[slots], self._min_p[slots]
-        positions = self._lengths[slots]
-        greedy = temperature == 0
-        limited = ~greedy & (top_k > 0) & (top_k <= CANDIDATES)
-        unlimited = ~greedy & ~limited & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-        masked = self._masked_logits(slots, positions)
-        return SampledRows(
-            slots,
-            token_index,
-            positions,
-            np.where(greedy, np.float32(1), temperature),
-            top_k,
-            top_p,
-            min_p,
-            self._seeds[slots],
-            np.flatnonzero(greedy),
-            np.flatnonzero(~greedy & ~limited & ~unlimited),
-            np.flatnonzero(limited),
-            np.flatnonzero(unlimited),
-            *masked,
-        )
-
-    def _masked_logits(self, slots: Long, positions: Long) -> tuple[Long, Long]:
-        masking = positions < self._unmasked_from[slots]
-        if not masking.any():
-            return _NO_ROWS, _NO_ROWS
-        rows, ids = [], []
-        for row in np.flatnonzero(masking).tolist():
-            masked = self._masked[int(slots[row])]
-            rows.append(np.full(len(masked), row, np.int64))
-            ids.append(masked)
-        return np.concatenate(rows), np.concatenate(ids)
+        return self._sampling.rows(slots, token_index, self._lengths[slots])

@@ -31,6 +31,12 @@ class ExecutorConfig:
     """Of the loopback interface, where the ranks meet."""
     meeting_socket: int | None = None
     """The descriptor that listens there, for rank 0."""
+    depth: int = 2
+    """How many steps may be submitted and not done."""
+    enforce_eager: bool = False
+    """Capture no graphs."""
+    load_format: str = "auto"
+    """"dummy" for random weights."""
     debug: bool = False
     """Compare after each step what the ranks have chosen."""
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
-from nanoactor.messages import Int32
-from nanoactor.runner.batch import StepInputs
+from nanoactor.messages import Int32, Step
 from nanoactor.runner.config import SIMULATED, ExecutorConfig
 
 
@@ -39,8 +38,9 @@ class Executor(Protocol):
     block_size: int
     dtype_name: str
 
-    def submit(self, inputs: StepInputs) -> Pending:
-        """Queue a step behind those before it; called on the node's loop, so it never blocks."""
+    def submit(self, step: Step) -> Pending:
+        """Lay a step out and queue it behind those before it; called on the node's loop, in the
+        order of steps, so it does not wait for the device."""
 
 
 def open_executor(config: ExecutorConfig) -> Executor:
@@ -49,6 +49,14 @@ def open_executor(config: ExecutorConfig) -> Executor:
         from nanoactor.runner.simulated import SimulatedExecutor
 
         return SimulatedExecutor(config)
+    from nanoactor.models.devices import open_device
+    from nanoactor.models.devices.cuda import CUDADevice
+
+    device = open_device(config.device, config.rank)
+    if isinstance(device, CUDADevice):
+        from nanoactor.runner.accelerator import AcceleratorExecutor
+
+        return AcceleratorExecutor(config, device)
     from nanoactor.runner.executor import TorchExecutor
 
-    return TorchExecutor(config)
+    return TorchExecutor(config, device)

@@ -12,11 +12,12 @@ import time
 
 import numpy as np
 
-from nanoactor.messages import Int32
+from nanoactor.messages import Int32, Step
 from nanoactor.models.config import read_config
-from nanoactor.runner.batch import SampledRows, StepInputs
+from nanoactor.runner.batch import BatchState
 from nanoactor.runner.config import SIMULATED, ExecutorConfig, check_cache
 from nanoactor.runner.execution import Computed
+from nanoactor.runner.sampling_table import SampledRows
 
 _BLOCK_SIZE = 16
 # Knuth's multiplicative hash: tokens that look random, so that there is text to decode.
@@ -52,9 +53,11 @@ class SimulatedExecutor:
         self.num_blocks = config.num_kv_blocks or config.max_num_seqs * each
         check_cache(self.num_blocks, config, self.block_size, "num_kv_blocks")
         self._free_at = 0
+        self._batch = BatchState(config.max_num_seqs, each, self.block_size)
 
-    def submit(self, inputs: StepInputs) -> _Promise:
+    def submit(self, step: Step) -> _Promise:
         """Put the step behind those before it."""
+        inputs = self._batch.prepare(step)
         begin = max(time.monotonic_ns(), self._free_at)
         self._free_at = begin + self._nanoseconds
         return _Promise(self._tokens(inputs.sampled), begin, self._free_at)

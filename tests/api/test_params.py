@@ -115,6 +115,8 @@ SECONDS = [-1.0, NAN, "1"]
 BAD_OPTIONS = {
     "model": ["", None, 5],
     "device": ["", None, 5],
+    "load_format": ["random", None],
+    "enforce_eager": FLAG,
     "dtype": ["int8", None, "fp16", 16],
     "max_model_len": WHOLE,
     "max_num_seqs": [*WHOLE, None],

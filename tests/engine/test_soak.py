@@ -284,10 +284,7 @@ def check_levels(reports):
     assert len(reports) >= 2 * WINDOW
     for name in first[0]["memory"]:
         begin, end = (statistics.median(r["memory"][name] for r in part) for part in (first, last))
-        # Since weights are packed by oneDNN the runner gains 30 to 40 MiB within minutes; why,
-        # and whether it ends there, is not known yet. More than this is a leak.
-        slack = 64 << 10 if name.startswith("runner") else 0
-        assert end <= begin * (1 + DRIFT) + slack, f"{name}: {begin} KiB became {end} KiB"
+        assert end <= begin * (1 + DRIFT), f"{name}: {begin} KiB became {end} KiB"
     for figure in ("descriptors", "blocks"):
         assert first[0][figure] == last[-1][figure]
 

@@ -17,7 +17,7 @@ from nanoactor.errors import EngineDead, InvalidConfig
 from nanoactor.models.config import read_config
 from nanoactor.models.errors import RanksDisagree, UnsupportedModel
 from nanoactor.models.parallel import shard_of
-from nanoactor.runner.executor import TorchExecutor
+from nanoactor.runner.model import LoadedModel
 from tests.conftest import children
 from tests.engine.harness import collect, engine, greedy, ids
 from tests.engine.test_matrix import BUDGETS, DEPTHS, LEADS, Load, run
@@ -139,10 +139,10 @@ class Disagreeing:
 
 
 def test_ranks_that_disagree_are_caught_in_debug_mode():
-    executor = TorchExecutor.__new__(TorchExecutor)
-    executor._group = Disagreeing()
+    model = LoadedModel.__new__(LoadedModel)
+    model.group = Disagreeing()
     with pytest.raises(RanksDisagree, match="step 7"):
-        executor._check_agreement(7, torch.tensor([3, 4]))
+        model.check_agreement(7, torch.tensor([3, 4]))
 
 
 def test_key_value_heads_are_replicated_where_ranks_are_more(checkpoint):

@@ -16,6 +16,7 @@ from nanoactor.actors.runner import RunnerActor, RunnerConfig
 from nanoactor.runner.batch import BatchState, StepInputs
 from nanoactor.runner.execution import Computed
 from nanoactor.runtime.actor import Actor, Context, Facts
+from tests.simulation.resident import ResidentTwin
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -45,6 +46,7 @@ class SimulatedRunner(RunnerActor):
         most = -(-scenario.max_model_len // scenario.block_size)
         self._executor: Any = self
         self._batch = BatchState(scenario.max_num_seqs, most, scenario.block_size)
+        self._resident = ResidentTwin(scenario.max_num_seqs, most, scenario.block_size)
         return {
             "num_blocks": scenario.blocks,
             "block_size": scenario.block_size,
@@ -60,8 +62,10 @@ class SimulatedRunner(RunnerActor):
         super()._on_step(step)
         self._pump()
 
-    def submit(self, inputs: StepInputs) -> Any:
+    def submit(self, step: Any) -> StepInputs:
         """The runner's executor is the runner itself: a step waits for `_pump`."""
+        inputs = self._batch.prepare(step)
+        self._resident.check(step, inputs)
         return inputs
 
     def _pump(self) -> None:

@@ -1,0 +1,322 @@
+"""NVIDIA GPUs: fused operators in Triton, matrix products in cuBLAS, steps captured as graphs.
+
+Without Triton the portable operators run instead, step by step and slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nanoactor.models.batch import (
+    AttentionBatch,
+    Batch,
+    KVCache,
+    ResidentBatch,
+    RowBuffers,
+    SlotTables,
+)
+from nanoactor.models.device import Memory
+from nanoactor.models.devices.portable import PortableOperators
+from nanoactor.models.errors import UnsupportedModel
+
+try:
+    from nanoactor.models.kernels import batch as slots_kernels
+    from nanoactor.models.kernels import decode_attention, elementwise, prefill_attention, sampling
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+class CudaEvent:
+    """A CUDA event on the calling thread's current stream."""
+
+    def __init__(self, timed: bool = False) -> None:
+        self.event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+
+    def milliseconds_until(self, later: CudaEvent) -> float:
+        """To about half a microsecond."""
+        return float(self.event.elapsed_time(later.event))
+
+    def record(self) -> None:
+        """Behind what is queued on the current stream."""
+        self.event.record()
+
+    def done(self) -> bool:
+        """Whether the stream has passed it."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Block, without the interpreter's lock."""
+        self.event.synchronize()
+
+
+class PortableCUDADevice(PortableOperators):
+    """Memory, events and plain PyTorch operators of one GPU."""
+
+    name = "cuda"
+    collective_backend = "nccl"
+    default_block_size = 64
+    shared_memory = False
+    default_memory_utilization = 0.9
+
+    def __init__(self, index: int = 0) -> None:
+        """Raises `UnsupportedModel` where there is no such GPU."""
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise UnsupportedModel(
+                f"device cuda:{index} does not exist: PyTorch {torch.__version__} sees {count} "
+                "NVIDIA GPUs; is this a build with CUDA, and is the driver loaded?"
+            )
+        self.torch_device = torch.device("cuda", index)
+        self._base = 0
+        self.default_dtype = torch.bfloat16 if self._has_bfloat16() else torch.float16
+
+    def _has_bfloat16(self) -> bool:
+        return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+
+    def prepare_thread(self, threads: int) -> None:
+        """Choose the GPU for the calling thread; float32 products are exact to its last bits."""
+        torch.cuda.set_device(self.torch_device)
+        torch.set_num_threads(threads)
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """float32 and float16 always, bfloat16 from compute capability 8 on."""
+        return dtype in _NAMES and (dtype != torch.bfloat16 or self._has_bfloat16())
+
+    def memory(self) -> Memory:
+        """The driver's figures, so that other processes on the GPU count; what PyTorch has
+        cached for itself is free."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        cached = torch.cuda.memory_reserved(self.torch_device)
+        return Memory(total, free + cached - torch.cuda.memory_allocated(self.torch_device))
+
+    def reset_peak(self) -> None:
+        """Begin to watch PyTorch's allocator."""
+        torch.cuda.synchronize(self.torch_device)
+        self._base = torch.cuda.memory_allocated(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak(self) -> int:
+        """By PyTorch's allocator."""
+        return torch.cuda.max_memory_allocated(self.torch_device) - self._base
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Page-locked memory."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Written at once: it is meant to be used whole."""
+        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+
+    def event(self) -> CudaEvent:
+        """On the current stream."""
+        return CudaEvent()
+
+    def synchronize(self) -> None:
+        """All streams."""
+        torch.cuda.synchronize(self.torch_device)
+
+
+@dataclasses.dataclass(slots=True)
+class CapturedGraph:
+    """A CUDA graph and what its function returned."""
+
+    graph: torch.cuda.CUDAGraph
+    result: torch.Tensor
+
+    def replay(self) -> None:
+        """One launch, whatever is in it."""
+        self.graph.replay()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scratch:
+    """The kernels' memory."""
+
+    splits: decode_attention.Splits
+    partials: sampling.Partials
+    kv_heads: int
+
+
+class CUDADevice(PortableCUDADevice):
+    """The same with operators in Triton."""
+
+    def __init__(self, index: int = 0) -> None:
+        """Raises `UnsupportedModel` where there is no such GPU."""
+        super().__init__(index)
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    # -- the queue ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """A stream of its own: the default one would wait for others."""
+        torch.cuda.set_device(self.torch_device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            yield
+
+    def timed_event(self) -> CudaEvent:
+        """On the current stream."""
+        return CudaEvent(timed=True)
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> CapturedGraph:
+        """One CUDA graph; all share a memory pool."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            result = function()
+        self._pool = graph.pool()
+        return CapturedGraph(graph, result)
+
+    # -- the batch ------------------------------------------------------------------------
+
+    def tokens_per_program(self, heads: int, kv_heads: int) -> int:
+        """As the prefill kernel has it."""
+        return prefill_attention.tokens_per_program(heads, kv_heads)
+
+    def scratch(
+        self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int
+    ) -> Scratch:
+        """Partial results of attention and sampling."""
+        where = self.torch_device
+        splits = decode_attention.Splits.empty(rows, heads, kv_heads, head_dim, where)
+        return Scratch(splits, sampling.Partials.empty(rows, vocabulary, where), kv_heads)
+
+    def advance(self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
+        """One kernel."""
+        slots_kernels.advance(tables, rows, into)
+
+    def locate(
+        self,
+        tables: SlotTables,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """One kernel."""
+        slots_kernels.locate(tables, slots, positions, slot_mapping)
+
+    def decode_scratch(self, scratch: Scratch, contexts: torch.Tensor) -> Scratch:
+        """Contexts in chunks of equal length."""
+        splits = scratch.splits.of(max(1, len(contexts)), scratch.kv_heads)
+        if len(contexts):
+            decode_attention.plan_splits(contexts, splits)
+        return dataclasses.replace(scratch, splits=splits)
+
+    def sample_rows(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        tables: SlotTables,
+        scratch: Scratch,
+        chosen: torch.Tensor,
+    ) -> None:
+        """Three kernels; nothing is sorted."""
+        if len(slots):
+            sampling.sample_rows(logits, slots, tables, scratch.partials, chosen)
+
+    # -- operators ------------------------------------------------------------------------
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """In float32, rounded once."""
+        return elementwise.rms_norm(x.contiguous(), weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass."""
+        return elementwise.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """One pass."""
+        return elementwise.swiglu(gate_up.contiguous())
+
+    def norm_rotate_store(
+        self,
+        qkv: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor],
+        eps: float,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """One pass."""
+        return elementwise.norm_rotate_store(qkv.contiguous(), weights, eps, rotation, cache, slots)
+
+    def attention(
+        self, queries: torch.Tensor, cache: KVCache, batch: Batch, scale: float
+    ) -> torch.Tensor:
+        """Prefill and decode rows by a kernel each; neither reads past a context."""
+        if isinstance(batch, AttentionBatch):
+            batch = self.resident(batch, queries.shape[1], cache)
+        output = torch.empty_like(queries)
+        first = batch.prefill_tokens
+        if first:
+            prefill_attention.prefill_attention(
+                queries, cache, batch.tables, batch.prefill_rows, batch.prefill_tiles, scale, output
+            )
+        if len(batch.decode_slots):
+            decode_attention.decode_attention(
+                queries[first:],
+                cache,
+                batch.tables,
+                batch.decode_slots,
+                batch.decode_contexts,
+                batch.scratch.splits,
+                scale,
+                output[first:],
+            )
+        return output
+
+    def resident(self, batch: AttentionBatch, heads: int, cache: KVCache) -> ResidentBatch:
+        """A batch that was laid out on the host, as the kernels want it."""
+        device = self.torch_device
+        rows = len(batch.decode_contexts)
+        tables = [batch.decode_tables[row] for row in range(rows)]
+        tables += [row.blocks for row in batch.prefills]
+        most = max((len(table) for table in tables), default=1)
+        resident = torch.zeros(len(tables) + 1, max(1, most), dtype=torch.int32, device=device)
+        for number, table in enumerate(tables):
+            resident[number, : len(table)] = table
+        kv_heads, head_dim = cache.keys.shape[2:]
+        each = prefill_attention.tokens_per_program(heads, kv_heads)
+        tiles = [
+            (number, tile)
+            for number, row in enumerate(batch.prefills)
+            for tile in range(-(-row.tokens // each))
+        ]
+        lines = [
+            (rows + number, row.first, row.tokens, row.context)
+            for number, row in enumerate(batch.prefills)
+        ]
+        contexts = batch.decode_contexts.int()
+        splits = decode_attention.Splits.empty(max(1, rows), heads, kv_heads, head_dim, device)
+        if rows:
+            decode_attention.plan_splits(contexts, splits)
+        return ResidentBatch(
+            batch.slot_mapping,
+            resident,
+            batch.decode_first,
+            _columns(lines, 4, device),
+            _columns(tiles, 2, device),
+            torch.arange(rows, dtype=torch.int32, device=device),
+            contexts,
+            Scratch(splits, sampling.Partials.empty(1, 1, device), kv_heads),
+        )
+
+
+def _columns(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> torch.Tensor:
+    """int32 (width, rows)."""
+    table = torch.tensor(rows, dtype=torch.int32).view(-1, width)
+    return table.T.contiguous().to(device)

@@ -1,0 +1,98 @@
+"""Where the tokens of a step stand: read from tables on the device that are indexed by slot."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoactor.models.batch import RowBuffers, SlotTables
+
+
+def advance(tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
+    """Lay out one token for each of `rows`, int32 (rows,) slots, and count it in their lengths."""
+    if len(rows):
+        _advance[(triton.cdiv(len(rows), 128),)](
+            tables.blocks,
+            tables.lengths,
+            tables.last_tokens,
+            rows,
+            into.token_ids,
+            into.positions,
+            into.slot_mapping,
+            into.contexts,
+            len(rows),
+            len(tables.lengths) - 1,
+            tables.blocks.stride(0),
+            block_size=tables.block_size,
+            width=128,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def _advance(
+    blocks,
+    lengths,
+    last_tokens,
+    rows,
+    token_ids,
+    positions,
+    slot_mapping,
+    contexts,
+    count,
+    dummy,
+    stride,
+    block_size: tl.constexpr,
+    width: tl.constexpr,
+):
+    row = tl.program_id(0) * width + tl.arange(0, width)
+    there = row < count
+    slot = tl.load(rows + row, mask=there, other=0)
+    length = tl.load(lengths + slot, mask=there, other=0)
+    tl.store(token_ids + row, tl.load(last_tokens + slot, mask=there, other=0), mask=there)
+    tl.store(positions + row, length, mask=there)
+    tl.store(contexts + row, length + 1, mask=there)
+    at = slot.to(tl.int64) * stride + length // block_size
+    block = tl.load(blocks + at, mask=there, other=0).to(tl.int64)
+    tl.store(slot_mapping + row, block * block_size + length % block_size, mask=there)
+    tl.store(lengths + slot, length + 1, mask=there & (slot != dummy))
+
+
+def locate(
+    tables: SlotTables, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """The place in the cache, int64 (tokens,), of tokens at positions of slots, int32 (tokens,)."""
+    tokens = len(slots)
+    if tokens:
+        _locate[(triton.cdiv(tokens, 256),)](
+            tables.blocks,
+            slots,
+            positions,
+            slot_mapping,
+            tokens,
+            tables.blocks.stride(0),
+            block_size=tables.block_size,
+            width=256,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def _locate(
+    blocks,
+    slots,
+    positions,
+    slot_mapping,
+    tokens,
+    stride,
+    block_size: tl.constexpr,
+    width: tl.constexpr,
+):
+    token = tl.program_id(0) * width + tl.arange(0, width)
+    there = token < tokens
+    slot = tl.load(slots + token, mask=there, other=0).to(tl.int64)
+    position = tl.load(positions + token, mask=there, other=0)
+    block = tl.load(blocks + slot * stride + position // block_size, mask=there, other=0)
+    place = block.to(tl.int64) * block_size + position % block_size
+    tl.store(slot_mapping + token, place, mask=there)

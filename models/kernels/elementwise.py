@@ -1,0 +1,194 @@
+"""What a layer does between its matrix products, each in one pass over memory, in float32."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoactor.models.batch import KVCache
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension of a contiguous tensor."""
+    output = torch.empty_like(x)
+    size = x.shape[-1]
+    if x.numel():
+        _rms_norm[(x.numel() // size,)](
+            x, x, weight, output, output, eps, size=size, added=False, **_row(size)
+        )
+    return output
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of x + residual, x + residual), all contiguous."""
+    output, total = torch.empty_like(x), torch.empty_like(x)
+    size = x.shape[-1]
+    if x.numel():
+        _rms_norm[(x.numel() // size,)](
+            x, residual, weight, output, total, eps, size=size, added=True, **_row(size)
+        )
+    return output, total
+
+
+def _row(size: int) -> dict[str, int]:
+    padded = triton.next_power_of_2(size)
+    return {"padded": padded, "num_warps": min(16, max(1, padded // 256))}
+
+
+@triton.jit
+def _rms_norm(
+    x,
+    residual,
+    weight,
+    output,
+    total,
+    eps,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    added: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, padded)
+    there = column < size
+    at = row * size + column
+    value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    if added:
+        value += tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
+        # Rounded before it is normalised, as it will be read again.
+        value = value.to(total.dtype.element_ty)
+        tl.store(total + at, value, mask=there)
+        value = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
+    factor = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
+    tl.store(output + at, (value * scale * factor).to(output.dtype.element_ty), mask=there)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(first half of the last dimension) * second half, of a contiguous tensor."""
+    inner = gate_up.shape[-1] // 2
+    output = gate_up.new_empty(*gate_up.shape[:-1], inner)
+    if output.numel():
+        block = min(1024, triton.next_power_of_2(inner))
+        grid = (output.numel() // inner, triton.cdiv(inner, block))
+        _swiglu[grid](gate_up, output, inner, block=block, num_warps=4)
+    return output
+
+
+@triton.jit
+def _swiglu(gate_up, output, inner, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    there = column < inner
+    gate = tl.load(gate_up + row * 2 * inner + column, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * inner + inner + column, mask=there, other=0.0)
+    small = tl.exp(-tl.abs(gate))  # never overflows
+    sigmoid = tl.where(gate >= 0, 1.0, small) / (1.0 + small)
+    value = gate * sigmoid * up.to(tl.float32)
+    tl.store(output + row * inner + column, value.to(output.dtype.element_ty), mask=there)
+
+
+def norm_rotate_store(
+    qkv: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    cache: KVCache,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Norm and rotate the heads of queries and keys, store keys and values; returns the queries.
+
+    `qkv` is (tokens, heads + 2 * kv_heads, head_dim), contiguous; `weights` those of the two norms;
+    `rotation` cosines and sines (tokens, head_dim / 2); `slots` int64 (tokens,).
+    """
+    tokens, all_heads, size = qkv.shape
+    kv_heads = cache.keys.shape[2]
+    heads = all_heads - 2 * kv_heads
+    queries = qkv.new_empty(tokens, heads, size)
+    if tokens:
+        each = 1 if tokens <= 64 else 8
+        _norm_rotate_store[(triton.cdiv(tokens, each), all_heads)](
+            qkv,
+            *weights,
+            *rotation,
+            queries,
+            cache.keys,
+            cache.values,
+            slots,
+            eps,
+            tokens,
+            heads=heads,
+            kv_heads=kv_heads,
+            half=size // 2,
+            padded=triton.next_power_of_2(size // 2),
+            each=each,
+            num_warps=1 if each == 1 else 4,
+        )
+    return queries
+
+
+@triton.jit
+def _norm_rotate_store(
+    qkv,
+    q_weight,
+    k_weight,
+    cosines,
+    sines,
+    queries,
+    keys,
+    values,
+    slots,
+    eps,
+    tokens,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    half: tl.constexpr,
+    padded: tl.constexpr,
+    each: tl.constexpr,
+):
+    head = tl.program_id(1)
+    token = tl.program_id(0) * each + tl.arange(0, each)
+    dim = tl.arange(0, padded)
+    there = (token < tokens)[:, None] & (dim < half)[None, :]
+    wide = token.to(tl.int64)
+    at = (wide[:, None] * (heads + 2 * kv_heads) + head) * (2 * half) + dim[None, :]
+    first = tl.load(qkv + at, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(qkv + at + half, mask=there, other=0.0).to(tl.float32)
+    kind = queries.dtype.element_ty
+    if head < heads + kv_heads:
+        weight = q_weight
+        if head >= heads:
+            weight = k_weight
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.rsqrt(squares / (2 * half) + eps)[:, None]
+        low = tl.load(weight + dim, mask=dim < half, other=0.0).to(tl.float32)
+        high = tl.load(weight + half + dim, mask=dim < half, other=0.0).to(tl.float32)
+        first, second = first * scale * low[None, :], second * scale * high[None, :]
+        angle = wide[:, None] * half + dim[None, :]
+        cos = tl.load(cosines + angle, mask=there, other=0.0).to(tl.float32)
+        sin = tl.load(sines + angle, mask=there, other=0.0).to(tl.float32)
+        first, second = first * cos - second * sin, second * cos + first * sin
+    if head < heads:
+        at = (wide[:, None] * heads + head) * (2 * half) + dim[None, :]
+        tl.store(queries + at, first.to(kind), mask=there)
+        tl.store(queries + at + half, second.to(kind), mask=there)
+    else:
+        # Attention reads whole blocks and masks: a NaN in the cache would outlive its sequence.
+        low_half, high_half = _finite(first, kind), _finite(second, kind)
+        slot = tl.load(slots + token, mask=token < tokens, other=0)
+        stored = keys
+        kv_head = head - heads
+        if head >= heads + kv_heads:
+            stored = values
+            kv_head = head - heads - kv_heads
+        at = (slot[:, None] * kv_heads + kv_head) * (2 * half) + dim[None, :]
+        tl.store(stored + at, low_half, mask=there)
+        tl.store(stored + at + half, high_half, mask=there)
+
+
+@triton.jit
+def _finite(value, kind: tl.constexpr):
+    rounded = value.to(kind)
+    return tl.where(tl.abs(rounded.to(tl.float32)) < float("inf"), rounded, 0.0)

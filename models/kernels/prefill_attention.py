@@ -1,0 +1,178 @@
+"""Causal attention of prompt chunks over the paged cache: each sees its prefix and itself.
+
+Flash attention (arXiv:2205.14135): scores live in registers, the sums are rescaled as the maximum
+rises. A program has some tokens of one row with all query heads of one key-value head.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoactor.models.batch import KVCache
+
+_TILE = 64
+_ROWS = 128
+"""Rows of a program's matrix product: tokens times the heads that share a key-value head."""
+
+
+def tokens_per_program(heads: int, kv_heads: int) -> int:
+    """How many tokens of a row a program has."""
+    return max(1, _ROWS // triton.next_power_of_2(heads // kv_heads))
+
+
+def prefill_attention(
+    queries: torch.Tensor,
+    cache: KVCache,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    tiles: torch.Tensor,
+    scale: float,
+    output: torch.Tensor,
+) -> None:
+    """Attention of (tokens, heads, head_dim) into `output`, for the tokens that `tiles` name.
+
+    `tables` are int32 (slots, blocks). `rows` int32 (4, rows): slot, first token, tokens, context
+    at the end of the chunk. `tiles` int32 (2, programs): the row, or -1 for none, and which of its
+    groups of `tokens_per_program` tokens.
+    """
+    heads, size = queries.shape[1:]
+    kv_heads, block_size = cache.keys.shape[2], cache.keys.shape[1]
+    exact = queries.dtype == torch.float32
+    group = triton.next_power_of_2(heads // kv_heads)
+    _prefill[(tiles.shape[1], kv_heads)](
+        queries,
+        cache.keys,
+        cache.values,
+        tables,
+        rows,
+        tiles,
+        output,
+        scale * 1.4426950408889634,
+        queries.stride(0),
+        output.stride(0),
+        tables.stride(0),
+        rows.stride(0),
+        tiles.stride(0),
+        heads=heads,
+        kv_heads=kv_heads,
+        size=size,
+        padded=max(16, triton.next_power_of_2(size)),
+        group=group,
+        tokens=tokens_per_program(heads, kv_heads),
+        block_size=block_size,
+        tile=32 if exact else _TILE,
+        precision="ieee" if exact else "tf32",
+        num_warps=8,
+        num_stages=1 if exact else 3,
+    )
+
+
+@triton.jit
+def _prefill(
+    queries,
+    keys,
+    values,
+    tables,
+    rows,
+    tiles,
+    output,
+    scale,
+    query_stride,
+    output_stride,
+    table_stride,
+    rows_stride,
+    tiles_stride,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    group: tl.constexpr,
+    tokens: tl.constexpr,
+    block_size: tl.constexpr,
+    tile: tl.constexpr,
+    precision: tl.constexpr,
+):
+    each: tl.constexpr = heads // kv_heads
+    kv_head = tl.program_id(1)
+    row = tl.load(tiles + tl.program_id(0))
+    if row < 0:
+        return
+    begin = tl.load(tiles + tiles_stride + tl.program_id(0)) * tokens
+    slot = tl.load(rows + row).to(tl.int64)
+    first = tl.load(rows + rows_stride + row)
+    count = tl.load(rows + 2 * rows_stride + row)
+    context = tl.load(rows + 3 * rows_stride + row)
+    table = tables + slot * table_stride
+
+    index = tl.arange(0, tokens * group)
+    token = begin + index // group
+    member = index % group
+    head = kv_head * each + member
+    dim = tl.arange(0, padded)
+    there = (token < count) & (member < each)
+    wanted = there[:, None] & (dim < size)[None, :]
+    offset = (first + token).to(tl.int64)[:, None]
+    at = offset * query_stride + head[:, None] * size + dim[None, :]
+    query = tl.load(queries + at, mask=wanted, other=0.0)
+    # The last position that a query sees: its own.
+    own = context - count + token
+
+    best = tl.full([tokens * group], float("-inf"), tl.float32)
+    total = tl.zeros([tokens * group], tl.float32)
+    sums = tl.zeros([tokens * group, padded], tl.float32)
+    position = tl.arange(0, tile)
+    end = tl.minimum(context, context - count + begin + tokens)
+    # Tiles that all of the program's queries see whole need no mask.
+    whole = (context - count + begin + 1) // tile * tile
+    for start in range(0, whole, tile):
+        if block_size % tile == 0:
+            block = tl.load(table + start // block_size).to(tl.int64)
+            place = block * block_size + start % block_size + position
+        else:
+            block = tl.load(table + (start + position) // block_size).to(tl.int64)
+            place = block * block_size + (start + position) % block_size
+        cell = (place * kv_heads + kv_head) * size
+        key = tl.load(keys + cell[None, :] + dim[:, None], mask=(dim < size)[:, None], other=0.0)
+        score = tl.dot(query, key, input_precision=precision) * scale
+        higher = tl.maximum(best, tl.max(score, 1))
+        share = tl.exp2(score - higher[:, None])
+        fade = tl.exp2(best - higher)
+        total = total * fade + tl.sum(share, 1)
+        value = tl.load(
+            values + cell[:, None] + dim[None, :], mask=(dim < size)[None, :], other=0.0
+        )
+        sums = sums * fade[:, None]
+        sums = tl.dot(share.to(value.dtype), value, sums, input_precision=precision)
+        best = higher
+    for start in range(whole, end, tile):
+        inside = start + position < end
+        if block_size % tile == 0:
+            block = tl.load(table + start // block_size).to(tl.int64)
+            place = block * block_size + start % block_size + position
+        else:
+            block = tl.load(table + (start + position) // block_size, mask=inside, other=0).to(
+                tl.int64
+            )
+            place = block * block_size + (start + position) % block_size
+        cell = (place * kv_heads + kv_head) * size
+        valid = inside[None, :] & (dim < size)[:, None]
+        key = tl.load(keys + cell[None, :] + dim[:, None], mask=valid, other=0.0)
+        score = tl.dot(query, key, input_precision=precision) * scale
+        seen = start + position[None, :] <= own[:, None]
+        score = tl.where(seen & inside[None, :], score, float("-inf"))
+        higher = tl.maximum(best, tl.max(score, 1))
+        # A query past the row's end may see nothing: keep its numbers finite.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        share = tl.exp2(score - base[:, None])
+        fade = tl.exp2(best - base)
+        total = total * fade + tl.sum(share, 1)
+        valid = inside[:, None] & (dim < size)[None, :]
+        value = tl.load(values + cell[:, None] + dim[None, :], mask=valid, other=0.0)
+        sums = sums * fade[:, None]
+        sums = tl.dot(share.to(value.dtype), value, sums, input_precision=precision)
+        best = higher
+    result = sums / total[:, None]
+    to = offset * output_stride + head[:, None] * size + dim[None, :]
+    tl.store(output + to, result.to(output.dtype.element_ty), mask=wanted)

@@ -1,0 +1,193 @@
+"""Greedy and plain sampling in three passes: row maxima, perturbed maxima, the winner.
+
+The numbers are those of `nanoactor.models.sampling`: the same Philox words, the same scores, ties
+to the lower id. Rows with top-k, top-p, min-p or masked logits are sampled there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoactor.models.batch import SlotTables
+
+_PART = 4096
+"""Token ids that a program looks at."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Partials:
+    """What the parts of the vocabulary give."""
+
+    highest: torch.Tensor
+    """float32 (rows, parts): the highest logit of each part, ..."""
+    highest_ids: torch.Tensor
+    """int32: ... its id, ..."""
+    scores: torch.Tensor
+    """... the highest perturbed score, ..."""
+    score_ids: torch.Tensor
+    """... and its id."""
+
+    @classmethod
+    def empty(cls, rows: int, vocabulary: int, device: torch.device) -> Partials:
+        """Room for so many rows."""
+        shape = (rows, triton.cdiv(vocabulary, _PART))
+
+        def make(dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(make(torch.float32), make(torch.int32), make(torch.float32), make(torch.int32))
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    tables: SlotTables,
+    partials: Partials,
+    chosen: torch.Tensor,
+) -> None:
+    """Choose a token for each row of logits (rows, vocabulary), whose slot is in `slots` int32.
+
+    Ids go to `chosen` int32 (rows,) and to the table of last tokens; the lengths are the positions
+    that the sampled tokens will have.
+    """
+    rows, vocabulary = logits.shape
+    parts = triton.cdiv(vocabulary, _PART)
+    padded = triton.next_power_of_2(parts)
+    _row_maxima[(rows, parts)](
+        logits,
+        partials.highest,
+        partials.highest_ids,
+        vocabulary,
+        logits.stride(0),
+        part=_PART,
+        num_warps=4,
+    )
+    _perturbed_maxima[(rows, parts)](
+        logits,
+        slots,
+        tables.temperature,
+        tables.seeds,
+        tables.lengths,
+        partials.highest,
+        partials.scores,
+        partials.score_ids,
+        vocabulary,
+        logits.stride(0),
+        tables.seeds.stride(0),
+        parts,
+        padded=padded,
+        part=_PART,
+        num_warps=8,
+    )
+    _winners[(rows,)](
+        slots,
+        tables.temperature,
+        partials.highest,
+        partials.highest_ids,
+        partials.scores,
+        partials.score_ids,
+        chosen,
+        tables.last_tokens,
+        parts,
+        padded=padded,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _row_maxima(logits, highest, highest_ids, vocabulary, stride, part: tl.constexpr):
+    row, number = tl.program_id(0), tl.program_id(1)
+    token = number * part + tl.arange(0, part)
+    there = token < vocabulary
+    value = tl.load(logits + row.to(tl.int64) * stride + token, mask=there, other=float("-inf")).to(
+        tl.float32
+    )
+    best, at = tl.max(value, 0, return_indices=True)
+    place = row * tl.num_programs(1) + number
+    tl.store(highest + place, best)
+    tl.store(highest_ids + place, number * part + at)
+
+
+@triton.jit
+def _perturbed_maxima(
+    logits,
+    slots,
+    temperatures,
+    seeds,
+    lengths,
+    highest,
+    scores,
+    score_ids,
+    vocabulary,
+    stride,
+    seed_stride,
+    parts,
+    padded: tl.constexpr,
+    part: tl.constexpr,
+):
+    row, number = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row)
+    temperature = tl.load(temperatures + slot)
+    if temperature == 0:
+        return
+    column = tl.arange(0, padded)
+    maxima = tl.load(highest + row * parts + column, mask=column < parts, other=float("-inf"))
+    top = tl.max(maxima, 0)
+    token = number * part + tl.arange(0, part)
+    there = token < vocabulary
+    value = tl.load(logits + row.to(tl.int64) * stride + token, mask=there, other=float("-inf")).to(
+        tl.float32
+    )
+    low = tl.load(seeds + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(seeds + seed_stride + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
+    noise = _gumbel(low | (high << 32), tl.load(lengths + slot), number, part)
+    score = tl.where(there, tl.div_rn(value - top, temperature) + noise, float("-inf"))
+    best, at = tl.max(score, 0, return_indices=True)
+    place = row * parts + number
+    tl.store(scores + place, best)
+    tl.store(score_ids + place, number * part + at)
+
+
+@triton.jit
+def _gumbel(seed, position, number, part: tl.constexpr):
+    """Noise of the token ids of a part, in their order; a Philox counter gives that of four."""
+    group = number * (part // 4) + tl.arange(0, part // 4)
+    zero = tl.zeros_like(group)
+    first, second, third, fourth = tl.philox(seed, group, zero + position, zero, zero)
+    words = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
+    bits = (words.to(tl.uint32, bitcast=True) >> 9).to(tl.float32)
+    return -tl.log(-tl.log((bits + 0.5) * 1.1920928955078125e-07))
+
+
+@triton.jit
+def _winners(
+    slots,
+    temperatures,
+    highest,
+    highest_ids,
+    scores,
+    score_ids,
+    chosen,
+    last_tokens,
+    parts,
+    padded: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    column = tl.arange(0, padded)
+    there = column < parts
+    at = row * parts + column
+    if tl.load(temperatures + slot) == 0:
+        score = tl.load(highest + at, mask=there, other=float("-inf"))
+        ids = tl.load(highest_ids + at, mask=there, other=0)
+    else:
+        score = tl.load(scores + at, mask=there, other=float("-inf"))
+        ids = tl.load(score_ids + at, mask=there, other=0)
+    winner = tl.argmax(score, 0)
+    token = tl.sum(tl.where(column == winner, ids, 0), 0)
+    tl.store(chosen + row, token)
+    tl.store(last_tokens + slot, token)

@@ -1,0 +1,369 @@
+"""Steps on an accelerator: the batch lives there, and a decode step is the replay of one graph.
+
+The loop's thread queues: a copy of what changed, a graph or the operators of a mixed step, a copy
+of the ids to page-locked memory, an event. It never waits for the device. The waiting thread
+blocks on the event and reads the ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from tqdm import tqdm
+
+from nanoactor.messages import Step
+from nanoactor.models.batch import KVCache, ResidentBatch, RowBuffers, SamplingBatch, SlotTables
+from nanoactor.models.device import Accelerator, Captured, TimedEvent
+from nanoactor.runner.captures import PREFILL_ROWS, MixedSizes, decode_sizes, smallest
+from nanoactor.runner.clock import DeviceClock
+from nanoactor.runner.config import ExecutorConfig
+from nanoactor.runner.execution import Computed
+from nanoactor.runner.model import LoadedModel
+from nanoactor.runner.resident import HostBatch, Prefill, Update
+from nanoactor.runner.sampling_table import SampledRows
+from nanoactor.runner.staging import DevicePrefill, FixedPrefill, Staging
+from nanoactor.runner.warmup import decode_step, prefill_step
+
+log = logging.getLogger("nanoactor.runner")
+
+_MIB = 1 << 20
+# What the driver takes for a captured step beside its tensors, and for itself: measured on an H200.
+_GRAPH_BYTES = 4 * _MIB
+_DRIVER_BYTES = 256 * _MIB
+
+
+@dataclasses.dataclass(slots=True)
+class _Turn:
+    """What a step under way has for itself."""
+
+    begin: TimedEvent
+    end: TimedEvent
+    ids: torch.Tensor
+    """int32 (rows,), page-locked."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step in the device's queue."""
+
+    executor: AcceleratorExecutor
+    turn: _Turn
+    rows: int
+
+    def wait(self) -> Computed:
+        """Block until the ids are on the host."""
+        return self.executor.collect(self.turn, self.rows)
+
+
+class AcceleratorExecutor:
+    """One rank on one device."""
+
+    def __init__(self, config: ExecutorConfig, device: Accelerator) -> None:
+        """Load the weights, size and allocate the cache, capture the decode steps.
+
+        Raises `ModelError` where the model's files are wrong or memory does not suffice.
+        """
+        self._config, self._device = config, device
+        with device.stream():
+            self._model = LoadedModel(config, device)
+            self.dtype_name, self.block_size = self._model.dtype_name, self._model.block_size
+            self._turns = [self._make_turn() for _ in range(config.depth + 2)]
+            self._turn = 0
+            self._sizes = decode_sizes(config.max_num_seqs)
+            self._mixed_sizes = MixedSizes.of(config.max_num_batched_tokens, config.max_num_seqs)
+            self._captured: dict[int, Captured] = {}
+            self._captured_mixed: dict[tuple[int, int], Captured] = {}
+            self._clock = self._make_clock()
+            used, peak = self._warm_up()
+            self.num_blocks = self._model.size_cache(used, peak)
+            self._make_state(self.num_blocks)
+            if not config.enforce_eager:
+                self._capture()
+            device.synchronize()
+
+    def _make_turn(self) -> _Turn:
+        begin, end = self._device.timed_event(), self._device.timed_event()
+        return _Turn(begin, end, self._device.pinned(self._config.max_num_seqs, dtype=torch.int32))
+
+    def _make_clock(self) -> DeviceClock:
+        reference = self._device.timed_event()
+        reference.record()
+        reference.wait()
+        return DeviceClock(reference)
+
+    # -- the state on the device ----------------------------------------------------------
+
+    def _make_state(self, blocks: int) -> None:
+        """Tables, buffers and a cache of so many blocks, and one more that padded rows write to."""
+        config, model, device = self._config, self._model, self._device
+        most = -(-config.max_model_len // self.block_size)
+        heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
+        self._batch = HostBatch(
+            config.max_num_seqs, most, device.tokens_per_program(heads, kv_heads)
+        )
+        layout = self._batch.layout
+        self._caches: list[KVCache] = model.allocate(blocks + 1)
+        self._state = device.zeros(layout.size, dtype=torch.int32)
+
+        def column(start: int, columns: int = 1) -> torch.Tensor:
+            return self._state[start : start + columns * layout.slots]
+
+        self._tables = SlotTables(
+            self._state[: layout.lengths].view(layout.slots, most),
+            column(layout.lengths),
+            column(layout.last_tokens),
+            column(layout.temperature).view(torch.float32),
+            column(layout.seeds, 2).view(2, layout.slots),
+            self.block_size,
+        )
+        self._tables.blocks[layout.dummy] = blocks
+        self._rows = column(layout.rows)
+        self._rows.fill_(layout.dummy)
+        self._make_buffers(heads, kv_heads)
+
+    def _make_buffers(self, heads: int, kv_heads: int) -> None:
+        config, device = self._config, self._device
+        tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
+        self._buffers = RowBuffers(
+            device.zeros(tokens + rows, dtype=torch.int32),
+            device.zeros(tokens + rows, dtype=torch.int32),
+            device.zeros(tokens + rows, dtype=torch.int64),
+            device.zeros(rows, dtype=torch.int32),
+        )
+        self._chosen = device.zeros(rows + PREFILL_ROWS, dtype=torch.int32)
+        self._fixed: dict[int, FixedPrefill] = {}
+        self._nothing = device.zeros(4, 0, dtype=torch.int32)
+        model = self._model.config
+        self._scratch = device.scratch(
+            rows + PREFILL_ROWS, heads, kv_heads, model.head_dim, model.vocab_size
+        )
+        self._staging = Staging(device, config.depth + 2)
+
+    # -- memory ---------------------------------------------------------------------------
+
+    def _warm_up(self) -> tuple[int, int]:
+        """Run maximal steps of both kinds on a small cache: (bytes of weights, of steps)."""
+        config, device = self._config, self._device
+        begin = time.monotonic()
+        device.synchronize()
+        free = device.memory().free
+        used = max(0, self._model.free - free)
+        longest = config.max_model_len - 1
+        rows = min(-(-config.max_num_batched_tokens // longest), config.max_num_seqs)
+        tokens = min(config.max_num_batched_tokens, rows * longest)
+        prefill = prefill_step(tokens, rows, self.block_size)
+        blocks = int(prefill.table_blocks.max()) + 1
+        self._make_state(blocks)
+        self._run_once(prefill)  # compiles
+        # What stays beside the cache: buffers, and what libraries keep for themselves.
+        kept = max(0, free - device.memory().free - (blocks + 1) * self._model.block_bytes())
+        device.reset_peak()
+        self._run_once(prefill)
+        peak = device.peak()
+        device.reset_peak()
+        self._run_once(decode_step(config.max_num_seqs, prefill))
+        if not config.enforce_eager:
+            graphs = len(self._sizes) + len(self._mixed_sizes.tokens) * len(self._mixed_sizes.rows)
+            peak += max(peak, device.peak()) + _GRAPH_BYTES * graphs
+        log.info("warm-up took %.1f s", time.monotonic() - begin)
+        self._caches = []
+        return used, peak + kept + _DRIVER_BYTES
+
+    def _run_once(self, step: Step) -> None:
+        self.submit(step).wait()
+        self._device.synchronize()
+
+    # -- graphs ---------------------------------------------------------------------------
+
+    def _capture(self) -> None:
+        """Largest first, so that the smaller ones find room in what it took."""
+        begin, before = time.monotonic(), self._device.memory().free
+        work: list[Callable[[], None]] = []
+        layout = self._batch.layout
+        for tokens in self._mixed_sizes.tokens[::-1]:
+            each = self._batch.tokens_per_program
+            fixed = FixedPrefill(self._device, tokens, each, layout.dummy, len(self._turns))
+            self._fixed[tokens] = fixed
+            for rows in self._mixed_sizes.rows[::-1]:
+                work.append(functools.partial(self._capture_mixed, tokens, rows))
+        work += [functools.partial(self._capture_decode, rows) for rows in self._sizes[::-1]]
+        for capture in tqdm(work, desc="capturing steps", disable=None, leave=False):
+            capture()
+        seconds, taken = time.monotonic() - begin, before - self._device.memory().free
+        log.info(
+            "captured %d steps in %.1f s: decode up to %d rows, prompts up to %d tokens; they take "
+            "%d MiB",
+            len(work),
+            seconds,
+            self._sizes[-1],
+            self._mixed_sizes.tokens[-1],
+            taken // _MIB,
+        )
+
+    def _capture_decode(self, rows: int) -> None:
+        self._decode(rows)  # compiles what is special to so many rows
+        self._device.synchronize()
+        self._captured[rows] = self._device.capture(functools.partial(self._decode, rows))
+
+    def _capture_mixed(self, tokens: int, rows: int) -> None:
+        run = functools.partial(self._mixed, self._fixed[tokens].inputs, rows)
+        run()
+        self._device.synchronize()
+        self._captured_mixed[tokens, rows] = self._device.capture(run)
+
+    def _decode(self, rows: int) -> torch.Tensor:
+        """A whole step of so many rows of the decode set, dummies included; returns the logits."""
+        device, slots = self._device, self._rows[:rows]
+        buffers = self._sliced(0, rows)
+        device.advance(self._tables, slots, buffers)
+        batch = ResidentBatch(
+            buffers.slot_mapping,
+            self._tables.blocks,
+            0,
+            self._nothing,
+            self._nothing[:2],
+            slots,
+            buffers.contexts,
+            device.decode_scratch(self._scratch, buffers.contexts),
+        )
+        network = self._model.network
+        hidden = network.forward(buffers.token_ids, buffers.positions, self._caches, batch)
+        logits = network.logits(hidden)
+        self._choose(logits, slots)
+        return logits
+
+    def _sliced(self, first: int, rows: int) -> RowBuffers:
+        buffers, at = self._buffers, slice(first, first + rows)
+        return RowBuffers(
+            buffers.token_ids[at],
+            buffers.positions[at],
+            buffers.slot_mapping[at],
+            buffers.contexts[:rows],
+        )
+
+    def _choose(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
+        if self._config.ranks == 1:
+            chosen = self._chosen[: len(slots)]
+            self._device.sample_rows(logits, slots, self._tables, self._scratch, chosen)
+
+    # -- running --------------------------------------------------------------------------
+
+    def submit(self, step: Step) -> _Launched:
+        """Queue a step."""
+        with self._device.stream():
+            return self._launch(step.step, self._batch.update(step, self._config.ranks > 1))
+
+    def _launch(self, number: int, update: Update) -> _Launched:
+        turn = self._turns[self._turn]
+        self._turn = (self._turn + 1) % len(self._turns)
+        prefill = update.prefill
+        fits = self._fitting(prefill, update.decodes) if prefill else None
+        staging = self._staging
+        staging.begin(update.words)
+        changes = [staging.put(array) for array in update.changes]
+        staged = self._staged(prefill) if prefill and not fits else None
+        special = self._staged_sampling(update.special) if update.special else None
+        staging.send()
+        if prefill and fits:
+            self._fixed[fits[0]].fill(prefill)
+        turn.begin.record()
+        if changes:
+            self._state[changes[0]] = changes[1]
+        if staged is not None:
+            logits = self._mixed(staged, update.decodes)
+        elif fits:
+            logits = self._replay(self._captured_mixed[fits])
+        elif self._captured:
+            logits = self._replay(self._captured[smallest(self._sizes, update.decodes)])
+        else:
+            logits = self._decode(update.decodes)
+        prompts = len(prefill.sampling) if prefill else 0
+        padded = PREFILL_ROWS if fits else prompts
+        if special is not None:
+            self._choose_special(number, logits, *special, prompts, padded)
+        count = prompts + update.decodes
+        turn.ids[:prompts].copy_(self._chosen[:prompts], non_blocking=True)
+        decoded = self._chosen[padded : padded + update.decodes]
+        turn.ids[prompts:count].copy_(decoded, non_blocking=True)
+        turn.end.record()
+        return _Launched(self, turn, count)
+
+    def _fitting(self, prefill: Prefill, rows: int) -> tuple[int, int] | None:
+        """The captured mixed step that holds this one."""
+        if not self._captured_mixed:
+            return None
+        return self._mixed_sizes.fit(len(prefill.token_ids), prefill.rows.shape[1], rows)
+
+    def _replay(self, captured: Captured) -> torch.Tensor:
+        captured.replay()
+        return captured.result
+
+    def _staged(self, prefill: Prefill) -> DevicePrefill:
+        fields = dataclasses.fields(Prefill)
+        return DevicePrefill(*(self._staging.put(getattr(prefill, field.name)) for field in fields))
+
+    def _mixed(self, prefill: DevicePrefill, rows: int) -> torch.Tensor:
+        """A step with prompt chunks; returns the logits of the rows that sample: prompts that end
+        here, then the decode set."""
+        device, first = self._device, len(prefill.token_ids)
+        every, decodes = self._sliced(0, first + rows), self._rows[:rows]
+        every.token_ids[:first] = prefill.token_ids
+        every.positions[:first] = prefill.positions
+        device.locate(self._tables, prefill.slots, prefill.positions, every.slot_mapping)
+        buffers = self._sliced(first, rows)
+        device.advance(self._tables, decodes, buffers)
+        batch = ResidentBatch(
+            every.slot_mapping,
+            self._tables.blocks,
+            first,
+            prefill.rows,
+            prefill.tiles,
+            decodes,
+            buffers.contexts,
+            device.decode_scratch(self._scratch, buffers.contexts),
+        )
+        network = self._model.network
+        hidden = network.forward(every.token_ids, every.positions, self._caches, batch)
+        ends = hidden.index_select(0, prefill.ends)
+        logits = network.logits(torch.cat((ends, hidden[first:])) if rows else ends)
+        self._choose(logits, torch.cat((prefill.sampling, decodes)))
+        return logits
+
+    def _staged_sampling(
+        self, rows: SampledRows
+    ) -> tuple[torch.Tensor, torch.Tensor, SamplingBatch]:
+        put = self._staging.put
+        fields = [field.name for field in dataclasses.fields(SamplingBatch)]
+        batch = SamplingBatch(**{name: put(getattr(rows, name)) for name in fields})
+        return put(rows.token_index), put(rows.slots), batch
+
+    def _choose_special(
+        self,
+        step: int,
+        logits: torch.Tensor,
+        index: torch.Tensor,
+        slots: torch.Tensor,
+        batch: SamplingBatch,
+        prompts: int,
+        padded: int,
+    ) -> None:
+        """Rows with top-k, top-p, min-p or masked logits; or all, where there are other ranks."""
+        if padded > prompts:
+            index = torch.where(index < prompts, index, index + (padded - prompts))
+        chosen = self._model.sample(logits.index_select(0, index), batch)
+        if self._config.debug and self._config.ranks > 1:
+            self._model.check_agreement(step, chosen)
+        self._chosen[index] = chosen.int()
+        self._tables.last_tokens[slots] = chosen.int()
+
+    def collect(self, turn: _Turn, rows: int) -> Computed:
+        """Wait for a step; runs on the waiting thread."""
+        turn.end.wait()
+        begin, end = self._clock.step(turn.begin, turn.end)
+        ids = turn.ids[:rows].numpy().copy()
+        return Computed(ids, begin, end, end, end)

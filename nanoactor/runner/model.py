@@ -1,0 +1,125 @@
+"""What every executor on torch begins with: a device, a model on it, and how many blocks fit."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from nanoactor.models.batch import KVCache
+from nanoactor.models.collective import Alone, Group, Ranks
+from nanoactor.models.config import ModelConfig, read_config
+from nanoactor.models.device import Device
+from nanoactor.models.errors import RanksDisagree
+from nanoactor.models.registry import build_model
+from nanoactor.models.sharded_sampling import ShardedSampler
+from nanoactor.models.weights import RandomWeights, Weights
+from nanoactor.runner.config import ExecutorConfig, check_cache
+
+log = logging.getLogger("nanoactor.runner")
+
+_MIB = 1 << 20
+
+
+class LoadedModel:
+    """One rank's model."""
+
+    def __init__(self, config: ExecutorConfig, device: Device) -> None:
+        """Load the weights. Raises `ModelError` where the model's files are wrong."""
+        self._config = config
+        self.device = device
+        device.prepare_thread(config.threads)
+        self.config: ModelConfig = read_config(config.directory)
+        self.dtype = self._choose_dtype()
+        self.dtype_name = str(self.dtype).removeprefix("torch.")
+        self.block_size = config.block_size or device.default_block_size
+        begin = time.monotonic()
+        self.free = device.memory().free
+        """Bytes, before anything was loaded."""
+        self.group = self._meet()
+        with torch.inference_mode(), self._open_weights() as weights:
+            self.network = build_model(
+                self.config, weights, device, config.max_model_len, self.group
+            )
+        self.sample = device.sample if config.ranks == 1 else self._sharded_sampler()
+        device.synchronize()
+        seconds = time.monotonic() - begin
+        log.info("loaded %s as %s in %.1f s", config.directory, self.dtype, seconds)
+
+    def _meet(self) -> Group:
+        config = self._config
+        if config.ranks == 1:
+            return Alone()
+        backend, listener = self.device.collective_backend, config.meeting_socket
+        where = self.device.torch_device
+        return Ranks(config.rank, config.ranks, backend, config.meeting_port, listener, where)
+
+    def _sharded_sampler(self) -> ShardedSampler:
+        vocabulary = self.network.shard.vocabulary
+        return ShardedSampler(self.group, vocabulary.start, self.config.vocab_size)
+
+    def _open_weights(self) -> Weights:
+        kind = RandomWeights if self._config.load_format == "dummy" else Weights
+        return kind(self._config.directory, self.dtype, self.device.torch_device)
+
+    def _choose_dtype(self) -> torch.dtype:
+        if self._config.dtype != "auto":
+            return getattr(torch, self._config.dtype)  # type: ignore[no-any-return]
+        stored: torch.dtype = getattr(torch, self.config.dtype)
+        if self.device.supports(stored):
+            return stored
+        fallback = self.device.default_dtype
+        log.warning("the checkpoint is %s, which is slow here: computing in %s", stored, fallback)
+        return fallback
+
+    # -- memory ---------------------------------------------------------------------------
+
+    def block_bytes(self) -> int:
+        """What one block takes in all layers."""
+        kv_heads = self.network.shard.kv_heads.size
+        elements = 2 * self.config.num_layers * self.block_size * kv_heads * self.config.head_dim
+        return elements * self.dtype.itemsize
+
+    def size_cache(self, used: int, peak: int) -> int:
+        """How many blocks the cache gets: as given, or as many as fit and can be used.
+
+        `used` are the weights' bytes, `peak` what steps take beside them. Raises
+        `NotEnoughMemory`, with the arithmetic, where one sequence would not fit.
+        """
+        config = self._config
+        needed = -(-config.max_model_len // self.block_size)
+        if config.num_kv_blocks is not None:
+            blocks, arithmetic = config.num_kv_blocks, "num_kv_blocks"
+        else:
+            share = config.memory_utilization or self.device.default_memory_utilization
+            if self.device.shared_memory:  # and so are the figures of what is free and used
+                share, used = share / config.ranks, used // config.ranks
+            left = int(self.free * share) - used - peak
+            blocks = min(left // self.block_bytes(), config.max_num_seqs * needed)
+            arithmetic = (
+                f"{share:.0%} of {self.free // _MIB} MiB free - {used // _MIB} MiB of weights - "
+                f"{peak // _MIB} MiB for a step = {left // _MIB} MiB in blocks of "
+                f"{self.block_bytes() / _MIB:.2f} MiB"
+            )
+        check_cache(blocks, config, self.block_size, arithmetic)
+        blocks = self.group.least(blocks)
+        log.info("KV cache: %d blocks of %d tokens", blocks, self.block_size)
+        return blocks
+
+    def allocate(self, blocks: int) -> list[KVCache]:
+        """Keys and values of all layers."""
+        kv_heads = self.network.shard.kv_heads.size
+        shape = (blocks, self.block_size, kv_heads, self.config.head_dim)
+
+        def zeros() -> torch.Tensor:  # padded reads must see finite numbers from the start on
+            return self.device.zeros(*shape, dtype=self.dtype)
+
+        return [KVCache(zeros(), zeros()) for _ in range(self.config.num_layers)]
+
+    def check_agreement(self, step: int, chosen: torch.Tensor) -> None:
+        """Raise `RanksDisagree` where another rank has chosen other tokens."""
+        weights = torch.arange(1, len(chosen) + 1, device=chosen.device) * 2654435761
+        hashes = self.group.gather(((chosen + 1) * weights).sum()[None])
+        if (hashes != hashes[0]).any():
+            raise RanksDisagree(f"step {step}: the ranks' choices hash to {hashes.tolist()}")

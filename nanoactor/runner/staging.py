@@ -1,0 +1,114 @@
+"""A step's arrays on their way to the device: packed into one page-locked buffer, one copy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nanoactor.models.device import Device
+from nanoactor.runner.captures import PREFILL_ROWS
+from nanoactor.runner.resident import Prefill
+
+_FIRST_WORDS = 1 << 16
+_ALIGNMENT = 4
+"""In int32 words: whatever is packed begins at 16 bytes."""
+
+
+class Staging:
+    """Buffers on the host, used in turn; the device has one, as its work is in order."""
+
+    def __init__(self, device: Device, turns: int) -> None:
+        """So many steps may be under way at once."""
+        self._device = device
+        self._host = [device.pinned(_FIRST_WORDS, dtype=torch.int32) for _ in range(turns)]
+        self._there = device.zeros(_FIRST_WORDS, dtype=torch.int32)
+        self._turn = 0
+        self._used = 0
+
+    def begin(self, words: int) -> None:
+        """Take the next buffer, whose last step is done, for at most so many int32 numbers."""
+        self._turn = (self._turn + 1) % len(self._host)
+        self._used = 0
+        if words > len(self._host[self._turn]):
+            size = 1 << words.bit_length()
+            self._host[self._turn] = self._device.pinned(size, dtype=torch.int32)
+        if words > len(self._there):
+            # The allocator gives the old one's memory to nobody before the queue is through.
+            self._there = self._device.zeros(1 << words.bit_length(), dtype=torch.int32)
+        self._array: NDArray[np.int32] = self._host[self._turn].numpy()
+
+    def put(self, array: NDArray[np.generic]) -> torch.Tensor:
+        """Pack a contiguous array of 4- or 8-byte numbers; returns where it will be on the device,
+        of the same shape, once `send` is done."""
+        words = array.reshape(-1).view(np.int32)
+        begin, end = self._used, self._used + len(words)
+        self._array[begin:end] = words
+        self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
+        kind = _TORCH[array.dtype.str]
+        return self._there[begin:end].view(kind).view(array.shape)
+
+    def send(self) -> None:
+        """Queue the copy."""
+        if self._used:
+            used = min(self._used, len(self._there))
+            self._there[:used].copy_(self._host[self._turn][:used], non_blocking=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DevicePrefill:
+    """`Prefill` on the device."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    rows: torch.Tensor
+    tiles: torch.Tensor
+    ends: torch.Tensor
+    sampling: torch.Tensor
+
+
+class FixedPrefill:
+    """The inputs of captured mixed steps with so many prompt tokens: always in the same place,
+    padded with what changes nothing."""
+
+    def __init__(
+        self, device: Device, tokens: int, tokens_per_program: int, dummy: int, turns: int
+    ) -> None:
+        """`dummy` is the slot of padded tokens and rows; so many steps may be under way at once."""
+        tiles = -(-tokens // tokens_per_program) + PREFILL_ROWS
+        shapes = ((tokens,), (tokens,), (tokens,), (4, PREFILL_ROWS), (2, tiles))
+        self._shapes = (*shapes, (PREFILL_ROWS,), (PREFILL_ROWS,))
+        self._padding = (0, 0, dummy, 0, -1, 0, dummy)
+        words = sum(int(np.prod(shape)) for shape in self._shapes)
+        self._host = [device.pinned(words, dtype=torch.int32) for _ in range(turns)]
+        self._there = device.zeros(words, dtype=torch.int32)
+        self._turn = 0
+        self.inputs = DevicePrefill(*self._views(self._there))
+        self._arrays = [[view.numpy() for view in self._views(host)] for host in self._host]
+        self.fill(None)
+
+    def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        views, at = [], 0
+        for shape in self._shapes:
+            size = int(np.prod(shape))
+            views.append(buffer[at : at + size].view(shape))
+            at += size
+        return views
+
+    def fill(self, prefill: Prefill | None) -> None:
+        """Queue the copy of a step's inputs."""
+        self._turn = (self._turn + 1) % len(self._host)
+        names = [field.name for field in dataclasses.fields(Prefill)]
+        for name, array, padding in zip(
+            names, self._arrays[self._turn], self._padding, strict=True
+        ):
+            given = getattr(prefill, name) if prefill is not None else array[..., :0]
+            array[..., : given.shape[-1]] = given
+            array[..., given.shape[-1] :] = padding
+        self._there.copy_(self._host[self._turn], non_blocking=True)
+
+
+_TORCH = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}

@@ -1,0 +1,88 @@
+"""The CUDA device's kernels in Triton's interpreter: all of its logic on a CPU, slowly.
+
+Its queue is the calling thread, a captured step is run anew by each replay. bfloat16 products are
+wrong in the interpreter, so nothing here is tried in that type.
+"""
+
+import contextlib
+import time
+
+import torch
+
+from nanoactor.models.device import Memory
+from nanoactor.models.devices.cuda import CUDADevice
+
+
+class HostEvent:
+    def __init__(self):
+        self.at = 0
+
+    def record(self):
+        self.at = time.monotonic_ns()
+
+    def done(self):
+        return True
+
+    def wait(self):
+        pass
+
+    def milliseconds_until(self, later):
+        return (later.at - self.at) * 1e-6
+
+
+class Rerun:
+    """What a graph's replay does: the same function into the same memory."""
+
+    def __init__(self, function):
+        self._function = function
+        self.result = function()
+
+    def replay(self):
+        self.result.copy_(self._function())
+
+
+class InterpretedDevice(CUDADevice):
+    name = "interpreted"
+    torch_device = torch.device("cpu")
+    collective_backend = "gloo"
+    default_block_size = 16
+    default_dtype = torch.float32
+
+    def __init__(self):
+        self._base = 0
+
+    def prepare_thread(self, threads):
+        torch.set_num_threads(threads)
+
+    def supports(self, dtype):
+        return dtype == torch.float32
+
+    def memory(self):
+        return Memory(1 << 32, 1 << 31)
+
+    def reset_peak(self):
+        pass
+
+    def peak(self):
+        return 0
+
+    def pinned(self, *shape, dtype):
+        # Not zeros: what was never written must not look like a result.
+        return torch.full(shape, -7, dtype=dtype)
+
+    def synchronize(self):
+        pass
+
+    @contextlib.contextmanager
+    def stream(self):
+        with torch.inference_mode():
+            yield
+
+    def timed_event(self):
+        return HostEvent()
+
+    def event(self):
+        return HostEvent()
+
+    def capture(self, function):
+        return Rerun(function)

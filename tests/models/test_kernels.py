@@ -1,0 +1,281 @@
+"""The kernels that lay out, store and sample, against what they replace; the attention kernels at
+sizes that `test_device.py` does not reach. Memory that must be written is poisoned first."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from nanoactor.models.batch import KVCache, ResidentBatch, RowBuffers, SamplingBatch, SlotTables
+from nanoactor.models.devices import open_device
+from nanoactor.models.devices.portable import PortableOperators
+from nanoactor.models.sampling import sample
+from tests.models.interpreted import InterpretedDevice
+
+# What is poisoned on purpose makes NumPy, in which the interpreter computes, warn.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+SIZE = 4
+SLOTS = 9
+
+
+@pytest.fixture(params=["interpreted", GPU])
+def device(request):
+    device = InterpretedDevice() if request.param == "interpreted" else open_device("cuda")
+    device.prepare_thread(1)
+    return device
+
+
+def int32(device, values):
+    return torch.tensor(values, dtype=torch.int32, device=device.torch_device)
+
+
+def poisoned(device, *shape, dtype=torch.int32):
+    return torch.full(shape, -99, dtype=dtype, device=device.torch_device)
+
+
+def make_tables(device, temperature=None, seeds=None):
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randperm(SLOTS * 6, generator=generator).int().view(SLOTS, 6)
+    lengths = torch.arange(SLOTS).int() * 2
+    last = torch.arange(SLOTS).int() + 100
+    temperature = torch.zeros(SLOTS) if temperature is None else temperature
+    words = np.zeros((2, SLOTS), np.int32) if seeds is None else seeds
+    there = (x.to(device.torch_device) for x in (blocks, lengths, last, temperature))
+    return SlotTables(*there, torch.from_numpy(words).to(device.torch_device), SIZE)
+
+
+# -- where tokens stand ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [[], [3], [0, 2, 5, 7, 8, 8, 8], [8] * 300], ids=len)
+def test_advance_lays_out_a_token_for_each_row(device, rows):
+    tables, dummy = make_tables(device), SLOTS - 1
+    before = [x.cpu().clone() for x in (tables.blocks, tables.lengths, tables.last_tokens)]
+    count = len(rows) + 2
+    into = RowBuffers(
+        *(poisoned(device, count) for _ in range(2)),
+        poisoned(device, count, dtype=torch.int64),
+        poisoned(device, count),
+    )
+    device.advance(tables, int32(device, rows), into)
+    blocks, lengths, last = before
+    for at, slot in enumerate(rows):
+        position = int(lengths[slot])
+        place = int(blocks[slot, position // SIZE]) * SIZE + position % SIZE
+        found = [int(x[at]) for x in (into.token_ids, into.positions, into.slot_mapping)]
+        assert found == [int(last[slot]), position, place]
+        assert int(into.contexts[at]) == position + 1
+    for column in (into.token_ids, into.positions, into.slot_mapping, into.contexts):
+        assert (column[len(rows) :] == -99).all()
+    expected = lengths + torch.tensor([slot in rows and slot != dummy for slot in range(SLOTS)])
+    assert torch.equal(tables.lengths.cpu(), expected.int())
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 700])
+def test_locate_finds_each_tokens_place(device, tokens):
+    tables = make_tables(device)
+    generator = torch.Generator().manual_seed(2)
+    slots = torch.randint(SLOTS, (tokens,), generator=generator).int()
+    positions = torch.randint(6 * SIZE, (tokens,), generator=generator).int()
+    mapping = poisoned(device, tokens + 1, dtype=torch.int64)
+    where = device.torch_device
+    device.locate(tables, slots.to(where), positions.to(where), mapping)
+    blocks = tables.blocks.cpu().long()[slots.long(), positions.long() // SIZE]
+    assert mapping.tolist() == [*(blocks * SIZE + positions % SIZE).tolist(), -99]
+
+
+# -- queries, keys and values ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 70])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 24), (3, 3, 8), (16, 8, 128)])
+def test_heads_are_normed_rotated_and_stored_as_one_operator_after_the_other(
+    device, tokens, heads, kv_heads, dim
+):
+    generator = torch.Generator().manual_seed(tokens)
+
+    def make(*shape):
+        return torch.randn(shape, generator=generator).to(device.torch_device)
+
+    blocks = tokens // SIZE + 2
+    qkv, weights = make(tokens, heads + 2 * kv_heads, dim), (make(dim), make(dim))
+    if tokens > 5:
+        qkv[3, -1, 2], qkv[4, -kv_heads - 1, 1] = math.nan, math.inf
+    angles = make(tokens, dim // 2)
+    rotation = angles.cos(), angles.sin()
+    order = torch.randperm(blocks * SIZE, generator=generator)[:tokens]
+    slots = order.to(device.torch_device)
+    caches = []
+    for operators in (device, PortableOperators()):
+        shape = (blocks, SIZE, kv_heads, dim)
+        cache = KVCache(*(torch.full(shape, 5.0, device=device.torch_device) for _ in range(2)))
+        q = operators.norm_rotate_store(qkv.clone(), weights, 1e-5, rotation, cache, slots)
+        caches.append((q, cache.keys, cache.values))
+    for found, expected in zip(*caches, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert all(part.isfinite().all() for part in caches[0][1:])
+
+
+# -- sampling ----------------------------------------------------------------------------------
+
+
+def sampled_by_hand(logits, temperature, seeds, positions):
+    rows = len(logits)
+    where = logits.device
+    none = torch.empty(0, dtype=torch.int64, device=where)
+    greedy = temperature == 0
+    batch = SamplingBatch(
+        torch.where(greedy, 1.0, temperature),
+        torch.zeros(rows, dtype=torch.int64, device=where),
+        torch.ones(rows, device=where),
+        torch.zeros(rows, device=where),
+        seeds,
+        positions,
+        greedy.nonzero()[:, 0],
+        (~greedy).nonzero()[:, 0],
+        none,
+        none,
+        none,
+        none,
+    )
+    return sample(logits.clone(), batch)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 211, 4096, 9001])
+def test_sampled_tokens_are_those_of_the_reference(device, vocabulary):
+    generator = torch.Generator().manual_seed(vocabulary)
+    where = device.torch_device
+    temperature = torch.tensor([0.0, 0.6, 1.0, 0.0, 1e-30, 3.0, 0.8, 50.0, 0.0])
+    seeds = np.array([0, 1, 2**63, 2**64 - 1, 5, 6, 7, 8, 9], np.uint64)
+    words = seeds.view(np.int32).reshape(-1, 2).T.copy()
+    tables = make_tables(device, temperature, words)
+    slots = torch.tensor([5, 0, 1, 2, 4, 3, 7, 6, 1, 8, 8])
+    logits = (torch.randn(len(slots), vocabulary, generator=generator) * 4).to(where)
+    logits[2], logits[0, 1:] = 7.0, -math.inf  # ties, and hardly a choice
+    scratch = device.scratch(16, 4, 2, 24, vocabulary)
+    chosen = poisoned(device, len(slots) + 1)
+    device.sample_rows(logits, slots.int().to(where), tables, scratch, chosen)
+    expected = sampled_by_hand(
+        logits,
+        temperature[slots].to(where),
+        torch.from_numpy(seeds.view(np.int64))[slots].to(where),
+        tables.lengths[slots.to(where)].long(),
+    )
+    assert chosen[:-1].tolist() == expected.tolist()
+    assert int(chosen[-1]) == -99
+    last = tables.last_tokens.cpu()
+    assert all(int(last[slot]) in chosen[:-1][slots == slot].tolist() for slot in slots)
+
+
+def test_without_rows_nothing_is_sampled(device):
+    scratch = device.scratch(4, 4, 2, 24, 100)
+    tables = make_tables(device)
+    logits = torch.empty(0, 100, device=device.torch_device)
+    device.sample_rows(logits, int32(device, []), tables, scratch, poisoned(device, 1))
+
+
+@pytest.mark.gpu
+def test_chosen_ids_stay_in_the_vocabulary_whatever_the_logits():
+    device = open_device("cuda")
+    tables = make_tables(device, torch.tensor([0.0, 1.0] * 4 + [0.0]))
+    logits = torch.full((4, 5000), math.nan, device=device.torch_device)
+    logits[2:] = -math.inf
+    chosen = poisoned(device, 4)
+    scratch = device.scratch(4, 4, 2, 24, 5000)
+    device.sample_rows(logits, int32(device, [0, 1, 2, 3]), tables, scratch, chosen)
+    assert ((chosen >= 0) & (chosen < 5000)).all()
+
+
+@pytest.mark.gpu
+def test_a_large_vocabulary_in_bfloat16():
+    device = open_device("cuda")
+    device.prepare_thread(1)
+    temperature = torch.tensor([0.6] * 8 + [0.0])
+    seeds = np.arange(SLOTS, dtype=np.uint64)
+    tables = make_tables(device, temperature, seeds.view(np.int32).reshape(-1, 2).T.copy())
+    logits = torch.randn(256, 151_936, device="cuda", dtype=torch.bfloat16)
+    slots = torch.arange(256, device="cuda").int() % SLOTS
+    chosen = poisoned(device, 256)
+    scratch = device.scratch(256, 16, 8, 128, 151_936)
+    device.sample_rows(logits, slots, tables, scratch, chosen)
+    expected = sampled_by_hand(
+        logits,
+        temperature.cuda()[slots.long()],
+        torch.arange(SLOTS, device="cuda")[slots.long()],
+        tables.lengths[slots.long()].long(),
+    )
+    assert (chosen == expected).float().mean() > 0.995  # the rest are ties within a rounding
+
+
+# -- attention at full size --------------------------------------------------------------------
+
+
+def attention_reference(queries, keys, values, scale):
+    """The last len(queries) positions attend to all up to themselves, float64."""
+    tokens, context = len(queries), len(keys)
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("thd,chd->htc", queries.double(), keys) * scale
+    own = torch.arange(context - tokens, context, device=keys.device)[:, None]
+    unseen = torch.arange(context, device=keys.device)[None] > own
+    return torch.einsum("htc,chd->thd", scores.masked_fill(unseen, -math.inf).softmax(-1), values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("block", [16, 64, 256])
+@pytest.mark.parametrize("heads", [16, 32, 40], ids=lambda heads: f"{heads}_heads")
+def test_attention_over_long_and_ragged_contexts(dtype, block, heads):
+    """Chunked contexts, prefixes, one-token rows: everything that is not read is NaN."""
+    kv_heads, dim = 8, 128
+    device = open_device("cuda")
+    device.prepare_thread(1)
+    generator = torch.Generator().manual_seed(heads + block)
+    prefills = [(700, 700), (3000, 17), (1, 1), (2049, 513), (64, 64), (65, 1)]
+    decodes = [1, 63, 64, 65, 5000, 1000, 129, *range(200, 1500, 13)]
+    contexts = [context for context, _ in prefills] + decodes
+    counts = [tokens for _, tokens in prefills] + [1] * len(decodes)
+    blocks = [-(-context // block) for context in contexts]
+    order = torch.randperm(sum(blocks) + 3, generator=generator).int()
+    tables = torch.zeros(len(contexts), max(blocks), dtype=torch.int32)
+    scale, total = 2.0, sum(counts)
+    shape = (sum(blocks) + 3, block, kv_heads, dim)
+    cache = KVCache(*(torch.full(shape, math.nan, device="cuda", dtype=dtype) for _ in range(2)))
+    for row, part in enumerate(order.split([*blocks, 3])[:-1]):
+        tables[row, : len(part)] = part
+        for stored in (cache.keys, cache.values):
+            flat = torch.full((len(part) * block, kv_heads, dim), math.nan)
+            flat[: contexts[row]] = torch.randn(contexts[row], kv_heads, dim, generator=generator)
+            stored[part.cuda().long()] = flat.view(-1, block, kv_heads, dim).cuda().to(dtype)
+    # Whole blocks of decode rows may be read: what lies behind a context there is finite.
+    for stored in (cache.keys, cache.values):
+        stored.nan_to_num_(nan=1e4)
+    queries = torch.randn(total, heads, dim, generator=generator).cuda().to(dtype)
+    rows, tokens = len(prefills), sum(tokens for _, tokens in prefills)
+    each = device.tokens_per_program(heads, kv_heads)
+    tiles = [(r, t) for r, (_, n) in enumerate(prefills) for t in range(-(-n // each))]
+    firsts = np.cumsum([0, *counts])
+    lines = [[r, int(firsts[r]), counts[r], contexts[r]] for r in range(rows)]
+    decode_contexts = torch.tensor(decodes, dtype=torch.int32, device="cuda")
+    scratch = device.scratch(len(decodes), heads, kv_heads, dim, 10)
+    batch = ResidentBatch(
+        torch.empty(0),
+        tables.cuda(),
+        tokens,
+        torch.tensor(lines).T.contiguous().int().cuda(),
+        torch.tensor([*tiles, (-1, 0)]).T.contiguous().int().cuda(),
+        torch.arange(rows, len(contexts), device="cuda").int(),
+        decode_contexts,
+        device.decode_scratch(scratch, decode_contexts),
+    )
+    found = device.attention(queries, cache, batch, scale * dim**-0.5)
+    allowed = 2e-6 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+    for row, context in enumerate(contexts):
+        part = tables[row, : blocks[row]].cuda().long()
+        keys, values = (x[part].flatten(0, 1)[:context] for x in (cache.keys, cache.values))
+        at = slice(int(firsts[row]), int(firsts[row + 1]))
+        expected = attention_reference(queries[at], keys, values, scale * dim**-0.5)
+        error = (found[at].double() - expected).norm() / expected.norm()
+        assert error < allowed, f"row {row}, context {context}"
