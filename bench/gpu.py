@@ -7,9 +7,10 @@ Random weights of the true configurations in bfloat16, prompts of random token i
 workload: 256 prompts of 100 to 1,024 tokens, 100 to 1,024 tokens each, temperature 0.6. latency:
 one prompt of 512 tokens on an idle engine, 1 and 256 tokens. decode: prompts of 1,024 tokens, the
 time per step from two lengths of output; and in a window of full batches, what the device idled by
-its own clock. prefill: 8 prompts of 8,192 tokens (raise --max-model-len). gap: the largest gap
-between two tokens of 63 streams while a prompt of 32,768 tokens is prefilled (raise it too; its
-chunks are as large as --max-num-batched-tokens). Every prompt is new, so nothing is cached.
+its own clock. recommended: top-k 20, top-p 0.95, temperature 0.6 beside greedy. prefill: 8 prompts
+of 8,192 tokens (raise --max-model-len). gap: the largest gap between two tokens of 63 streams while
+a prompt of 32,768 tokens is prefilled (raise it too; its chunks are as large as
+--max-num-batched-tokens). Every prompt is new, so nothing is cached.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ MODELS = {
         **_SHARED,
     },
 }
-TESTS = ("workload", "latency", "decode", "prefill", "gap")
+TESTS = ("workload", "latency", "decode", "recommended", "prefill", "gap")
 
 
 def prompts_of(lengths: list[int], seed: int) -> list[list[int]]:
@@ -99,9 +100,10 @@ class Bench:
 
     def __init__(self, llm: AsyncLLM, rounds: int) -> None:
         self.llm, self.rounds, self.seed = llm, rounds, 1000
+        self.cut: dict[str, float] = {}
 
     async def one(self, prompt: list[int], tokens: int, temperature: float, seed: int) -> int:
-        params = params_of(tokens, temperature, seed)
+        params = dataclasses.replace(params_of(tokens, temperature, seed), **self.cut)
         async for output in self.llm.generate({"prompt_token_ids": prompt}, params):
             final = output
         return len(final.outputs[0].token_ids)
@@ -154,10 +156,10 @@ class Bench:
             print(rows, json.dumps(results[str(rows)]), flush=True)
         return results
 
-    async def window(self, rows: int) -> dict:
+    async def window(self, rows: int, temperature: float = 0.0) -> dict:
         """A stretch in which all rows decode, by the device's own clock."""
-        task = asyncio.ensure_future(self.generate([1024] * rows, [400] * rows, 0.0))
         wanted = (await self.scheduler())["prefill_tokens"] + rows * 1024
+        task = asyncio.ensure_future(self.generate([1024] * rows, [400] * rows, temperature))
         await self.until(lambda scheduler: scheduler["prefill_tokens"] >= wanted)
         planned = (await self.scheduler())["steps"]
         before = await self.device_after(planned + 2)
@@ -198,6 +200,13 @@ class Bench:
             "cpu_ms_per_step": change["cpu"] / steps * 1e3,
             "steps": change["steps"],
         }
+
+    async def recommended(self) -> dict:
+        """Steps of 64 rows with the sampling that Qwen3's authors recommend, and greedy ones."""
+        self.cut = {"top_k": 20, "top_p": 0.95}
+        cut = await self.window(64, 0.6)
+        self.cut = {}
+        return {"top_k_20_top_p_0.95": cut, "greedy": await self.window(64)}
 
     async def gap(self) -> dict:
         """63 running streams, and a prompt of 32,768 tokens: the largest gaps between tokens."""

@@ -194,38 +194,89 @@ def decode_rows(tune: bool) -> list[dict]:
     return results
 
 
-def prefill_rows() -> list[dict]:
-    results = []
-    for heads, rows, tokens in ((16, 8, 8192), (32, 8, 8192), (16, 1, 512), (16, 32, 512)):
-        lengths = [tokens] * rows
+class PrefillCase:
+    """Prompts of one length, none of it cached."""
+
+    def __init__(self, heads: int, rows: int, tokens: int):
+        self.name = f"prefill {rows} x {tokens}, {heads} heads"
+        self.heads, self.rows, self.tokens = heads, rows, tokens
         block_size, total = 64, tokens * rows
-        tables = torch.randperm(total // block_size, device="cuda").int().view(rows, -1)
+        self.tables = torch.randperm(total // block_size, device="cuda").int().view(rows, -1)
         shape = (total // block_size, block_size, KV_HEADS, SIZE)
         keys, values = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        queries = torch.randn(total, heads, SIZE, device="cuda", dtype=torch.bfloat16)
-        output = torch.empty_like(queries)
-        starts = torch.arange(rows, dtype=torch.int32) * tokens
-        ones = torch.tensor(lengths, dtype=torch.int32)
-        lines = torch.stack((torch.arange(rows, dtype=torch.int32), starts, ones, ones)).cuda()
-        each = prefill.tokens_per_program(heads, KV_HEADS)
-        tiles = [(r, t) for r in range(rows) for t in range(-(-tokens // each))]
+        self.cache = KVCache(keys, values)
+        self.queries = torch.randn(total, heads, SIZE, device="cuda", dtype=torch.bfloat16)
+        self.flops = 4 * rows * heads * SIZE * tokens * (tokens + 1) / 2
+
+    def ours(self) -> float:
+        """Microseconds."""
+        starts = torch.arange(self.rows, dtype=torch.int32) * self.tokens
+        counts = torch.full((self.rows,), self.tokens, dtype=torch.int32)
+        slots = torch.arange(self.rows, dtype=torch.int32)
+        lines = torch.stack((slots, starts, counts, counts)).cuda()
+        each = prefill.tokens_per_program(self.heads, KV_HEADS)
+        tiles = [(r, t) for r in range(self.rows) for t in range(-(-self.tokens // each))]
         programs = torch.tensor(tiles, dtype=torch.int32).T.contiguous().cuda()
-        run = functools.partial(
-            prefill.prefill_attention,
-            queries,
-            KVCache(keys, values),
-            tables,
-            lines,
-            programs,
-            SIZE**-0.5,
-            output,
+        output = torch.empty_like(self.queries)
+        arguments = (self.queries, self.cache, self.tables, lines, programs, SIZE**-0.5, output)
+        return self.timed(functools.partial(prefill.prefill_attention, *arguments))
+
+    def flashinfer(self, backend: str) -> float:
+        """Microseconds; the first call compiles."""
+        import flashinfer as library
+
+        workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+        blocks = self.tokens // 64
+        starts = torch.arange(self.rows + 1, dtype=torch.int32)
+        wrapper.plan(
+            (starts * self.tokens).cuda(),
+            (starts * blocks).cuda(),
+            self.tables.flatten(),
+            torch.full((self.rows,), 64, dtype=torch.int32).cuda(),
+            self.heads,
+            KV_HEADS,
+            SIZE,
+            64,
+            causal=True,
+            q_data_type=torch.bfloat16,
+            kv_data_type=torch.bfloat16,
         )
-        taken = triton.testing.do_bench(run, warmup=20, rep=100, return_mode="median") * 1e3
-        flops = 4 * rows * heads * SIZE * tokens * (tokens + 1) / 2
-        row = {"case": f"prefill {rows} x {tokens}, {heads} heads", "us": taken}
-        row["TFLOP_per_s"] = flops / taken / 1e6
+        return self.timed(lambda: wrapper.run(self.queries, (self.cache.keys, self.cache.values)))
+
+    def timed(self, run) -> float:
+        return triton.testing.do_bench(run, warmup=20, rep=60, return_mode="median") * 1e3
+
+
+def prefill_rows(tune: bool) -> list[dict]:
+    results = []
+    variants = [(64, 8, 2)]
+    if tune:
+        variants += [(128, 8, 2), (128, 8, 3), (64, 4, 3), (64, 8, 3), (64, 8, 4)]
+
+    def note(case: PrefillCase, kernel: str, taken: float) -> None:
+        row = {"case": case.name, "kernel": kernel, "us": taken}
+        row["TFLOP_per_s"] = case.flops / taken / 1e6
         results.append(row)
         print(json.dumps(row), flush=True)
+
+    for shape in ((16, 8, 8192), (32, 8, 8192), (16, 1, 512), (16, 32, 512)):
+        case = PrefillCase(*shape)
+        for tile, warps, stages in variants:
+            prefill._TILE, prefill._WARPS, prefill._STAGES = tile, warps, stages
+            name = f"triton {tile}/{warps}/{stages}" if tune else "triton"
+            try:
+                note(case, name, case.ours())
+            except triton.OutOfResources as problem:
+                print(case.name, name, problem, flush=True)
+        for backend in ("fa2", "fa3"):
+            try:
+                begin = time.time()
+                taken = case.flashinfer(backend)
+                note(case, f"flashinfer {backend}", taken)
+                results[-1]["first_call_s"] = time.time() - begin
+            except ImportError:
+                break
     return results
 
 
@@ -243,7 +294,7 @@ def main() -> None:
         "triton": triton.__version__,
         "python": platform.python_version(),
         "decode": decode_rows(args.tune),
-        "prefill": prefill_rows(),
+        "prefill": prefill_rows(args.tune),
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=2) + "\n")

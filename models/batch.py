@@ -85,6 +85,12 @@ class SlotTables:
     """int32 (slots,)."""
     temperature: torch.Tensor
     """float32 (slots,): 0 for greedy."""
+    top_k: torch.Tensor
+    """int32 (slots,): 0 for no limit."""
+    top_p: torch.Tensor
+    """float32 (slots,)."""
+    min_p: torch.Tensor
+    """float32 (slots,)."""
     seeds: torch.Tensor
     """int32 (2, slots): low and high words."""
     block_size: int

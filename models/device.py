@@ -201,7 +201,8 @@ class Accelerator(Device, Protocol):
         scratch: Any,
         chosen: torch.Tensor,
     ) -> None:
-        """Choose greedily or from the whole vocabulary, by each row's slot, int32 (rows,); ids go
+        """Choose by each row's slot, int32 (rows,): greedily, from the whole vocabulary, or with a
+        top-k of at most `limits.CANDIDATES`; what is chosen for other rows does not matter. Ids go
         to `chosen` int32 (rows,) and to the table of last tokens."""
 
     def resident(self, batch: AttentionBatch, heads: int, cache: KVCache) -> Batch:

@@ -51,6 +51,29 @@ def test_imports_follow_the_rooms(path):
         assert "transformers" not in tops
 
 
+HOT = [
+    *(ROOT / "models" / "kernels").glob("*.py"),
+    *(ROOT / "models" / name for name in ("devices/cuda.py", "qwen3.py", "layers.py", "rope.py")),
+    *(
+        ROOT / "nanoactor" / "runner" / name
+        for name in ("accelerator.py", "resident.py", "staging.py", "captures.py")
+    ),
+]
+WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
+# What runs on the waiting thread, at the start, or on the host's own memory.
+MAY_WAIT = {"__init__", "begin", "collect", "wait", "synchronize", "reset_peak", "_warm_up"}
+MAY_WAIT |= {"_run_once", "_capture_decode", "_capture_mixed"}
+
+
+@pytest.mark.parametrize("path", HOT, ids=lambda p: p.name)
+def test_nothing_on_the_way_to_the_device_waits_for_it(path):
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, ast.FunctionDef) and function.name not in MAY_WAIT:
+            for call in ast.walk(function):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                    assert call.func.attr not in WAITS, f"{function.name}: .{call.func.attr}()"
+
+
 def test_the_rooms_are_reached_through_committed_relative_links():
     for room in ("models", "runtime"):
         link = ROOT / "nanoactor" / room

@@ -174,7 +174,9 @@ class CUDADevice(PortableCUDADevice):
     def capture(self, function: Callable[[], torch.Tensor]) -> CapturedGraph:
         """One CUDA graph; all share a memory pool."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads may go on: NCCL has one that looks at events all the time.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             result = function()
         self._pool = graph.pool()
         return CapturedGraph(graph, result)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from nanoactor.models.batch import KVCache
 
-_TILE = 64
+_TILE, _WARPS, _STAGES = 64, 8, 2
 _ROWS = 128
 """Rows of a program's matrix product: tokens times the heads that share a key-value head."""
 
@@ -64,8 +64,8 @@ def prefill_attention(
         block_size=block_size,
         tile=32 if exact else _TILE,
         precision="ieee" if exact else "tf32",
-        num_warps=8,
-        num_stages=1 if exact else 3,
+        num_warps=_WARPS,
+        num_stages=1 if exact else _STAGES,
     )
 
 

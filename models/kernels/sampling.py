@@ -1,7 +1,8 @@
-"""Greedy and plain sampling in three passes: row maxima, perturbed maxima, the winner.
+"""Sampling in passes: maxima of groups, perturbed maxima, the winner; then rows with a top-k.
 
 The numbers are those of `nanoactor.models.sampling`: the same Philox words, the same scores, ties
-to the lower id. Rows with top-k, top-p, min-p or masked logits are sampled there.
+to the lower id. Rows with top-p or min-p alone, a top-k of hundreds or masked logits are sampled
+there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import triton
 import triton.language as tl
 
 from nanoactor.models.batch import SlotTables
+from nanoactor.models.kernels.philox import gumbel_of_part
+from nanoactor.models.kernels.truncated_sampling import GROUP, room, sample_truncated
 
 _PART = 4096
 """Token ids that a program looks at."""
@@ -30,6 +33,10 @@ class Partials:
     """... the highest perturbed score, ..."""
     score_ids: torch.Tensor
     """... and its id."""
+    group_maxima: torch.Tensor
+    """float32 (rows, groups of 256 ids)."""
+    truncating: torch.Tensor
+    """int64 (rows, room): `truncated_sampling`'s."""
 
     @classmethod
     def empty(cls, rows: int, vocabulary: int, device: torch.device) -> Partials:
@@ -39,7 +46,15 @@ class Partials:
         def make(dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        return cls(make(torch.float32), make(torch.int32), make(torch.float32), make(torch.int32))
+        groups = shape[1] * (_PART // GROUP)
+        return cls(
+            make(torch.float32),
+            make(torch.int32),
+            make(torch.float32),
+            make(torch.int32),
+            torch.empty(rows, groups, dtype=torch.float32, device=device),
+            torch.empty(rows, room(groups), dtype=torch.int64, device=device),
+        )
 
 
 def sample_rows(
@@ -61,9 +76,11 @@ def sample_rows(
         logits,
         partials.highest,
         partials.highest_ids,
+        partials.group_maxima,
         vocabulary,
         logits.stride(0),
         part=_PART,
+        group=GROUP,
         num_warps=4,
     )
     _perturbed_maxima[(rows, parts)](
@@ -96,10 +113,20 @@ def sample_rows(
         padded=padded,
         num_warps=1,
     )
+    sample_truncated(logits, slots, tables, partials.group_maxima, partials.truncating, chosen)
 
 
 @triton.jit
-def _row_maxima(logits, highest, highest_ids, vocabulary, stride, part: tl.constexpr):
+def _row_maxima(
+    logits,
+    highest,
+    highest_ids,
+    group_maxima,
+    vocabulary,
+    stride,
+    part: tl.constexpr,
+    group: tl.constexpr,
+):
     row, number = tl.program_id(0), tl.program_id(1)
     token = number * part + tl.arange(0, part)
     there = token < vocabulary
@@ -110,6 +137,8 @@ def _row_maxima(logits, highest, highest_ids, vocabulary, stride, part: tl.const
     place = row * tl.num_programs(1) + number
     tl.store(highest + place, best)
     tl.store(highest_ids + place, number * part + at)
+    maxima = tl.max(tl.reshape(value, [part // group, group]), 1)
+    tl.store(group_maxima + place * (part // group) + tl.arange(0, part // group), maxima)
 
 
 @triton.jit
@@ -144,23 +173,12 @@ def _perturbed_maxima(
     )
     low = tl.load(seeds + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(seeds + seed_stride + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
-    noise = _gumbel(low | (high << 32), tl.load(lengths + slot), number, part)
+    noise = gumbel_of_part(low | (high << 32), tl.load(lengths + slot), number, part)
     score = tl.where(there, tl.div_rn(value - top, temperature) + noise, float("-inf"))
     best, at = tl.max(score, 0, return_indices=True)
     place = row * parts + number
     tl.store(scores + place, best)
     tl.store(score_ids + place, number * part + at)
-
-
-@triton.jit
-def _gumbel(seed, position, number, part: tl.constexpr):
-    """Noise of the token ids of a part, in their order; a Philox counter gives that of four."""
-    group = number * (part // 4) + tl.arange(0, part // 4)
-    zero = tl.zeros_like(group)
-    first, second, third, fourth = tl.philox(seed, group, zero + position, zero, zero)
-    words = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
-    bits = (words.to(tl.uint32, bitcast=True) >> 9).to(tl.float32)
-    return -tl.log(-tl.log((bits + 0.5) * 1.1920928955078125e-07))
 
 
 @triton.jit

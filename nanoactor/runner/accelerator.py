@@ -118,6 +118,9 @@ class AcceleratorExecutor:
             column(layout.lengths),
             column(layout.last_tokens),
             column(layout.temperature).view(torch.float32),
+            column(layout.top_k),
+            column(layout.top_p).view(torch.float32),
+            column(layout.min_p).view(torch.float32),
             column(layout.seeds, 2).view(2, layout.slots),
             self.block_size,
         )
@@ -352,7 +355,7 @@ class AcceleratorExecutor:
         prompts: int,
         padded: int,
     ) -> None:
-        """Rows with top-k, top-p, min-p or masked logits; or all, where there are other ranks."""
+        """Rows that the fused sampler does not do; or all, where there are other ranks."""
         if padded > prompts:
             index = torch.where(index < prompts, index, index + (padded - prompts))
         chosen = self._model.sample(logits.index_select(0, index), batch)

@@ -46,9 +46,24 @@ class StateLayout:
         return self.last_tokens + self.slots
 
     @property
+    def top_k(self) -> int:
+        """By slot."""
+        return self.temperature + self.slots
+
+    @property
+    def top_p(self) -> int:
+        """By slot, the bits of a float32."""
+        return self.top_k + self.slots
+
+    @property
+    def min_p(self) -> int:
+        """By slot, the bits of a float32."""
+        return self.top_p + self.slots
+
+    @property
     def seeds(self) -> int:
         """Low words by slot, then high words."""
-        return self.temperature + self.slots
+        return self.min_p + self.slots
 
     @property
     def rows(self) -> int:
@@ -148,9 +163,13 @@ class HostBatch:
 
     def _admitted(self, slots: Int32) -> list[tuple[NDArray[np.integer], NDArray[np.integer]]]:
         layout, wide = self.layout, slots.astype(np.int64)
-        seeds = self._sampling.seeds[slots].view(np.int32).reshape(-1, 2)
+        sampling = self._sampling
+        seeds = sampling.seeds[slots].view(np.int32).reshape(-1, 2)
         return [
-            (layout.temperature + wide, self._sampling.temperature[slots].view(np.int32)),
+            (layout.temperature + wide, sampling.temperature[slots].view(np.int32)),
+            (layout.top_k + wide, sampling.top_k[slots]),
+            (layout.top_p + wide, sampling.top_p[slots].view(np.int32)),
+            (layout.min_p + wide, sampling.min_p[slots].view(np.int32)),
             (layout.seeds + wide, seeds[:, 0]),
             (layout.seeds + layout.slots + wide, seeds[:, 1]),
         ]
@@ -191,11 +210,11 @@ class HostBatch:
         )
 
     def _special_rows(self, prefill: Prefill | None, every: bool) -> SampledRows | None:
-        """Rows of the step whose tokens are chosen otherwise than greedily or from all ids."""
+        """Rows of the step that `Accelerator.sample_rows` does not do."""
         rows, sampling = self._special_decodes(), self._decode
         if prefill is not None and len(prefill.sampling):
             ended = prefill.sampling.astype(np.int64)
-            cut = self._sampling.truncated(ended)
+            cut = self._sampling.cut_from_all(ended)
             cut |= self._sampling.masking(ended, self._lengths[ended])
             rows = np.concatenate((np.flatnonzero(cut), rows + len(ended)))
             sampling = np.concatenate((ended, sampling))
@@ -209,7 +228,7 @@ class HostBatch:
     def _special_decodes(self) -> Long:
         decode = self._decode
         if self._special is None:
-            self._special = np.flatnonzero(self._sampling.truncated(decode))
+            self._special = np.flatnonzero(self._sampling.cut_from_all(decode))
             self._masked_steps = self._sampling.masked_steps(decode, self._lengths[decode])
         if self._masked_steps <= 0:
             return self._special

@@ -41,9 +41,9 @@ class SamplingTable:
     def __init__(self, max_num_seqs: int) -> None:
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.seeds = np.zeros(max_num_seqs, np.int64)
-        self._top_k = np.zeros(max_num_seqs, np.int64)
-        self._top_p = np.ones(max_num_seqs, np.float32)
-        self._min_p = np.zeros(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int64)
+        self.top_p = np.ones(max_num_seqs, np.float32)
+        self.min_p = np.zeros(max_num_seqs, np.float32)
         self._unmasked_from = np.zeros(max_num_seqs, np.int64)
         self._masked: dict[int, Long] = {}
 
@@ -51,9 +51,9 @@ class SamplingTable:
         """Take the parameters of new sequences."""
         slots = new.slots
         self.temperature[slots] = new.temperature
-        self._top_k[slots] = new.top_k
-        self._top_p[slots] = new.top_p
-        self._min_p[slots] = new.min_p
+        self.top_k[slots] = new.top_k
+        self.top_p[slots] = new.top_p
+        self.min_p[slots] = new.min_p
         self.seeds[slots] = new.seed.astype(np.int64)
         # What masks nothing needs no masking.
         self._unmasked_from[slots] = np.where(new.masked_counts > 0, new.unmasked_from, 0)
@@ -65,8 +65,8 @@ class SamplingTable:
 
     def rows(self, slots: Long, token_index: Long, positions: Long) -> SampledRows:
         """How these sample the tokens that will have these positions."""
-        temperature, top_k = self.temperature[slots], self._top_k[slots]
-        top_p, min_p = self._top_p[slots], self._min_p[slots]
+        temperature, top_k = self.temperature[slots], self.top_k[slots]
+        top_p, min_p = self.top_p[slots], self.min_p[slots]
         greedy = temperature == 0
         limited = ~greedy & (top_k > 0) & (top_k <= CANDIDATES)
         unlimited = ~greedy & ~limited & ((top_k > 0) | (top_p < 1) | (min_p > 0))
@@ -86,10 +86,12 @@ class SamplingTable:
             *self.masked_logits(slots, positions),
         )
 
-    def truncated(self, slots: Long) -> NDArray[np.bool_]:
-        """Which of these do not choose from the whole vocabulary."""
-        cut = (self._top_k[slots] > 0) | (self._top_p[slots] < 1) | (self._min_p[slots] > 0)
-        kept: NDArray[np.bool_] = cut & (self.temperature[slots] > 0)
+    def cut_from_all(self, slots: Long) -> NDArray[np.bool_]:
+        """Which of these are cut, but by no top-k that leaves few candidates."""
+        top_k = self.top_k[slots]
+        cut = (top_k > CANDIDATES) | (self.top_p[slots] < 1) | (self.min_p[slots] > 0)
+        few = (top_k > 0) & (top_k <= CANDIDATES)
+        kept: NDArray[np.bool_] = cut & ~few & (self.temperature[slots] > 0)
         return kept
 
     def masking(self, slots: Long, positions: Long) -> NDArray[np.bool_]:

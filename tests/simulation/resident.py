@@ -105,6 +105,11 @@ class ResidentTwin:
             (self._column(layout.seeds), self._column(layout.seeds + layout.slots)), axis=-1
         )
         assert (np.ascontiguousarray(seeds[slots]).view(np.int64)[:, 0] == sampled.seeds).all()
-        special = {*sampled.limited, *sampled.unlimited, *sampled.masked_rows}
+        for name in ("top_k", "top_p", "min_p"):
+            held = self._column(getattr(layout, name))[slots]
+            given = getattr(sampled, name)
+            held = held if given.dtype.kind == "i" else held.view(np.float32)
+            assert (held == given).all()
+        special = {*sampled.unlimited, *sampled.masked_rows}
         found = update.special.token_index.tolist() if update.special else []
-        assert found == sorted(special), (found, sorted(special), sampled, update.special)
+        assert found == sorted(special)
