@@ -55,6 +55,8 @@ class Device(Protocol):
     default_dtype: torch.dtype
     """What `dtype="auto"` becomes where the checkpoint's own type is slow here."""
     default_block_size: int
+    keeps_batch: bool
+    """Whether it is an `Accelerator`."""
     shared_memory: bool
     """Whether the ranks of a host share one memory."""
     default_memory_utilization: float

@@ -7,6 +7,7 @@ same bits; ties go to the lower id. The tokens are those of `nanoactor.models.sa
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from nanoactor.models.batch import SamplingBatch
 from nanoactor.models.collective import Group
@@ -44,9 +45,12 @@ class ShardedSampler:
         mine = max(0, min(logits.shape[-1], self._vocabulary - self._start))
         logits[:, mine:] = float("-inf")
         if batch.masked_rows.numel():
-            local = batch.masked_ids - self._start
-            here = (local >= 0) & (local < logits.shape[-1])
-            logits[batch.masked_rows[here], local[here]] = float("-inf")
+            local, width = batch.masked_ids - self._start, logits.shape[-1]
+            here = (local >= 0) & (local < width)
+            # Other ranks' ids go to one more column: to leave them out would wait for the device.
+            logits = F.pad(logits, (0, 1))
+            logits[batch.masked_rows, torch.where(here, local, width)] = float("-inf")
+            logits = logits[:, :width]
         return logits
 
     def _best(

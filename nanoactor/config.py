@@ -35,7 +35,8 @@ class EngineConfig:
     GPU), "cuda:N", or "simulated:MS": steps that take MS milliseconds and compute nothing, which
     shows what the engine itself costs."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """"dummy": weights drawn at random, for measuring; the directory needs only a config.json."""
+    """"dummy": weights drawn at random, for measuring; with skip_tokenizer_init the directory needs
+    only a config.json."""
     dtype: str = "auto"
     """"auto": the checkpoint's own type where the device computes in it, else the device's."""
     max_model_len: int | None = None
@@ -143,6 +144,11 @@ class EngineConfig:
                 raise InvalidConfig("memory_utilization must be above 0")
         if self.seed is not None and (not isinstance(self.seed, int) or self.seed is True):
             raise InvalidConfig(f"seed must be a whole number, got {self.seed!r}")
+        if self.tensor_parallel_size > 1 and self.device.startswith("cuda:"):
+            raise InvalidConfig(
+                f"device {self.device!r} names one GPU, but each of {self.tensor_parallel_size} "
+                "ranks needs its own: give 'cuda', and choose GPUs by CUDA_VISIBLE_DEVICES"
+            )
         if self.tensor_parallel_size > 1 and self.placement == "single":
             raise InvalidConfig(
                 "placement 'single' has one process, but tensor_parallel_size "

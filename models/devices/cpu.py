@@ -40,6 +40,7 @@ class CPUDevice(PortableOperators):
     torch_device = torch.device("cpu")
     collective_backend = "gloo"
     default_block_size = 16
+    keeps_batch = False
     shared_memory = True
     default_memory_utilization = 0.4
 

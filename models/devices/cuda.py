@@ -54,7 +54,8 @@ class CudaEvent:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Block, without the interpreter's lock."""
+        """Spin until it has, without the interpreter's lock: to sleep would cost as long as a small
+        model's step."""
         self.event.synchronize()
 
 
@@ -64,6 +65,7 @@ class PortableCUDADevice(PortableOperators):
     name = "cuda"
     collective_backend = "nccl"
     default_block_size = 64
+    keeps_batch = False
     shared_memory = False
     default_memory_utilization = 0.9
 
@@ -148,7 +150,9 @@ class Scratch:
 
 
 class CUDADevice(PortableCUDADevice):
-    """The same with operators in Triton."""
+    """The same with operators in Triton, and the batch kept."""
+
+    keeps_batch = True
 
     def __init__(self, index: int = 0) -> None:
         """Raises `UnsupportedModel` where there is no such GPU."""

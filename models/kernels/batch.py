@@ -30,7 +30,7 @@ def advance(tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _advance(
     blocks,
     lengths,
@@ -78,7 +78,7 @@ def locate(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _locate(
     blocks,
     slots,

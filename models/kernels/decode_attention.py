@@ -100,7 +100,7 @@ def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "wanted"])
 def _plan_splits(
     contexts,
     item_rows,

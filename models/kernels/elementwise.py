@@ -129,7 +129,7 @@ def norm_rotate_store(
     return queries
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _norm_rotate_store(
     qkv,
     q_weight,

@@ -109,11 +109,19 @@ def sample_rows(
         partials.score_ids,
         chosen,
         tables.last_tokens,
+        vocabulary,
         parts,
         padded=padded,
         num_warps=1,
     )
     sample_truncated(logits, slots, tables, partials.group_maxima, partials.truncating, chosen)
+
+
+@triton.jit
+def _finite_or_low(at, there):
+    """Logits in float32; nobody chooses what is NaN."""
+    value = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
+    return tl.where(value == value, value, float("-inf"))
 
 
 @triton.jit
@@ -130,9 +138,7 @@ def _row_maxima(
     row, number = tl.program_id(0), tl.program_id(1)
     token = number * part + tl.arange(0, part)
     there = token < vocabulary
-    value = tl.load(logits + row.to(tl.int64) * stride + token, mask=there, other=float("-inf")).to(
-        tl.float32
-    )
+    value = _finite_or_low(logits + row.to(tl.int64) * stride + token, there)
     best, at = tl.max(value, 0, return_indices=True)
     place = row * tl.num_programs(1) + number
     tl.store(highest + place, best)
@@ -168,13 +174,12 @@ def _perturbed_maxima(
     top = tl.max(maxima, 0)
     token = number * part + tl.arange(0, part)
     there = token < vocabulary
-    value = tl.load(logits + row.to(tl.int64) * stride + token, mask=there, other=float("-inf")).to(
-        tl.float32
-    )
+    value = _finite_or_low(logits + row.to(tl.int64) * stride + token, there)
     low = tl.load(seeds + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(seeds + seed_stride + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
     noise = gumbel_of_part(low | (high << 32), tl.load(lengths + slot), number, part)
-    score = tl.where(there, tl.div_rn(value - top, temperature) + noise, float("-inf"))
+    score = tl.div_rn(value - top, temperature) + noise
+    score = tl.where(there & (score == score), score, float("-inf"))
     best, at = tl.max(score, 0, return_indices=True)
     place = row * parts + number
     tl.store(scores + place, best)
@@ -191,6 +196,7 @@ def _winners(
     score_ids,
     chosen,
     last_tokens,
+    vocabulary,
     parts,
     padded: tl.constexpr,
 ):
@@ -207,5 +213,6 @@ def _winners(
         ids = tl.load(score_ids + at, mask=there, other=0)
     winner = tl.argmax(score, 0)
     token = tl.sum(tl.where(column == winner, ids, 0), 0)
+    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # whatever the logits are
     tl.store(chosen + row, token)
     tl.store(last_tokens + slot, token)

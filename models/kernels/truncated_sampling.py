@@ -91,6 +91,7 @@ def _keys_of(
     ids = number[:, None] * group + tl.arange(0, group)[None, :]
     there = (index < count)[:, None] & (ids < vocabulary)
     value = tl.load(logits + ids, mask=there, other=float("-inf")).to(tl.float32)
+    value = tl.where(value == value, value, float("-inf"))
     keys = _sort_keys(tl.div_rn(value - top, temperature), ids)
     return tl.reshape(keys, [at_once * group]), tl.reshape(
         there & (value >= bound), [at_once * group]

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -72,8 +73,9 @@ class AcceleratorExecutor:
         with device.stream():
             self._model = LoadedModel(config, device)
             self.dtype_name, self.block_size = self._model.dtype_name, self._model.block_size
-            self._turns = [self._make_turn() for _ in range(config.depth + 2)]
-            self._turn = 0
+            self._turns: deque[_Turn] = deque()
+            self._last: _Turn | None = None
+            """Whose end the clock counts from; its turn comes again after the next step's."""
             self._sizes = decode_sizes(config.max_num_seqs)
             self._mixed_sizes = MixedSizes.of(config.max_num_batched_tokens, config.max_num_seqs)
             self._captured: dict[int, Captured] = {}
@@ -170,9 +172,13 @@ class AcceleratorExecutor:
         peak = device.peak()
         device.reset_peak()
         self._run_once(decode_step(config.max_num_seqs, prefill))
+        captured = max(peak, device.peak())
+        device.reset_peak()
+        self._run_once(decode_step(config.max_num_seqs, prefill, top_p=0.9))
+        peak = max(captured, device.peak())
         if not config.enforce_eager:
             graphs = len(self._sizes) + len(self._mixed_sizes.tokens) * len(self._mixed_sizes.rows)
-            peak += max(peak, device.peak()) + _GRAPH_BYTES * graphs
+            peak += captured + _GRAPH_BYTES * graphs
         log.info("warm-up took %.1f s", time.monotonic() - begin)
         self._caches = []
         return used, peak + kept + _DRIVER_BYTES
@@ -190,7 +196,8 @@ class AcceleratorExecutor:
         layout = self._batch.layout
         for tokens in self._mixed_sizes.tokens[::-1]:
             each = self._batch.tokens_per_program
-            fixed = FixedPrefill(self._device, tokens, each, layout.dummy, len(self._turns))
+            turns = self._config.depth + 2
+            fixed = FixedPrefill(self._device, tokens, each, layout.dummy, turns)
             self._fixed[tokens] = fixed
             for rows in self._mixed_sizes.rows[::-1]:
                 work.append(functools.partial(self._capture_mixed, tokens, rows))
@@ -220,7 +227,8 @@ class AcceleratorExecutor:
         self._captured_mixed[tokens, rows] = self._device.capture(run)
 
     def _decode(self, rows: int) -> torch.Tensor:
-        """A whole step of so many rows of the decode set, dummies included; returns the logits."""
+        """A whole step of so many rows of the decode set, dummies included; returns their hidden
+        states. (Logits would be kept for each capture: gigabytes.)"""
         device, slots = self._device, self._rows[:rows]
         buffers = self._sliced(0, rows)
         device.advance(self._tables, slots, buffers)
@@ -236,9 +244,8 @@ class AcceleratorExecutor:
         )
         network = self._model.network
         hidden = network.forward(buffers.token_ids, buffers.positions, self._caches, batch)
-        logits = network.logits(hidden)
-        self._choose(logits, slots)
-        return logits
+        self._choose(hidden, slots)
+        return hidden
 
     def _sliced(self, first: int, rows: int) -> RowBuffers:
         buffers, at = self._buffers, slice(first, first + rows)
@@ -249,9 +256,10 @@ class AcceleratorExecutor:
             buffers.contexts[:rows],
         )
 
-    def _choose(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
+    def _choose(self, hidden: torch.Tensor, slots: torch.Tensor) -> None:
         if self._config.ranks == 1:
             chosen = self._chosen[: len(slots)]
+            logits = self._model.network.logits(hidden)
             self._device.sample_rows(logits, slots, self._tables, self._scratch, chosen)
 
     # -- running --------------------------------------------------------------------------
@@ -262,15 +270,14 @@ class AcceleratorExecutor:
             return self._launch(step.step, self._batch.update(step, self._config.ranks > 1))
 
     def _launch(self, number: int, update: Update) -> _Launched:
-        turn = self._turns[self._turn]
-        self._turn = (self._turn + 1) % len(self._turns)
+        turn = self._turns.popleft() if self._turns else self._make_turn()
         prefill = update.prefill
         fits = self._fitting(prefill, update.decodes) if prefill else None
         staging = self._staging
         staging.begin(update.words)
         changes = [staging.put(array) for array in update.changes]
         staged = self._staged(prefill) if prefill and not fits else None
-        special = self._staged_sampling(update.special) if update.special else None
+        special = [self._staged_sampling(part) for part in update.special]
         staging.send()
         if prefill and fits:
             self._fixed[fits[0]].fill(prefill)
@@ -278,17 +285,17 @@ class AcceleratorExecutor:
         if changes:
             self._state[changes[0]] = changes[1]
         if staged is not None:
-            logits = self._mixed(staged, update.decodes)
+            hidden = self._mixed(staged, update.decodes)
         elif fits:
-            logits = self._replay(self._captured_mixed[fits])
+            hidden = self._replay(self._captured_mixed[fits])
         elif self._captured:
-            logits = self._replay(self._captured[smallest(self._sizes, update.decodes)])
+            hidden = self._replay(self._captured[smallest(self._sizes, update.decodes)])
         else:
-            logits = self._decode(update.decodes)
+            hidden = self._decode(update.decodes)
         prompts = len(prefill.sampling) if prefill else 0
         padded = PREFILL_ROWS if fits else prompts
-        if special is not None:
-            self._choose_special(number, logits, *special, prompts, padded)
+        for part in special:
+            self._choose_special(number, hidden, *part, prompts, padded)
         count = prompts + update.decodes
         turn.ids[:prompts].copy_(self._chosen[:prompts], non_blocking=True)
         decoded = self._chosen[padded : padded + update.decodes]
@@ -311,8 +318,8 @@ class AcceleratorExecutor:
         return DevicePrefill(*(self._staging.put(getattr(prefill, field.name)) for field in fields))
 
     def _mixed(self, prefill: DevicePrefill, rows: int) -> torch.Tensor:
-        """A step with prompt chunks; returns the logits of the rows that sample: prompts that end
-        here, then the decode set."""
+        """A step with prompt chunks; returns the hidden states of the rows that sample: prompts
+        that end here, then the decode set."""
         device, first = self._device, len(prefill.token_ids)
         every, decodes = self._sliced(0, first + rows), self._rows[:rows]
         every.token_ids[:first] = prefill.token_ids
@@ -332,10 +339,11 @@ class AcceleratorExecutor:
         )
         network = self._model.network
         hidden = network.forward(every.token_ids, every.positions, self._caches, batch)
-        ends = hidden.index_select(0, prefill.ends)
-        logits = network.logits(torch.cat((ends, hidden[first:])) if rows else ends)
-        self._choose(logits, torch.cat((prefill.sampling, decodes)))
-        return logits
+        sampling = hidden.index_select(0, prefill.ends)
+        if rows:
+            sampling = torch.cat((sampling, hidden[first:]))
+        self._choose(sampling, torch.cat((prefill.sampling, decodes)))
+        return sampling
 
     def _staged_sampling(
         self, rows: SampledRows
@@ -348,7 +356,7 @@ class AcceleratorExecutor:
     def _choose_special(
         self,
         step: int,
-        logits: torch.Tensor,
+        hidden: torch.Tensor,
         index: torch.Tensor,
         slots: torch.Tensor,
         batch: SamplingBatch,
@@ -358,7 +366,8 @@ class AcceleratorExecutor:
         """Rows that the fused sampler does not do; or all, where there are other ranks."""
         if padded > prompts:
             index = torch.where(index < prompts, index, index + (padded - prompts))
-        chosen = self._model.sample(logits.index_select(0, index), batch)
+        logits = self._model.network.logits(hidden.index_select(0, index))
+        chosen = self._model.sample(logits, batch)
         if self._config.debug and self._config.ranks > 1:
             self._model.check_agreement(step, chosen)
         self._chosen[index] = chosen.int()
@@ -369,4 +378,7 @@ class AcceleratorExecutor:
         turn.end.wait()
         begin, end = self._clock.step(turn.begin, turn.end)
         ids = turn.ids[:rows].numpy().copy()
+        if self._last is not None:
+            self._turns.append(self._last)
+        self._last = turn
         return Computed(ids, begin, end, end, end)

@@ -9,14 +9,16 @@ from nanoactor.models.device import TimedEvent
 _WINDOW = 256
 _WAKE_NS = 30_000
 """How long a thread that waits for the device takes to notice, at the least."""
+_LONG_NS = 1e9
+"""Over longer gaps the clocks drift apart, and what an event says loses digits."""
 
 
 class DeviceClock:
     """Adds up the times between events, and corrects the sum by what the host sees.
 
-    Differences are exact to the device's resolution; the two clocks drift apart slowly. The host
-    never sees an event before it has happened, and in one of many steps it sees it at once: that
-    bounds the drift from both sides.
+    How long a step took is the device's word; when it was follows from the gaps between steps. The
+    two clocks drift apart slowly. The host never sees an event before it has happened, and in one
+    of many steps it sees it at once: that bounds the drift from both sides.
     """
 
     def __init__(self, reference: TimedEvent) -> None:
@@ -31,13 +33,18 @@ class DeviceClock:
 
         `begin` and `end` must be in the order of steps; `end` must live until the next call.
         """
-        began = self._now + self._reference.milliseconds_until(begin) * 1e6
-        ended = self._now + self._reference.milliseconds_until(end) * 1e6
+        seen = time.monotonic_ns()
+        length = begin.milliseconds_until(end) * 1e6
+        gap = self._reference.milliseconds_until(begin) * 1e6
+        if gap > _LONG_NS:
+            self._now = seen - _WAKE_NS - length - gap
+        ended = self._now + gap + length
+        ended += self._correction(seen - ended)
         self._reference, self._now = end, ended
-        return round(began), round(ended + self._correct(time.monotonic_ns() - ended))
+        return round(ended - length), round(ended)
 
-    def _correct(self, late: float) -> float:
-        """Shift the clock where it has proved wrong; returns by how much."""
+    def _correction(self, late: float) -> float:
+        """By how much the clock has proved wrong."""
         self._least = min(self._least, late)
         self._seen += 1
         shift = 0.0
@@ -46,6 +53,5 @@ class DeviceClock:
         elif self._seen == _WINDOW:
             shift = max(0.0, self._least - _WAKE_NS)
         if shift or self._seen == _WINDOW:
-            self._now += shift
             self._least, self._seen = float("inf"), 0
         return shift

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from nanoactor.messages import Int32, Step
 from nanoactor.runner.config import SIMULATED, ExecutorConfig
+
+if TYPE_CHECKING:
+    from nanoactor.models.device import Accelerator
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,13 +53,12 @@ def open_executor(config: ExecutorConfig) -> Executor:
 
         return SimulatedExecutor(config)
     from nanoactor.models.devices import open_device
-    from nanoactor.models.devices.cuda import CUDADevice
 
     device = open_device(config.device, config.rank)
-    if isinstance(device, CUDADevice):
+    if device.keeps_batch:
         from nanoactor.runner.accelerator import AcceleratorExecutor
 
-        return AcceleratorExecutor(config, device)
+        return AcceleratorExecutor(config, cast("Accelerator", device))
     from nanoactor.runner.executor import TorchExecutor
 
     return TorchExecutor(config, device)

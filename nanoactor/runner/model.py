@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from nanoactor.models.batch import KVCache
+from nanoactor.models.batch import KVCache, SamplingBatch
 from nanoactor.models.collective import Alone, Group, Ranks
 from nanoactor.models.config import ModelConfig, read_config
 from nanoactor.models.device import Device
@@ -42,10 +42,14 @@ class LoadedModel:
             self.network = build_model(
                 self.config, weights, device, config.max_model_len, self.group
             )
-        self.sample = device.sample if config.ranks == 1 else self._sharded_sampler()
+        self._sample = device.sample if config.ranks == 1 else self._sharded_sampler()
         device.synchronize()
         seconds = time.monotonic() - begin
         log.info("loaded %s as %s in %.1f s", config.directory, self.dtype, seconds)
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Ids, int64 (rows,), from this rank's logits."""
+        return self._sample(logits, batch)
 
     def _meet(self) -> Group:
         config = self._config

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from nanoactor.messages import Int32, Int64, Step
 from nanoactor.runner.sampling_table import NO_ROWS, Long, SampledRows, SamplingTable
 
+# To sort whole vocabularies takes 127 bytes for each logit.
+_SPECIAL_AT_ONCE = 64
 _NOTHING: Int32 = np.empty(0, np.int32)
 
 
@@ -104,8 +106,9 @@ class Update:
     prefill: Prefill | None
     decodes: int
     """Rows of the decode set."""
-    special: SampledRows | None
-    """Rows that the fused sampler does not do; `token_index` is the row among those that sample."""
+    special: tuple[SampledRows, ...]
+    """Rows that the fused sampler does not do, a few at a time; `token_index` is the row among
+    those that sample."""
 
     @property
     def changes(self) -> tuple[NDArray[np.integer], ...]:
@@ -119,8 +122,8 @@ class Update:
         if self.prefill:
             words += 3 * len(self.prefill.token_ids) + 6 * self.prefill.rows.shape[1]
             words += 2 * self.prefill.tiles.shape[1]
-        if self.special:
-            words += 24 * len(self.special.slots) + 4 * len(self.special.masked_rows)
+        for part in self.special:
+            words += 24 * len(part.slots) + 4 * len(part.masked_rows) + 64
         return words
 
 
@@ -209,7 +212,7 @@ class HostBatch:
             step.slots[step.samples],
         )
 
-    def _special_rows(self, prefill: Prefill | None, every: bool) -> SampledRows | None:
+    def _special_rows(self, prefill: Prefill | None, every: bool) -> tuple[SampledRows, ...]:
         """Rows of the step that `Accelerator.sample_rows` does not do."""
         rows, sampling = self._special_decodes(), self._decode
         if prefill is not None and len(prefill.sampling):
@@ -220,10 +223,11 @@ class HostBatch:
             sampling = np.concatenate((ended, sampling))
         if every:
             rows = np.arange(len(sampling))
-        if not len(rows):
-            return None
-        slots = sampling[rows]
-        return self._sampling.rows(slots, rows, self._lengths[slots])
+        parts = [rows[at : at + _SPECIAL_AT_ONCE] for at in range(0, len(rows), _SPECIAL_AT_ONCE)]
+        return tuple(self._sampled_rows(sampling[part], part) for part in parts)
+
+    def _sampled_rows(self, slots: Long, index: Long) -> SampledRows:
+        return self._sampling.rows(slots, index, self._lengths[slots])
 
     def _special_decodes(self) -> Long:
         decode = self._decode

@@ -9,12 +9,14 @@ from nanoactor.messages import Admissions, Int32, Step
 _NONE: Int32 = np.empty(0, np.int32)
 
 
-def _admissions(slots: Int32) -> Admissions:
+def _admissions(slots: Int32, top_p: float = 1.0) -> Admissions:
     count = len(slots)
     zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
     whole = np.zeros(count, np.int32)
     seeds = np.zeros(count, np.uint64)
-    return Admissions(slots, ones, whole, ones, zeros, seeds, whole, _NONE, whole)
+    return Admissions(
+        slots, ones, whole, ones * np.float32(top_p), zeros, seeds, whole, _NONE, whole
+    )
 
 
 def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
@@ -41,9 +43,9 @@ def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
     )
 
 
-def decode_step(rows: int, before: Step) -> Step:
+def decode_step(rows: int, before: Step, top_p: float = 1.0) -> Step:
     """One token for each of so many slots, after a prefill step: those that had no part in it
-    have a sequence of their own, one token long, in block 0."""
+    have a sequence of their own, one token long, in block 0. All are sampled with this top-p."""
     slots = np.arange(rows, dtype=np.int32)
     new = slots[len(before.slots) :]
     flags = np.empty(0, np.bool_)
@@ -60,5 +62,5 @@ def decode_step(rows: int, before: Step) -> Step:
         np.zeros(len(new), np.int32),
         np.ones(len(new), np.int32),
         np.zeros(len(new), np.int32),
-        _admissions(new),
+        _admissions(slots, top_p),
     )

@@ -215,15 +215,19 @@ def test_without_rows_nothing_is_sampled(device):
 
 
 @pytest.mark.gpu
-def test_chosen_ids_stay_in_the_vocabulary_whatever_the_logits():
+@pytest.mark.parametrize("vocabulary", [211, 4097, 151_936])
+@pytest.mark.parametrize("top_k", [0, 20])
+def test_chosen_ids_stay_in_the_vocabulary_whatever_the_logits(vocabulary, top_k):
     device = open_device("cuda")
-    tables = make_tables(device, torch.tensor([0.0, 1.0] * 4 + [0.0]))
-    logits = torch.full((4, 5000), math.nan, device=device.torch_device)
+    limits = torch.full((SLOTS,), top_k, dtype=torch.int32)
+    tables = make_tables(device, torch.tensor([0.0, 1.0] * 4 + [0.0]), top_k=limits)
+    logits = torch.full((6, vocabulary), math.nan, device=device.torch_device)
     logits[2:] = -math.inf
-    chosen = poisoned(device, 4)
-    scratch = device.scratch(4, 4, 2, 24, 5000)
-    device.sample_rows(logits, int32(device, [0, 1, 2, 3]), tables, scratch, chosen)
-    assert ((chosen >= 0) & (chosen < 5000)).all()
+    logits[4:] = math.inf
+    chosen = poisoned(device, 6)
+    scratch = device.scratch(6, 4, 2, 24, vocabulary)
+    device.sample_rows(logits, int32(device, range(6)), tables, scratch, chosen)
+    assert ((chosen >= 0) & (chosen < vocabulary)).all()
 
 
 @pytest.mark.gpu
@@ -263,7 +267,7 @@ def attention_reference(queries, keys, values, scale):
 @pytest.mark.parametrize("block", [16, 64, 256])
 @pytest.mark.parametrize("heads", [16, 32, 40], ids=lambda heads: f"{heads}_heads")
 def test_attention_over_long_and_ragged_contexts(dtype, block, heads):
-    """Chunked contexts, prefixes, one-token rows: everything that is not read is NaN."""
+    """Chunked contexts, prefixes, one-token rows; what lies behind a context is huge."""
     kv_heads, dim = 8, 128
     device = open_device("cuda")
     device.prepare_thread(1)

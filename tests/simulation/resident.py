@@ -41,12 +41,9 @@ class ResidentTwin:
             arrays = (prefill.token_ids, prefill.positions, prefill.slots, prefill.rows)
             words += sum(array.size for array in arrays) + prefill.tiles.size
             words += 2 * len(prefill.ends)
-        if update.special:
-            special = update.special
-            words += sum(
-                getattr(special, name).nbytes // 4 for name in special.__dataclass_fields__
-            )
-        return words
+        for part in update.special:
+            words += sum(getattr(part, name).nbytes // 4 for name in part.__dataclass_fields__)
+        return words + 3 * (2 + 7 + 15 * len(update.special))  # each is aligned to 4 words
 
     def _column(self, start: int) -> Any:
         return self._state[start : start + self._layout.slots]
@@ -111,5 +108,5 @@ class ResidentTwin:
             held = held if given.dtype.kind == "i" else held.view(np.float32)
             assert (held == given).all()
         special = {*sampled.unlimited, *sampled.masked_rows}
-        found = update.special.token_index.tolist() if update.special else []
+        found = [row for part in update.special for row in part.token_index.tolist()]
         assert found == sorted(special)
