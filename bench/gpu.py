@@ -7,9 +7,9 @@ Random weights of the true configurations in bfloat16, prompts of random token i
 workload: 256 prompts of 100 to 1,024 tokens, 100 to 1,024 tokens each, temperature 0.6. latency:
 one prompt of 512 tokens on an idle engine, 1 and 256 tokens. decode: prompts of 1,024 tokens, the
 time per step from two lengths of output; and in a window of full batches, what the device idled by
-its own clock. recommended: top-k 20, top-p 0.95, temperature 0.6 beside greedy. prefill: 8 prompts
-of 8,192 tokens (raise --max-model-len). gap: the largest gap between two tokens of 63 streams while
-a prompt of 32,768 tokens is prefilled (raise it too; its chunks are as large as
+its own clock (idle: that alone). recommended: top-k 20, top-p 0.95, temperature 0.6 beside greedy.
+prefill: 8 prompts of 8,192 tokens (raise --max-model-len). gap: the largest gap between two tokens
+of 63 streams while a prompt of 32,768 tokens is prefilled (raise it too; its chunks are as large as
 --max-num-batched-tokens). Every prompt is new, so nothing is cached.
 """
 
@@ -66,7 +66,7 @@ MODELS = {
         **_SHARED,
     },
 }
-TESTS = ("workload", "latency", "decode", "recommended", "prefill", "gap")
+TESTS = ("workload", "latency", "decode", "idle", "recommended", "prefill", "gap")
 
 
 def prompts_of(lengths: list[int], seed: int) -> list[list[int]]:
@@ -98,8 +98,9 @@ def params_of(tokens: int, temperature: float, seed: int) -> SamplingParams:
 class Bench:
     """One engine."""
 
-    def __init__(self, llm: AsyncLLM, rounds: int) -> None:
-        self.llm, self.rounds, self.seed = llm, rounds, 1000
+    def __init__(self, llm: AsyncLLM, args: argparse.Namespace) -> None:
+        self.llm, self.rounds, self.seed = llm, args.rounds, 1000
+        self.large_rounds = args.rounds_256 or args.rounds
         self.cut: dict[str, float] = {}
 
     async def one(self, prompt: list[int], tokens: int, temperature: float, seed: int) -> int:
@@ -148,7 +149,7 @@ class Bench:
             few, many = (128, 384) if rows <= 8 else (128, 256)
             await self.generate([1024] * rows, [8] * rows, 0.0)
             times = []
-            for _ in range(self.rounds):
+            for _ in range(self.rounds if rows < 256 else self.large_rounds):
                 long = await self.generate([1024] * rows, [many] * rows, 0.0)
                 short = await self.generate([1024] * rows, [few] * rows, 0.0)
                 times.append((long - short) / (many - few) * 1e3)
@@ -159,11 +160,11 @@ class Bench:
     async def window(self, rows: int, temperature: float = 0.0) -> dict:
         """A stretch in which all rows decode, by the device's own clock."""
         wanted = (await self.scheduler())["prefill_tokens"] + rows * 1024
-        task = asyncio.ensure_future(self.generate([1024] * rows, [400] * rows, temperature))
+        task = asyncio.ensure_future(self.generate([1024] * rows, [260] * rows, temperature))
         await self.until(lambda scheduler: scheduler["prefill_tokens"] >= wanted)
         planned = (await self.scheduler())["steps"]
         before = await self.device_after(planned + 2)
-        after = await self.device_after(before["steps"] + 200)
+        after = await self.device_after(before["steps"] + 150)
         await task
         return self.between(before, after)
 
@@ -197,6 +198,7 @@ class Bench:
         return {
             "device_idle_share": change["idle"] / (change["busy"] + change["idle"]),
             "device_ms_per_step": change["busy"] / steps * 1e3,
+            "window_ms_per_step": (change["busy"] + change["idle"]) / steps * 1e3,
             "cpu_ms_per_step": change["cpu"] / steps * 1e3,
             "steps": change["steps"],
         }
@@ -266,10 +268,14 @@ async def measure(args: argparse.Namespace, directory: Path, depth: int) -> dict
     async with llm:
         results["start_s"] = time.perf_counter() - begin
         results["facts"] = llm.facts
-        bench = Bench(llm, args.rounds)
+        bench = Bench(llm, args)
         for test in args.tests.split(","):
             if test == "decode":
                 results[test] = await bench.decode(args.batches)
+            elif test == "idle":
+                results["decode"] = {str(n): await bench.window(n) for n in args.batches}
+                print(depth, "idle", json.dumps(results["decode"]), flush=True)
+                continue
             else:
                 results[test] = await getattr(bench, test)()
             print(depth, test, json.dumps(results[test]), flush=True)
@@ -286,7 +292,7 @@ def report(model: str, runs: list[dict], packages: tuple[str, ...], engine: str)
 
     return {
         "question": "how fast is the engine on a GPU, and what is left idle?",
-        "command": "python bench/" + Path(sys.argv[0]).name + " " + " ".join(sys.argv[1:]),
+        "command": "python bench/" + Path(sys.argv[0]).name + " " + " ".join(arguments()),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "engine": engine,
         "model": model,
@@ -297,6 +303,17 @@ def report(model: str, runs: list[dict], packages: tuple[str, ...], engine: str)
         },
         "runs": runs,
     }
+
+
+def arguments() -> list[str]:
+    """The command line without what only says where to put the results."""
+    kept, given = [], iter(sys.argv[1:])
+    for word in given:
+        if word in ("--out", "--trace"):
+            next(given)
+        else:
+            kept.append(word)
+    return kept
 
 
 def summary(results: dict) -> None:
@@ -314,7 +331,9 @@ def summary(results: dict) -> None:
             )
             print(f"{name} latency: TTFT {first:.2f} ms, {step:.3f} ms per token")
         for rows, row in run.get("decode", {}).items():
-            line = f"{name} decode {rows}: {statistics.median(row['ms_per_step']):.3f} ms per step"
+            line = f"{name} decode {rows}:"
+            if "ms_per_step" in row:
+                line += f" {statistics.median(row['ms_per_step']):.3f} ms per step"
             if "device_idle_share" in row:
                 line += f", by the device's clock {row['device_ms_per_step']:.3f}, "
                 line += f"idle {row['device_idle_share']:.2%}"
@@ -329,6 +348,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, nargs="+", default=[2])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds-256", type=int, help="rounds of the largest batch")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--plan-lead", default="eager")

@@ -39,6 +39,7 @@ class Peer:
         )
         self.start_s = time.perf_counter() - begin
         self.rounds, self.seed = args.rounds, 1000
+        self.large_rounds = args.rounds_256 or args.rounds
 
     def generate(self, lengths: list[int], outputs: list[int], temperature: float) -> float:
         """Seconds until all are done."""
@@ -79,7 +80,7 @@ class Peer:
             few, many = (128, 384) if rows <= 8 else (128, 256)
             self.generate([1024] * rows, [8] * rows, 0.0)
             times = []
-            for _ in range(self.rounds):
+            for _ in range(self.rounds if rows < 256 else self.large_rounds):
                 long = self.generate([1024] * rows, [many] * rows, 0.0)
                 short = self.generate([1024] * rows, [few] * rows, 0.0)
                 times.append((long - short) / (many - few) * 1e3)
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument("--tests", default=",".join(TESTS[:3]))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds-256", type=int, help="rounds of the largest batch")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--sync", action="store_true")
     parser.add_argument("--out", type=Path)
