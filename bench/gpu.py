@@ -39,6 +39,9 @@ from nanoactor import AsyncLLM, RequestOutputKind, SamplingParams
 
 _SHARED = {
     "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "max_window_layers": 28,
     "vocab_size": 151936,
     "num_key_value_heads": 8,
     "head_dim": 128,
