@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ try:
     HAS_TRITON = True
 except ImportError:
     HAS_TRITON = False
+
+log = logging.getLogger("nanoactor.models.cuda")
 
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -157,6 +160,7 @@ class CUDADevice(PortableCUDADevice):
     def __init__(self, index: int = 0) -> None:
         """Raises `UnsupportedModel` where there is no such GPU."""
         super().__init__(index)
+        log.info("our Triton kernels on %s", torch.cuda.get_device_name(index))
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
 

@@ -33,7 +33,7 @@ from nanoactor.runner.warmup import decode_step, prefill_step
 log = logging.getLogger("nanoactor.runner")
 
 _MIB = 1 << 20
-# What the driver takes for a captured step beside its tensors, and for itself: measured on an H200.
+# What the driver takes for a captured step beside its tensors, and for itself: generous estimates.
 _GRAPH_BYTES = 4 * _MIB
 _DRIVER_BYTES = 256 * _MIB
 

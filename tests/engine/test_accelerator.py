@@ -55,7 +55,7 @@ def mixed_params(tokens):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_executor_gives_the_cpus_tokens(interpreted, monkeypatch, tmp_path, eager):
     """Five sequences at a time, a cache too small for them, graphs with padded rows."""
     model = make_checkpoint(tmp_path, **CONFIGURATIONS["gqa_2"])
