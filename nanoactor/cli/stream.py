@@ -35,6 +35,8 @@ _ENGINE_OPTIONS = (
     "max_model_len",
     "num_kv_blocks",
     "pipeline_depth",
+    "memory_utilization",
+    "enforce_eager",
     "threads",
     "placement",
     "tensor_parallel_size",
