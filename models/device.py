@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 
 from nanoactor.models.batch import (
-    AttentionBatch,
     Batch,
     KVCache,
     RowBuffers,
@@ -206,6 +205,3 @@ class Accelerator(Device, Protocol):
         """Choose by each row's slot, int32 (rows,): greedily, from the whole vocabulary, or with a
         top-k of at most `limits.CANDIDATES`; what is chosen for other rows does not matter. Ids go
         to `chosen` int32 (rows,) and to the table of last tokens."""
-
-    def resident(self, batch: AttentionBatch, heads: int, cache: KVCache) -> Batch:
-        """A batch that was laid out on the host, as the kernels want it."""

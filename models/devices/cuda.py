@@ -232,7 +232,7 @@ class CUDADevice(PortableCUDADevice):
         scratch: Scratch,
         chosen: torch.Tensor,
     ) -> None:
-        """Three kernels; nothing is sorted."""
+        """Four kernels; only what may be among the best k is sorted, for rows with a top-k."""
         if len(slots):
             sampling.sample_rows(logits, slots, tables, scratch.partials, chosen)
 

@@ -16,6 +16,7 @@ TIE = 1e-4
 def options(**changes):
     """Options of a small float32 engine in which every invariant is watched."""
     values = dict(
+        device="cpu",
         dtype="float32",
         max_num_seqs=32,
         max_num_batched_tokens=64,

@@ -5,6 +5,8 @@ import asyncio
 import copy
 import dataclasses
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 
@@ -94,6 +96,16 @@ def test_a_gpu_that_is_not_there_is_refused():
         pytest.skip("it is there")
     with pytest.raises(devices.UnsupportedModel, match="cuda:7 does not exist: PyTorch .* sees"):
         devices.open_device("cuda:7")
+
+
+def test_without_triton_the_portable_device_is_taken():
+    """In a process in which Triton cannot be imported."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from nanoactor.models.devices.cuda import HAS_TRITON, PortableCUDADevice\n"
+        "assert not HAS_TRITON and not PortableCUDADevice.keeps_batch"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------
