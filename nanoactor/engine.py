@@ -9,10 +9,11 @@ import random
 import secrets
 import time
 import weakref
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanoactor.actors.frontend import Entry, FrontendActor
 from nanoactor.actors.tokenizer import no_tokens
@@ -23,6 +24,7 @@ from nanoactor.meeting import MeetingPoint
 from nanoactor.messages import Int32, Sampling, Stopping, Submit, TextOptions
 from nanoactor.outputs import RequestOutput
 from nanoactor.params import SamplingParams
+from nanoactor.request import Request
 from nanoactor.runtime.system import System
 from nanoactor.runtime.wiring import Options
 from nanoactor.tracing.trace import Trace
@@ -154,6 +156,37 @@ class AsyncLLM:
         `EngineDead` and `EngineClosed`. Closing or cancelling the iterator aborts the request.
         A lower `priority` goes first.
         """
+        make = self._request(prompt, sampling_params, request_id, priority, chat_template_kwargs)
+        return self._stream(make, request_id)
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Request]:
+        """Queue several prompts with the same parameters now, all or none of them.
+
+        Raises `InvalidRequest` and `EngineOverloaded` at once. With a seed each has the same.
+        """
+        frontend = self._running()
+        makes = [
+            self._request(prompt, sampling_params, None, priority, chat_template_kwargs)
+            for prompt in prompts
+        ]
+        return [Request(frontend, entry) for entry in frontend.submit_all(makes)]
+
+    def _request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> Callable[[int], Entry]:
+        """Check a request; what makes it, once it has a number."""
         params = sampling_params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
@@ -174,10 +207,10 @@ class AsyncLLM:
             )
             return Entry(request_id or f"request-{uid}", submit, params.output_kind)
 
-        return self._stream(make, request_id)
+        return make
 
     async def _stream(
-        self, make: Any, request_id: str | None
+        self, make: Callable[[int], Entry], request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
         frontend = self._running()
         if request_id is not None and frontend.entry_of(request_id) is not None:
@@ -214,10 +247,17 @@ class AsyncLLM:
         self._running()
         return await self._system.statistics()
 
-    async def trace(self) -> Trace:
-        """What every actor did in the last seconds: a timeline to save, and its sums."""
+    async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
+        """How busy every actor and device was: by lane, its share of each of `bins` stretches of
+        `width` ns from `begin` on, on the monotonic clock. What still goes on is left out."""
         self._running()
-        nodes = await self._system.trace()
+        return await self._system.activity(begin, width, bins)
+
+    async def trace(self, since: int = 0) -> Trace:
+        """What every actor did after a moment of the monotonic clock (ns), as far back as they
+        remember, some seconds: a timeline to save, and its sums."""
+        self._running()
+        nodes = await self._system.trace(since)
         figures = await self._system.statistics()
         tokens = figures.get("scheduler", {}).get("actor", {}).get("output_tokens", 0)
         return Trace(tuple(nodes), tokens)

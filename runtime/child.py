@@ -126,11 +126,9 @@ class _Child:
                 except BaseException as error:
                     self._fail(self._culprit, error)
                 self._send(control.Started())
-            case control.Query(number, what):
+            case control.Query(number, what, arguments):
                 try:
-                    node = self._node
-                    answer = node.trace() if what == "trace" else node.statistics()
-                    self._send(control.Reply(number, answer))
+                    self._send(control.Reply(number, getattr(self._node, what)(*arguments)))
                 except BaseException as error:
                     self._fail(self._culprit, error)
             case control.Stop():

@@ -40,10 +40,12 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Query:
-    """Parent to child: report your statistics, or what your actors did."""
+    """Parent to child: report your statistics, or what your actors did when."""
 
     number: int
-    what: Literal["statistics", "trace"]
+    what: Literal["statistics", "trace", "activity"]
+    arguments: tuple[int, ...] = ()
+    """Of the node's method of this name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nanoactor.runtime.actor import Actor, Context, Facts
 from nanoactor.runtime.mailbox import DelayedDelivery, Mailbox
 from nanoactor.runtime.outbox import LocalOutbox, MixedOutbox, Outbox, RemoteOutbox
 from nanoactor.runtime.recording import RecordedOutbox, Recorder
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec
-from nanoactor.runtime.tracing import NodeTrace
+from nanoactor.runtime.tracing import Lane, NodeTrace
 from nanoactor.runtime.transport import Deliver, Receiver, ReceiverEnd, SenderEnd
 
 
@@ -184,14 +187,21 @@ class Node:
             }
         return figures
 
-    def trace(self) -> NodeTrace:
-        """What every lane remembers."""
-        lanes = []
-        for actor in self.actors.values():
-            actor.before_trace()
-            lanes += [lane.trace(self.plan.name) for lane in actor.context.lanes]
+    def trace(self, since: int = 0) -> NodeTrace:
+        """What every lane remembers of the time after `since`, in ns of the monotonic clock."""
+        lanes = [lane.trace(self.plan.name, since) for lane in self._lanes()]
         cpu = time.process_time() - self._cpu_before
         return NodeTrace(self.plan.name, lanes, cpu, time.monotonic_ns())
+
+    def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
+        """By lane: its busy share in each of `bins` stretches of `width` ns from `begin` on."""
+        return {lane.name: lane.activity(begin, width, bins) for lane in self._lanes()}
+
+    def _lanes(self) -> list[Lane]:
+        """All of them, up to date."""
+        for actor in self.actors.values():
+            actor.before_trace()
+        return [lane for actor in self.actors.values() for lane in actor.context.lanes]
 
     def stop(self) -> None:
         """Stop the actors, latest first, then close the edges."""

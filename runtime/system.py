@@ -25,6 +25,9 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nanoactor.runtime import control
 from nanoactor.runtime.actor import Actor, Facts
 from nanoactor.runtime.codec import schema_hashes
@@ -41,6 +44,8 @@ from nanoactor.runtime.tracing import NodeTrace
 from nanoactor.runtime.wiring import Options, wire
 
 log = logging.getLogger("nanoactor.system")
+
+_MOST_UNANSWERED = 64
 
 
 class System:
@@ -149,19 +154,34 @@ class System:
             figures |= answer
         return figures
 
-    async def trace(self) -> list[NodeTrace]:
-        """What every actor did lately; a node that does not answer in 5 s is left out."""
+    async def trace(self, since: int = 0) -> list[NodeTrace]:
+        """What every actor did after a moment of the monotonic clock, in ns, as far back as they
+        remember; a node that does not answer in 5 s is left out."""
         assert self._node is not None
-        return [self._node.trace(), *await self._ask("trace", 5.0)]
+        return [self._node.trace(since), *await self._ask("trace", 5.0, since)]
 
-    async def _ask(self, what: Literal["statistics", "trace"], seconds: float) -> list[Any]:
+    async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
+        """By lane: its busy share in each of `bins` stretches of `width` ns from `begin` on; a
+        node that does not answer in a second is left out."""
+        assert self._node is not None
+        shares = self._node.activity(begin, width, bins)
+        for answer in await self._ask("activity", 1.0, begin, width, bins):
+            shares |= answer
+        return shares
+
+    async def _ask(
+        self, what: Literal["statistics", "trace", "activity"], seconds: float, *arguments: int
+    ) -> list[Any]:
         """The answers of all nodes that are processes of their own and answer in time."""
         assert self._loop is not None
         pending: dict[int, asyncio.Future[Any]] = {}
         for child in self._children.values():
+            if child.unanswered >= _MOST_UNANSWERED:
+                continue
             number = next(self._numbers)
             pending[number] = self._queries[number] = self._loop.create_future()
-            child.send(control.Query(number, what))
+            child.unanswered += 1
+            child.send(control.Query(number, what, arguments))
         if pending:
             await asyncio.wait(pending.values(), timeout=seconds)
         for number in pending:
@@ -176,6 +196,7 @@ class System:
             case control.Started():
                 _resolve(child.started, None)
             case control.Reply(number, answer):
+                child.unanswered -= 1
                 if number in self._queries:
                     _resolve(self._queries[number], answer)
             case control.Failed():
@@ -275,6 +296,9 @@ class _ChildProcess:
         self.started: asyncio.Future[None] = loop.create_future()
         self.failure: control.Failed | None = None
         self.pidfd = -1
+        self.unanswered = 0
+        """Queries: a node that hangs is not asked again and again, for its channel would fill up
+        and hold up this process too."""
         self.process: subprocess.Popen[bytes] | None = None
         self._spec = spec
         self._plan = plan

@@ -14,6 +14,8 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoactor.runtime.intervals import Cover
+
 _SPAN = struct.Struct("=5q")
 CAPACITY = 1 << 15
 """Spans that a lane remembers: at ten a step and a thousand steps a second, three seconds."""
@@ -94,14 +96,30 @@ class Lane:
         """Forget everything, and give the memory back; what is added later is lost."""
         self._buffer, self._size, self._at = bytearray(_SPAN.size), _SPAN.size, 0
 
-    def trace(self, node: str) -> LaneTrace:
-        """A copy of what it remembers, oldest first."""
-        spans = np.frombuffer(bytes(self._buffer), SPAN_DTYPE)
+    def spans(self, since: int = 0) -> NDArray[np.void]:
+        """A copy of the spans that it remembers and that ended after `since`, oldest first."""
+        spans = np.frombuffer(self._buffer, SPAN_DTYPE)
         cut = self._at // _SPAN.size
         older = spans[cut:] if self._rounds else spans[:0]
-        ordered = np.concatenate((older, spans[:cut]))
-        lost = max(0, self._rounds - 1) * len(spans) + (cut if self._rounds else 0)
-        return LaneTrace(self.name, node, list(self._kinds), ordered, lost)
+        parts = (older, spans[:cut])
+        # They are added as they end, so each part is in that order.
+        return np.concatenate([p[np.searchsorted(p["end"], since, "right") :] for p in parts])
+
+    def trace(self, node: str, since: int = 0) -> LaneTrace:
+        """What it remembers of the time after `since`."""
+        spans = self.spans(since)
+        capacity, cut = self._size // _SPAN.size, self._at // _SPAN.size
+        lost = 0
+        if len(spans) == capacity or not since:
+            lost = max(0, self._rounds - 1) * capacity + (cut if self._rounds else 0)
+        return LaneTrace(self.name, node, list(self._kinds), spans, lost)
+
+    def activity(self, begin: int, width: int, bins: int) -> NDArray[np.float32]:
+        """The busy share of each of `bins` stretches of `width` ns from `begin` on."""
+        spans = self.spans(begin)
+        edges = begin + width * np.arange(bins + 1, dtype=np.int64)
+        until = Cover(spans["begin"], spans["end"]).until(edges)
+        return (np.diff(until) / width).astype(np.float32)
 
 
 def nanoseconds_per_span(repetitions: int = 200_000) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ class BlockManagerActor(Actor):
 
     def __init__(self, config: BlocksConfig) -> None:
         self._config = config
+        self._step_at = 0
 
     def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
         """Make the block manager, now that the runners have sized the cache."""
@@ -58,6 +60,7 @@ class BlockManagerActor(Actor):
 
     def _plan(self, event: Plan) -> None:
         self._runners.send(self._manager.stamp(self.context.own(event)))
+        self._step_at = time.monotonic_ns()
         self._manager.index()
 
     def _known(self, event: Known) -> None:
@@ -80,7 +83,8 @@ class BlockManagerActor(Actor):
     def statistics(self) -> dict[str, Any]:
         """Blocks available now, and how much of the prompts was found in the cache.
 
-        `hit_tokens` are the tokens that did not have to be computed.
+        `hit_tokens` are the tokens that did not have to be computed; `step_at` is when the latest
+        step left, in ns of the monotonic clock.
         """
         manager = self._manager
         if self._config.debug:
@@ -92,4 +96,5 @@ class BlockManagerActor(Actor):
             "prompt_tokens": manager.prompt_tokens,
             "hit_tokens": manager.hit_tokens,
             "hit_ratio": manager.hit_tokens / max(1, manager.prompt_tokens),
+            "step_at": self._step_at,
         }

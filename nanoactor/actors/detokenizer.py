@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class DetokenizerActor(Actor):
 
     def __init__(self, config: DetokenizerConfig) -> None:
         self._config = config
+        self._step_at = 0
 
     def setup(self) -> Facts:
         """Read the tokenizer and build its tables."""
@@ -59,6 +61,7 @@ class DetokenizerActor(Actor):
 
     def _tokens(self, event: Tokens) -> None:
         self._detokenizer.take(event)
+        self._step_at = time.monotonic_ns()
         self._report()
 
     def _report(self) -> None:
@@ -81,5 +84,10 @@ class DetokenizerActor(Actor):
         self._report()
 
     def statistics(self) -> dict[str, Any]:
-        """Requests with decoding state, and with something to tell."""
-        return {"entries": self._detokenizer.entries, "pending": self._detokenizer.pending}
+        """Requests with decoding state, and with something to tell; when the latest step's tokens
+        came, in ns of the monotonic clock."""
+        return {
+            "entries": self._detokenizer.entries,
+            "pending": self._detokenizer.pending,
+            "step_at": self._step_at,
+        }

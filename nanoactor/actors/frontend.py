@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nanoactor.errors import EngineOverloaded, InvalidRequest, NanoactorError
@@ -48,6 +48,8 @@ class Entry:
         """How many texts and tokens the reader was given."""
         self._news = False
         self._waiter: asyncio.Future[None] | None = None
+        self.accepted = asyncio.Event()
+        """Set when the scheduler has taken it, or it has ended without that."""
         self.ended = asyncio.Event()
         """Set when nothing follows."""
 
@@ -64,6 +66,7 @@ class Entry:
 
     def end(self) -> None:
         """Nothing follows."""
+        self.accepted.set()
         self.ended.set()
         self.wake()
 
@@ -78,11 +81,15 @@ class Entry:
             if self.kind is RequestOutputKind.FINAL_ONLY and not self.over:
                 self._news = False
         self._news = False
+        self.raise_error()
+        return self._output()
+
+    def raise_error(self) -> None:
+        """Raise what ended the request, if it was an error."""
         if self.error is not None:
             raise self.error
         if self.terminal is not None and self.terminal.reason == "error":
             raise InvalidRequest(self.terminal.error)
-        return self._output()
 
     def _output(self) -> RequestOutput:
         texts, ids = self.text, self.token_ids
@@ -129,6 +136,7 @@ class FrontendActor(Actor):
         """(tokenizer, bytes) of requests that no tokenizer has answered."""
         self._load = [0] * config.tokenizers
         self._next_uid = 0
+        self._step_at = 0
         self._progress: asyncio.Event | None = None
         """Set, and forgotten, when a request no longer waits; None where nobody wants to know."""
 
@@ -151,10 +159,15 @@ class FrontendActor(Actor):
 
     # -- from the user --------------------------------------------------------------------
 
-    def check_room(self, charge: int) -> None:
-        """Raise `EngineOverloaded` where the queue's bounds leave no room for one more."""
+    def check_room(self, charge: int, requests: int = 1) -> None:
+        """Raise `EngineOverloaded` where the queue's bounds leave no room for so many more."""
         config = self._config
-        if len(self._waiting_requests) >= config.max_waiting_requests:
+        if requests > config.max_waiting_requests:
+            raise InvalidRequest(
+                f"{requests} prompts at once, but at most {config.max_waiting_requests} requests "
+                "may wait (max_waiting_requests)"
+            )
+        if len(self._waiting_requests) + requests > config.max_waiting_requests:
             raise EngineOverloaded(
                 f"{len(self._waiting_requests)} requests wait already (max_waiting_requests)"
             )
@@ -169,9 +182,18 @@ class FrontendActor(Actor):
 
         A refused request takes no number: the scheduler relies on there being no gaps.
         """
-        uid, begin = self._next_uid, time.monotonic_ns()
-        entry = make(uid)
-        self.check_room(entry.charge)
+        return self.submit_all([make])[0]
+
+    def submit_all(self, makes: Sequence[Callable[[int], Entry]]) -> list[Entry]:
+        """The same for several, which find room all together or not at all."""
+        entries = [make(uid) for uid, make in enumerate(makes, self._next_uid)]
+        self.check_room(sum(entry.charge for entry in entries), len(entries))
+        for entry in entries:
+            self._send(entry)
+        return entries
+
+    def _send(self, entry: Entry) -> None:
+        uid, begin = entry.submit.uid, time.monotonic_ns()
         tokenizer = self._choose_tokenizer(entry.charge)
         self._tokenizers[tokenizer].send(entry.submit)
         self._next_uid += 1
@@ -181,7 +203,6 @@ class FrontendActor(Actor):
         self._waiting_requests.add(uid)
         self._waiting_tokens += entry.charge
         self.context.lane.add(self._submit_kind, uid, begin, time.monotonic_ns())
-        return entry
 
     async def room(self) -> None:
         """Wait until a waiting request has got its first token, or is over."""
@@ -218,6 +239,7 @@ class FrontendActor(Actor):
     # -- from the detokenizer -------------------------------------------------------------
 
     def _chunk(self, chunk: Chunk) -> None:
+        self._step_at = time.monotonic_ns()
         for opened in chunk.opened:
             self._opened(opened.uid, opened.prompt_token_ids.tolist())
         ids: list[int] = chunk.token_ids.tolist()
@@ -235,6 +257,7 @@ class FrontendActor(Actor):
         entry = self._entries.get(uid)
         if entry is not None:
             entry.prompt_token_ids = prompt
+            entry.accepted.set()
             if uid in self._waiting_requests:
                 self._waiting_tokens += len(prompt) - entry.charge
                 entry.charge = len(prompt)
@@ -276,9 +299,12 @@ class FrontendActor(Actor):
             entry.end()
 
     def statistics(self) -> dict[str, Any]:
-        """Living requests, and those without a first token."""
+        """Living requests, those without a first token, those that no tokenizer has answered;
+        when news last came, in ns of the monotonic clock."""
         return {
             "entries": len(self._entries),
             "waiting_requests": len(self._waiting_requests),
             "waiting_tokens": self._waiting_tokens,
+            "untokenized": len(self._untokenized),
+            "step_at": self._step_at,
         }

@@ -170,7 +170,8 @@ class RunnerActor(Actor):
 
     def statistics(self) -> dict[str, Any]:
         """Steps received and done, those of them laid out while the device was busy with one
-        before, steps queued or running, how long the device was busy, and idle between steps."""
+        before, steps queued or running, how long the device was busy, and idle between steps; when
+        the latest ended, in ns of the monotonic clock."""
         return {
             "steps": self._received,
             "steps_done": self._completed,
@@ -178,4 +179,5 @@ class RunnerActor(Actor):
             "queued": self._queued,
             "busy_seconds": self._busy_ns * 1e-9,
             "idle_seconds": self._idle_ns * 1e-9,
+            "step_at": self._device_free_at,
         }

@@ -39,6 +39,7 @@ class SchedulerActor(Actor):
         self._enters = self._load.kind(ENTERS, "uid")
         self._leaves = self._load.kind(LEAVES, "uid")
         self._busy_since = 0
+        self._live_since = self._load_ns = self._step_at = 0
         engine, cache = self._config.engine, facts["runner.0"]
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -64,6 +65,8 @@ class SchedulerActor(Actor):
         return {m.StepDone: "schedule", m.StepWanted: "schedule early", m.Admit: "admit"}
 
     def _handle(self, event: Any) -> None:
+        if type(event) is m.StepDone:
+            self._step_at = time.monotonic_ns()
         for edge, message in self._scheduler.handle(event):
             self._link_requests(message)
             self.context.outbox(edge).send(message)
@@ -87,20 +90,27 @@ class SchedulerActor(Actor):
         if bool(self._scheduler.live) != bool(self._busy_since):
             now = time.monotonic_ns()
             if self._busy_since:
-                self._load.add(self._busy, 0, self._busy_since, now)
-            self._busy_since = 0 if self._busy_since else now
+                self._add_load(now)
+            self._busy_since = self._live_since = 0 if self._busy_since else now
+
+    def _add_load(self, now: int) -> None:
+        self._load.add(self._busy, 0, self._busy_since, now)
+        self._load_ns += now - self._busy_since
 
     def before_trace(self) -> None:
         """The load so far, if there is any."""
         if self._busy_since:
             now = time.monotonic_ns()
-            self._load.add(self._busy, 0, self._busy_since, now)
+            self._add_load(now)
             self._busy_since = now
 
     def statistics(self) -> dict[str, Any]:
-        """Counts of steps, tokens, preemptions and ends; what waits, runs and is held now."""
+        """Counts of steps, tokens, preemptions and ends; what waits, runs and is held now; for how
+        long there was something to do, since when there is, and when the latest step came back
+        (both in ns of the monotonic clock)."""
         scheduler = self._scheduler
         scheduler.check_idle()
+        self.before_trace()
         return {
             **dataclasses.asdict(scheduler.statistics),
             "waiting": scheduler.waiting,
@@ -109,4 +119,7 @@ class SchedulerActor(Actor):
             "tombstones": scheduler.tombstones,
             "credits": scheduler.credits,
             "blocks": scheduler.config.blocks,
+            "load_seconds": self._load_ns * 1e-9,
+            "step_at": self._step_at,
+            "live_since": self._live_since,
         }

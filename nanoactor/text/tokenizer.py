@@ -55,18 +55,30 @@ class ChatTemplate:
         # Compiled now, so that a malformed template fails the start and not a request.
         self._templates = {name: _compile(source) for name, source in sources.items()}
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is any."""
+        return bool(self._templates)
+
     def render(self, messages: list[Any], options: Mapping[str, Any]) -> str:
         """The prompt for these messages.
 
-        `options` are passed to the template (`add_generation_prompt` is true unless given).
-        Raises `InvalidRequest` where the model has no template or the template refuses.
+        `options` are passed to the template (`add_generation_prompt` is true unless given), but for
+        `continue_final_message`: with it the prompt ends where the last message does, as in
+        transformers. Raises `InvalidRequest` where the model has no template, or it refuses.
         """
         name = "tool_use" if options.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise InvalidRequest(
                 "the model has no chat template; give a text prompt instead of messages"
             )
-        values = {"add_generation_prompt": True, "tools": None, "documents": None}
+        values: dict[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}
+        options = dict(options)
+        continues = options.pop("continue_final_message", False)
+        if continues and options.setdefault("add_generation_prompt", False):
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other"
+            )
         try:
             text: str = self._templates[name].render(
                 messages=[_normalised(message) for message in messages],
@@ -74,7 +86,24 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program: it can fail in any way
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
-        return text
+        return _up_to_the_end_of(messages[-1], text) if continues else text
+
+
+def _up_to_the_end_of(message: Mapping[str, Any], prompt: str) -> str:
+    """A prompt without what the template writes behind its last message."""
+    content = message.get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise InvalidRequest("continue_final_message needs text as the last message's content")
+    begin = prompt.rfind(content.strip())
+    if begin < 0:
+        raise InvalidRequest(
+            "continue_final_message: the chat template does not show the last message's content as "
+            "it was given"
+        )
+    # Templates may trim what they show; space at its end is part of it where they do not.
+    whole = content.lstrip()
+    kept = whole if prompt.startswith(whole, begin) else content.strip()
+    return prompt[: begin + len(kept)]
 
 
 def _normalised(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,14 +176,32 @@ class TextEncoder:
         self._tokenizer = load_tokenizer(directory)
         self._template = ChatTemplate(directory)
 
-    def encode_text(self, text: str) -> Int32:
-        """The ids of a text, with the special tokens that the tokenizer adds by itself."""
-        return np.array(self._tokenizer.encode(text).ids, np.int32)
+    def encode_text(self, text: str, special: bool = True) -> Int32:
+        """The ids of a text; with `special`, those that the tokenizer adds by itself too."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=special).ids, np.int32)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return self._template.exists
+
+    def render(self, messages: list[Any], options: Mapping[str, Any]) -> str:
+        """The prompt of a conversation; its template writes all special tokens itself."""
+        return self._template.render(messages, options)
 
     def encode_chat(self, messages: list[Any], options: Mapping[str, Any]) -> Int32:
-        """The ids of a conversation; its template writes all special tokens itself."""
-        text = self._template.render(messages, options)
+        """The ids of a conversation."""
+        text = self.render(messages, options)
         try:
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
         except (TypeError, UnicodeError) as error:
             raise InvalidRequest(f"the conversation is not valid Unicode: {error}") from error
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of ids, special tokens included; raises `InvalidRequest` for unknown ones."""
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        for token in token_ids:
+            if not 0 <= token < size:
+                raise InvalidRequest(f"token id {token} is not in the vocabulary of {size} ids")
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import TextIO
 
 from nanoactor.runtime.tracing import NodeTrace
 from nanoactor.tracing.chrome import chrome_events
@@ -29,9 +30,13 @@ class Trace:
         Raises `OSError` where the file cannot be written.
         """
         with Path(path).open("w") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            separator = ""
-            for event in chrome_events(self.nodes):
-                file.write(separator + json.dumps(event))
-                separator = ",\n"
-            file.write("\n]}\n")
+            self.write(file)
+
+    def write(self, file: TextIO) -> None:
+        """The same to an open file."""
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        separator = ""
+        for event in chrome_events(self.nodes):
+            file.write(separator + json.dumps(event))
+            separator = ",\n"
+        file.write("\n]}\n")

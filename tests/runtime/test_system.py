@@ -340,3 +340,28 @@ def test_no_child_survives_the_users_process(way, tmp_path):
     assert state(pid) in ("", "Z")
     assert user.wait(5) != 0
     user.stdout.close()
+
+
+def test_a_node_that_hangs_is_left_out_and_not_asked_for_ever():
+    async def main():
+        async with Running() as running:
+            assert "adder" in await running.system.statistics()
+            child = running.system.pids["child"]
+            os.kill(child, signal.SIGSTOP)
+            try:
+                asked = [running.system.statistics() for _ in range(200)]
+                begin = time.monotonic()
+                assert all("adder" not in figures for figures in await asyncio.gather(*asked))
+                assert time.monotonic() - begin < 2
+                begin = time.monotonic()
+                assert "asker" in await running.system.statistics()
+                assert time.monotonic() - begin < 0.1, "it waits for who is known to hang"
+            finally:
+                os.kill(child, signal.SIGCONT)
+            for _ in range(100):
+                if "adder" in await running.system.statistics():
+                    return
+                await asyncio.sleep(0.02)
+            raise AssertionError("a node that goes on is not asked again")
+
+    asyncio.run(main())

@@ -457,3 +457,53 @@ def test_what_the_sandbox_hides_renders_as_nothing(tmp_path):
     hidden = ("''.__class__", "messages['__class__']", "'{0.__class__}'.format(messages)")
     template = "".join("{{ " + expression + " }}" for expression in hidden)
     assert ChatTemplate(directory(tmp_path, template)).render(CHAT, {}) == ""
+
+
+# -- going on with the last message -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", ["To be, or", "To be, or  ", "\n To be", "a\n\nb \n"])
+@pytest.mark.parametrize("template", [None, THINKING], ids=["demo", "thinking"])
+def test_the_last_message_is_continued_as_in_transformers(tmp_path, template, last):
+    path = DEMO if template is None else directory(tmp_path, template)
+    messages = [CHAT[1], {"role": "assistant", "content": last}]
+    theirs = AutoTokenizer.from_pretrained(path).apply_chat_template(
+        messages, tokenize=False, continue_final_message=True
+    )
+    text = ChatTemplate(path).render(messages, {"continue_final_message": True})
+    assert text == theirs
+    assert text.endswith((last.strip(), last.lstrip()))
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "error"),
+    [
+        ("", {}, "needs text"),
+        (" ", {}, "needs text"),
+        ([{"type": "text", "text": "a"}], {}, "needs text"),
+        ("a", {"add_generation_prompt": True}, "exclude each other"),
+        ("<think>x</think>y", {}, "does not show"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(tmp_path, content, options, error):
+    path = directory(tmp_path, "{{ messages[0].content | string | replace('<think>', '') }}!")
+    with pytest.raises(InvalidRequest, match=error):
+        ChatTemplate(path).render(
+            [{"role": "assistant", "content": content}],
+            {"continue_final_message": True, **options},
+        )
+
+
+def test_ids_are_decoded_with_their_special_tokens():
+    encoder = TextEncoder(DEMO)
+    ids = encoder.encode_chat(CHAT, {}).tolist()
+    assert encoder.decode(ids) == encoder.render(CHAT, {})
+    for wrong in (-1, 2048):
+        with pytest.raises(InvalidRequest, match="not in the vocabulary"):
+            encoder.decode([5, wrong])
+
+
+def test_special_tokens_may_be_left_out(tmp_path):
+    encoder = TextEncoder(directory(tmp_path, tokenizer=llama_like(), eos_token="</s>"))
+    plain = encoder.encode_text("Hello", special=False).tolist()
+    assert encoder.encode_text("Hello").tolist() == [1, *plain]

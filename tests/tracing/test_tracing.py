@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import pickle
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -9,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor import AsyncLLM, SamplingParams
+from nanoactor.runtime.intervals import Cover
 from nanoactor.runtime.tracing import SPAN_DTYPE, Lane, LaneTrace, NodeTrace
-from nanoactor.tracing.intervals import Cover
+from nanoactor.tracing.export import joined
 from nanoactor.tracing.ledger import make_ledger
+from nanoactor.tracing.trace import Trace
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12)
 
@@ -152,3 +158,72 @@ def test_a_step_costs_few_spans(tmp_path):
     assert 0 <= ledger.device_idle < 1
     assert 0 < ledger.hidden <= 1
     assert "device idle" in ledger.line
+
+
+# -- the latest only ----------------------------------------------------------------------
+
+
+def filled(spans, capacity=8):
+    made = Lane("lane", capacity)
+    kind = made.kind("work")
+    for begin, end in spans:
+        made.add(kind, 0, begin, end)
+    return made
+
+
+@pytest.mark.parametrize("count", [0, 3, 8, 9, 21])
+@pytest.mark.parametrize("since", [0, 1, 55, 210, 10_000])
+def test_a_lane_tells_what_ended_after_a_moment(count, since):
+    spans = [(10 * n, 10 * n + 5) for n in range(1, count + 1)]
+    trace = filled(spans).trace("node", since)
+    kept = [span for span in spans[-8:] if span[1] > since]
+    assert [(begin, end) for _, _, _, begin, end in trace.spans.tolist()] == kept
+    if count > 8 and not since:
+        assert trace.lost == count - 8
+
+
+def test_activity_is_the_busy_share_of_each_stretch():
+    busy = filled([(0, 100), (150, 200), (160, 190), (290, 450)])
+    shares = busy.activity(100, 100, 4)
+    assert shares.tolist() == pytest.approx([0.5, 0.1, 1.0, 0.5])
+    assert filled([]).activity(0, 10, 3).tolist() == [0, 0, 0]
+
+
+def test_an_engine_tells_how_busy_its_actors_and_its_device_are():
+    async def main():
+        async with AsyncLLM("demo", device="simulated:2") as llm:
+            stream = llm.generate("ROMEO:", SamplingParams(max_tokens=300, ignore_eos=True))
+            await anext(stream)
+            begin = time.monotonic_ns()
+            await asyncio.sleep(0.25)
+            shares = await llm.activity(begin, 50_000_000, 4)
+            trace = await llm.trace(begin)
+            await stream.aclose()
+        return shares, trace, begin
+
+    shares, trace, begin = asyncio.run(main())
+    assert {*LANES, "runner.0 device", "scheduler load"} == set(shares)
+    assert shares["runner.0 device"].min() > 0.7
+    assert 0 < shares["scheduler"].mean() < 0.9
+    assert shares["tokenizer.0"].max() == 0
+    for node_ in trace.nodes:
+        for lane_ in node_.lanes:
+            assert (lane_.spans["end"] > begin).all()
+    assert 0 < trace.ledger().steps < 200
+
+
+def test_a_trace_in_parts_is_the_trace(tmp_path):
+    whole = filled([(10 * n, 10 * n + 5) for n in range(6)], 64)
+    first = NodeTrace("n", [whole.trace("n")], 1.0, 55)
+    whole.add(whole.kind("more"), 0, 60, 65)
+    second = NodeTrace("n", [whole.trace("n", 55)], 2.0, 70)
+    (made,) = joined([[first], [second]])
+    assert made.cpu_seconds == 2.0
+    assert made.lanes[0].spans.tolist() == whole.trace("n").spans.tolist()
+    assert [kind.name for kind in made.lanes[0].kinds] == ["work", "more"]
+    command = [sys.executable, "-m", "nanoactor.tracing.export"]
+    looks = pickle.dumps([[first], [second]])
+    done = subprocess.run(command, input=looks, capture_output=True, check=True, timeout=30)
+    Trace((made,), 0).save(tmp_path / "trace.json")
+    assert done.stdout == (tmp_path / "trace.json").read_bytes()
+    assert len([e for e in json.loads(done.stdout)["traceEvents"] if e["ph"] == "X"]) == 7

@@ -1,0 +1,48 @@
+"""A request under way, for those who want to know more than its iterator tells."""
+
+from __future__ import annotations
+
+from nanoactor.actors.frontend import Entry, FrontendActor
+from nanoactor.outputs import RequestMetrics, RequestOutput
+
+
+class Request:
+    """From `AsyncLLM.submit`: an async iterator of outputs. Whoever does not read it to its end
+    closes it."""
+
+    def __init__(self, frontend: FrontendActor, entry: Entry) -> None:
+        self._frontend = frontend
+        self._entry = entry
+        self._read = False
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """When what happened."""
+        return self._entry.metrics
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt; of a text only once it is accepted."""
+        return self._entry.prompt_token_ids
+
+    async def accepted(self) -> None:
+        """Wait until the request is tokenized and queued; raises what refuses it."""
+        await self._entry.accepted.wait()
+        self._entry.raise_error()
+
+    def __aiter__(self) -> Request:
+        """It is its own iterator."""
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output; the errors are those of `AsyncLLM.generate`."""
+        if self._read:
+            raise StopAsyncIteration
+        output = await self._entry.next()
+        self._read = output.finished
+        return output
+
+    def close(self) -> None:
+        """Abort it, unless it is over."""
+        if not self._entry.over:
+            self._frontend.abort(self._entry.submit.uid)

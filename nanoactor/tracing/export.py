@@ -1,0 +1,54 @@
+"""Turns a trace into Perfetto's JSON in a process of its own: `python -m nanoactor.tracing.export`.
+
+It reads pickled looks, each a list of `NodeTrace`, from its parent on standard input and writes
+the JSON to standard output. A trace of a busy minute is tens of megabytes of text, which would
+hold up the loop of whoever serves it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from nanoactor.runtime.tracing import LaneTrace, NodeTrace
+from nanoactor.tracing.trace import Trace
+
+
+def joined(looks: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
+    """One trace of several that follow each other: the time that lanes remember is short."""
+    nodes: dict[str, NodeTrace] = {}
+    lanes: dict[tuple[str, str], list[LaneTrace]] = {}
+    for look in looks:
+        for node in look:
+            nodes[node.node] = node
+            for lane in node.lanes:
+                lanes.setdefault((node.node, lane.lane), []).append(lane)
+    return [
+        NodeTrace(
+            node.node,
+            [_joined(lanes[node.node, lane.lane]) for lane in node.lanes],
+            node.cpu_seconds,
+            node.taken_at,
+        )
+        for node in nodes.values()
+    ]
+
+
+def _joined(parts: list[LaneTrace]) -> LaneTrace:
+    """Numbers of kinds stay what they are: a lane only ever gets more of them."""
+    last = parts[-1]
+    spans = np.concatenate([part.spans for part in parts])
+    return LaneTrace(last.lane, last.node, last.kinds, spans, sum(part.lost for part in parts))
+
+
+def main() -> None:
+    """From standard input to standard output."""
+    looks = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that has started this one
+    Trace(tuple(joined(looks)), 0).write(sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Requests as handles: accepted, read, closed; several at once, all or none."""
+
+import asyncio
+
+import pytest
+
+from nanoactor import RequestOutputKind, SamplingParams
+from nanoactor.errors import EngineOverloaded, InvalidRequest
+from tests.engine.harness import engine, settled
+
+OPTIONS = dict(device="simulated:1", dtype="auto", num_kv_blocks=None, skip_tokenizer_init=False)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+
+def test_a_request_is_accepted_read_and_closed():
+    async def main():
+        async with engine("demo", **OPTIONS) as llm:
+            (request,) = llm.submit(["ROMEO:"], LONG)
+            assert request.prompt_token_ids == []
+            await request.accepted()
+            assert len(request.prompt_token_ids) == 2
+            output = await anext(request)
+            assert not output.finished
+            request.close()
+            request.close()
+            last = [output async for output in request][-1]
+            assert last.outputs[0].finish_reason == "abort"
+            with pytest.raises(StopAsyncIteration):
+                await anext(request)
+            request.close()
+
+    asyncio.run(main())
+
+
+def test_what_refuses_a_request_is_raised_while_it_waits_to_be_accepted():
+    async def main():
+        async with engine("demo", **OPTIONS, max_model_len=64) as llm:
+            good, bad = llm.submit(["ROMEO:", "to be " * 100], SamplingParams(max_tokens=3))
+            with pytest.raises(InvalidRequest, match="max_model_len is 64"):
+                await bad.accepted()
+            with pytest.raises(InvalidRequest, match="max_model_len is 64"):
+                await anext(bad)
+            bad.close()
+            await good.accepted()
+            assert len([output async for output in good][-1].outputs[0].token_ids) == 3
+
+    asyncio.run(main())
+
+
+def test_several_prompts_find_room_all_together_or_not_at_all():
+    async def main():
+        limits = dict(max_waiting_requests=4, max_waiting_tokens=100)
+        async with engine("demo", **OPTIONS, **limits) as llm:
+            three = llm.submit(["a", "b", "c"], LONG)
+            with pytest.raises(EngineOverloaded, match="3 requests wait"):
+                llm.submit(["d", "e"], LONG)
+            (fourth,) = llm.submit(["d"], LONG)
+            with pytest.raises(InvalidRequest, match="5 prompts at once, but at most 4"):
+                llm.submit(["f"] * 5, LONG)
+            for request in (*three, fourth):
+                await anext(request)
+                request.close()
+            figures = await settled(llm)
+            assert figures["frontend"]["actor"]["waiting_tokens"] == 0
+            llm.submit(["x" * 60], LONG)[0].close()
+            with pytest.raises(EngineOverloaded, match="max_waiting_tokens is 100"):
+                llm.submit(["x" * 30, "x" * 30], LONG)
+            assert figures["frontend"]["actor"]["entries"] == 0
+
+    asyncio.run(main())
+
+
+def test_one_bad_prompt_among_several_sends_none():
+    async def main():
+        async with engine("demo", **OPTIONS) as llm:
+            with pytest.raises(InvalidRequest, match="empty"):
+                llm.submit(["a", ""], LONG)
+            assert (await llm.statistics())["frontend"]["actor"]["entries"] == 0
+
+    asyncio.run(main())
