@@ -1,0 +1,92 @@
+"""Separates what a model thinks from what it says, as Qwen3 writes it: `<think>…</think>` first.
+
+The tags and the line breaks that Qwen3's chat template writes around both parts are dropped, so
+that an answer which is sent back with the next question becomes the same prompt again.
+"""
+
+from __future__ import annotations
+
+import enum
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def held_back(text: str, tag: str) -> int:
+    """Length of the longest end of `text` that begins `tag`, and may become it."""
+    for size in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:size]):
+            return size
+    return 0
+
+
+class _Where(enum.Enum):
+    START = enum.auto()
+    THINKING = enum.auto()
+    BETWEEN = enum.auto()
+    """The thoughts have ended, and nothing but line breaks has come since."""
+    SAYING = enum.auto()
+
+
+class ReasoningParser:
+    """Feeds on pieces of text; the outcome does not depend on how the text is cut."""
+
+    def __init__(self, opened: bool = False) -> None:
+        """`opened`: the prompt has ended with an open tag, so the text begins with thoughts."""
+        self._opened = opened
+        self._where = _Where.START
+        self._held = ""
+        self._begun = False
+        """Whether a thought has gone out: line breaks before the first are dropped."""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """(thoughts, content) that are certain now."""
+        if self._where is _Where.SAYING:
+            return "", text
+        self._held += text
+        thoughts = content = ""
+        if self._where is _Where.START:
+            content = self._start()
+        if self._where is _Where.THINKING:
+            thoughts = self._think()
+        if self._where is _Where.BETWEEN:
+            content, self._held = self._held.lstrip("\n"), ""
+            if content:
+                self._where = _Where.SAYING
+        return thoughts, content
+
+    def _start(self) -> str:
+        """Decide how the text begins; returns content where there are no thoughts."""
+        begin = self._held.lstrip()
+        if begin.startswith(OPEN):
+            self._where, self._held = _Where.THINKING, begin[len(OPEN) :]
+        elif OPEN.startswith(begin):  # perhaps
+            return ""
+        elif self._opened:
+            self._where = _Where.THINKING
+        else:
+            self._where = _Where.SAYING
+            content, self._held = self._held, ""
+            return content
+        return ""
+
+    def _think(self) -> str:
+        if not self._begun:
+            self._held = self._held.lstrip("\n")
+        thoughts, closed, rest = self._held.partition(CLOSE)
+        if closed:
+            self._where, self._held = _Where.BETWEEN, rest
+            return thoughts.rstrip("\n")
+        open_ = len(self._held) - held_back(self._held, CLOSE)
+        thoughts = self._held[:open_].rstrip("\n")
+        self._held = self._held[len(thoughts) :]
+        self._begun = self._begun or bool(thoughts)
+        return thoughts
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back, as nothing follows."""
+        held, self._held = self._held, ""
+        if self._where is _Where.THINKING:
+            return held.rstrip("\n"), ""
+        if self._where is _Where.START:
+            return (held.strip("\n"), "") if self._opened else ("", held)
+        return "", ""

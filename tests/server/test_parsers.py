@@ -1,0 +1,154 @@
+"""Thoughts and calls in a model's text: what they are, and that no cut of the text matters."""
+
+import json
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from nanoactor.server.reasoning import ReasoningParser
+from nanoactor.server.tool_calls import Arguments, Call, ToolCallParser
+
+# -- thoughts -----------------------------------------------------------------------------
+
+
+def separated(pieces, opened=False):
+    parser = ReasoningParser(opened)
+    parts = [parser.push(piece) for piece in pieces] + [parser.finish()]
+    return "".join(t for t, _ in parts), "".join(c for _, c in parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "thoughts", "content"),
+    [
+        ("Hello", False, "", "Hello"),
+        ("<think>\nHm.\n\nYes.\n</think>\n\nHello", False, "Hm.\n\nYes.", "Hello"),
+        ("\n<think>Hm</think>Hello\n", False, "Hm", "Hello\n"),
+        ("<think>\n\n</think>\n\nHello", False, "", "Hello"),
+        ("Hm.\n</think>\n\nHello", True, "Hm.", "Hello"),
+        ("<think>\nHm.\n</think>\n\nHello", True, "Hm.", "Hello"),
+        ("Hm.\n", True, "Hm.", ""),
+        ("<think>\nHm. </thi", False, "Hm. </thi", ""),
+        ("<thi", False, "", "<thi"),
+        ("<thi", True, "<thi", ""),
+        ("  \n", False, "", "  \n"),
+        ("Say <think>no</think>", False, "", "Say <think>no</think>"),
+        ("<think>a</think><think>b</think>c", False, "a", "<think>b</think>c"),
+        ("", False, "", ""),
+    ],
+)
+def test_thoughts_are_separated_from_content(text, opened, thoughts, content):
+    assert separated([text], opened) == (thoughts, content)
+    assert separated(list(text), opened) == (thoughts, content)
+
+
+THINKING = st.lists(
+    st.sampled_from(["<think>", "</think>", "<th", "ink>", "</thi", "nk>", "\n", " ", "a", "<"]),
+    max_size=12,
+).map("".join)
+
+
+@given(THINKING, st.booleans(), st.data())
+def test_thoughts_do_not_depend_on_the_cut(text, opened, data):
+    assert separated(cut(text, data), opened) == separated([text], opened)
+
+
+def cut(text, data):
+    """The text in pieces, some of them empty."""
+    points = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    return [text[a:b] for a, b in zip([0, *points], [*points, len(text)], strict=True)]
+
+
+# -- calls --------------------------------------------------------------------------------
+
+
+def called(pieces):
+    """(text, [(name, arguments)]), with pieces in an order that a client can put together."""
+    parser = ToolCallParser()
+    said, calls = "", []
+    for piece in [p for text in pieces for p in parser.push(text)] + parser.finish():
+        if isinstance(piece, Call):
+            assert piece.index == len(calls)
+            calls.append([piece.name, ""])
+        elif isinstance(piece, Arguments):
+            assert piece.index == len(calls) - 1
+            calls[-1][1] += piece.text
+        else:
+            assert piece
+            said += piece
+    return said, [tuple(call) for call in calls]
+
+
+def block(text):
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+OSLO = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+CASES = [
+    ("Hello ", "Hello ", []),
+    (block(OSLO), "", [("weather", '{"city": "Oslo"}')]),
+    (f"I look.\n\n{block(OSLO)}", "I look.", [("weather", '{"city": "Oslo"}')]),
+    (f"{block(OSLO)}\n{block(OSLO)}\n", "", [("weather", '{"city": "Oslo"}')] * 2),
+    (f"{block(OSLO)}\n then", "then", [("weather", '{"city": "Oslo"}')]),
+    (block('{"name": "f", "arguments": {}}'), "", [("f", "{}")]),
+    (block('{"name": "f"}'), "", [("f", "{}")]),
+    (block('{"name": "f", "arguments": null}'), "", [("f", "{}")]),
+    (block('{"arguments": {"a": 1}, "name": "f"}'), "", [("f", '{"a": 1}')]),
+    (block('{"name": "f", "arguments": "{\\"a\\": 1}"}'), "", [("f", '{"a": 1}')]),
+    (
+        block('{"name": "f", "arguments": {"a": "}</tool_call>\\"{", "b": [{}]}}'),
+        "",
+        [("f", '{"a": "}</tool_call>\\"{", "b": [{}]}')],
+    ),
+    (block("no call"), block("no call"), []),
+    (block('{"name": 3, "arguments": {}}'), block('{"name": 3, "arguments": {}}'), []),
+    (block('{"name": "f", "arguments": [1]}'), block('{"name": "f", "arguments": [1]}'), []),
+    (f"<tool_call>{OSLO}", "", [("weather", '{"city": "Oslo"}')]),
+    (f"<tool_call>{OSLO[:-5]}", "", [("weather", '{"city": "Os')]),
+    ('<tool_call>{"name": "f"}', "", [("f", "{}")]),
+    ('<tool_call>{"name": "wea', '<tool_call>{"name": "wea', []),
+    (f"<tool_call>{OSLO}<tool_call>{OSLO}", "", [("weather", '{"city": "Oslo"}')] * 2),
+    (f"a <tool_cal{block(OSLO)}", "a <tool_cal", [("weather", '{"city": "Oslo"}')]),
+    (block(json.dumps({"name": "wëß", "arguments": {}})), "", [("wëß", "{}")]),
+]
+
+
+@pytest.mark.parametrize(("text", "said", "calls"), CASES, ids=[text for text, _, _ in CASES])
+def test_calls_are_found(text, said, calls):
+    assert called([text]) == (said, calls)
+    assert called(list(text)) == (said, calls)
+
+
+PARTS = ["<tool_call>", "</tool_call>", "<tool", "_call>", OSLO, '{"name": "f", "arguments": ']
+PARTS += ['{"name": "a</tool_call>b", "arguments": {', '"{', '\\"', '"', "{", "}", "\n", " ", "x"]
+PARTS += ['"arguments": {"k": "v"}, "name": "g"', "null", "\\", "é", "<", ","]
+CALLING = st.lists(st.sampled_from(PARTS), max_size=14).map("".join)
+
+
+@given(CALLING, st.data())
+@example("<tool_call>" + '{"name": "' + 5000 * "x" + '", "arguments": {}}</tool_call>', None)
+def test_calls_do_not_depend_on_the_cut(text, data):
+    pieces = list(text) if data is None else cut(text, data)
+    assert called(pieces) == called([text])
+
+
+def test_arguments_are_streamed():
+    parser = ToolCallParser()
+    assert parser.push('<tool_call>\n{"name": "f", "arguments": {"a": "') == [
+        Call(0, "f"),
+        Arguments(0, '{"a": "'),
+    ]
+    assert parser.push("some") == [Arguments(0, "some")]
+    assert parser.push("thing") == [Arguments(0, "thing")]
+    assert parser.push('"}') == [Arguments(0, '"}')]
+    assert parser.push("}\n</tool_call>") == parser.finish() == []
+
+
+def test_text_is_not_held_back_for_longer_than_it_must():
+    parser = ToolCallParser()
+    assert parser.push("Hello <") == ["Hello"]
+    assert parser.push("b") == [" <b"]
+    thoughts = ReasoningParser()
+    assert thoughts.push("<think>So ") == ("So ", "")
+    assert thoughts.push("it\n<") == ("it", "")
+    assert thoughts.push("/b") == ("\n</b", "")
