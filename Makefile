@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-long lint bench clean
+.PHONY: demo serve test test-long lint bench clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 14), "nanoactor needs Python 3.11 to 3.13, this is " + sys.version'
@@ -13,6 +13,9 @@ PYTEST := $(BIN)/python -m pytest
 
 demo: .venv/.ready
 	$(BIN)/nanoactor generate demo "$$(printf 'ROMEO:\nBut soft, what light')" --max-tokens 200 --min-tokens 150
+
+serve: .venv/.ready
+	$(BIN)/nanoactor serve demo
 
 test: .venv/.ready
 	$(PYTEST)

@@ -44,6 +44,8 @@ class RequestMetrics:
 
     arrival_time: float
     first_token_time: float | None = None
+    last_token_time: float | None = None
+    """Of the latest so far."""
     finished_time: float | None = None
 
     @property

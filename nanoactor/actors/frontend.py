@@ -120,7 +120,9 @@ class Entry:
 
 
 def _text_bytes(submit: Submit) -> int:
-    return len((submit.text or submit.chat or "").encode())
+    """Of the prompt; templates write tools and other options into it too."""
+    text = submit.text if submit.chat is None else submit.chat + submit.chat_options
+    return len((text or "").encode())
 
 
 class FrontendActor(Actor):
@@ -270,6 +272,8 @@ class FrontendActor(Actor):
         entry = self._entries.get(uid)
         if entry is None:
             return
+        if ids:
+            entry.metrics.last_token_time = time.monotonic()
         if entry.metrics.first_token_time is None:
             entry.metrics.first_token_time = time.monotonic()
             self._no_longer_waiting(entry)

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import nanoactor
+from nanoactor.cli.serve import add_server_options, run_on_uvloop, run_server
 from nanoactor.cli.stream import chat, generate
 from nanoactor.errors import NanoactorError
 from nanoactor.models.errors import ModelError
@@ -21,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     level = {0: logging.WARNING, 1: logging.INFO}.get(args.verbose, logging.DEBUG)
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
-        asyncio.run(args.command(args))
+        args.run(args.command(args))
     except KeyboardInterrupt:
         sys.exit(130)
     except (NanoactorError, ModelError, RuntimeFault) as error:
@@ -48,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="nanoactor", description="An LLM inference engine made of actors."
     )
     parser.add_argument("--version", action="version", version=nanoactor.__version__)
+    parser.set_defaults(run=asyncio.run)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     one = commands.add_parser("generate", help="continue a prompt, streamed to the terminal")
     one.add_argument("model", help="a directory, a name on the Hugging Face hub, or `demo`")
@@ -58,11 +60,18 @@ def _parser() -> argparse.ArgumentParser:
     talk.add_argument("--system", help="a system message to begin with")
     talk.set_defaults(command=chat)
     for command in (one, talk):
-        _add_options(command)
+        _add_sampling(command)
+        _add_engine(command)
+        _add_output(command)
+    serve = commands.add_parser("serve", help="an HTTP server in the shapes of the OpenAI API")
+    serve.add_argument("model", help="a directory, a name on the Hugging Face hub, or `demo`")
+    serve.set_defaults(command=run_server, run=run_on_uvloop)
+    add_server_options(serve)
+    _add_verbose(serve)
     return parser
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("sampling (default: what the model's files say)")
     for name, kind in (("temperature", float), ("top-p", float), ("min-p", float)):
         sampling.add_argument(f"--{name}", type=kind)
@@ -71,6 +80,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--min-tokens", type=int, default=0)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or simulated:MS")
     engine.add_argument("--dtype", default="auto")
@@ -82,8 +94,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--threads", type=int)
     engine.add_argument("--tensor-parallel-size", type=int, default=1)
     engine.add_argument("--placement", default="default", help="default, split or single")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", help="write a timeline of all actors, for ui.perfetto.dev"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for scripts")
+    _add_verbose(parser)
+
+
+def _add_verbose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="count", default=0, help="log; -vv logs more")

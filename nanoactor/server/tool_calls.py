@@ -4,8 +4,8 @@
     {"name": "weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-Arguments are passed on as they come and as they stand. What is between the tags but no call stays
-text. White space around calls is dropped.
+Arguments are passed on as they come and stand. What follows a tag but is no call stays text.
+White space around calls is dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 from nanoactor.server.reasoning import held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_LONGEST_HEADER = 4096
+_LONGEST_HEADER = 1024
+"""Characters within which a call must come to its arguments for these to be streamed."""
 # Up to where an object or a string begins as the arguments.
 _HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=[{"])', re.DOTALL
@@ -48,34 +49,48 @@ Piece = str | Call | Arguments
 class _Where(enum.Enum):
     TEXT = enum.auto()
     HEADER = enum.auto()
+    """Behind an opening tag: up to the arguments, in the usual form."""
+    UNUSUAL = enum.auto()
+    """A call in another form is held until its end."""
     OBJECT = enum.auto()
     STRING = enum.auto()
-    """Arguments that are an object in a string."""
+    """Arguments that are an object in a string are held too: its escapes may be cut anywhere."""
     TAIL = enum.auto()
+    """Behind the arguments, up to the brace that closes the call."""
+    NEXT = enum.auto()
+    """Behind that brace: a tag, or another call where the tags were forgotten."""
 
 
 class ToolCallParser:
     """Feeds on pieces of text; what comes out does not depend on how the text is cut."""
 
     def __init__(self) -> None:
+        self.calls = 0
         self._where = _Where.TEXT
         self._held = ""
+        self._space = ""
+        """White space before the last opening tag: part of the text if no call follows."""
+        self._parts: list[str] = []
+        """What is held for long, so that a long call does not cost its length for each piece."""
+        self._said_since = True
+        """Whether text has come after the last call: white space before it is dropped."""
         self._depth = 0
         self._quoted = self._escaped = False
-        self.calls = 0
+        self._steps = {
+            _Where.TEXT: self._text,
+            _Where.HEADER: self._header,
+            _Where.UNUSUAL: self._unusual,
+            _Where.OBJECT: self._object,
+            _Where.STRING: self._string,
+            _Where.TAIL: self._tail,
+            _Where.NEXT: self._next,
+        }
 
     def push(self, text: str) -> list[Piece]:
         """What is certain now, in order."""
         self._held += text
         pieces: list[Piece] = []
-        steps = {
-            _Where.TEXT: self._text,
-            _Where.HEADER: self._header,
-            _Where.OBJECT: self._object,
-            _Where.STRING: self._string,
-            _Where.TAIL: self._tail,
-        }
-        while steps[self._where](pieces):
+        while self._steps[self._where](pieces):
             pass
         return pieces
 
@@ -84,7 +99,9 @@ class ToolCallParser:
     def _text(self, pieces: list[Piece]) -> bool:
         before, opened, rest = self._held.partition(OPEN)
         if opened:
-            self._say(before.rstrip(), pieces)
+            said = before.rstrip()
+            self._say(said, pieces)
+            self._space = before[len(said) :]
             self._where, self._held = _Where.HEADER, rest
             return True
         certain = self._held[: len(self._held) - held_back(self._held, OPEN)].rstrip()
@@ -93,16 +110,20 @@ class ToolCallParser:
         return False
 
     def _say(self, text: str, pieces: list[Piece]) -> None:
-        if self.calls:
-            text = text.lstrip() if not self._said_since else text
-            self._said_since = self._said_since or bool(text)
+        if not self._said_since:
+            text = text.lstrip()
+        self._said_since = self._said_since or bool(text)
         if text:
             pieces.append(text)
 
-    _said_since = False
-    """Whether text has come after the last call."""
-
     def _header(self, pieces: list[Piece]) -> bool:
+        begin = self._held.lstrip()
+        if not begin:
+            return False
+        if not begin.startswith("{"):  # the tag was only mentioned
+            self._where = _Where.TEXT
+            self._say(self._space + OPEN, pieces)
+            return True
         header = _HEADER.match(self._held[:_LONGEST_HEADER])
         end = self._held.find(CLOSE)
         name = _text_of(header[1]) if header else None
@@ -111,18 +132,28 @@ class ToolCallParser:
             self._held = self._held[header.end() :]
             self._where = _Where.OBJECT if self._held.startswith("{") else _Where.STRING
             return True
-        if end < 0:
+        if end < 0 and len(self._held) < _LONGEST_HEADER:
             return False
-        raw, self._held = self._held[:end], self._held[end + len(CLOSE) :]
-        self._where = _Where.TEXT
-        self._whole(raw, CLOSE, pieces)
+        self._where = _Where.UNUSUAL
+        return True
+
+    def _unusual(self, pieces: list[Piece]) -> bool:
+        before, closed, rest = self._held.partition(CLOSE)
+        if not closed:
+            keep = held_back(self._held, CLOSE)
+            self._parts.append(self._held[: len(self._held) - keep])
+            self._held = self._held[len(self._held) - keep :]
+            return False
+        self._where, self._held = _Where.TEXT, rest
+        self._whole("".join(self._parts) + before, CLOSE, pieces)
+        self._parts = []
         return True
 
     def _whole(self, raw: str, close: str, pieces: list[Piece]) -> None:
         """A call whose order or form does not let its arguments be streamed, or no call."""
         call = _decoded(raw)
         if call is None:
-            self._say(f"{OPEN}{raw}{close}", pieces)
+            self._say(f"{self._space}{OPEN}{raw}{close}", pieces)
             return
         name, arguments = call
         self._call(name, pieces)
@@ -132,58 +163,87 @@ class ToolCallParser:
         pieces.append(Call(self.calls, name))
         self.calls += 1
         self._said_since = False
+        self._depth, self._quoted, self._escaped = 0, False, False
 
     def _object(self, pieces: list[Piece]) -> bool:
-        """Pass an object on, up to the brace that closes it."""
+        """Pass an object on, up to the brace that closes it, or to where it is broken off."""
+        end = self._end_of_object()
+        passed = self._held if end is None else self._held[:end]
+        if passed:
+            pieces.append(Arguments(self.calls - 1, passed))
+        self._held = self._held[len(passed) :]
+        if end is None:
+            return False
+        self._where = _Where.TAIL
+        return True
+
+    def _end_of_object(self) -> int | None:
         for at, character in enumerate(self._held):
-            if self._escaped:
-                self._escaped = False
-            elif self._quoted:
-                self._escaped = character == "\\"
-                self._quoted = character != '"'
-            elif character == '"':
-                self._quoted = True
-            elif character in "{[":
+            if self._in_string(character):
+                continue
+            if character in "{[":
                 self._depth += 1
             elif character in "}]":
                 self._depth -= 1
                 if not self._depth:
-                    pieces.append(Arguments(self.calls - 1, self._held[: at + 1]))
-                    self._where, self._held = _Where.TAIL, self._held[at + 1 :]
-                    return True
-        if self._held:
-            pieces.append(Arguments(self.calls - 1, self._held))
-            self._held = ""
-        return False
+                    return at + 1
+            elif character == "<":  # no JSON: the closing tag of a call that is not complete
+                return at
+        return None
 
-    def _string(self, pieces: list[Piece]) -> bool:
-        """Hold a string until it ends: its escapes may be cut anywhere."""
-        quoted = re.match(r'"(?:[^"\\]|\\.)*"', self._held, re.DOTALL)
-        if quoted is None:
+    def _in_string(self, character: str) -> bool:
+        """Take a character; whether it belongs to a string, quotation marks included."""
+        if self._escaped:
+            self._escaped = False
+        elif self._quoted:
+            self._escaped = character == "\\"
+            self._quoted = character != '"'
+        elif character == '"':
+            self._quoted = True
+        else:
             return False
-        text = _text_of(quoted[0])
-        pieces.append(Arguments(self.calls - 1, quoted[0] if text is None else text))
-        self._where, self._held = _Where.TAIL, self._held[quoted.end() :]
         return True
 
+    def _string(self, pieces: list[Piece]) -> bool:
+        """Hold a string until it ends."""
+        for at, character in enumerate(self._held):
+            self._in_string(character)
+            if not self._quoted and not self._escaped:
+                quoted = "".join(self._parts) + self._held[: at + 1]
+                text = _text_of(quoted)
+                pieces.append(Arguments(self.calls - 1, quoted if text is None else text))
+                self._parts, self._held = [], self._held[at + 1 :]
+                self._where = _Where.TAIL
+                return True
+        self._parts.append(self._held)
+        self._held = ""
+        return False
+
     def _tail(self, pieces: list[Piece]) -> bool:
-        """Drop what is left of a call; a model may forget to close one before the next."""
-        found = re.search(f"{CLOSE}|{OPEN}", self._held)
+        """Drop what is left of a call."""
+        return self._skip_to(f"{CLOSE}|{OPEN}|}}")
+
+    def _next(self, pieces: list[Piece]) -> bool:
+        return self._skip_to(rf"{CLOSE}|{OPEN}|\{{")
+
+    def _skip_to(self, marks: str) -> bool:
+        found = re.search(marks, self._held)
         if found is None:
             keep = max(held_back(self._held, CLOSE), held_back(self._held, OPEN))
             self._held = self._held[len(self._held) - keep :]
             return False
-        self._held = self._held[found.end() :]
-        self._where = _Where.TEXT if found[0] == CLOSE else _Where.HEADER
+        self._where = {CLOSE: _Where.TEXT, "}": _Where.NEXT}.get(found[0], _Where.HEADER)
+        self._space = ""
+        self._held = self._held[found.start() if found[0] == "{" else found.end() :]
         return True
 
     def finish(self) -> list[Piece]:
         """What was held back, as nothing follows."""
         pieces: list[Piece] = []
-        held, self._held = self._held, ""
+        held, self._held = "".join(self._parts) + self._held, ""
         if self._where is _Where.TEXT and (held.strip() or not self.calls):
             self._say(held, pieces)
-        elif self._where is _Where.HEADER:
+        elif self._where in (_Where.HEADER, _Where.UNUSUAL):
             self._whole(held, "", pieces)
         elif self._where is _Where.STRING and held:
             pieces.append(Arguments(self.calls - 1, held))
@@ -195,7 +255,12 @@ def _text_of(quoted: str) -> str | None:
         text = json.loads(quoted, strict=False)
     except ValueError:
         return None
-    return text if isinstance(text, str) else None
+    return _whole_characters(text) if isinstance(text, str) else None
+
+
+def _whole_characters(text: str) -> str:
+    """Half of a character, which an escape can name and no encoding write, is replaced."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _decoded(raw: str) -> tuple[str, str] | None:
@@ -207,8 +272,8 @@ def _decoded(raw: str) -> tuple[str, str] | None:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
     arguments = call.get("arguments", call.get("parameters"))
-    if isinstance(arguments, str):
-        return call["name"], arguments
-    if arguments is not None and not isinstance(arguments, dict):
+    if arguments is not None and not isinstance(arguments, str | dict):
         return None
-    return call["name"], json.dumps(arguments or {}, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    return _whole_characters(call["name"]), _whole_characters(arguments)

@@ -1,8 +1,7 @@
-"""A model's tokenizer and chat template, read from its files without transformers."""
+"""A model's tokenizer, read from its files without transformers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from tokenizers import Tokenizer
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.messages import Int32
-from nanoactor.models.config import read_json
 from nanoactor.models.errors import ModelError
+from nanoactor.text.template import ChatTemplate, TemplateFacts
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
@@ -31,144 +30,6 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-class ChatTemplate:
-    """Renders messages as the model was trained to read them.
-
-    The environment offers what transformers offers: a sandbox, `raise_exception`,
-    `strftime_now`, `tojson`, and the special tokens by name.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        try:
-            config = _optional_json(directory / "tokenizer_config.json")
-            tokens = {**_optional_json(directory / "special_tokens_map.json"), **config}
-            self._special = {
-                key: value["content"] if isinstance(value, dict) else value
-                for key, value in tokens.items()
-                if key.endswith("_token") and isinstance(value, str | dict)
-            }
-            sources = _template_sources(directory, config)
-        except (KeyError, AttributeError, UnicodeError) as error:
-            raise ModelError(
-                f"{directory}: its special tokens or chat templates are malformed: {error!r}"
-            ) from error
-        # Compiled now, so that a malformed template fails the start and not a request.
-        self._templates = {name: _compile(source) for name, source in sources.items()}
-
-    @property
-    def exists(self) -> bool:
-        """Whether there is any."""
-        return bool(self._templates)
-
-    def render(self, messages: list[Any], options: Mapping[str, Any]) -> str:
-        """The prompt for these messages.
-
-        `options` are passed to the template (`add_generation_prompt` is true unless given), but for
-        `continue_final_message`: with it the prompt ends where the last message does, as in
-        transformers. Raises `InvalidRequest` where the model has no template, or it refuses.
-        """
-        name = "tool_use" if options.get("tools") and "tool_use" in self._templates else "default"
-        if name not in self._templates:
-            raise InvalidRequest(
-                "the model has no chat template; give a text prompt instead of messages"
-            )
-        values: dict[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}
-        options = dict(options)
-        continues = options.pop("continue_final_message", False)
-        if continues and options.setdefault("add_generation_prompt", False):
-            raise InvalidRequest(
-                "continue_final_message and add_generation_prompt exclude each other"
-            )
-        try:
-            text: str = self._templates[name].render(
-                messages=[_normalised(message) for message in messages],
-                **{**self._special, **values, **options},
-            )
-        except Exception as error:  # a template is a program: it can fail in any way
-            raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
-        return _up_to_the_end_of(messages[-1], text) if continues else text
-
-
-def _up_to_the_end_of(message: Mapping[str, Any], prompt: str) -> str:
-    """A prompt without what the template writes behind its last message."""
-    content = message.get("content")
-    if not isinstance(content, str) or not content.strip():
-        raise InvalidRequest("continue_final_message needs text as the last message's content")
-    begin = prompt.rfind(content.strip())
-    if begin < 0:
-        raise InvalidRequest(
-            "continue_final_message: the chat template does not show the last message's content as "
-            "it was given"
-        )
-    # Templates may trim what they show; space at its end is part of it where they do not.
-    whole = content.lstrip()
-    kept = whole if prompt.startswith(whole, begin) else content.strip()
-    return prompt[: begin + len(kept)]
-
-
-def _normalised(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without empty fields, and with the reasoning under each name that templates read."""
-    given = {key: value for key, value in message.items() if value is not None}
-    names = ("reasoning_content", "thinking", "reasoning")
-    reasoning = next((given[name] for name in names if name in given), None)
-    if reasoning is None:
-        return given
-    return {"thinking": reasoning, **given, "reasoning_content": reasoning}
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
-def _template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The model's templates by name; most have one, the default."""
-    if (directory / "chat_template.jinja").exists():
-        return {"default": (directory / "chat_template.jinja").read_text(encoding="utf-8")}
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        return {str(item.get("name")): str(item.get("template")) for item in source}
-    return {"default": source} if isinstance(source, str) else {}
-
-
-def _compile(source: str) -> Any:
-    from datetime import datetime
-
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    from nanoactor.text.jinja import GenerationTag
-
-    def raise_exception(text: str) -> None:
-        raise TemplateError(text)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ModelError(f"the model's chat template is malformed: {error}") from error
-
-
 class TextEncoder:
     """Prompts to token ids."""
 
@@ -180,10 +41,9 @@ class TextEncoder:
         """The ids of a text; with `special`, those that the tokenizer adds by itself too."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=special).ids, np.int32)
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether conversations can be rendered."""
-        return self._template.exists
+    def describe_template(self) -> TemplateFacts:
+        """What the chat template can do."""
+        return self._template.describe()
 
     def render(self, messages: list[Any], options: Mapping[str, Any]) -> str:
         """The prompt of a conversation; its template writes all special tokens itself."""

@@ -1,11 +1,13 @@
 """Thoughts and calls in a model's text: what they are, and that no cut of the text matters."""
 
 import json
+import time
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nanoactor.server.answers import ChatChoice
 from nanoactor.server.reasoning import ReasoningParser
 from nanoactor.server.tool_calls import Arguments, Call, ToolCallParser
 
@@ -110,6 +112,23 @@ CASES = [
     (f"<tool_call>{OSLO}<tool_call>{OSLO}", "", [("weather", '{"city": "Oslo"}')] * 2),
     (f"a <tool_cal{block(OSLO)}", "a <tool_cal", [("weather", '{"city": "Oslo"}')]),
     (block(json.dumps({"name": "wëß", "arguments": {}})), "", [("wëß", "{}")]),
+    (block('{"name": "a\\ud83d", "arguments": {}}'), "", [("a\ufffd", "{}")]),
+    (
+        block('{"arguments": {"a": "\\udc00"}, "name": "f"}'),
+        "",
+        [("f", '{"a": "\ufffd"}')],
+    ),
+    (block('{"name": "f", "arguments": "\\ud800"}'), "", [("f", "\ufffd")]),
+    # A missing brace or tag does not swallow what follows.
+    (
+        f'<tool_call>{{"name": "f", "arguments": {{"a": 1</tool_call>\n{block(OSLO)}',
+        "",
+        [("f", '{"a": 1'), ("weather", '{"city": "Oslo"}')],
+    ),
+    (f"<tool_call>{OSLO}\n{OSLO}</tool_call>", "", [("weather", '{"city": "Oslo"}')] * 2),
+    (f"<tool_call>{OSLO}\nsays</tool_call> more", "more", [("weather", '{"city": "Oslo"}')]),
+    ("The tag \n<tool_call> is a tag.", "The tag \n<tool_call> is a tag.", []),
+    ("a <tool_call>\n[1]", "a <tool_call>\n[1]", []),
 ]
 
 
@@ -144,6 +163,32 @@ def test_arguments_are_streamed():
     assert parser.push("}\n</tool_call>") == parser.finish() == []
 
 
+def test_a_tag_that_is_only_mentioned_holds_nothing_back():
+    parser = ToolCallParser()
+    assert parser.push("Write <tool_call> ") == ["Write"]
+    assert parser.push("first") == [" <tool_call>", " first"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "f", "arguments": "' + 100_000 * "x" + '"}</tool_call>',
+        '<tool_call>{"name": "' + 100_000 * "x" + '", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": "' + 100_000 * "x" + '"}}</tool_call>',
+        "<think>" + 50_000 * "\n" + "</think>" + 50_000 * " ",
+    ],
+    ids=["string", "name", "object", "space"],
+)
+def test_a_long_answer_costs_little_for_each_piece(text):
+    """Time that grows with the square of the length would be minutes here."""
+    begin = time.process_time()
+    choice = ChatChoice(0, ReasoningParser(), ToolCallParser())
+    for at in range(0, len(text), 4):
+        choice.push(text[at : at + 4])
+    choice.finish("stop")
+    assert time.process_time() - begin < 4
+
+
 def test_text_is_not_held_back_for_longer_than_it_must():
     parser = ToolCallParser()
     assert parser.push("Hello <") == ["Hello"]
@@ -152,3 +197,42 @@ def test_text_is_not_held_back_for_longer_than_it_must():
     assert thoughts.push("<think>So ") == ("So ", "")
     assert thoughts.push("it\n<") == ("it", "")
     assert thoughts.push("/b") == ("\n</b", "")
+
+
+# -- both, as a choice of an answer -------------------------------------------------------
+
+
+def answered(pieces, opened, reason):
+    """A choice put together from its deltas must be the one that is told as a whole."""
+    choice = ChatChoice(0, ReasoningParser(opened), ToolCallParser())
+    members = choice.begin() + [m for piece in pieces for m in choice.push(piece)]
+    members += choice.finish(reason)
+    whole = choice.whole()
+    deltas = [member["delta"] for member in members]
+    assert [m["finish_reason"] for m in members[:-1]] == [None] * (len(members) - 1)
+    assert members[-1]["finish_reason"] == whole["finish_reason"]
+    content = "".join(delta.get("content", "") for delta in deltas)
+    thoughts = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert content == (whole["message"]["content"] or "")
+    assert thoughts == whole["message"].get("reasoning_content", "")
+    calls = whole["message"].get("tool_calls", [])
+    arguments = [""] * len(calls)
+    for delta in deltas:
+        for call in delta.get("tool_calls", []):
+            arguments[call["index"]] += call["function"]["arguments"]
+    assert arguments == [call["function"]["arguments"] for call in calls]
+    names = [call["function"]["name"] for call in calls]
+    return thoughts, content, list(zip(names, arguments, strict=True)), whole["finish_reason"]
+
+
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "hm\n", *PARTS]), max_size=14).map("".join),
+    st.booleans(),
+    st.sampled_from(["stop", "length"]),
+    st.data(),
+)
+def test_an_answer_does_not_depend_on_the_cut(text, opened, reason, data):
+    found = answered(cut(text, data), opened, reason)
+    assert found == answered([text], opened, reason)
+    expected = "tool_calls" if found[2] and reason == "stop" else reason
+    assert found[3] == expected

@@ -13,7 +13,8 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.messages import Sampling, Stopping, Submit, TextOptions
 from nanoactor.models.errors import ModelError
 from nanoactor.runtime import codec
-from nanoactor.text.tokenizer import ChatTemplate, TextEncoder, load_tokenizer
+from nanoactor.text.template import ChatTemplate
+from nanoactor.text.tokenizer import TextEncoder, load_tokenizer
 from tests.text.tokenizers_for_tests import DEMO, TEXTS, llama_like
 
 CHAT = [

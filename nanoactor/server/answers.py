@@ -1,0 +1,152 @@
+"""From a model's text to the answer of one choice, in pieces or as a whole."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Protocol
+
+from nanoactor.server.reasoning import ReasoningParser
+from nanoactor.server.tool_calls import Arguments, Call, Piece, ToolCallParser
+
+Delta = dict[str, Any]
+
+
+class Choice(Protocol):
+    """One choice of an answer that grows."""
+
+    def push(self, text: str) -> list[Delta]:
+        """What a further piece of text adds: members of a stream's choices."""
+
+    def finish(self, reason: str) -> list[Delta]:
+        """What remains, the last with the reason why the text has ended."""
+
+    def whole(self) -> Delta:
+        """All of it, as a member of an answer's choices."""
+
+
+class TextChoice:
+    """Of a completion."""
+
+    def __init__(self, index: int, echo: str = "") -> None:
+        """`echo`: the prompt, where it is to stand before the answer."""
+        self._index = index
+        self._echo = echo
+        self._text: list[str] = []
+        self._reason: str | None = None
+
+    def begin(self) -> list[Delta]:
+        """The prompt."""
+        return self.push(self._echo) if self._echo else []
+
+    def push(self, text: str) -> list[Delta]:
+        """The text itself."""
+        if not text:
+            return []
+        self._text.append(text)
+        return [self._member(text, None)]
+
+    def finish(self, reason: str) -> list[Delta]:
+        """The reason alone."""
+        self._reason = reason
+        return [self._member("", reason)]
+
+    def _member(self, text: str, reason: str | None) -> Delta:
+        return {"index": self._index, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def whole(self) -> Delta:
+        """The text, with the prompt if it was asked for."""
+        return self._member("".join(self._text), self._reason)
+
+
+class ChatChoice:
+    """Of a conversation: content, thoughts and calls."""
+
+    def __init__(
+        self, index: int, reasoning: ReasoningParser | None, tools: ToolCallParser | None
+    ) -> None:
+        """Without a parser, what it would find stays in the content."""
+        self._index = index
+        self._reasoning = reasoning
+        self._tools = tools
+        self._content: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._reason: str | None = None
+
+    def begin(self) -> list[Delta]:
+        """Who speaks."""
+        return [self._member({"role": "assistant", "content": ""})]
+
+    def push(self, text: str) -> list[Delta]:
+        """What is certain now."""
+        thoughts = ""
+        if self._reasoning is not None:
+            thoughts, text = self._reasoning.push(text)
+        return self._deltas(thoughts, self._pieces(text))
+
+    def _pieces(self, text: str) -> list[Piece]:
+        if self._tools is not None:
+            return self._tools.push(text)
+        return [text] if text else []
+
+    def finish(self, reason: str) -> list[Delta]:
+        """What the parsers held back, then the reason."""
+        thoughts = text = ""
+        if self._reasoning is not None:
+            thoughts, text = self._reasoning.finish()
+        pieces = self._pieces(text)
+        if self._tools is not None:
+            pieces += self._tools.finish()
+        deltas = self._deltas(thoughts, pieces)
+        self._reason = "tool_calls" if self._calls and reason == "stop" else reason
+        return [*deltas, self._member({}, self._reason)]
+
+    def _deltas(self, thoughts: str, pieces: list[Piece]) -> list[Delta]:
+        deltas = []
+        if thoughts:
+            self._thoughts.append(thoughts)
+            deltas.append(self._member({"reasoning_content": thoughts}))
+        deltas += [self._member(self._delta(piece)) for piece in pieces]
+        return deltas
+
+    def _delta(self, piece: Piece) -> Delta:
+        if isinstance(piece, Call):
+            call = {
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": piece.name, "arguments": ""},
+            }
+            self._calls.append(call)
+            return {"tool_calls": [{"index": piece.index, **call, "function": {**_copy(call)}}]}
+        if isinstance(piece, Arguments):
+            self._calls[piece.index]["function"]["arguments"] += piece.text
+            return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+        self._content.append(piece)
+        return {"content": piece}
+
+    def _member(self, delta: Delta, reason: str | None = None) -> Delta:
+        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+    def whole(self) -> Delta:
+        """The message."""
+        content = "".join(self._content)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content if content or not self._calls else None,
+            "refusal": None,
+        }
+        if self._thoughts:
+            message["reasoning_content"] = "".join(self._thoughts)
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return {
+            "index": self._index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": self._reason,
+        }
+
+
+def _copy(call: dict[str, Any]) -> dict[str, Any]:
+    function: dict[str, Any] = call["function"]
+    return dict(function)

@@ -1,0 +1,71 @@
+"""How the server listens, whom it lets in, and how long it waits for whom."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from typing import Any
+
+from nanoactor.errors import InvalidConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """Options of `nanoactor serve` besides the engine's. Raises `InvalidConfig`, naming one."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: one that is free; the log says which."""
+    served_model_name: str | None = None
+    """What clients call the model; default: the name it was started with."""
+    api_keys: tuple[str, ...] = ()
+    """Where there are any, every route but /live and /ready asks for one."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names by which a server on the loopback interface may be called, besides localhost."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages of these origins may call; "*" is any."""
+    separate_reasoning: bool = True
+    """Whether `<think>` goes to `reasoning_content`; a request may say otherwise."""
+    max_body_bytes: int | None = None
+    """Default: what the longest prompt can take."""
+    max_connections: int = 10_000
+    drain_timeout: float = 30.0
+    """Seconds that running requests are given after SIGTERM."""
+    idle_timeout: float = 75.0
+    """Seconds that a connection may take for a request's head, or do nothing between two."""
+    body_timeout: float = 30.0
+    """Seconds that a request's body may take."""
+    send_timeout: float = 60.0
+    """Seconds that a client may leave unread what it was sent."""
+    stall_timeout: float = 60.0
+    """Seconds without a step while there is work after which /health says no."""
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every option by itself."""
+        if not isinstance(self.port, int) or not 0 <= self.port < 1 << 16:
+            raise InvalidConfig(f"port must be from 0 to 65535, got {self.port!r}")
+        for name in ("drain_timeout", "idle_timeout", "body_timeout", "send_timeout"):
+            self._check_positive(name)
+        for name in ("stall_timeout", "max_connections"):
+            self._check_positive(name)
+        if self.max_body_bytes is not None:
+            self._check_positive("max_body_bytes")
+        for key in self.api_keys:
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise InvalidConfig("an API key must be printable ASCII without spaces")
+
+    def _check_positive(self, name: str) -> None:
+        value: Any = getattr(self, name)
+        if not isinstance(value, int | float) or not 0 < value < 1e9:
+            raise InvalidConfig(f"{name} must be a positive number, got {value!r}")
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can call."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False

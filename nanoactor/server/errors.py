@@ -1,0 +1,91 @@
+"""What a client is told when something is wrong: OpenAI's shape, and the status that fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from nanoactor.errors import EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
+
+RETRY_AFTER = "1"
+"""Seconds until another try is worth it: a queue that is full now moves within steps."""
+_PATH = re.compile(r"`\$\.([A-Za-z_]\w*)")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+
+
+class APIError(Exception):
+    """An answer other than the one that was asked for."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`param` names the field of the request that is wrong, `code` what programs look for."""
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As OpenAI writes it."""
+        error = {"message": self.message, "type": _kind(self.status)}
+        return {"error": error | {"param": self.param, "code": self.code}}
+
+
+def _kind(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def invalid(message: str, param: str | None = None) -> APIError:
+    """The request cannot be served as it is."""
+    return APIError(400, message, param=param)
+
+
+def unavailable(message: str) -> APIError:
+    """Not now, or not here any more."""
+    return APIError(503, message, headers={"Retry-After": RETRY_AFTER})
+
+
+def from_engine(error: Exception, names: frozenset[str] = frozenset()) -> APIError:
+    """What an engine's error means to a client; `names` are the fields of its request."""
+    if isinstance(error, EngineOverloaded):
+        return APIError(429, str(error), code="overloaded", headers={"Retry-After": RETRY_AFTER})
+    if isinstance(error, EngineDead | EngineClosed):
+        return APIError(503, str(error), code="engine_dead")
+    if isinstance(error, InvalidRequest):
+        text = str(error)
+        # The engine's messages begin with the parameter's name, where it is one.
+        first = re.match(r"\w+", text)
+        param = first[0] if first and first[0] in names else None
+        code = "context_length_exceeded" if "max_model_len" in text else None
+        return APIError(400, text, param=param, code=code)
+    return APIError(500, "internal error; the server's log has its cause", code="internal_error")
+
+
+def from_decoding(error: Exception) -> APIError:
+    """A body that is no JSON, or not what is expected."""
+    if isinstance(error, RecursionError):
+        return invalid("the body is nested too deeply")
+    if isinstance(error, UnicodeDecodeError):
+        return invalid("the body is not valid UTF-8")
+    text = str(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return invalid(f"the body is not valid JSON: {text}")
+    if unknown := _UNKNOWN.search(text):
+        name = unknown[1][:100]
+        return invalid(f"{name!r} is not a parameter that this server knows", name)
+    path = _PATH.search(text)
+    return invalid(text.replace("$.", ""), path[1] if path else None)

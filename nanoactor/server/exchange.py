@@ -1,0 +1,45 @@
+"""A request with what will be told of it, and answers in JSON."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+class Exchange:
+    """A request on its way through the server, and what the log will tell of it."""
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        given = request.headers.get("x-request-id", "")
+        self.id = given if _ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+        self.request = request
+        self.headers: dict[str, str] = {"x-request-id": self.id}
+        """Of the answer, whatever it is."""
+        self.note = ""
+        """For the log: what came of it."""
+        self.broken_off = False
+        """Whether its answer ended with an error after it had begun."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part of the answer has left: then there cannot be another."""
+        return self.request.writer.output_size > 0
+
+
+def json_response(
+    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """An answer in JSON."""
+    return web.Response(
+        body=msgspec.json.encode(value),
+        status=status,
+        headers=headers,
+        content_type="application/json",
+    )

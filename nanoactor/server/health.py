@@ -1,0 +1,71 @@
+"""Is the engine getting on? Judged by the age of each actor's latest step while work is pending."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+Figures = Mapping[str, Mapping[str, Any]]
+"""By actor: its statistics."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Health:
+    """What /health says."""
+
+    status: str
+    """"ok", "stalled" or "dead"."""
+    culprit: str
+    """The actor that lags most, where there is one."""
+    work_pending: bool
+    step_age: float | None
+    """Seconds since the latest completed step, or since there is work if that is later; None
+    where nothing is pending."""
+    actors: Mapping[str, Mapping[str, float | None]]
+    """By actor: the age of its latest step, and of its latest sign of life."""
+
+    @property
+    def well(self) -> bool:
+        """Whether a balancer should send requests here."""
+        return self.status == "ok"
+
+
+def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float) -> Health:
+    """Judge by the latest figures of every actor and by when each was heard, in ns.
+
+    Work is pending where the scheduler has requests, or the frontend has some that it waits for.
+    An actor stalls when its step, or its silence, is older than `limit` seconds meanwhile.
+    """
+    since = int(figures.get("scheduler", {}).get("live_since", 0))
+    pending = bool(since) or bool(figures.get("frontend", {}).get("entries", 0))
+    actors: dict[str, dict[str, float | None]] = {}
+    lags: dict[str, float] = {}
+    for name, own in figures.items():
+        silence = (now - heard_at[name]) * 1e-9
+        step_age = None
+        if since and "step_at" in own:
+            step_age = (now - max(int(own["step_at"]), since)) * 1e-9
+        actors[name] = {"step_age": step_age, "silence": silence}
+        lags[name] = max(silence, step_age or 0.0)
+    culprit = _culprit(actors, lags, limit)
+    stalled = bool(culprit) and pending
+    age = actors.get("scheduler", {}).get("step_age")
+    return Health("stalled" if stalled else "ok", culprit if stalled else "", pending, age, actors)
+
+
+def _culprit(
+    actors: Mapping[str, Mapping[str, float | None]], lags: Mapping[str, float], limit: float
+) -> str:
+    """The one that is silent, for whoever waits for it lags as much; else who lags most."""
+    silent = {name: own["silence"] or 0.0 for name, own in actors.items()}
+    for ages in (silent, lags):
+        worst = max(ages, key=lambda name: ages[name], default="")
+        if worst and ages[worst] > limit:
+            return worst
+    return ""
+
+
+def dead(reason: str) -> Health:
+    """The engine has died."""
+    return Health("dead", reason, True, None, {})

@@ -1,0 +1,175 @@
+"""Figures for Prometheus: what clients saw, and what the actors say of themselves."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from nanoactor.outputs import RequestMetrics
+
+_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKENS = tuple(float(1 << power) for power in range(18))
+
+
+class Histogram:
+    """Counts by size. Made for the path of every token: `observe` takes several at once."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        """`bounds`: the upper ones, ascending."""
+        self._name = name
+        self._text = text
+        self._bounds = [float(bound) for bound in bounds]
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value so many times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def family(self) -> Metric:
+        """As Prometheus reads it: cumulative."""
+        edges = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        totals = itertools.accumulate(self._counts)
+        buckets = [(edge, float(total)) for edge, total in zip(edges, totals, strict=True)]
+        family = HistogramMetricFamily(self._name, self._text)
+        family.add_metric([], buckets, self._sum)
+        return family
+
+
+class Timer:
+    """Takes the times of one request, as its tokens came to the server's loop: how fast its client
+    reads them does not count."""
+
+    def __init__(self, metrics: Metrics, times: RequestMetrics) -> None:
+        self._metrics = metrics
+        self._times = times
+        self._last = 0.0
+        self._tokens = 0
+
+    def tokens(self, count: int) -> None:
+        """So many more have come."""
+        if not count:
+            return
+        times, metrics = self._times, self._metrics
+        came = times.last_token_time or 0.0
+        if not self._tokens:
+            self._last = times.first_token_time or came
+            metrics.ttft.observe(self._last - times.arrival_time)
+            self._tokens, count = 1, count - 1
+        if count:
+            metrics.itl.observe((came - self._last) / count, count)
+        self._last = came
+        self._tokens += count
+
+    def end(self, prompt: int) -> None:
+        """It is complete; its prompt had so many tokens."""
+        times, metrics = self._times, self._metrics
+        metrics.e2e.observe((times.finished_time or self._last) - times.arrival_time)
+        metrics.prompt_tokens.observe(prompt)
+        metrics.output_tokens.observe(self._tokens)
+        if self._tokens > 1 and times.first_token_time is not None:
+            metrics.tpot.observe((self._last - times.first_token_time) / (self._tokens - 1))
+
+
+class Metrics(Collector):
+    """All figures of a server."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self.requests = Counter(
+            "nanoactor_requests",
+            "Answers, by path and outcome.",
+            ["path", "outcome"],
+            registry=self._registry,
+        )
+        self.broken_off = Counter(
+            "nanoactor_streams_broken_off",
+            "Streams that ended with an error after they had begun.",
+            registry=self._registry,
+        )
+        self.ttft = Histogram(
+            "nanoactor_time_to_first_token_seconds",
+            "From a request's arrival to its first token at the server's loop.",
+            _LATENCY,
+        )
+        self.itl = Histogram(
+            "nanoactor_inter_token_latency_seconds",
+            "Between two tokens of a stream; tokens that come together share the time.",
+            _LATENCY,
+        )
+        self.tpot = Histogram(
+            "nanoactor_time_per_output_token_seconds",
+            "Of a request, after its first token.",
+            _LATENCY,
+        )
+        self.e2e = Histogram(
+            "nanoactor_request_seconds", "From a request's arrival to its end.", _LATENCY
+        )
+        self.prompt_tokens = Histogram(
+            "nanoactor_request_prompt_tokens", "Of complete requests.", _TOKENS
+        )
+        self.output_tokens = Histogram(
+            "nanoactor_request_output_tokens", "Of complete requests.", _TOKENS
+        )
+        self.lag = Histogram(
+            "nanoactor_event_loop_lag_seconds",
+            "How late the server's event loop was for a timer.",
+            (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1),
+        )
+        self._histograms = (
+            self.ttft,
+            self.itl,
+            self.tpot,
+            self.e2e,
+            self.prompt_tokens,
+            self.output_tokens,
+            self.lag,
+        )
+        self.engine: Callable[[], Iterator[Metric]] = lambda: iter(())
+        """Figures of the engine, as last known."""
+        self._registry.register(self)
+
+    def timer(self, times: RequestMetrics) -> Timer:
+        """For one request."""
+        return Timer(self, times)
+
+    def collect(self) -> Iterator[Metric]:
+        """For the registry."""
+        for histogram in self._histograms:
+            yield histogram.family()
+        yield from self.engine()
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        text: bytes = generate_latest(self._registry)
+        return text
+
+
+def gauge(name: str, text: str, value: float) -> Metric:
+    """A figure that goes up and down."""
+    return GaugeMetricFamily(f"nanoactor_{name}", text, value=value)
+
+
+def counter(name: str, text: str, value: float) -> Metric:
+    """A figure that only grows."""
+    return CounterMetricFamily(f"nanoactor_{name}", text, value=value)
+
+
+def gauges(name: str, text: str, label: str, values: dict[str, Any]) -> Metric:
+    """One figure for each of several."""
+    family = GaugeMetricFamily(f"nanoactor_{name}", text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

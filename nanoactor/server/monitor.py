@@ -1,0 +1,245 @@
+"""Looks at the engine twice a second, for /metrics, /health and the page, however many ask."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+
+from nanoactor.actors.runner import DEVICE
+from nanoactor.actors.scheduler import LOAD
+from nanoactor.engine import AsyncLLM
+from nanoactor.errors import NanoactorError
+from nanoactor.server.health import Health, assess, dead
+from nanoactor.server.metrics import Metrics, counter, gauge, gauges
+
+log = logging.getLogger("nanoactor.server")
+
+INTERVAL, BINS, KEPT = 0.5, 10, 60
+"""Seconds between looks, stretches that each is divided into, and looks that are remembered."""
+_LAG_INTERVAL = 0.02
+_SHARE_OVER = 20
+"""Looks over which shares are averaged: ten seconds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    """The engine at one moment."""
+
+    number: int
+    lanes: dict[str, list[int]]
+    """By actor and device: how busy in each stretch of the time before, in percent."""
+    busy_seconds: float
+    """Of the device, since the start."""
+    load_seconds: float
+    """For which there was something to do."""
+    steps: int
+    """That the device has done."""
+    figures: dict[str, float]
+    """Of the queue, the sequences, the cache."""
+
+
+class Monitor:
+    """Keeps the latest looks, and how late the loop is for its timers."""
+
+    def __init__(self, llm: AsyncLLM, metrics: Metrics, stall_timeout: float) -> None:
+        self._llm = llm
+        self._metrics = metrics
+        self._stall_timeout = stall_timeout
+        self._looks: deque[Look] = deque(maxlen=KEPT)
+        self._figures: dict[str, dict[str, Any]] = {}
+        self._heard_at: dict[str, int] = {}
+        self._looked_to = time.monotonic_ns()
+        self._number = 0
+        self._dead = ""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._was_well = True
+        metrics.engine = self.collect
+
+    async def start(self) -> None:
+        """Look for the first time, and go on looking."""
+        await self._look()
+        self._tasks = [
+            asyncio.ensure_future(self._keep_looking()),
+            asyncio.ensure_future(self._measure_lag()),
+        ]
+
+    async def stop(self) -> None:
+        """Look no more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _keep_looking(self) -> None:
+        while not self._dead:
+            await asyncio.sleep(INTERVAL)
+            try:
+                await self._look()
+            except NanoactorError as error:
+                self._dead = str(error)
+                log.critical("%s", error)
+            self._tell_health()
+
+    def _tell_health(self) -> None:
+        """Log when it changes, once."""
+        health = self.health()
+        if health.well != self._was_well:
+            self._was_well = health.well
+            if health.well:
+                log.warning("the engine goes on")
+            else:
+                log.error("the engine is %s: %s", health.status, health.culprit)
+
+    async def _measure_lag(self) -> None:
+        """How much later than asked for the loop runs what is due: the lag of everything on it."""
+        while True:
+            due = time.monotonic() + _LAG_INTERVAL
+            await asyncio.sleep(_LAG_INTERVAL)
+            self._metrics.lag.observe(max(0.0, time.monotonic() - due))
+
+    # -- looking --------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        begin, now = self._looked_to, time.monotonic_ns()
+        width = max(1, (now - begin) // BINS)
+        figures, lanes = await asyncio.gather(
+            self._llm.statistics(), self._llm.activity(begin, width, BINS)
+        )
+        heard = time.monotonic_ns()
+        for name, own in figures.items():
+            self._figures[name] = own["actor"]
+            self._heard_at[name] = heard
+        self._looked_to = begin + width * BINS
+        self._number += 1
+        shares = {
+            name: [round(100 * share) for share in lane.tolist()]
+            for name, lane in lanes.items()
+            if not name.endswith(f" {LOAD}")
+        }
+        self._looks.append(self._summed(shares))
+
+    def _summed(self, lanes: dict[str, list[int]]) -> Look:
+        scheduler, frontend = self._of("scheduler"), self._of("frontend")
+        blocks = scheduler.get("blocks", 0)
+        figures = {
+            "waiting_requests": frontend.get("waiting_requests", 0),
+            "waiting_tokens": frontend.get("waiting_tokens", 0),
+            "running": scheduler.get("running", 0),
+            "blocks": blocks,
+            "blocks_used": blocks - self._of("blocks").get("available", blocks),
+            "output_tokens": scheduler.get("output_tokens", 0),
+            "hit_ratio": self._of("blocks").get("hit_ratio", 0.0),
+        }
+        busy, load = (
+            self._of("runner.0").get("busy_seconds", 0.0),
+            scheduler.get("load_seconds", 0.0),
+        )
+        steps = self._of("runner.0").get("steps_done", 0)
+        return Look(self._number, lanes, busy, load, steps, figures)
+
+    def _of(self, actor: str) -> dict[str, Any]:
+        return self._figures.get(actor, {})
+
+    def _idle(self, over: int) -> float:
+        """Share of the time with work for which the device had none, in the last looks."""
+        looks = list(self._looks)[-over - 1 :]
+        if len(looks) < 2:
+            return 0.0
+        load = looks[-1].load_seconds - looks[0].load_seconds
+        busy = looks[-1].busy_seconds - looks[0].busy_seconds
+        return min(1.0, max(0.0, 1 - busy / load)) if load > 0 else 0.0
+
+    # -- telling --------------------------------------------------------------------------
+
+    def health(self) -> Health:
+        """As of now."""
+        if self._dead:
+            return dead(self._dead)
+        now = time.monotonic_ns()
+        return assess(self._figures, self._heard_at, now, self._stall_timeout)
+
+    def since(self, number: int) -> dict[str, Any]:
+        """The looks after one with this number, for the page."""
+        looks = [look for look in self._looks if look.number > number]
+        last = self._looks[-1]
+        return {
+            "number": last.number,
+            "interval": INTERVAL,
+            "bins": BINS,
+            "device": f"runner.0 {DEVICE}",
+            "lanes": [look.lanes for look in looks],
+            "tokens": [look.figures["output_tokens"] for look in looks],
+            "idle": self._idle(4),
+            "loaded": len(self._looks) > 1 and last.load_seconds > self._looks[-2].load_seconds,
+            **last.figures,
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        if not self._looks:
+            return
+        last = self._looks[-1]
+        figures, scheduler, blocks = last.figures, self._of("scheduler"), self._of("blocks")
+        yield gauge("up", "Whether the engine lives.", float(not self._dead))
+        if self._dead:
+            return
+        yield gauge(
+            "queue_requests", "Requests without a first token.", figures["waiting_requests"]
+        )
+        yield gauge("queue_tokens", "Tokens of their prompts.", figures["waiting_tokens"])
+        yield gauge("running_sequences", "Sequences with a slot.", figures["running"])
+        yield gauge("kv_blocks", "Blocks of the KV cache.", figures["blocks"])
+        yield gauge("kv_blocks_used", "Blocks that sequences hold.", figures["blocks_used"])
+        used = figures["blocks_used"] / max(1, figures["blocks"])
+        yield gauge("kv_use_ratio", "Share of the KV cache that sequences hold.", used)
+        for name, text in (
+            ("prompt_tokens", "Tokens of prompts that were looked up in the prefix cache."),
+            ("hit_tokens", "Those of them that it held."),
+        ):
+            yield counter(f"prefix_cache_{name}", text, blocks.get(name, 0))
+        yield gauge("prefix_cache_hit_ratio", "In tokens, since the start.", figures["hit_ratio"])
+        for name, text in (
+            ("prefill_tokens", "Prompt tokens computed."),
+            ("decode_tokens", "Decode tokens computed."),
+            ("output_tokens", "Tokens that sequences got."),
+            ("steps", "Steps planned."),
+            ("preemptions", "Sequences that gave their blocks to older ones."),
+        ):
+            yield counter(name, text, scheduler.get(name, 0))
+        yield counter("device_busy_seconds", "For which the device computed.", last.busy_seconds)
+        yield counter("load_seconds", "For which there was something to do.", last.load_seconds)
+        yield gauge(
+            "device_idle_ratio",
+            "Share of the time with work for which the device had none, over ten seconds.",
+            self._idle(_SHARE_OVER),
+        )
+        yield gauge("step_seconds", "Mean step over ten seconds.", self._step_seconds())
+        yield gauges(
+            "actor_busy_ratio", "Busy share over ten seconds.", "actor", self._busy(_SHARE_OVER)
+        )
+        yield gauges(
+            "actor_step_age_seconds",
+            "Age of each actor's latest step while there is work, else 0.",
+            "actor",
+            {name: own["step_age"] or 0.0 for name, own in self.health().actors.items()},
+        )
+
+    def _step_seconds(self) -> float:
+        """Mean time of a step in the last looks."""
+        first, last = self._looks[max(0, len(self._looks) - 1 - _SHARE_OVER)], self._looks[-1]
+        steps = last.steps - first.steps
+        return (last.busy_seconds - first.busy_seconds) / steps if steps else 0.0
+
+    def _busy(self, over: int) -> dict[str, float]:
+        """By lane: its mean share in the last looks."""
+        looks = list(self._looks)[-over:]
+        return {
+            name: sum(sum(look.lanes.get(name, [0])) for look in looks) / (100 * BINS * len(looks))
+            for name in looks[-1].lanes
+        }

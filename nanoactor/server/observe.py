@@ -1,0 +1,198 @@
+"""What operators look at: health, figures, traces, and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import pickle
+import re
+import sys
+import time
+from importlib import resources
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from nanoactor.engine import AsyncLLM
+from nanoactor.runtime.tracing import NodeTrace
+from nanoactor.server.desk import Desk
+from nanoactor.server.errors import APIError, invalid, unavailable
+from nanoactor.server.exchange import Exchange, json_response
+from nanoactor.server.http import Door
+from nanoactor.server.metrics import Metrics
+from nanoactor.server.monitor import Monitor
+
+MAX_TRACE_SECONDS = 60.0
+_TRACE_PART = 0.5
+"""Seconds between looks: busy lanes remember little more than two."""
+_MOST_EXPORTS = 4
+_PART = 1 << 16
+_EXPORTER = [sys.executable, "-m", "nanoactor.tracing.export"]
+
+
+class Observation:
+    """The handlers that only look."""
+
+    def __init__(
+        self, llm: AsyncLLM, monitor: Monitor, metrics: Metrics, door: Door, desk: Desk | None
+    ) -> None:
+        self._llm = llm
+        self._monitor = monitor
+        self._metrics = metrics
+        self._door = door
+        self._desk = desk
+        self._tracing = False
+        self._exports = 0
+        self._page = resources.files("nanoactor.server").joinpath("page.html").read_bytes()
+        self._policy = _content_policy(self._page.decode())
+
+    async def live(self, exchange: Exchange) -> web.StreamResponse:
+        """`GET /live`: the process runs, and its loop too."""
+        return json_response({"status": "ok"}, headers=exchange.headers)
+
+    async def ready(self, exchange: Exchange) -> web.StreamResponse:
+        """`GET /ready`: requests are welcome."""
+        if self._door.draining:
+            raise unavailable("the server is shutting down")
+        health = self._monitor.health()
+        if not health.well:
+            raise unavailable(f"the engine is {health.status}: {health.culprit}")
+        return json_response({"status": "ok"}, headers=exchange.headers)
+
+    async def health(self, exchange: Exchange) -> web.StreamResponse:
+        """`GET /health`: how old each actor's latest step is; 503 where that is too old."""
+        health = self._monitor.health()
+        value = {**dataclasses.asdict(health), "draining": self._door.draining}
+        if self._desk is not None:
+            value["desk"] = self._desk.state
+        return json_response(value, 200 if health.well else 503, exchange.headers)
+
+    async def metrics(self, exchange: Exchange) -> web.StreamResponse:
+        """`GET /metrics`."""
+        headers = {**exchange.headers, "Content-Type": CONTENT_TYPE_LATEST}
+        return web.Response(body=self._metrics.text(), headers=headers)
+
+    async def activity(self, exchange: Exchange) -> web.StreamResponse:
+        """`GET /activity?since=N`: what the page draws."""
+        number = _only(exchange, "since", "0")
+        if not re.fullmatch(r"\d{1,15}", number, re.ASCII):
+            raise invalid("since must be the number of an earlier answer", "since")
+        return json_response(self._monitor.since(int(number)), headers=exchange.headers)
+
+    async def page(self, exchange: Exchange) -> web.StreamResponse:
+        """`GET /`."""
+        headers = {
+            **exchange.headers,
+            "Content-Security-Policy": self._policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-cache",
+        }
+        return web.Response(
+            body=self._page, headers=headers, content_type="text/html", charset="utf-8"
+        )
+
+    async def trace(self, exchange: Exchange) -> web.StreamResponse:
+        """`GET /trace?seconds=N`: what the actors do meanwhile, for ui.perfetto.dev."""
+        seconds = _seconds(_only(exchange, "seconds", "1"))
+        if self._tracing or self._exports >= _MOST_EXPORTS:
+            later = {"Retry-After": "5"}
+            raise APIError(429, "a trace is being taken", code="overloaded", headers=later)
+        self._tracing = True
+        try:
+            looks = await asyncio.to_thread(pickle.dumps, await self._watch(seconds))
+        finally:
+            self._tracing = False
+        self._exports += 1
+        try:
+            return await self._export(exchange, looks)
+        finally:
+            self._exports -= 1
+
+    async def _watch(self, seconds: float) -> list[list[NodeTrace]]:
+        """Look again and again, as lanes remember the last seconds only."""
+        since = time.monotonic_ns()
+        end = since + int(seconds * 1e9)
+        looks: list[list[NodeTrace]] = []
+        while since < end:
+            await asyncio.sleep(min(_TRACE_PART, (end - since) * 1e-9))
+            now = time.monotonic_ns()
+            trace = await self._llm.trace(since)
+            looks.append([_up_to(node, now) for node in trace.nodes])
+            since = now
+        return looks
+
+    async def _export(self, exchange: Exchange, looks: bytes) -> web.StreamResponse:
+        """In a process of its own, whose output is only passed on."""
+        pipe = asyncio.subprocess.PIPE
+        exporter = await asyncio.create_subprocess_exec(*_EXPORTER, stdin=pipe, stdout=pipe)
+        assert exporter.stdin is not None
+        assert exporter.stdout is not None
+        response = web.StreamResponse(headers=exchange.headers)
+        response.content_type = "application/json"
+        response.headers["Content-Disposition"] = 'attachment; filename="nanoactor-trace.json"'
+        try:
+            exporter.stdin.write(looks)
+            await exporter.stdin.drain()
+            exporter.stdin.close()
+            part = await exporter.stdout.read(_PART)
+            if not part:
+                raise APIError(500, "the trace could not be written; the server's log says why")
+            await response.prepare(exchange.request)
+            while part:
+                await response.write(part)
+                part = await exporter.stdout.read(_PART)
+            await response.write_eof()
+            return response
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                exporter.kill()
+            await exporter.wait()
+
+
+def _only(exchange: Exchange, name: str, default: str) -> str:
+    """The one parameter that a path takes; `APIError` for any other."""
+    query = exchange.request.query
+    for other in query:
+        if other != name:
+            raise invalid(f"{other[:100]!r} is not a parameter of {exchange.request.path}", other)
+    return query.get(name, default)
+
+
+def _up_to(node: NodeTrace, end: int) -> NodeTrace:
+    """Without what ended after a moment: the next look brings it."""
+    lanes = [
+        dataclasses.replace(lane, spans=lane.spans[lane.spans["end"] <= end]) for lane in node.lanes
+    ]
+    return dataclasses.replace(node, lanes=lanes)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TRACE_SECONDS:
+        raise invalid(
+            f"seconds must be a number above 0 and up to {MAX_TRACE_SECONDS:g}", "seconds"
+        )
+    return seconds
+
+
+def _content_policy(page: str) -> str:
+    """What the page may do: run its own script and style, and call this server; nothing else."""
+
+    def allowed(tag: str) -> str:
+        parts: list[Any] = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()) for part in parts)
+        return " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {allowed('script')}; style-src {allowed('style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )

@@ -1,0 +1,588 @@
+"""The door: what is wrong with a request is told to whoever sent it, and costs nobody else."""
+
+import asyncio
+import json
+import re
+import socket
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.server.harness import SIMULATED, hang_up, here, posted, raw, served
+
+COMPLETION = {"model": "demo", "prompt": "ROMEO:", "max_tokens": 2}
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+
+
+def send(server, data, **options):
+    return asyncio.run(raw(server.port, data, **options))
+
+
+def status(answer):
+    return int(answer[9:12]) if answer else 0
+
+
+def error(answer):
+    return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+
+
+def still_serves(server):
+    answer = server.post("/v1/completions", COMPLETION)
+    assert answer.status_code == 200, answer.text
+
+
+# -- bodies -------------------------------------------------------------------------------
+
+DEEP = b'{"model": "demo", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+DEEP_OBJECT = b'{"x":' * 50_000 + b"1" + b"}" * 50_000
+BROKEN = {
+    "empty": b"",
+    "no json": b"ROMEO:",
+    "cut off": b'{"model": "demo", "pro',
+    "no object": b"[]",
+    "null": b"null",
+    "invalid utf-8": b'{"model": "demo", "prompt": "\xff\xfe"}',
+    "half of a surrogate": b'{"model": "demo", "prompt": "\\ud800"}',
+    "not a number": b'{"model": "demo", "prompt": "a", "temperature": NaN}',
+    "too large a number": b'{"model": "demo", "prompt": "a", "temperature": 1e999}',
+    "a huge number": b'{"model": "demo", "prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    "deep list": DEEP,
+    "deep object": DEEP_OBJECT,
+    "deep values": b'{"model":"demo","messages":[{"role":"user","content":"a"}],'
+    b'"chat_template_kwargs":{"a":' + b"[" * 90_000 + b"]" * 90_000 + b"}}",
+    "two values": b"{} {}",
+    "a byte order mark": "\ufeff{}".encode(),
+    "utf-16": json.dumps(COMPLETION).encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_bodies_that_are_not_what_they_should_be(fast_server, path):
+    for name, body in BROKEN.items():
+        answer = send(fast_server, posted(path, body))
+        assert status(answer) == 400, (name, answer[:300])
+        assert error(answer)["type"] == "invalid_request_error"
+        assert error(answer)["message"]
+    still_serves(fast_server)
+
+
+@pytest.mark.parametrize(
+    ("headers", "kind", "expected"),
+    [
+        ((), "text/plain", 415),
+        ((), "application/x-www-form-urlencoded", 415),
+        ((), "multipart/form-data; boundary=x", 415),
+        ((), "", 415),
+        (("Content-Encoding: gzip",), "application/json", 415),
+        ((), "application/json; charset=utf-8", 200),
+        ((), "Application/JSON", 200),
+        (("Expect: 100-continue",), "application/json", 100),
+    ],
+)
+def test_kinds_of_bodies(fast_server, headers, kind, expected):
+    body = json.dumps(COMPLETION).encode()
+    answer = send(fast_server, posted("/v1/completions", body, *headers, kind=kind))
+    assert status(answer) == expected, answer
+    if expected == 100:
+        assert b"HTTP/1.1 200" in answer
+
+
+def test_a_body_that_is_too_long_is_refused_unread(fast_server):
+    for path in POSTS:
+        answer = send(fast_server, posted(path, b"{", length=100 << 20), seconds=5)
+        assert status(answer) == 413
+        assert b"Connection: close" in answer
+    before = fast_server.resident()
+    chunk = b"100000\r\n" + b"a" * (1 << 20) + b"\r\n"
+    head = posted("/tokenize", b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+
+    async def pour():
+        """100 MB in chunks, whether or not anybody reads them; one in four is answered."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", fast_server.port)
+        writer.write(head)
+        try:
+            for _ in range(100):
+                writer.write(chunk)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        answer = b""
+        try:
+            answer = await asyncio.wait_for(reader.read(1 << 16), 5)
+        except ConnectionError:
+            pass
+        await hang_up(writer)
+        return answer
+
+    async def main():
+        return await asyncio.gather(*(pour() for _ in range(4)))
+
+    answers = asyncio.run(main())
+    assert any(status(answer) == 413 for answer in answers)
+    assert all(status(answer) in (0, 413) for answer in answers)
+    assert fast_server.resident() - before < 64 << 20
+    still_serves(fast_server)
+
+
+def test_a_million_stop_strings(fast_server):
+    few = {**COMPLETION, "stop": ["ab"] * 100_000}
+    answer = send(fast_server, posted("/v1/completions", json.dumps(few).encode()))
+    assert status(answer) == 400
+    assert error(answer)["param"] == "stop"
+    many = {**COMPLETION, "stop": ["ab"] * 1_000_000}
+    answer = send(fast_server, posted("/v1/completions", json.dumps(many).encode()))
+    assert status(answer) == 413
+
+
+def test_a_body_that_is_cut_off_or_slow(fast_server):
+    whole = posted("/v1/completions", json.dumps(COMPLETION).encode())
+    begin = time.monotonic()
+    answer = send(fast_server, whole[:-5], seconds=8)
+    assert status(answer) == 408
+    assert 1 < time.monotonic() - begin < 6
+
+    async def leave():
+        _, writer = await asyncio.open_connection("127.0.0.1", fast_server.port)
+        writer.write(whole[:-5])
+        await writer.drain()
+        await hang_up(writer)
+
+    async def main():
+        await asyncio.gather(*(leave() for _ in range(200)))
+
+    asyncio.run(main())
+    still_serves(fast_server)
+
+
+def test_heads_that_never_end_are_hung_up_on(fast_server):
+    async def trickle(data):
+        reader, writer = await asyncio.open_connection("127.0.0.1", fast_server.port)
+        begin = time.monotonic()
+        try:
+            for byte in data:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.1)
+                if reader.at_eof():
+                    break
+            await asyncio.wait_for(reader.read(), 5)
+        except ConnectionError:
+            pass
+        await hang_up(writer)
+        return time.monotonic() - begin
+
+    async def main():
+        head = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 500
+        return await asyncio.gather(*(trickle(data) for data in [head] * 5 + [b""] * 50))
+
+    assert max(asyncio.run(main())) < 5
+    still_serves(fast_server)
+
+
+NO_HTTP = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\nContent-Length: x\r\n\r\n",
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\n" + b"".join(b"X%d: y\r\n" % n for n in range(2000)) + b"\r\n",
+    b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    b"Content-Type: application/json\r\n\r\nzz\r\n",
+]
+
+
+@pytest.mark.parametrize("data", NO_HTTP, ids=range(len(NO_HTTP)))
+def test_what_is_no_http_gets_400_and_no_traceback(fast_server, data):
+    lines = len(fast_server.lines)
+    answer = send(fast_server, data, seconds=4)
+    assert status(answer) == 400, answer[:200]
+    assert b"x-request-id" in answer
+    assert error(answer)["type"] == "invalid_request_error"
+    time.sleep(0.05)
+    assert len(fast_server.lines) - lines <= 1
+    still_serves(fast_server)
+
+
+def test_large_bodies_on_their_way_are_bounded_and_idle_ones_shut_nobody_out():
+    head = posted("/tokenize", b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    part = b"10000\r\n" + b" " * 65536 + b"\r\n"
+
+    async def main():
+        config = dict(max_body_bytes=200_000, body_timeout=3.0)
+        async with here(config=config) as server:
+            body = json.dumps({"prompt": "a" * 150_000}).encode()
+            for _ in range(80):  # each gives its room back
+                assert status(await raw(server.port, posted("/tokenize", body))) == 400
+            idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(150)]
+            for _, writer in idle:
+                writer.write(head)
+            ok = json.dumps({"prompt": "a"}).encode()
+            assert status(await raw(server.port, posted("/tokenize", ok))) == 200
+            for _, writer in idle:
+                writer.write(part * 2)
+            await asyncio.sleep(0.3)
+            answers = []
+            for reader, writer in idle:
+                try:
+                    answers.append(await asyncio.wait_for(reader.read(1000), 5))
+                except ConnectionError:
+                    answers.append(b"")
+                await hang_up(writer)
+            assert {status(answer) for answer in answers} == {503, 408}
+            assert status(await raw(server.port, posted("/tokenize", ok))) == 200
+            assert status(await raw(server.port, posted("/tokenize", body))) == 400
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("depth", [200, 700, 900, 980, 3000])
+def test_values_of_any_depth(fast_server, depth):
+    deep = b"[" * depth + b"]" * depth
+    tool = b'{"type":"function","function":{"name":"f","parameters":{"a":' + deep + b"}}}"
+    chat = b'{"model":"demo","max_tokens":1,"messages":[{"role":"user","content":"a"}],'
+    for path, body in (
+        ("/tokenize", b'{"messages":[{"role":"user","content":"a"}],"tools":[' + tool + b"]}"),
+        ("/v1/chat/completions", chat + b'"tools":[' + tool + b"]}"),
+        ("/v1/chat/completions", chat + b'"chat_template_kwargs":{"a":' + deep + b"}}"),
+    ):
+        assert status(send(fast_server, posted(path, body))) == 400
+    still_serves(fast_server)
+
+
+def test_names_of_fields_do_not_write_the_log(fast_server):
+    forged = "x\n2026-01-01 nanoactor.access INFO 10.0.0.1 GET /secret 200 \x1b[31m"
+    for name in (forged, "y" * 500_000):
+        lines = len(fast_server.lines)
+        answer = fast_server.post("/v1/completions", {**COMPLETION, name: 1})
+        assert answer.status_code == 400
+        assert len(answer.content) < 1000
+        deadline = time.monotonic() + 2
+        while len(fast_server.lines) == lines and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (line,) = fast_server.lines[lines:]
+        assert len(line) < 500
+        assert "\x1b" not in line
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+NAMES = [
+    *("model", "prompt", "messages", "max_tokens", "min_tokens", "temperature", "top_p", "top_k"),
+    *("min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "n", "stream", "stream_options"),
+    *("tools", "tool_choice", "chat_template_kwargs", "echo", "user", "priority", "logprobs"),
+    *("add_generation_prompt", "continue_final_message", "tokens", "skip_special_tokens", "x"),
+]
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(POSTS),
+    st.lists(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3), min_size=10, max_size=10),
+)
+def test_wrong_types_everywhere(fast_server, path, changes):
+    base = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}.get(path, {})
+
+    async def main():
+        bodies = [json.dumps({**base, **change}).encode() for change in changes]
+        return await asyncio.gather(*(raw(fast_server.port, posted(path, b)) for b in bodies))
+
+    for change, answer in zip(changes, asyncio.run(main()), strict=True):
+        assert status(answer) in (200, 400, 404), (change, answer)
+        if status(answer) != 200:
+            assert error(answer)["message"]
+
+
+# -- heads --------------------------------------------------------------------------------
+
+
+def test_paths_and_methods(fast_server):
+    for path, method, expected in (
+        ("/nowhere", "GET", 404),
+        ("/v1", "GET", 404),
+        ("/v1/completions", "GET", 405),
+        ("/v1/models", "POST", 405),
+        ("/live", "DELETE", 405),
+        ("/..%2f..%2fetc/passwd", "GET", 404),
+        ("/v1/models/a%2fb", "GET", 404),
+        ("/trace?second=1", "GET", 400),
+        ("/activity?to=1", "GET", 400),
+    ):
+        answer = send(
+            fast_server,
+            f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode(),
+        )
+        assert status(answer) == expected, (path, answer)
+        assert error(answer)["message"]
+        assert (b"\r\nAllow: " in answer) == (expected == 405)
+        assert b"x-request-id: req-" in answer
+    answer = fast_server.get("/v1/models", headers={"Accept": "*/*"})
+    close = b"Host: a.localhost\r\nConnection: close\r\n\r\n"
+    head = send(fast_server, b"HEAD /v1/models HTTP/1.1\r\n" + close)
+    assert f"Content-Length: {len(answer.content)}".encode() in head
+    assert head.endswith(b"\r\n\r\n")
+
+
+def test_request_ids_go_in_and_out_and_into_the_log(fast_server):
+    assert fast_server.get("/v1/models").headers["x-request-id"].startswith("req-")
+    given_id = {"x-request-id": "mine-7:a.b"}
+    assert fast_server.get("/v1/models", headers=given_id).headers["x-request-id"] == "mine-7:a.b"
+    answer = fast_server.post("/v1/completions", {**COMPLETION, "user": "a\nb"}, headers=given_id)
+    assert answer.headers["x-request-id"] == "mine-7:a.b"
+    bad = fast_server.get("/v1/models", headers={"x-request-id": "a b" * 100})
+    assert bad.headers["x-request-id"].startswith("req-")
+    deadline = time.monotonic() + 2
+    while not (lines := [line for line in fast_server.lines if "user='a\\nb'" in line]):
+        assert time.monotonic() < deadline, fast_server.lines[-5:]
+        time.sleep(0.01)
+    assert "POST /v1/completions 200" in lines[0]
+    assert "mine-7:a.b" in lines[0]
+    assert "2+2 tokens" in lines[0]
+
+
+def test_a_name_that_somebody_else_may_own_is_refused_on_the_loopback_interface(fast_server):
+    for host, expected in (
+        ("evil.example", 400),
+        ("localhost.evil.example:80", 400),
+        ("localhost:8000", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:80", 200),
+        ("my.localhost", 200),
+        ("LOCALHOST", 200),
+    ):
+        answer = send(
+            fast_server,
+            f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode(),
+        )
+        assert status(answer) == expected, host
+
+
+def test_other_origins_may_call_only_where_they_are_allowed(fast_server):
+    ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+
+    def preflight(server):
+        lines = "".join(f"{name}: {value}\r\n" for name, value in ask.items())
+        data = f"OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\n{lines}\r\n".encode()
+        return send(server, data, seconds=0.3)
+
+    assert b"Access-Control" not in preflight(fast_server)
+    assert "Access-Control-Allow-Origin" not in fast_server.get("/v1/models", headers=ask).headers
+    with served(*SIMULATED, "--cors-origin", "https://a.example", "--api-key", "k") as server:
+        answer = preflight(server)
+        assert b"204" in answer[:20]
+        assert b"Access-Control-Allow-Origin: https://a.example" in answer
+        headers = {**ask, "Authorization": "Bearer k"}
+        allowed = server.get("/v1/models", headers=headers).headers
+        assert allowed["Access-Control-Allow-Origin"] == "https://a.example"
+        for origin in ("https://b.example", "https://a.example.evil", "https://a.exampl", "null"):
+            other = server.get("/v1/models", headers={**headers, "Origin": origin}).headers
+            assert "Access-Control-Allow-Origin" not in other
+            assert other["Vary"] == "Origin"
+        ask["Access-Control-Request-Headers"] = "x-stainless-os,authorization"
+        assert b"Access-Control-Allow-Headers: x-stainless-os,authorization" in preflight(server)
+
+
+def test_connections_beyond_the_limit_are_told_so():
+    with served(*SIMULATED, "--max-connections", "5") as server:
+        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(5)]
+        time.sleep(0.1)
+        answer = send(server, b"", seconds=2)
+        assert status(answer) == 503
+        assert error(answer)["message"] == "too many connections"
+        for connection in held:
+            connection.close()
+        time.sleep(0.1)
+        still_serves(server)
+
+
+# -- what is told -------------------------------------------------------------------------
+
+
+def test_every_route_of_the_document_answers(fast_server):
+    document = fast_server.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.1")
+    for path, methods in document["paths"].items():
+        if "get" in methods:
+            answer = fast_server.get(path.replace("{model}", "demo"), timeout=20)
+            assert answer.status_code == 200, path
+            kinds = methods["get"]["responses"]["200"]["content"]
+            assert any(answer.headers["content-type"].startswith(kind) for kind in kinds)
+        else:
+            assert fast_server.post(path, {}).status_code == 400
+    properties = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {"messages", "temperature", "tools", "n"} <= set(properties)
+
+
+def test_clients_of_the_desk_may_go_away(fast_server):
+    async def leave():
+        _, writer = await asyncio.open_connection("127.0.0.1", fast_server.port)
+        writer.write(posted("/tokenize", json.dumps({"prompt": "to be " * 5000}).encode()))
+        await asyncio.sleep(0.002)
+        await hang_up(writer)
+
+    async def main():
+        for _ in range(3):
+            await asyncio.gather(*(leave() for _ in range(60)))
+
+    asyncio.run(main())
+    assert fast_server.post("/tokenize", {"prompt": "a"}).status_code == 200
+
+
+def test_tokens_there_and_back(fast_server):
+    text = "To be, or not to be: Größe 和 👍"
+    ids = fast_server.post("/tokenize", {"prompt": text}).json()
+    assert ids["count"] == len(ids["tokens"]) > 10
+    assert ids["max_model_len"] == 1024
+    assert fast_server.post("/detokenize", {"tokens": ids["tokens"]}).json() == {"prompt": text}
+    chat = fast_server.post("/tokenize", {"messages": CHAT["messages"]}).json()["tokens"]
+    told = fast_server.post("/detokenize", {"tokens": chat}).json()["prompt"]
+    assert told == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    usage = fast_server.post("/v1/chat/completions", CHAT).json()["usage"]
+    assert usage["prompt_tokens"] == len(chat)
+    for wrong in ({"tokens": [99_999]}, {"tokens": [-1]}, {"prompt": "a", "messages": []}, {}):
+        for path in ("/tokenize", "/detokenize"):
+            assert fast_server.post(path, wrong).status_code == 400
+    assert fast_server.post("/tokenize", {"prompt": "a", "model": "x"}).status_code == 404
+    messages = {"messages": CHAT["messages"]}
+    for extra in (
+        {"add_special_tokens": True},
+        {"tools": [TOOL]},
+        {"chat_template_kwargs": {"x": 1}},
+    ):
+        assert fast_server.post("/tokenize", {**messages, **extra}).status_code == 400
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def test_what_the_models_template_would_ignore_is_refused(fast_server):
+    for name, value in (("tools", [TOOL]), ("chat_template_kwargs", {"enable_thinking": False})):
+        answer = fast_server.post("/v1/chat/completions", {**CHAT, name: value})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == name
+    able = fast_server.get("/v1/models").json()["data"][0]["capabilities"]
+    assert (able["chat"], able["tools"], able["reasoning"]) == (True, False, False)
+    for extra in (
+        {"tool_calls": [{"function": {"name": "f", "arguments": ""}}]},
+        {"tool_call_id": "a"},
+    ):
+        body = {**CHAT, "messages": [{**CHAT["messages"][0], **extra}]}
+        assert fast_server.post("/v1/chat/completions", body).status_code == 400
+
+
+def test_figures_for_prometheus(fast_server):
+    def figures():
+        lines = fast_server.get("/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    time.sleep(0.6)
+    before = figures()
+    params = {**COMPLETION, "max_tokens": 50, "ignore_eos": True}
+    for stream in (False, True):
+        fast_server.post("/v1/completions", {**params, "stream": stream})
+    fast_server.post("/v1/completions", {**params, "n": 7})
+    time.sleep(1.2)
+    after = figures()
+
+    def grew(name):
+        return after[name] - before.get(name, 0.0)
+
+    path = 'path="/v1/completions"'
+    assert grew(f'nanoactor_requests_total{{outcome="ok",{path}}}') == 2
+    assert grew(f'nanoactor_requests_total{{outcome="4xx",{path}}}') == 1
+    for name, count in (
+        ("time_to_first_token_seconds_count", 2),
+        ("time_per_output_token_seconds_count", 2),
+        ("inter_token_latency_seconds_count", 98),
+        ("request_seconds_count", 2),
+        ("output_tokens_total", 100),
+        ("request_output_tokens_sum", 100),
+        ("prefix_cache_prompt_tokens_total", 4),
+    ):
+        assert grew(f"nanoactor_{name}") == count, name
+    busy = grew("nanoactor_device_busy_seconds_total")
+    assert busy == pytest.approx(0.002 * grew("nanoactor_steps_total"), rel=0.1)
+    assert after["nanoactor_step_seconds"] == pytest.approx(0.002, rel=0.2)
+    assert 0 <= after["nanoactor_device_idle_ratio"] < 0.9
+    for name in ("queue_requests", "queue_tokens", "running_sequences", "kv_blocks_used"):
+        assert after[f"nanoactor_{name}"] == 0
+    for actor in ("frontend", "scheduler", "runner.0 device"):
+        assert 0 < after[f'nanoactor_actor_busy_ratio{{actor="{actor}"}}'] < 1
+    assert grew("nanoactor_event_loop_lag_seconds_count") > 20
+    for name, least, most in (
+        ("time_to_first_token_seconds", 2 * 0.002, 1.0),
+        ("time_per_output_token_seconds", 2 * 0.0015, 0.02),
+        ("inter_token_latency_seconds", 98 * 0.0015, 1.0),
+        ("request_seconds", 2 * 49 * 0.0015, 2.0),
+    ):
+        assert least <= grew(f"nanoactor_{name}_sum") < most, name
+
+
+def test_a_trace_shows_what_happens_meanwhile(fast_server):
+    async def main():
+        body = json.dumps({**COMPLETION, "max_tokens": 700, "ignore_eos": True}).encode()
+        work = asyncio.ensure_future(raw(fast_server.port, posted("/v1/completions", body)))
+        await asyncio.sleep(0.1)
+        head = b"GET /trace?seconds=0.8 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        first = asyncio.ensure_future(raw(fast_server.port, head))
+        await asyncio.sleep(0.1)
+        second = await raw(fast_server.port, head)
+        assert status(second) == 429
+        return await first, await work
+
+    trace, answer = asyncio.run(main())
+    assert status(trace) == status(answer) == 200
+    text = re.sub(rb"\r\n[0-9a-f]+\r\n", b"", trace.partition(b"\r\n\r\n")[2])
+    found = json.loads(text[text.index(b"{") : text.rindex(b"}") + 1])["traceEvents"]
+    forwards = [e for e in found if e["name"] == "forward"]
+    assert 250 <= len(forwards) <= 420, "0.8 s of steps of 2 ms"
+    span = max(e["ts"] for e in forwards) - min(e["ts"] for e in forwards)
+    assert 0.6e6 < span < 0.9e6
+    gone = socket.create_connection(("127.0.0.1", fast_server.port))
+    gone.sendall(b"GET /trace?seconds=30 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    time.sleep(0.2)
+    gone.close()
+    time.sleep(0.2)
+    assert fast_server.get("/trace?seconds=0.1").status_code == 200, "it went away"
+    for wrong in ("0", "-1", "61", "x", "nan", ""):
+        assert fast_server.get(f"/trace?seconds={wrong}").status_code == 400
+
+
+def test_activity_goes_on_from_where_the_page_was(fast_server):
+    first = fast_server.get("/activity").json()
+    assert first["number"] >= 1
+    assert len(first["lanes"]) == len(first["tokens"]) >= 1
+    assert set(first["lanes"][0]) >= {"scheduler", "runner.0 device"}
+    assert all(len(bins) == first["bins"] for bins in first["lanes"][0].values())
+    time.sleep(1.2)
+    second = fast_server.get(f"/activity?since={first['number']}").json()
+    assert len(second["lanes"]) == second["number"] - first["number"] >= 2
+    for wrong in ("-1", "x", "1e3", "9" * 30):
+        assert fast_server.get(f"/activity?since={wrong}").status_code == 400
+
+
+def test_an_engine_without_tokenizer_serves_ids():
+    async def main():
+        async with here(skip_tokenizer_init=True) as server:
+            ok = json.dumps({**COMPLETION, "prompt": [5, 6]}).encode()
+            answer = await raw(server.port, posted("/v1/completions", ok))
+            assert status(answer) == 200
+            for path, body in (
+                ("/v1/completions", COMPLETION),
+                ("/v1/completions", {**COMPLETION, "prompt": [5], "echo": True}),
+                ("/v1/completions", {**COMPLETION, "prompt": [5], "stop": "a"}),
+                ("/v1/chat/completions", CHAT),
+            ):
+                answer = await raw(server.port, posted(path, json.dumps(body).encode()))
+                assert status(answer) == 400, answer
+            answer = await raw(server.port, posted("/tokenize", b'{"prompt": "a"}'))
+            assert status(answer) == 404
+
+    asyncio.run(main())

@@ -1,0 +1,552 @@
+"""Thousands of connections, clients that go away or do not read, signals, and deaths."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nanoactor.server.health import assess
+from tests.engine.harness import settled
+from tests.models.checkpoints import make_checkpoint
+from tests.server.harness import SIMULATED, Served, events, here, posted, raw, served
+from tests.server.scripted import directory
+from tests.text.test_chat import DEMO
+
+PATH = "/v1/completions"
+SMALL = dict(hidden_size=32, num_hidden_layers=1, head_dim=8, intermediate_size=48, vocab_size=2048)
+
+
+@pytest.fixture(autouse=True)
+def many_descriptors():
+    """The client's side needs one for each connection too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def request(**values):
+    body = {"model": "demo", "prompt": "ROMEO:", "ignore_eos": True, "max_tokens": 20, **values}
+    return posted(PATH, json.dumps(body).encode())
+
+
+def body_of(answer):
+    """The body of an answer, its chunks put together."""
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    if b"transfer-encoding: chunked" not in head.lower():
+        return rest.decode()
+    parts = []
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        parts.append(rest[: int(size, 16)])
+        rest = rest[int(size, 16) + 2 :]
+    return b"".join(parts).decode()
+
+
+def told(answer):
+    """(text, finish reason) of a stream or of a whole answer; the reason None if it broke off."""
+    assert answer.startswith(b"HTTP/1.1 200"), answer[:300]
+    if b"text/event-stream" not in answer[:1000]:
+        choice = json.loads(body_of(answer))["choices"][0]
+        return choice["text"], choice["finish_reason"]
+    values = events(body_of(answer))
+    done = values[-1] == "[DONE]"
+    choices = [value["choices"][0] for value in values if value != "[DONE]"]
+    text = "".join(choice["text"] for choice in choices)
+    return text, choices[-1]["finish_reason"] if done else None
+
+
+# -- many ---------------------------------------------------------------------------------
+
+
+def test_a_thousand_streams_at_once_end_well_and_leave_no_memory():
+    few = ("bash", "-c", 'ulimit -S -n 256; exec "$@"', "-")
+    with served("--device", "simulated:5", "--no-access-log", limits=few) as server:
+
+        async def one(number):
+            return told(await raw(server.port, request(seed=number, stream=True), seconds=60))
+
+        async def wave():
+            return await asyncio.gather(*(one(number) for number in range(1000)))
+
+        first = asyncio.run(wave())
+        assert all(reason == "length" for _, reason in first)
+        assert len({text for text, _ in first}) > 900
+        time.sleep(1)
+        before = server.resident()
+        for _ in range(2):
+            assert asyncio.run(wave()) == first
+        time.sleep(1)
+        assert server.resident() - before < 8 << 20
+        figures = server.get("/metrics").text
+        for name in ("queue_requests", "running_sequences", "kv_blocks_used"):
+            assert f"nanoactor_{name} 0.0" in figures
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny model that computes, with the demo's tokenizer."""
+    path = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(path, **SMALL)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, path / name)
+    return path
+
+
+class Client:
+    """One request that reads to its end, or hangs up at some moment."""
+
+    def __init__(self, port, rng, values, expected):
+        self.port = port
+        self.rng = rng
+        self.values = values
+        self.expected = expected
+        self.leaves = rng.choice([None, None, None, "body", "sent", "reading"])
+
+    async def run(self):
+        data = request(**self.values)
+        if self.leaves is None:
+            text, reason = told(await raw(self.port, data, seconds=60))
+            assert reason == "length"
+            assert text == self.expected
+            return
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        with contextlib.suppress(ConnectionError):
+            cut = self.rng.randrange(len(data)) if self.leaves == "body" else len(data)
+            writer.write(data[:cut])
+            await writer.drain()
+            await asyncio.sleep(self.rng.random() ** 3 * 0.2)
+            if self.leaves == "reading":
+                await reader.read(self.rng.randrange(1, 2000))
+        if self.rng.random() < 0.5:
+            writer.transport.abort()
+        else:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    "count", [1500, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+)
+def test_half_of_the_clients_hang_up_and_the_others_notice_nothing(checkpoint, count):
+    rng = random.Random(count)
+    kinds = [
+        dict(
+            prompt=[rng.randrange(3, 2048) for _ in range(rng.randrange(1, 40))],
+            max_tokens=rng.randrange(1, 24),
+            temperature=rng.choice([0, 0.9]),
+            seed=seed,
+        )
+        for seed in range(40)
+    ]
+
+    async def main():
+        options = dict(device="cpu", dtype="float32", threads=1, num_kv_blocks=400, debug=True)
+        names = {"served_model_name": "demo"}
+        async with here(checkpoint, config=names, max_num_seqs=32, **options) as server:
+            alone = [told(await raw(server.port, request(**kind)))[0] for kind in kinds]
+            room = asyncio.Semaphore(120)
+
+            async def one():
+                kind = rng.randrange(len(kinds))
+                values = {**kinds[kind], "stream": rng.random() < 0.7}
+                async with room:
+                    await Client(server.port, rng, values, alone[kind]).run()
+
+            await asyncio.gather(*(one() for _ in range(count)))
+            figures = await settled(server.llm)
+            assert figures["frontend"]["actor"]["untokenized"] == 0
+            assert figures["scheduler"]["actor"]["aborted"] > count / 20
+            assert server._completions.live == 0
+            await asyncio.sleep(0.1)
+            assert len(asyncio.all_tasks()) < 30
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_client_that_goes_away_frees_its_blocks_within_depth_and_one_steps(depth):
+    async def main():
+        options = dict(device="simulated:30", pipeline_depth=depth)
+        async with here(**options) as server:
+            for stream in (True, False):
+                _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+                writer.write(request(max_tokens=500, stream=stream))
+                await asyncio.sleep(0.4)
+                scheduler = (await server.llm.statistics())["scheduler"]["actor"]
+                assert scheduler["running"] == 1
+                writer.close()
+                before = scheduler["steps"]
+                while True:
+                    figures = await server.llm.statistics()
+                    scheduler = figures["scheduler"]["actor"]
+                    if figures["blocks"]["actor"]["available"] == scheduler["blocks"]:
+                        break
+                    await asyncio.sleep(0.001)
+                assert scheduler["steps"] - before <= depth + 1
+
+    asyncio.run(main())
+
+
+# -- slow readers -------------------------------------------------------------------------
+
+
+def unread(port, data):
+    """A connection with little room for what it does not read."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(data)
+    return connection
+
+
+def test_a_slow_reader_holds_up_nobody_and_its_chunks_merge(tmp_path):
+    model = str(directory(tmp_path))
+    arguments = ("--device", "simulated:0.5", "--served-model-name", "demo", "--no-access-log")
+    with served(*arguments, model=model) as server:
+        slow = dict(prompt=["a"] * 20, max_tokens=2500, stream=True, seed=1)
+        before = server.resident()
+        connection = unread(server.port, request(**slow))
+
+        async def others():
+            asks = [raw(server.port, request(seed=n, stream=True)) for n in range(20)]
+            return await asyncio.gather(*asks)
+
+        begin = time.monotonic()
+        for _ in range(5):
+            answers = asyncio.run(others())
+            assert all(told(answer)[1] == "length" for answer in answers)
+        assert time.monotonic() - begin < 10
+        assert server.resident() - before < 48 << 20
+        deadline = time.monotonic() + 30
+        while "nanoactor_running_sequences 0.0" not in server.get("/metrics").text:
+            assert time.monotonic() < deadline, "generation waits for its reader"
+            time.sleep(0.2)
+        answer = b""
+        connection.settimeout(20)
+        while part := connection.recv(1 << 16):
+            answer += part
+        connection.close()
+        values = events(body_of(answer))
+        assert values[-1] == "[DONE]"
+        texts = [""] * 20
+        chunks = 0
+        for value in values[:-1]:
+            chunks += 1
+            texts[value["choices"][0]["index"]] += value["choices"][0]["text"]
+        assert len(set(texts)) == 1
+        assert len(texts[0]) > 2500
+        assert chunks < 0.9 * 20 * 2500, "chunks merge while nobody reads"
+
+
+def test_who_never_reads_is_hung_up_on(tmp_path):
+    model = str(directory(tmp_path))
+    arguments = ("--device", "simulated:0.5", "--served-model-name", "demo")
+    with served(*arguments, "--send-timeout", "1", model=model) as server:
+        endless = dict(prompt=["a"] * 24, max_tokens=3900, stream=True, seed=1)
+        connection = unread(server.port, request(**endless))
+        deadline = time.monotonic() + 30
+        while not any("reads nothing" in line for line in server.lines):
+            assert time.monotonic() < deadline, server.lines
+            time.sleep(0.1)
+        time.sleep(0.7)
+        assert "nanoactor_running_sequences 0.0" in server.get("/metrics").text
+        connection.close()
+
+
+# -- the end ------------------------------------------------------------------------------
+
+
+class Stream:
+    """A request that is under way while other things happen."""
+
+    def __init__(self, server, **values):
+        self._socket = socket.create_connection(("127.0.0.1", server.port))
+        self._socket.sendall(request(stream=True, **values))
+        self._socket.settimeout(20)
+        self._got = b""
+        while b"data: " not in self._got:
+            self._got += self._socket.recv(1 << 16)
+
+    def rest(self):
+        """All events, once it has ended."""
+        while part := self._socket.recv(1 << 16):
+            self._got += part
+        self._socket.close()
+        return events(body_of(self._got))
+
+
+def test_after_a_signal_running_streams_end_and_new_ones_are_refused():
+    server = Served(*SIMULATED)
+    stream = Stream(server, max_tokens=600)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    for stream_ in (True, False):
+        answer = server.post(PATH, {"model": "demo", "prompt": "a", "stream": stream_})
+        assert answer.status_code == 503
+        assert "shutting down" in answer.json()["error"]["message"]
+        assert answer.headers["Retry-After"]
+    assert server.get("/ready").status_code == 503
+    assert server.get("/live").status_code == server.get("/health").status_code == 200
+    assert server.get("/health").json()["draining"] is True
+    values = stream.rest()
+    assert values[-1] == "[DONE]"
+    assert values[-2]["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(10) == 0
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_is_not_done_in_time_ends_with_an_error_that_clients_can_read(number):
+    server = Served(*SIMULATED, "--drain-timeout", "0.5")
+    stream = Stream(server, max_tokens=1000)
+    begin = time.monotonic()
+
+    async def whole():
+        return await raw(server.port, request(max_tokens=1000))
+
+    async def main():
+        waiting = asyncio.ensure_future(whole())
+        await asyncio.sleep(0.1)
+        server.process.send_signal(number)
+        return await waiting
+
+    answer = asyncio.run(main())
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert "not complete" in json.loads(body_of(answer))["error"]["message"]
+    values = stream.rest()
+    assert "not complete" in values[-1]["error"]["message"]
+    assert values[-1]["error"]["type"] == "server_error"
+    assert server.process.wait(5) == 0
+    assert server.stop() == 0
+    assert time.monotonic() - begin < 4
+
+
+def test_a_second_signal_ends_at_once():
+    server = Served(*SIMULATED, "--drain-timeout", "100")
+    stream = Stream(server, max_tokens=1000)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    begin = time.monotonic()
+    assert server.stop() == -signal.SIGTERM
+    assert time.monotonic() - begin < 1
+    with contextlib.suppress(ConnectionError):
+        assert stream.rest()[-1] != "[DONE]"
+
+
+def test_a_signal_while_the_engine_starts_ends_it():
+    command = [sys.executable, "-m", "nanoactor", "serve", "demo", "--port", "0", *SIMULATED]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(10) == 0, errors
+    assert "Traceback" not in errors
+
+
+def test_an_address_that_is_taken_is_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "nanoactor", "serve", "demo", "--port", port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+# -- health -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stopped(server, title):
+    """One of the server's processes, by its title, hangs meanwhile."""
+    (pid,) = [p for p in server.family if comm(p) == title]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def comm(pid):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm") as file:
+        return file.read().strip()
+
+
+def until(check, seconds=8.0):
+    deadline = time.monotonic() + seconds
+    while not (found := check()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("title", "culprit"),
+    [
+        ("na:runner.0", "runner.0"),
+        ("na:control", "scheduler"),
+        ("na:detokenizer", "detokenizer"),
+        ("na:tokenizer.0", "tokenizer.0"),
+    ],
+)
+def test_an_actor_that_hangs_is_named_while_work_is_pending(title, culprit):
+    with served(*SIMULATED, "--stall-timeout", "1.5") as server:
+        assert server.get("/health").json()["work_pending"] is False
+        with stopped(server, title):
+            connection = socket.create_connection(("127.0.0.1", server.port))
+            connection.sendall(request())
+            answer = until(lambda: (a := server.get("/health")).status_code == 503 and a)
+            health = answer.json()
+            assert health["status"] == "stalled"
+            assert health["culprit"] in (culprit, "blocks" if culprit == "scheduler" else culprit)
+            assert health["work_pending"] is True
+            assert health["actors"][culprit]["silence"] > 1.5
+            assert server.get("/ready").status_code == 503
+            assert server.get("/live").status_code == 200
+        until(lambda: server.get("/health").status_code == 200)
+        connection.settimeout(10)
+        assert connection.recv(20).startswith(b"HTTP/1.1 200")
+        connection.close()
+        assert len([line for line in server.lines if "stalled" in line]) == 1
+
+
+def test_a_death_ends_streams_with_an_error_and_the_server_says_so():
+    with served(*SIMULATED) as server:
+        stream = Stream(server, max_tokens=1000)
+        (pid,) = [p for p in server.family if comm(p) == "na:runner.0"]
+        os.kill(pid, signal.SIGKILL)
+        values = stream.rest()
+        assert "the engine has died" in values[-1]["error"]["message"]
+        answer = server.post(PATH, {"model": "demo", "prompt": "a"})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "engine_dead"
+        health = until(lambda: (a := server.get("/health")).status_code == 503 and a.json())
+        assert health["status"] == "dead"
+        assert "runner.0" in health["culprit"]
+        assert server.get("/ready").status_code == 503
+        assert server.get("/live").status_code == 200
+        figures = server.get("/metrics").text
+        assert "nanoactor_up 0.0" in figures
+        assert "nanoactor_running_sequences" not in figures, "nothing is known of the dead"
+        assert 'outcome="broken_off",path="/v1/completions"} 1.0' in figures
+
+
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+
+
+def test_the_desk_may_die_and_comes_back_while_generation_goes_on():
+    with served(*SIMULATED) as server:
+        (pid,) = [p for p in server.family if comm(p) == "na:desk"]
+        os.kill(pid, signal.SIGKILL)
+        answer = until(
+            lambda: (a := server.post("/tokenize", {"prompt": "a"})).status_code == 503 and a
+        )
+        assert "desk" in answer.json()["error"]["message"]
+        assert server.get("/health").json()["desk"] == "dead"
+        assert server.post(PATH, {"model": "demo", "prompt": "a"}).status_code == 200
+        assert server.post("/v1/chat/completions", CHAT).status_code == 200
+        until(lambda: server.post("/tokenize", {"prompt": "a"}).status_code == 200)
+        assert server.get("/health").json()["desk"] == "ok"
+
+
+def test_a_desk_that_hangs_holds_up_no_conversation(tmp_path):
+    model = str(directory(tmp_path))
+    with served(*SIMULATED, "--served-model-name", "demo", model=model) as server:
+        with stopped(server, "na:desk"):
+            begin = time.monotonic()
+            assert server.post("/v1/chat/completions", CHAT).status_code == 200
+            assert time.monotonic() - begin < 1
+            other = {**CHAT, "chat_template_kwargs": {"enable_thinking": False}}
+            assert server.post("/v1/chat/completions", other).status_code == 200
+            assert time.monotonic() - begin < 5
+            assert server.get("/health").json()["desk"] == "silent"
+        assert server.post("/tokenize", {"prompt": "a"}).status_code == 200
+
+
+def test_a_body_that_arrives_after_the_signal_is_refused():
+    server = Served(*SIMULATED)
+    data = request(max_tokens=3)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(data[:-10])
+        time.sleep(0.2)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        connection.sendall(data[-10:])
+        connection.settimeout(5)
+        assert connection.recv(100).startswith(b"HTTP/1.1 503")
+    assert server.process.wait(5) == 0
+    assert server.stop() == 0
+
+
+def test_answers_of_any_kind_that_nobody_reads_are_given_up():
+    with served(*SIMULATED, "--send-timeout", "1", "--no-access-log") as server:
+        ask = posted("/tokenize", json.dumps({"prompt": "ab" * 15000}).encode())
+        ask = ask.replace(b"Connection: close", b"Connection: keep-alive")
+        connection = unread(server.port, b"")
+        connection.settimeout(0.2)
+        deadline = time.monotonic() + 20
+        try:
+            while time.monotonic() < deadline:
+                with contextlib.suppress(TimeoutError):
+                    connection.sendall(ask)
+            raise AssertionError("the server goes on")
+        except ConnectionError:
+            pass
+        connection.close()
+
+
+# -- judging ------------------------------------------------------------------------------
+
+SECOND = 10**9
+
+
+def judged(now=100.0, since=90.0, silent=None, late=None):
+    """The health of an engine in which one actor is silent, and one late with its steps, since."""
+    figures = {
+        name: {"step_at": int((now - 0.1) * SECOND)}
+        for name in ("scheduler", "blocks", "runner.0", "detokenizer")
+    }
+    figures["scheduler"]["live_since"] = int(since * SECOND)
+    figures["frontend"] = {"entries": int(bool(since))}
+    figures["tokenizer.0"] = {}
+    heard = dict.fromkeys(figures, int((now - 0.2) * SECOND))
+    if silent:
+        heard[silent[0]] = int(silent[1] * SECOND)
+    if late:
+        figures[late[0]]["step_at"] = int(late[1] * SECOND)
+    return assess(figures, heard, int(now * SECOND), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "culprit"),
+    [
+        ({}, ""),
+        (dict(late=("runner.0", 92.0)), "runner.0"),
+        (dict(late=("runner.0", 95.5)), ""),
+        (dict(late=("runner.0", 10.0), since=96.0), ""),
+        (dict(late=("detokenizer", 90.0)), "detokenizer"),
+        (dict(silent=("tokenizer.0", 92.0)), "tokenizer.0"),
+        (dict(silent=("runner.0", 94.0), late=("scheduler", 91.0)), "runner.0"),
+        (dict(late=("runner.0", 10.0), since=0.0), ""),
+        (dict(silent=("runner.0", 10.0), since=0.0), ""),
+    ],
+)
+def test_who_is_to_blame(values, culprit):
+    health = judged(**values)
+    assert health.culprit == culprit
+    assert health.well == (not culprit)
+    assert health.status == ("stalled" if culprit else "ok")

@@ -1,0 +1,145 @@
+"""The page at `/`, in a real browser: a message is sent, its answer streams, is stopped, and the
+lanes move."""
+
+import asyncio
+import os
+
+import pytest
+
+from tests.server.chromium import BINARY, browsing
+from tests.server.harness import here, url
+from tests.server.scripted import Script, directory
+
+pytestmark = pytest.mark.skipif(
+    BINARY is None, reason="chromium is not installed (Debian: apt-get install chromium)"
+)
+
+ANSWER = "[...document.querySelectorAll('.turn.assistant')].at(-1)"
+SAID = f"{ANSWER}.querySelector('.said').textContent"
+
+
+async def open_page(page, server):
+    await page.call("Page.navigate", url=url(server))
+    await page.until("document.getElementById('model') && model !== ''")
+
+
+def test_a_message_streams_is_stopped_and_the_lanes_move(tmp_path):
+    async def main():
+        options = dict(device="simulated:20")
+        async with here(**options) as server, browsing(tmp_path) as page:
+            await open_page(page, server)
+            assert "demo, 1024 tokens" in await page.evaluate("$('model').textContent")
+
+            # By keyboard alone: the field has the focus, Enter sends, Escape stops.
+            await page.type("Speak, friend.")
+            await page.key("Enter", "\r")
+            assert await page.evaluate("$('say').value") == ""
+            first = len(await page.until(SAID))
+            await page.until(f"{SAID}.length > {first + 40}")
+            assert server._completions.live == 1
+            await page.key("Escape")
+            await page.until(f"{ANSWER}.dataset.state === 'stopped'")
+            figures = await page.evaluate(f"{ANSWER}.querySelector('.figures').textContent")
+            assert "TTFT" in figures
+            assert "tokens/s" in figures
+            assert figures.endswith("stopped")
+            length = await page.evaluate(f"{SAID}.length")
+            await asyncio.sleep(0.3)
+            assert server._completions.live == 0, "the engine was told"
+            assert await page.evaluate(f"{SAID}.length") == length
+
+            # The same with buttons, to its end.
+            await page.evaluate("$('max_completion_tokens').value = '30'")
+            await page.evaluate("$('say').value = 'Again!'; $('send').click()")
+            await page.until(f"{ANSWER}.dataset.state === 'done'")
+            figures = await page.evaluate(f"{ANSWER}.querySelector('.figures').textContent")
+            assert "+ 30 tokens" in figures
+            assert await page.evaluate("history.length") == 4
+
+            # Lanes.
+            lanes = "Object.fromEntries([...lanes].map(([k, v]) => [k, +v.node.dataset.busy]))"
+            await page.evaluate("$('max_completion_tokens').value = ''")
+            await page.evaluate("$('say').value = 'On!'; $('send').click()")
+            busy = await page.until(f"({lanes})['runner.0 device'] > 60 && {lanes}")
+            assert set(busy) == {
+                *("frontend", "tokenizer.0", "scheduler", "blocks", "detokenizer", "runner.0"),
+                "runner.0 device",
+            }
+            pixels = (
+                "(() => { const c = lanes.get('runner.0 device').canvas; return [...c.getContext("
+                "'2d').getImageData(0, 0, c.width, c.height).data].filter(v => v).length })()"
+            )
+            drawn = await page.evaluate(pixels)
+            assert drawn > 0
+            await page.until(f"{pixels} > {drawn}")
+            assert await page.evaluate("$('running').textContent") == "1"
+            assert float((await page.evaluate("$('idle').textContent")).split()[0]) < 50
+            await page.evaluate("$('stop').click()")
+            await page.until(f"{ANSWER}.dataset.state === 'stopped'")
+            await page.until("$('idle').textContent === 'no work'")
+
+            # Wrong parameters are told, and what was said stays.
+            await page.evaluate("$('temperature').value = '-1'")
+            await page.evaluate("$('say').value = 'Hm?'; $('send').click()")
+            await page.until(f"{ANSWER}.dataset.state === 'failed'")
+            figures = await page.evaluate(f"{ANSWER}.querySelector('.figures').textContent")
+            assert "temperature must be" in figures
+            for wrong in ("0,5", "9007199254740993"):
+                await page.evaluate(f"$('temperature').value = ''; $('seed').value = '{wrong}'")
+                await page.evaluate("$('say').value = 'Hm?'; $('send').click()")
+                await page.until(f"{ANSWER}.dataset.state === 'failed'")
+                text = await page.evaluate(f"{ANSWER}.querySelector('.figures').textContent")
+                assert text.startswith("seed")
+
+            # A conversation that is dropped while its answer streams stays dropped.
+            await page.evaluate("$('fresh').click(); $('seed').value = '1'")
+            await page.evaluate("$('say').value = 'Go!'; $('send').click()")
+            await page.until(f"{SAID}.length > 20")
+            await page.evaluate("$('fresh').click()")
+            await page.until("!running")
+            assert await page.evaluate("$('talk').children.length") == 0
+            assert await page.evaluate("history.length") == 0
+
+            await look_at(page)
+            assert all(address.startswith((url(server), "data:")) for address in page.requests)
+            told = [problem for problem in page.problems if "400 (Bad Request)" not in problem]
+            assert told == []
+
+    asyncio.run(main())
+
+
+async def look_at(page):
+    """On a phone nothing is cut off; light and dark differ."""
+    colours = []
+    for scheme in ("light", "dark"):
+        await page.scheme(scheme)
+        for width, height, mobile in ((1200, 800, False), (360, 740, True)):
+            await page.resize(width, height, mobile)
+            wide = await page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= width
+            for name in ("say", "send", "stop", "lanes"):
+                box = f"$('{name}').getBoundingClientRect()"
+                assert await page.evaluate(f"{box}.width > 20 && {box}.right <= innerWidth")
+        colours.append(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert colours[0] != colours[1]
+
+
+def test_thoughts_and_a_servers_death_on_the_page(tmp_path, monkeypatch):
+    async def main():
+        script = Script(monkeypatch)
+        script.say("<think>\nHm.\n</think>\n\nHello.", by_character=True)
+        (tmp_path / "model").mkdir()
+        model = directory(tmp_path / "model")
+        options = dict(placement="single", device="simulated:1")
+        async with here(model, **options) as server, browsing(tmp_path / "browser") as page:
+            await open_page(page, server)
+            await page.evaluate("$('say').value = 'Hello?'; $('send').click()")
+            await page.until(f"{ANSWER}.dataset.state === 'done'")
+            assert await page.evaluate(SAID) == "Hello."
+            thoughts = f"{ANSWER}.querySelector('details div').textContent"
+            assert await page.evaluate(thoughts) == "Hm."
+            await server.stop()
+            await page.until("$('state').textContent.startsWith('not reachable')")
+
+    os.makedirs(tmp_path / "browser")
+    asyncio.run(main())
