@@ -191,18 +191,17 @@ def plot(runs: list[dict[str, Any]], path: str) -> None:
     import matplotlib.pyplot as plt
 
     kinds = [kind for kind in ("concurrency", "rate") if any(r["kind"] == kind for r in runs)]
-    figure, axes = plt.subplots(1, 2 * len(kinds), figsize=(5.2 * 2 * len(kinds), 3.8))
-    for column, kind in enumerate(kinds):
+    figure, axes = plt.subplots(len(kinds), 2, figsize=(9, 3.2 * len(kinds)), squeeze=False)
+    for (left, right), kind in zip(axes, kinds, strict=True):
         chosen = [run for run in runs if run["kind"] == kind]
         values = [run["value"] for run in chosen]
-        left, right = axes[2 * column], axes[2 * column + 1]
         left.plot(values, [run["output_tokens_per_second"] for run in chosen], "o-")
         left.set_ylabel("output tokens/s")
-        for name in ("ttft", "tpot"):
-            for percentile in ("p50", "p99"):
+        for name, colour in (("ttft", "tab:blue"), ("tpot", "tab:green")):
+            for percentile, style in (("p50", "o-"), ("p99", "o--")):
                 times = [run[name][percentile] for run in chosen]
-                right.plot(values, times, "o-", label=f"{name.upper()} {percentile}")
-        right.set_yscale("log")
+                right.plot(values, times, style, color=colour, label=f"{name.upper()} {percentile}")
+        right.set_ylim(bottom=0)
         right.set_ylabel("ms")
         right.legend(fontsize=8)
         label = {"concurrency": "streams at once", "rate": "requests/s (Poisson)"}[kind]
