@@ -118,6 +118,7 @@ class Completions:
         self._metrics = metrics
         self._openings: dict[bytes, bool] = {}
         """By digest of template options: whether a prompt ends with an open `<think>`."""
+        self._guessing = False
         self._live: set[_Answer] = set()
 
     # -- the two ways in ------------------------------------------------------------------
@@ -196,17 +197,22 @@ class Completions:
         if key not in self._openings:
             if len(self._openings) >= _MANY_OPENINGS:
                 self._openings.clear()
-            self._openings[key] = await self._look_at_opening(self._desk, plain)
+            try:
+                opening = await self._desk.opening(plain)
+            except InvalidRequest:
+                return False  # the engine's own tokenizer has refused these options too, or will
+            except NanoactorError as error:
+                return self._guess_opening(self._desk, error)
+            self._openings[key] = opening.rstrip().endswith(OPEN)
+            self._guessing = False
         return self._openings[key]
 
-    async def _look_at_opening(self, desk: Desk, options: Mapping[str, Any]) -> bool:
-        try:
-            return (await desk.opening(options)).rstrip().endswith(OPEN)
-        except InvalidRequest:
-            return False  # the engine's own tokenizer has refused these options too, or will
-        except NanoactorError as error:
-            log.warning("the desk does not answer, thoughts may stay in the text: %s", error)
-            return desk.template.opens_thoughts
+    def _guess_opening(self, desk: Desk, error: NanoactorError) -> bool:
+        """As without options, until the desk answers again."""
+        if not self._guessing:
+            self._guessing = True
+            log.warning("thoughts may be taken for content, or the reverse, meanwhile: %s", error)
+        return desk.template.opens_thoughts
 
     # -- the way through ------------------------------------------------------------------
 

@@ -192,7 +192,8 @@ class Door:
         config, host = self._config, request.headers.get("Host", "").lower()
         if not config.on_loopback or config.api_keys or not host or _HOST.fullmatch(host):
             return
-        if host.rpartition(":")[0] in config.allowed_hosts or host in config.allowed_hosts:
+        allowed = {name.lower() for name in config.allowed_hosts}
+        if host.rpartition(":")[0] in allowed or host in allowed:
             return
         raise APIError(400, f"host {host[:100]!r} is not allowed here; see --allowed-host")
 
@@ -226,7 +227,7 @@ class Door:
                 logging.DEBUG if quiet else logging.INFO,
                 "%s %s %s %d %.1f ms %s%s%s",
                 request.remote or "-",
-                request.method,
+                request.method[:20],
                 request.rel_url.raw_path[:200],
                 status,
                 1000 * seconds,

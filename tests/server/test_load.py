@@ -473,7 +473,9 @@ def test_a_desk_that_hangs_holds_up_no_conversation(tmp_path):
             assert server.post("/v1/chat/completions", other).status_code == 200
             assert time.monotonic() - begin < 5
             assert server.get("/health").json()["desk"] == "silent"
+            assert len([line for line in server.lines if "meanwhile" in line]) == 1
         assert server.post("/tokenize", {"prompt": "a"}).status_code == 200
+        assert server.get("/health").json()["desk"] == "ok"
 
 
 def test_a_body_that_arrives_after_the_signal_is_refused():

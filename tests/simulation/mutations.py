@@ -331,7 +331,7 @@ MUTATIONS = [
     Mutation(
         "the queue of waiting requests has no bound",
         FRONTEND,
-        "if len(self._waiting_requests) >= config.max_waiting_requests:",
+        "if len(self._waiting_requests) + requests > config.max_waiting_requests:",
         "if False:",
     ),
     Mutation(

@@ -475,6 +475,8 @@ class Oracle:
         scheduler, pool = self.scheduler, self.manager.pool
         scheduler.check_idle()
         self.manager.check()
+        journal = actors["frontend"].statistics()
+        del journal["step_at"]  # a time, not something held
         held = {
             "live": len(scheduler.live),
             "waiting": len(scheduler._waiting),
@@ -487,7 +489,7 @@ class Oracle:
             "holdings": self.manager.held,
             "entries": actors["detokenizer"]._detokenizer.entries,
             "pending": actors["detokenizer"]._detokenizer.pending,
-            **actors["frontend"].statistics(),
+            **journal,
             "untokenized": len(actors["frontend"]._untokenized),
             "messages": sum(len(edge.messages) for edge in self._world.edges.values()),
         }
