@@ -55,7 +55,8 @@ def model_directory(target: Path) -> str:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"device": args.device, "max_num_seqs": args.max_num_seqs}
+    names = ("device", "max_num_seqs", "load_format")
+    return {name: getattr(args, name) for name in names}
 
 
 @contextlib.contextmanager
@@ -212,11 +213,21 @@ def plot(runs: list[dict[str, Any]], path: str) -> None:
     figure.savefig(path, dpi=130)
 
 
+def device_name(device: str) -> str:
+    """A GPU by its name."""
+    if not device.startswith("cuda"):
+        return device
+    import torch
+
+    return str(torch.cuda.get_device_name())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="default: the demo's tokenizer, longer, without weights")
     parser.add_argument("--device", default="simulated:5")
     parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     parser.add_argument("--beside", action="store_true", help="compare with AsyncLLM in process")
     parser.add_argument("--rates", type=float, nargs="*", default=[5, 10, 20])
     parser.add_argument("--concurrencies", type=int, nargs="*", default=[1, 16, 64])
@@ -239,6 +250,7 @@ def main() -> None:
             "nanoactor": nanoactor.__version__,
             "python": platform.python_version(),
             "aiohttp": aiohttp.__version__,
+            "device": device_name(args.device),
             "cores": len(os.sched_getaffinity(0)),
         }
         Path(args.out).write_text(json.dumps(about | found, indent=1) + "\n")

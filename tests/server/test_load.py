@@ -197,6 +197,18 @@ def test_a_client_that_goes_away_frees_its_blocks_within_depth_and_one_steps(dep
     asyncio.run(main())
 
 
+def test_the_server_stays_light():
+    with served(*SIMULATED) as server:
+        for pid in (server.process.pid, *server.family):
+            with open(f"/proc/{pid}/maps") as file:
+                maps = file.read()
+            assert "libtorch" not in maps, comm(pid)
+            assert ("tokenizers" in maps) == (comm(pid) in READ_TEXT), comm(pid)
+
+
+READ_TEXT = ("na:tokenizer.0", "na:detokenizer", "na:desk")
+
+
 # -- slow readers -------------------------------------------------------------------------
 
 
