@@ -17,8 +17,14 @@ demo: .venv/.ready
 serve: .venv/.ready
 	$(BIN)/nanoactor serve demo
 
+# What waits for no clock shares the cores; what measures or bounds times has them for itself.
+SHARED := $(addprefix tests/,api bench kv models runner scheduling text) \
+	$(addprefix tests/engine/test_,$(addsuffix .py,accelerator exactness matrix narrow prefix_cache \
+	sizes stopping))
+
 test: .venv/.ready
-	$(PYTEST)
+	$(PYTEST) -n 2 --dist worksteal $(SHARED)
+	$(PYTEST) $(addprefix --ignore=,$(SHARED))
 
 test-long: .venv/.ready
 	$(PYTEST) -m 'not gpu'
