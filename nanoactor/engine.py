@@ -215,16 +215,12 @@ class AsyncLLM:
         frontend = self._running()
         if request_id is not None and frontend.entry_of(request_id) is not None:
             raise InvalidRequest(f"request id {request_id!r} is in use")
-        entry = frontend.submit(make)
+        request = Request(frontend, frontend.submit(make))
         try:
-            while True:
-                output = await entry.next()
+            async for output in request:
                 yield output
-                if output.finished:
-                    return
         finally:
-            if not entry.over:
-                frontend.abort(entry.submit.uid)
+            request.close()
 
     async def abort(self, request_id: str) -> None:
         """End a request and wait until the engine has let go of it; unknown ids are ignored.

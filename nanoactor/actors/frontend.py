@@ -272,10 +272,11 @@ class FrontendActor(Actor):
         entry = self._entries.get(uid)
         if entry is None:
             return
+        now, metrics = time.monotonic(), entry.metrics
         if ids:
-            entry.metrics.last_token_time = time.monotonic()
-        if entry.metrics.first_token_time is None:
-            entry.metrics.first_token_time = time.monotonic()
+            metrics.last_token_time = now
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
             self._no_longer_waiting(entry)
         if text:
             entry.text.append(text)

@@ -39,7 +39,7 @@ class SchedulerActor(Actor):
         self._enters = self._load.kind(ENTERS, "uid")
         self._leaves = self._load.kind(LEAVES, "uid")
         self._busy_since = 0
-        self._live_since = self._load_ns = self._step_at = 0
+        self._live_since = self._load_ns = self._step_at = self._tokens_at = 0
         engine, cache = self._config.engine, facts["runner.0"]
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -78,6 +78,7 @@ class SchedulerActor(Actor):
             for uid in self._scheduler.uids_of(message.admissions.slots):
                 self._link(self._enters, uid, message.step)
         elif isinstance(message, m.Tokens):
+            self._tokens_at = time.monotonic_ns()
             for finish in message.finishes:
                 self._link(self._leaves, finish.uid, message.step)
 
@@ -106,8 +107,8 @@ class SchedulerActor(Actor):
 
     def statistics(self) -> dict[str, Any]:
         """Counts of steps, tokens, preemptions and ends; what waits, runs and is held now; for how
-        long there was something to do, since when there is, and when the latest step came back
-        (both in ns of the monotonic clock)."""
+        long there was something to do, since when there is, when the latest step came back, and
+        when tokens were last passed on (all three in ns of the monotonic clock)."""
         scheduler = self._scheduler
         scheduler.check_idle()
         self.before_trace()
@@ -122,4 +123,5 @@ class SchedulerActor(Actor):
             "load_seconds": self._load_ns * 1e-9,
             "step_at": self._step_at,
             "live_since": self._live_since,
+            "tokens_at": self._tokens_at,
         }

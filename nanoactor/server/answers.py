@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
-from typing import Any, Protocol
+from typing import Any
 
 from nanoactor.server.reasoning import ReasoningParser
 from nanoactor.server.tool_calls import Arguments, Call, Piece, ToolCallParser
 
 Delta = dict[str, Any]
-
-
-class Choice(Protocol):
-    """One choice of an answer that grows."""
-
-    def push(self, text: str) -> list[Delta]:
-        """What a further piece of text adds: members of a stream's choices."""
-
-    def finish(self, reason: str) -> list[Delta]:
-        """What remains, the last with the reason why the text has ended."""
-
-    def whole(self) -> Delta:
-        """All of it, as a member of an answer's choices."""
 
 
 class TextChoice:
@@ -111,13 +99,14 @@ class ChatChoice:
 
     def _delta(self, piece: Piece) -> Delta:
         if isinstance(piece, Call):
-            call = {
+            call: dict[str, Any] = {
                 "id": f"call_{secrets.token_hex(12)}",
                 "type": "function",
                 "function": {"name": piece.name, "arguments": ""},
             }
             self._calls.append(call)
-            return {"tool_calls": [{"index": piece.index, **call, "function": {**_copy(call)}}]}
+            # A copy: arguments are added to the call that is kept.
+            return {"tool_calls": [{"index": piece.index, **copy.deepcopy(call)}]}
         if isinstance(piece, Arguments):
             self._calls[piece.index]["function"]["arguments"] += piece.text
             return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
@@ -147,6 +136,4 @@ class ChatChoice:
         }
 
 
-def _copy(call: dict[str, Any]) -> dict[str, Any]:
-    function: dict[str, Any] = call["function"]
-    return dict(function)
+Choice = TextChoice | ChatChoice

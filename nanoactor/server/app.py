@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import resource
 import socket
@@ -76,9 +75,6 @@ class Server:
         door.on_outcome = self._count
         self._completions, self._door = completions, door
         raise_descriptor_limit()
-        # What is there now stays: the collector need not look at it again and again.
-        gc.collect()
-        gc.freeze()
         self._site = web.ServerRunner(door.server(), shutdown_timeout=_REPLY_SECONDS)
         await self._site.setup()
         await web.SockSite(self._site, listener, backlog=_BACKLOG).start()
@@ -123,10 +119,13 @@ _COUNTED = {
 
 
 def _routes(
-    completions: Completions, texts: TextRoutes, looks: Observation, value: dict[str, Any]
+    completions: Completions,
+    texts: TextRoutes,
+    looks: Observation,
+    openapi_document: dict[str, Any],
 ) -> Routes:
     async def openapi(exchange: Exchange) -> web.StreamResponse:
-        return json_response(value, headers=exchange.headers)
+        return json_response(openapi_document, headers=exchange.headers)
 
     return {
         "/v1/chat/completions": {"POST": completions.chat},
@@ -162,9 +161,8 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def raise_descriptor_limit() -> int:
+def raise_descriptor_limit() -> None:
     """As many descriptors as this process may have: each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard

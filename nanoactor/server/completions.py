@@ -17,7 +17,7 @@ from nanoactor.engine import AsyncLLM, Prompt
 from nanoactor.errors import InvalidRequest, NanoactorError
 from nanoactor.outputs import RequestOutput
 from nanoactor.request import Request
-from nanoactor.server.answers import ChatChoice, Delta, TextChoice
+from nanoactor.server.answers import ChatChoice, Choice, Delta, TextChoice
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.desk import Desk
 from nanoactor.server.errors import APIError, from_engine, invalid, unavailable
@@ -42,7 +42,6 @@ from nanoactor.server.tool_calls import ToolCallParser
 log = logging.getLogger("nanoactor.server")
 
 _MANY_OPENINGS = 256
-Choice = TextChoice | ChatChoice
 
 
 class _Answer:

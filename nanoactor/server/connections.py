@@ -21,7 +21,7 @@ Note = Callable[[Exchange, int, float], None]
 """Takes a request, the status of its answer, and the seconds that it took."""
 
 
-class Server(web.Server):
+class Connections(web.Server):
     """Counts connections, and refuses those beyond the limit."""
 
     def __init__(self, config: ServerConfig, note: Note, handler: Any, **options: Any) -> None:
@@ -44,7 +44,7 @@ class Connection(RequestHandler):
     """A connection whose broken requests get an answer in our shape, and no traceback in the log;
     and which ends where nobody reads what it has to say."""
 
-    def __init__(self, server: Server, **options: Any) -> None:
+    def __init__(self, server: Connections, **options: Any) -> None:
         super().__init__(server, **options)
         self._note = server.note
         self._patience = server.config.send_timeout

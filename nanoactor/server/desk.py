@@ -180,11 +180,14 @@ class Desk:
         self._dead: EngineDead | None = None
         self._silent = False
         self._restarting: asyncio.Task[None] | None = None
+        self._clerk: ClerkActor | None = None
+        """None until the process has started: what fails before that, `start` raises."""
         self.template = TemplateFacts()
         """What the model's chat template can do; known once started."""
 
     async def start(self) -> None:
         """Start the process."""
+        self._clerk = None
         self._system = System(_topology(self._directory, self._longest), Options(), self._on_death)
         await self._system.start()
         clerk = self._system.actor("server")
@@ -202,12 +205,14 @@ class Desk:
 
     @property
     def state(self) -> str:
-        """ "ok", "silent" since a question was not answered in time, or "dead"."""
+        """Either "ok", "silent" since a question was not answered in time, or "dead"."""
         if self._dead is not None:
             return "dead"
         return "silent" if self._silent else "ok"
 
     def _on_death(self, error: BaseException) -> None:
+        if self._clerk is None:
+            return
         self._dead = EngineDead(f"the desk, which tokenizes for clients, has died: {error}")
         self._clerk.fail(self._dead)
         log.error("%s; it is started again", self._dead)
@@ -269,8 +274,8 @@ class Desk:
             raise InvalidRequest(f"the text is not valid Unicode: {error}") from None
         if size > self._longest:
             raise InvalidRequest(f"{size} bytes are too many, at most {self._longest} are accepted")
-        if self._dead is not None:
-            raise self._dead
+        if self._dead is not None or self._clerk is None:
+            raise self._dead or EngineDead("the desk is not started")
         try:
             async with asyncio.timeout(patience):
                 answer = await self._clerk.ask(wanted, text, options, token_ids, counts)

@@ -12,6 +12,8 @@ from nanoactor.errors import EngineClosed, EngineDead, EngineOverloaded, Invalid
 
 RETRY_AFTER = "1"
 """Seconds until another try is worth it: a queue that is full now moves within steps."""
+_LONGEST = 2000
+"""Characters of a message: some quote what was sent."""
 _PATH = re.compile(r"`\$\.([A-Za-z_]\w*)")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 
@@ -31,7 +33,7 @@ class APIError(Exception):
         """`param` names the field of the request that is wrong, `code` what programs look for."""
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message[:_LONGEST]
         self.param = param
         self.code = code
         self.headers = dict(headers or {})

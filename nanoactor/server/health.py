@@ -10,6 +10,10 @@ Figures = Mapping[str, Mapping[str, Any]]
 """By actor: its statistics."""
 
 
+_BEHIND = ("detokenizer", "frontend")
+"""Who hears of steps by their tokens."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
     """What /health says."""
@@ -35,9 +39,12 @@ def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float
     """Judge by the latest figures of every actor and by when each was heard, in ns.
 
     Work is pending where the scheduler has requests, or the frontend has some that it waits for.
-    An actor stalls when its step, or its silence, is older than `limit` seconds meanwhile.
+    An actor stalls when its step, or its silence, is older than `limit` seconds meanwhile. What
+    comes behind the scheduler must have done what the scheduler has told it, no more: a long
+    prefill has steps without tokens.
     """
-    since = int(figures.get("scheduler", {}).get("live_since", 0))
+    scheduler = figures.get("scheduler", {})
+    since, told_at = (int(scheduler.get(name, 0)) for name in ("live_since", "tokens_at"))
     pending = bool(since) or bool(figures.get("frontend", {}).get("entries", 0))
     actors: dict[str, dict[str, float | None]] = {}
     lags: dict[str, float] = {}
@@ -47,7 +54,8 @@ def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float
         if since and "step_at" in own:
             step_age = (now - max(int(own["step_at"]), since)) * 1e-9
         actors[name] = {"step_age": step_age, "silence": silence}
-        lags[name] = max(silence, step_age or 0.0)
+        has_all = name in _BEHIND and int(own.get("step_at", 0)) >= told_at
+        lags[name] = max(silence, 0.0 if has_all else step_age or 0.0)
     culprit = _culprit(actors, lags, limit)
     stalled = bool(culprit) and pending
     age = actors.get("scheduler", {}).get("step_age")

@@ -17,7 +17,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from nanoactor.errors import NanoactorError
 from nanoactor.server.config import ServerConfig
-from nanoactor.server.connections import Connection, Server
+from nanoactor.server.connections import Connection, Connections
 from nanoactor.server.errors import APIError, from_engine, unavailable
 from nanoactor.server.exchange import Exchange, json_response
 from nanoactor.server.keys import Keys
@@ -80,7 +80,7 @@ class Door:
 
     def server(self) -> web.Server:
         """What makes a protocol of each connection."""
-        return Server(
+        return Connections(
             self._config,
             self.note,
             self.handle,

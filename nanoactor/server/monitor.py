@@ -84,6 +84,8 @@ class Monitor:
             except NanoactorError as error:
                 self._dead = str(error)
                 log.critical("%s", error)
+            except Exception:  # figures that are not understood must not end the watch
+                log.exception("the engine could not be looked at")
             self._tell_health()
 
     def _tell_health(self) -> None:
@@ -136,12 +138,15 @@ class Monitor:
             "output_tokens": scheduler.get("output_tokens", 0),
             "hit_ratio": self._of("blocks").get("hit_ratio", 0.0),
         }
-        busy, load = (
-            self._of("runner.0").get("busy_seconds", 0.0),
+        runner = self._of("runner.0")
+        return Look(
+            self._number,
+            lanes,
+            runner.get("busy_seconds", 0.0),
             scheduler.get("load_seconds", 0.0),
+            runner.get("steps_done", 0),
+            figures,
         )
-        steps = self._of("runner.0").get("steps_done", 0)
-        return Look(self._number, lanes, busy, load, steps, figures)
 
     def _of(self, actor: str) -> dict[str, Any]:
         return self._figures.get(actor, {})

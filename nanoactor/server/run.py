@@ -34,6 +34,9 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
             await asyncio.gather(starting, return_exceptions=True)
             return
         await starting
+        # What is there now stays: the collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
         await asked.wait()
         await server.stop()
     finally:

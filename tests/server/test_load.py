@@ -528,13 +528,13 @@ def test_answers_of_any_kind_that_nobody_reads_are_given_up():
 SECOND = 10**9
 
 
-def judged(now=100.0, since=90.0, silent=None, late=None):
+def judged(now=100.0, since=90.0, told=99.9, silent=None, late=None):
     """The health of an engine in which one actor is silent, and one late with its steps, since."""
     figures = {
         name: {"step_at": int((now - 0.1) * SECOND)}
         for name in ("scheduler", "blocks", "runner.0", "detokenizer")
     }
-    figures["scheduler"]["live_since"] = int(since * SECOND)
+    figures["scheduler"] |= {"live_since": int(since * SECOND), "tokens_at": int(told * SECOND)}
     figures["frontend"] = {"entries": int(bool(since))}
     figures["tokenizer.0"] = {}
     heard = dict.fromkeys(figures, int((now - 0.2) * SECOND))
@@ -553,6 +553,8 @@ def judged(now=100.0, since=90.0, silent=None, late=None):
         (dict(late=("runner.0", 95.5)), ""),
         (dict(late=("runner.0", 10.0), since=96.0), ""),
         (dict(late=("detokenizer", 90.0)), "detokenizer"),
+        (dict(late=("detokenizer", 90.1), told=90.0), ""),  # a long prefill brings no tokens
+        (dict(late=("runner.0", 90.1), told=90.0), "runner.0"),
         (dict(silent=("tokenizer.0", 92.0)), "tokenizer.0"),
         (dict(silent=("runner.0", 94.0), late=("scheduler", 91.0)), "runner.0"),
         (dict(late=("runner.0", 10.0), since=0.0), ""),
