@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from nanoactor.models.lengths import HostLengths
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVCache:
@@ -65,8 +67,10 @@ class ResidentBatch:
     """int32 (decode rows,)."""
     decode_contexts: torch.Tensor
     """int32 (decode rows,): each row's length, its new token included."""
+    lengths: HostLengths
+    """What the host knows of the same, where the device asks for it."""
     scratch: Any
-    """The device's own: how contexts are divided among programs, and room for partial results."""
+    """The device's own, which `Accelerator.plan` makes: what the attention of all layers shares."""
 
 
 Batch = AttentionBatch | ResidentBatch
@@ -131,7 +135,9 @@ class SamplingBatch:
     limited: torch.Tensor
     """int64: rows with a top-k of at most `limits.CANDIDATES`."""
     unlimited: torch.Tensor
-    """int64: rows with another top-k, or with top-p or min-p alone."""
+    """int64: rows with another top-k."""
+    nucleus: torch.Tensor
+    """int64: rows with top-p or min-p alone."""
     masked_rows: torch.Tensor
     """int64: with `masked_ids`, logits that must not be chosen (`min_tokens`)."""
     masked_ids: torch.Tensor

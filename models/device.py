@@ -13,10 +13,12 @@ import torch
 from nanoactor.models.batch import (
     Batch,
     KVCache,
+    ResidentBatch,
     RowBuffers,
     SamplingBatch,
     SlotTables,
 )
+from nanoactor.models.lengths import HostLengths
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +69,9 @@ class Device(Protocol):
     def supports(self, dtype: torch.dtype) -> bool:
         """Whether models run in this type at a sensible speed."""
 
+    def check(self, dtype: torch.dtype, block_size: int) -> None:
+        """Raises `UnsupportedModel` for what operators do not take at all."""
+
     def memory(self) -> Memory:
         """What the device has, and what is free now."""
 
@@ -103,6 +108,10 @@ class Device(Protocol):
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate (tokens, heads, head_dim); dimension i is paired with i + head_dim / 2."""
 
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step's cosines and sines, each (tokens, head_dim / 2), as all layers'
+        `norm_rotate_store` want them."""
+
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(first half of the last dimension) * second half (arXiv:2002.05202)."""
 
@@ -127,7 +136,7 @@ class Device(Protocol):
         """Norm and rotate the heads of queries and keys, `write_kv`; returns the queries.
 
         `qkv` is (tokens, heads + 2 * kv_heads, head_dim): queries, keys, values; `weights` are
-        those of the two norms, `rotation` the arguments of `rotary`.
+        those of the two norms, `rotation` is what the method of this name gave.
         """
 
     def attention(
@@ -146,19 +155,35 @@ class TimedEvent(Event, Protocol):
         """From here to another event of the device; both have been passed."""
 
 
+ForwardFunction = Callable[[torch.Tensor, torch.Tensor, list[KVCache], ResidentBatch], torch.Tensor]
+"""Token ids, positions, caches and batch to hidden states."""
+
+CapturedFunction = Callable[[HostLengths], torch.Tensor]
+"""What a device can capture: queues a step's work; the lengths alone may change."""
+
+
 class Captured(Protocol):
     """A recorded stretch of work, to be queued as one."""
 
-    result: torch.Tensor
-    """What the recorded function returned; each replay writes it anew."""
-
-    def replay(self) -> None:
-        """Queue it."""
+    def replay(self, lengths: HostLengths) -> torch.Tensor:
+        """Queue it; returns what the recorded function returned, written anew."""
 
 
 class Accelerator(Device, Protocol):
     """A device that keeps the batch itself: steps read tables that are indexed by slot, and none
     waits for the host."""
+
+    captures: bool
+    """Whether `capture` gains anything, ..."""
+    captures_prompts: bool
+    """... for steps with prompts too."""
+    takes_lengths: bool
+    """Whether operators take lengths from the host: `ResidentBatch.lengths`."""
+    samples_greedily: bool
+    """Whether `sample_rows` chooses for greedy rows alone; else as it says."""
+
+    def dummy_blocks(self, rows: int, block_size: int) -> int:
+        """How many blocks so many padded rows may write to."""
 
     def stream(self) -> AbstractContextManager[None]:
         """Within it the calling thread works on the device's one queue, and records no
@@ -167,9 +192,20 @@ class Accelerator(Device, Protocol):
     def timed_event(self) -> TimedEvent:
         """A new one."""
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
-        """Record what a function queues, within `stream`. It has run once before; captures share
-        their memory, so the largest comes first."""
+    def run(
+        self,
+        forward: ForwardFunction,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: list[KVCache],
+        batch: ResidentBatch,
+    ) -> torch.Tensor:
+        """Queue a model's forward pass, perhaps as compiled before."""
+
+    def capture(self, function: CapturedFunction, lengths: HostLengths, turns: int) -> Captured:
+        """Record what a function queues, within `stream`, for lengths up to these. It has run once
+        before; captures share their memory, so the largest comes first. As many replays as there
+        are turns may be under way at once. Raises RuntimeError where the device cannot."""
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
         """How many tokens of a prompt a program of the prefill kernel has: what
@@ -191,8 +227,8 @@ class Accelerator(Device, Protocol):
     ) -> None:
         """Fill in the places int64 (tokens,) of tokens at positions of slots, int32 (tokens,)."""
 
-    def decode_scratch(self, scratch: Any, contexts: torch.Tensor) -> Any:
-        """A step's scratch: how these contexts, int32 (rows,), are divided among programs."""
+    def plan(self, scratch: Any, batch: ResidentBatch) -> ResidentBatch:
+        """The batch with a scratch of its own."""
 
     def sample_rows(
         self,

@@ -130,6 +130,7 @@ class Qwen3ForCausalLM:
         fit."""
         self.group = group or Alone()
         self.config = config
+        self._device = device
         self.shard = shard_of(config, self.group.rank, self.group.size)
         parts = Parts(config, weights, device, self.shard, self.group)
         self._embedding = Embedding(
@@ -160,7 +161,7 @@ class Qwen3ForCausalLM:
     ) -> torch.Tensor:
         """Hidden states (tokens, hidden) of ids and positions (tokens,); writes the caches."""
         x = self._embedding(token_ids)
-        rotation = self._rope(positions)
+        rotation = self._device.rotation(*self._rope(positions))
         residual = None
         for layer, cache in zip(self._layers, caches, strict=True):
             x, residual = layer(x, residual, rotation, cache, batch)

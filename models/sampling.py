@@ -31,19 +31,19 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     if batch.limited.numel():
         candidates = min(CANDIDATES, logits.shape[-1])
         chosen[batch.limited] = _sample_truncated(logits, batch, batch.limited, candidates)
-    if batch.unlimited.numel():
-        vocabulary = logits.shape[-1]
-        chosen[batch.unlimited] = _sample_truncated(logits, batch, batch.unlimited, vocabulary)
+    for rows in (batch.unlimited, batch.nucleus):
+        if rows.numel():
+            chosen[rows] = _sample_truncated(logits, batch, rows, logits.shape[-1])
     return chosen
 
 
-def _scores(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def scores_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Logits below their maximum, by temperature: no temperature is so low that they overflow."""
     return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
 
 
 def _sample_plain(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
-    scores = _scores(logits[rows], batch.temperature[rows])
+    scores = scores_of(logits[rows], batch.temperature[rows])
     noise = gumbel_noise(batch.seeds[rows], batch.positions[rows], scores.shape[-1])
     return (scores + noise).argmax(-1)
 
@@ -51,7 +51,7 @@ def _sample_plain(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
 def _sample_truncated(
     logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor, candidates: int
 ) -> torch.Tensor:
-    scores = _scores(logits[rows], batch.temperature[rows])
+    scores = scores_of(logits[rows], batch.temperature[rows])
     ids = torch.arange(scores.shape[-1], device=scores.device)
     keys = sort_keys(scores, ids).topk(candidates).values
     return choose_truncated(*from_keys(keys), batch, rows)

@@ -35,6 +35,7 @@ class ShardedSampler:
         for rows, candidates in (
             (batch.limited, min(CANDIDATES, self._vocabulary)),
             (batch.unlimited, self._vocabulary),
+            (batch.nucleus, self._vocabulary),
         ):
             if rows.numel():
                 chosen[rows] = self._truncated(logits[rows], best[rows], batch, rows, candidates)
@@ -58,11 +59,9 @@ class ShardedSampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the highest score of each row over all ranks, the lowest id that has it)."""
         values, at = scores.max(-1)
-        ids = local_ids[at] + self._start
-        # One message: float64 holds a float32 and a token id exactly.
-        pairs = self._group.gather(torch.stack((values.double(), ids.double())))
-        top, winner = pairs[:, 0].max(0)  # the first of equals: ranks are in the order of ids
-        return top.float(), pairs[:, 1].gather(0, winner[None])[0].long()
+        # One message, one whole number for both; NPUs have no float64.
+        keys = self._group.gather(sort_keys(values, local_ids[at] + self._start))
+        return from_keys(keys.amax(0))
 
     def _plain(
         self, logits: torch.Tensor, best: torch.Tensor, batch: SamplingBatch

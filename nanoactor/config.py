@@ -17,6 +17,12 @@ from nanoactor.models.config import (
     read_json,
 )
 from nanoactor.models.errors import ModelError
+from nanoactor.models.options import (
+    ATTENTION_LAYOUTS,
+    GRAPH_MODES,
+    WEIGHT_FORMATS,
+    DeviceOptions,
+)
 from nanoactor.models.parallel import check_parallel
 from nanoactor.params import SamplingParams
 
@@ -31,9 +37,9 @@ class EngineConfig:
     model: str
     """A directory, `demo`, or a name on the Hugging Face hub."""
     device: str = "auto"
-    """"auto" takes a GPU where PyTorch sees one, else the CPU; "cpu", "cuda" (each rank its own
-    GPU), "cuda:N", or "simulated:MS": steps that take MS milliseconds and compute nothing, which
-    shows what the engine itself costs."""
+    """"auto" takes a GPU where PyTorch sees one, else an NPU, else the CPU; "cpu", "cuda" (each
+    rank its own GPU), "cuda:N", "npu", "npu:N", or "simulated:MS": steps that take MS milliseconds
+    and compute nothing, which shows what the engine itself costs."""
     load_format: Literal["auto", "dummy"] = "auto"
     """"dummy": weights drawn at random, for measuring; with skip_tokenizer_init the directory needs
     only a config.json."""
@@ -53,7 +59,16 @@ class EngineConfig:
     """Share of the memory free at start for weights and KV cache; default: the device's."""
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
-    """On a GPU: capture no graphs, for debugging and a faster start."""
+    """On a GPU or an NPU: capture no graphs, for debugging and a faster start."""
+    graph_mode: str = "auto"
+    """On an NPU, how decode steps run: "npugraph" (recorded natively; the default), "max-autotune"
+    (compiled by torchair's graph engine), "reduce-overhead" (recorded by torchair) or "eager"."""
+    attention_layout: str = "tnd"
+    """On an NPU, how queries are handed to fused attention: "tnd" (packed) or "bnsd" (padded)."""
+    weight_format: str = "nd"
+    """On an NPU: "nd" (row by row) or "nz" (the matrix units' own layout)."""
+    graph_cache_dir: str | None = None
+    """On an NPU, where compiled graphs are kept; default: nanoactor/graphs in the user's cache."""
     pipeline_depth: int = 2
     """1 computes a step only when the one before is processed; 2 overlaps the two."""
     plan_lead: Literal["eager", "late"] = "eager"
@@ -111,6 +126,9 @@ class EngineConfig:
         self._check_choice("plan_lead", ("eager", "late"))
         self._check_choice("placement", get_args(Placement))
         self._check_choice("transport", ("ring", "queue"))
+        self._check_choice("graph_mode", GRAPH_MODES)
+        self._check_choice("attention_layout", ATTENTION_LAYOUTS)
+        self._check_choice("weight_format", WEIGHT_FORMATS)
         if self.debug_record_dir is not None and not (
             isinstance(self.debug_record_dir, str) and os.path.isdir(self.debug_record_dir)
         ):
@@ -118,6 +136,7 @@ class EngineConfig:
                 f"debug_record_dir must be an existing directory, got {self.debug_record_dir!r}"
             )
         self._check_simulated()
+        self._check_npu()
         self._check_together()
 
     def _check_simulated(self) -> None:
@@ -132,6 +151,28 @@ class EngineConfig:
                     f"up to 10000, as in 'simulated:5'; got {self.device!r}"
                 )
 
+    def _check_npu(self) -> None:
+        directory = self.graph_cache_dir
+        if directory is not None and (not isinstance(directory, str) or not directory):
+            raise InvalidConfig(f"graph_cache_dir must be a directory, got {directory!r}")
+        if self.enforce_eager and self.graph_mode not in ("auto", "eager"):
+            raise InvalidConfig(
+                f"graph_mode {self.graph_mode!r} and enforce_eager exclude each other"
+            )
+        if self.device == "auto" or self.device.startswith("npu"):
+            return
+        for name, neutral in (
+            ("graph_mode", ("auto", "eager")),
+            ("attention_layout", ("tnd",)),
+            ("weight_format", ("nd",)),
+            ("graph_cache_dir", (None,)),
+        ):
+            if getattr(self, name) not in neutral:
+                raise InvalidConfig(
+                    f"{name} {getattr(self, name)!r} is for NPUs: device {self.device!r} has no "
+                    "such choice"
+                )
+
     def _check_together(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
@@ -144,16 +185,27 @@ class EngineConfig:
                 raise InvalidConfig("memory_utilization must be above 0")
         if self.seed is not None and (not isinstance(self.seed, int) or self.seed is True):
             raise InvalidConfig(f"seed must be a whole number, got {self.seed!r}")
-        if self.tensor_parallel_size > 1 and self.device.startswith("cuda:"):
-            raise InvalidConfig(
-                f"device {self.device!r} names one GPU, but each of {self.tensor_parallel_size} "
-                "ranks needs its own: give 'cuda', and choose GPUs by CUDA_VISIBLE_DEVICES"
-            )
+        for kind, variable in (
+            ("cuda", "CUDA_VISIBLE_DEVICES"),
+            ("npu", "ASCEND_RT_VISIBLE_DEVICES"),
+        ):
+            if self.tensor_parallel_size > 1 and self.device.startswith(f"{kind}:"):
+                raise InvalidConfig(
+                    f"device {self.device!r} names one device, but each of "
+                    f"{self.tensor_parallel_size} ranks needs its own: give {kind!r}, and choose "
+                    f"devices by {variable}"
+                )
         if self.tensor_parallel_size > 1 and self.placement == "single":
             raise InvalidConfig(
                 "placement 'single' has one process, but tensor_parallel_size "
                 f"{self.tensor_parallel_size} needs one for each rank"
             )
+
+    @property
+    def device_options(self) -> DeviceOptions:
+        """What is about a kind of device."""
+        mode = "eager" if self.enforce_eager else self.graph_mode
+        return DeviceOptions(mode, self.attention_layout, self.weight_format, self.graph_cache_dir)
 
     def _check_whole(self, name: str, optional: bool = False) -> None:
         value = getattr(self, name)

@@ -112,9 +112,10 @@ def executor_config(
         meeting.port if meeting else 0,
         meeting.descriptor if meeting and rank == 0 else None,
         config.pipeline_depth,
-        config.enforce_eager,
+        config.enforce_eager or config.graph_mode == "eager",
         config.load_format,
         config.debug,
+        config.device_options,
     )
 
 
@@ -154,6 +155,7 @@ def _runner_nodes(
         # saves a few microseconds a call: a step's shapes must fit in, each is used in all layers.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "LRU_CACHE_CAPACITY": "16",
+        **_of_ascend(config),
     }
     if config.tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         environment["GLOO_SOCKET_IFNAME"] = _LOOPBACK
@@ -165,6 +167,24 @@ def _runner_nodes(
         inherited = (meeting.descriptor,) if meeting and rank == 0 else ()
         nodes.append(NodeSpec(name, (name,), environment, blocked, inherited))
     return nodes
+
+
+def _of_ascend(config: EngineConfig) -> dict[str, str]:
+    """What torch_npu and CANN read when they are loaded; what the environment says goes first."""
+    wanted = {
+        # Else `import torch` itself fails where torch_npu is installed and CANN is not sourced.
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        # Operators are handed to the device by a thread of their own.
+        "TASK_QUEUE_ENABLE": "1",
+        # Buckets of many sizes would leave holes.
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+        # Several engines on a host: each takes ports that are free.
+        "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
+        "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+    }
+    if config.device != "auto" and not config.device.startswith("npu"):
+        wanted = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tuple[EdgeSpec, ...]:

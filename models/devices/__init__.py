@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 import torch
 
 from nanoactor.models.device import Device
 from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.options import DeviceOptions
 
-KNOWN = ("cpu", "cuda")
+KNOWN = ("cpu", "cuda", "npu")
 
 log = logging.getLogger("nanoactor.models.devices")
 
 
-def open_device(name: str, rank: int = 0) -> Device:
-    """The device of this name: "cpu", "cuda" (the GPU of the rank), "cuda:N", or "auto": a GPU
-    where there is one.
+def open_device(name: str, rank: int = 0, options: DeviceOptions | None = None) -> Device:
+    """The device of this name: "cpu", "cuda" (the GPU of the rank), "cuda:N", "npu", "npu:N", or
+    "auto": a GPU or an NPU where there is one.
 
     Raises `UnsupportedModel`, with the list of known ones, for any other.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = _found()
     kind, _, index = name.partition(":")
+    if kind == "npu" and (not index or index.isdecimal()):
+        from nanoactor.models.devices.npu import NPUDevice
+        from nanoactor.models.devices.npu_runtime import AscendRuntime
+
+        return NPUDevice(AscendRuntime(int(index) if index else rank), options or DeviceOptions())
     if name == "cpu":
         from nanoactor.models.devices.cpu import CPUDevice
 
@@ -39,3 +46,19 @@ def open_device(name: str, rank: int = 0) -> Device:
         )
         return PortableCUDADevice(number)
     raise UnsupportedModel(f"device {name!r} is not supported; known are {', '.join(KNOWN)}")
+
+
+def _found() -> str:
+    """The fastest kind that this process can use."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if importlib.util.find_spec("torch_npu") is None:
+        return "cpu"
+    from nanoactor.models.devices.npu_runtime import load_torch_npu
+
+    try:
+        found = load_torch_npu().npu.is_available()
+    except UnsupportedModel as error:
+        log.warning("the CPU is taken, which is many times slower: %s", error)
+        return "cpu"
+    return "npu" if found else "cpu"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from nanoactor.models.batch import (
     RowBuffers,
     SlotTables,
 )
-from nanoactor.models.device import Memory
+from nanoactor.models.device import CapturedFunction, ForwardFunction, Memory
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.lengths import NO_LENGTHS, HostLengths
 
 try:
     from nanoactor.models.kernels import batch as slots_kernels
@@ -138,9 +139,10 @@ class CapturedGraph:
     graph: torch.cuda.CUDAGraph
     result: torch.Tensor
 
-    def replay(self) -> None:
-        """One launch, whatever is in it."""
+    def replay(self, lengths: HostLengths) -> torch.Tensor:
+        """One launch, whatever is in it; lengths are on the device."""
         self.graph.replay()
+        return self.result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,6 +158,8 @@ class CUDADevice(PortableCUDADevice):
     """The same with operators in Triton, and the batch kept."""
 
     keeps_batch = True
+    captures = captures_prompts = True
+    takes_lengths = samples_greedily = False
 
     def __init__(self, index: int = 0) -> None:
         """Raises `UnsupportedModel` where there is no such GPU."""
@@ -179,17 +183,34 @@ class CUDADevice(PortableCUDADevice):
         """On the current stream."""
         return CudaEvent(timed=True)
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> CapturedGraph:
-        """One CUDA graph; all share a memory pool."""
+    def run(
+        self,
+        forward: ForwardFunction,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: list[KVCache],
+        batch: ResidentBatch,
+    ) -> torch.Tensor:
+        """Operator by operator."""
+        return forward(token_ids, positions, caches, batch)
+
+    def capture(
+        self, function: CapturedFunction, lengths: HostLengths, turns: int
+    ) -> CapturedGraph:
+        """One CUDA graph for all turns; all share a memory pool."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on: NCCL has one that looks at events all the time.
         mode = "thread_local"
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
-            result = function()
+            result = function(lengths)
         self._pool = graph.pool()
         return CapturedGraph(graph, result)
 
     # -- the batch ------------------------------------------------------------------------
+
+    def dummy_blocks(self, rows: int, block_size: int) -> int:
+        """One: all may write to the same place."""
+        return 1
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
         """As the prefill kernel has it."""
@@ -217,12 +238,13 @@ class CUDADevice(PortableCUDADevice):
         """One kernel."""
         slots_kernels.locate(tables, slots, positions, slot_mapping)
 
-    def decode_scratch(self, scratch: Scratch, contexts: torch.Tensor) -> Scratch:
+    def plan(self, scratch: Scratch, batch: ResidentBatch) -> ResidentBatch:
         """Contexts in chunks of equal length."""
+        contexts = batch.decode_contexts
         splits = scratch.splits.of(max(1, len(contexts)), scratch.kv_heads)
         if len(contexts):
             decode_attention.plan_splits(contexts, splits)
-        return dataclasses.replace(scratch, splits=splits)
+        return dataclasses.replace(batch, scratch=dataclasses.replace(scratch, splits=splits))
 
     def sample_rows(
         self,
@@ -322,6 +344,7 @@ class CUDADevice(PortableCUDADevice):
             _columns(tiles, 2, device),
             torch.arange(rows, dtype=torch.int32, device=device),
             contexts,
+            NO_LENGTHS,
             Scratch(splits, sampling.Partials.empty(1, 1, device), kv_heads),
         )
 

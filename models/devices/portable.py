@@ -13,6 +13,9 @@ from nanoactor.models.sampling import sample
 class PortableOperators:
     """The operator half of the device protocol."""
 
+    def check(self, dtype: torch.dtype, block_size: int) -> None:
+        """They take everything."""
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
         """The weight as it is."""
         return lambda x: F.linear(x, weight, bias)
@@ -35,6 +38,10 @@ class PortableOperators:
         first, second = x.chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As they are."""
+        return cos, sin
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up."""

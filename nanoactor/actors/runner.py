@@ -170,11 +170,13 @@ class RunnerActor(Actor):
 
     def statistics(self) -> dict[str, Any]:
         """Steps received and done, those of them laid out while the device was busy with one
-        before, steps queued or running, how long the device was busy, and idle between steps; when
-        the latest ended, in ns of the monotonic clock."""
+        before, and those launched operator by operator because they could not be captured; steps
+        queued or running, how long the device was busy, and idle between steps; when the latest
+        ended, in ns of the monotonic clock."""
         return {
             "steps": self._received,
             "steps_done": self._completed,
+            "steps_uncaptured": self._executor.uncaptured,
             "ahead": self._ahead,
             "queued": self._queued,
             "busy_seconds": self._busy_ns * 1e-9,

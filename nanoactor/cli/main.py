@@ -13,6 +13,7 @@ from nanoactor.cli.serve import add_server_options, run_on_uvloop, run_server
 from nanoactor.cli.stream import chat, generate
 from nanoactor.errors import NanoactorError
 from nanoactor.models.errors import ModelError
+from nanoactor.models.options import GRAPH_MODES
 from nanoactor.runtime.errors import RuntimeFault
 
 
@@ -84,13 +85,19 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or simulated:MS")
+    engine.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda, npu, cuda:N, npu:N, simulated:MS"
+    )
     engine.add_argument("--dtype", default="auto")
     engine.add_argument("--max-model-len", type=int)
     engine.add_argument("--num-kv-blocks", type=int)
     engine.add_argument("--pipeline-depth", type=int, default=2)
     engine.add_argument("--memory-utilization", type=float, help="for weights and cache, up to 1")
-    engine.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
+    engine.add_argument("--enforce-eager", action="store_true", help="capture no graphs")
+    engine.add_argument("--graph-mode", default="auto", help=f"on an NPU: {', '.join(GRAPH_MODES)}")
+    engine.add_argument("--attention-layout", default="tnd", help="on an NPU: tnd or bnsd")
+    engine.add_argument("--weight-format", default="nd", help="on an NPU: nd or nz")
+    engine.add_argument("--graph-cache-dir", help="on an NPU, for compiled graphs")
     engine.add_argument("--threads", type=int)
     engine.add_argument("--tensor-parallel-size", type=int, default=1)
     engine.add_argument("--placement", default="default", help="default, split or single")

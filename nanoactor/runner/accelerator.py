@@ -12,15 +12,17 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from tqdm import tqdm
 
 from nanoactor.messages import Step
 from nanoactor.models.batch import KVCache, ResidentBatch, RowBuffers, SamplingBatch, SlotTables
-from nanoactor.models.device import Accelerator, Captured, TimedEvent
-from nanoactor.runner.captures import PREFILL_ROWS, MixedSizes, decode_sizes, smallest
+from nanoactor.models.device import Accelerator, TimedEvent
+from nanoactor.models.lengths import HostLengths
+from nanoactor.runner.captured import CapturedSteps
+from nanoactor.runner.captures import PREFILL_ROWS, MixedSizes, decode_sizes
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.config import ExecutorConfig
 from nanoactor.runner.execution import Computed
@@ -28,7 +30,7 @@ from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.resident import HostBatch, Prefill, Update
 from nanoactor.runner.sampling_table import SampledRows
 from nanoactor.runner.staging import DevicePrefill, FixedPrefill, Staging
-from nanoactor.runner.warmup import decode_step, prefill_step
+from nanoactor.runner.warmup import decode_update, prefill_step
 
 log = logging.getLogger("nanoactor.runner")
 
@@ -70,6 +72,8 @@ class AcceleratorExecutor:
         Raises `ModelError` where the model's files are wrong or memory does not suffice.
         """
         self._config, self._device = config, device
+        self._captures = device.captures and not config.enforce_eager
+        self.uncaptured = 0
         with device.stream():
             self._model = LoadedModel(config, device)
             self.dtype_name, self.block_size = self._model.dtype_name, self._model.block_size
@@ -78,13 +82,12 @@ class AcceleratorExecutor:
             """Whose end the clock counts from; its turn comes again after the next step's."""
             self._sizes = decode_sizes(config.max_num_seqs)
             self._mixed_sizes = MixedSizes.of(config.max_num_batched_tokens, config.max_num_seqs)
-            self._captured: dict[int, Captured] = {}
-            self._captured_mixed: dict[tuple[int, int], Captured] = {}
+            self._captured = CapturedSteps(device, config.depth)
             self._clock = self._make_clock()
             used, peak = self._warm_up()
             self.num_blocks = self._model.size_cache(used, peak)
             self._make_state(self.num_blocks)
-            if not config.enforce_eager:
+            if self._captures:
                 self._capture()
             device.synchronize()
 
@@ -101,15 +104,20 @@ class AcceleratorExecutor:
     # -- the state on the device ----------------------------------------------------------
 
     def _make_state(self, blocks: int) -> None:
-        """Tables, buffers and a cache of so many blocks, and one more that padded rows write to."""
+        """Tables, buffers and a cache of so many blocks, and more that padded rows write to."""
         config, model, device = self._config, self._model, self._device
         most = -(-config.max_model_len // self.block_size)
         heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
         self._batch = HostBatch(
-            config.max_num_seqs, most, device.tokens_per_program(heads, kv_heads)
+            config.max_num_seqs,
+            most,
+            device.tokens_per_program(heads, kv_heads),
+            device.takes_lengths,
+            device.samples_greedily,
         )
         layout = self._batch.layout
-        self._caches: list[KVCache] = model.allocate(blocks + 1)
+        dummies = device.dummy_blocks(config.max_num_seqs, self.block_size)
+        self._caches: list[KVCache] = model.allocate(blocks + dummies)
         self._state = device.zeros(layout.size, dtype=torch.int32)
 
         def column(start: int, columns: int = 1) -> torch.Tensor:
@@ -166,25 +174,35 @@ class AcceleratorExecutor:
         self._make_state(blocks)
         self._run_once(prefill)  # compiles
         # What stays beside the cache: buffers, and what libraries keep for themselves.
-        kept = max(0, free - device.memory().free - (blocks + 1) * self._model.block_bytes())
+        dummies = device.dummy_blocks(config.max_num_seqs, self.block_size)
+        cache = (blocks + dummies) * self._model.block_bytes()
+        kept = max(0, free - device.memory().free - cache)
         device.reset_peak()
         self._run_once(prefill)
         peak = device.peak()
         device.reset_peak()
-        self._run_once(decode_step(config.max_num_seqs, prefill))
+        self._decode_once()
         captured = max(peak, device.peak())
         device.reset_peak()
-        self._run_once(decode_step(config.max_num_seqs, prefill, top_p=0.9))
+        self._decode_once(top_p=0.9)
         peak = max(captured, device.peak())
-        if not config.enforce_eager:
-            graphs = len(self._sizes) + len(self._mixed_sizes.tokens) * len(self._mixed_sizes.rows)
-            peak += captured + _GRAPH_BYTES * graphs
+        if self._captures:
+            peak += captured + _GRAPH_BYTES * self._count_captures()
         log.info("warm-up took %.1f s", time.monotonic() - begin)
         self._caches = []
         return used, peak + kept + _DRIVER_BYTES
 
+    def _count_captures(self) -> int:
+        mixed = self._mixed_sizes if self._device.captures_prompts else MixedSizes((), ())
+        return len(self._sizes) + len(mixed.tokens) * len(mixed.rows)
+
     def _run_once(self, step: Step) -> None:
         self.submit(step).wait()
+        self._device.synchronize()
+
+    def _decode_once(self, top_p: float = 1.0) -> None:
+        update = decode_update(self._config.max_num_seqs, self._batch.layout.dummy, top_p)
+        self._launch(0, update).wait()
         self._device.synchronize()
 
     # -- graphs ---------------------------------------------------------------------------
@@ -193,40 +211,41 @@ class AcceleratorExecutor:
         """Largest first, so that the smaller ones find room in what it took."""
         begin, before = time.monotonic(), self._device.memory().free
         work: list[Callable[[], None]] = []
-        layout = self._batch.layout
-        for tokens in self._mixed_sizes.tokens[::-1]:
-            each = self._batch.tokens_per_program
-            turns = self._config.depth + 2
-            fixed = FixedPrefill(self._device, tokens, each, layout.dummy, turns)
-            self._fixed[tokens] = fixed
-            for rows in self._mixed_sizes.rows[::-1]:
-                work.append(functools.partial(self._capture_mixed, tokens, rows))
+        if self._device.captures_prompts:
+            work += self._mixed_captures()
         work += [functools.partial(self._capture_decode, rows) for rows in self._sizes[::-1]]
         for capture in tqdm(work, desc="capturing steps", disable=None, leave=False):
             capture()
         seconds, taken = time.monotonic() - begin, before - self._device.memory().free
         log.info(
-            "captured %d steps in %.1f s: decode up to %d rows, prompts up to %d tokens; they take "
-            "%d MiB",
+            "captured %d of %d steps in %.1f s: decode up to %d rows%s; they take %d MiB",
+            len(work) - self._captured.failed,
             len(work),
             seconds,
             self._sizes[-1],
-            self._mixed_sizes.tokens[-1],
+            f", prompts up to {max(self._fixed)} tokens" if self._fixed else "",
             taken // _MIB,
         )
 
+    def _mixed_captures(self) -> Iterator[Callable[[], None]]:
+        dummy, each = self._batch.layout.dummy, self._batch.tokens_per_program
+        for tokens in self._mixed_sizes.tokens[::-1]:
+            turns = self._config.depth + 2
+            self._fixed[tokens] = FixedPrefill(self._device, tokens, each, dummy, turns)
+            for rows in self._mixed_sizes.rows[::-1]:
+                yield functools.partial(self._capture_mixed, tokens, rows)
+
     def _capture_decode(self, rows: int) -> None:
-        self._decode(rows)  # compiles what is special to so many rows
-        self._device.synchronize()
-        self._captured[rows] = self._device.capture(functools.partial(self._decode, rows))
+        # As long as all rows together can be.
+        each = max(1, self.num_blocks // rows) * self.block_size
+        longest = HostLengths([], [], [min(each, self._config.max_model_len)] * rows)
+        self._captured.add_decode(rows, functools.partial(self._decode, rows), longest)
 
     def _capture_mixed(self, tokens: int, rows: int) -> None:
         run = functools.partial(self._mixed, self._fixed[tokens].inputs, rows)
-        run()
-        self._device.synchronize()
-        self._captured_mixed[tokens, rows] = self._device.capture(run)
+        self._captured.add_mixed((tokens, rows), run)
 
-    def _decode(self, rows: int) -> torch.Tensor:
+    def _decode(self, rows: int, lengths: HostLengths) -> torch.Tensor:
         """A whole step of so many rows of the decode set, dummies included; returns their hidden
         states. (Logits would be kept for each capture: gigabytes.)"""
         device, slots = self._device, self._rows[:rows]
@@ -240,12 +259,17 @@ class AcceleratorExecutor:
             self._nothing[:2],
             slots,
             buffers.contexts,
-            device.decode_scratch(self._scratch, buffers.contexts),
+            lengths,
+            None,
         )
-        network = self._model.network
-        hidden = network.forward(buffers.token_ids, buffers.positions, self._caches, batch)
+        hidden = self._forward(buffers, batch)
         self._choose(hidden, slots)
         return hidden
+
+    def _forward(self, buffers: RowBuffers, batch: ResidentBatch) -> torch.Tensor:
+        batch = self._device.plan(self._scratch, batch)
+        forward = self._model.network.forward
+        return self._device.run(forward, buffers.token_ids, buffers.positions, self._caches, batch)
 
     def _sliced(self, first: int, rows: int) -> RowBuffers:
         buffers, at = self._buffers, slice(first, first + rows)
@@ -285,13 +309,11 @@ class AcceleratorExecutor:
         if changes:
             self._state[changes[0]] = changes[1]
         if staged is not None:
-            hidden = self._mixed(staged, update.decodes)
+            hidden = self._mixed(staged, update.decodes, update.lengths)
         elif fits:
-            hidden = self._replay(self._captured_mixed[fits])
-        elif self._captured:
-            hidden = self._replay(self._captured[smallest(self._sizes, update.decodes)])
+            hidden = self._captured.mixed(fits)
         else:
-            hidden = self._decode(update.decodes)
+            hidden = self._decode_step(update)
         prompts = len(prefill.sampling) if prefill else 0
         padded = PREFILL_ROWS if fits else prompts
         for part in special:
@@ -303,28 +325,35 @@ class AcceleratorExecutor:
         turn.end.record()
         return _Launched(self, turn, count)
 
+    def _decode_step(self, update: Update) -> torch.Tensor:
+        replayed = self._captured.decode(update.decodes, update.lengths)
+        if replayed is not None:
+            return replayed
+        self.uncaptured += self._captured.failed > 0
+        return self._decode(update.decodes, update.lengths)
+
     def _fitting(self, prefill: Prefill, rows: int) -> tuple[int, int] | None:
         """The captured mixed step that holds this one."""
-        if not self._captured_mixed:
+        if not self._fixed:
             return None
-        return self._mixed_sizes.fit(len(prefill.token_ids), prefill.rows.shape[1], rows)
-
-    def _replay(self, captured: Captured) -> torch.Tensor:
-        captured.replay()
-        return captured.result
+        fits = self._mixed_sizes.fit(len(prefill.token_ids), prefill.rows.shape[1], rows)
+        if fits is not None and not self._captured.has_mixed(fits):
+            self.uncaptured += 1
+            return None
+        return fits
 
     def _staged(self, prefill: Prefill) -> DevicePrefill:
         fields = dataclasses.fields(Prefill)
         return DevicePrefill(*(self._staging.put(getattr(prefill, field.name)) for field in fields))
 
-    def _mixed(self, prefill: DevicePrefill, rows: int) -> torch.Tensor:
+    def _mixed(self, prefill: DevicePrefill, rows: int, lengths: HostLengths) -> torch.Tensor:
         """A step with prompt chunks; returns the hidden states of the rows that sample: prompts
         that end here, then the decode set."""
         device, first = self._device, len(prefill.token_ids)
         every, decodes = self._sliced(0, first + rows), self._rows[:rows]
         every.token_ids[:first] = prefill.token_ids
         every.positions[:first] = prefill.positions
-        device.locate(self._tables, prefill.slots, prefill.positions, every.slot_mapping)
+        device.locate(self._tables, prefill.slots, prefill.positions, every.slot_mapping[:first])
         buffers = self._sliced(first, rows)
         device.advance(self._tables, decodes, buffers)
         batch = ResidentBatch(
@@ -335,10 +364,10 @@ class AcceleratorExecutor:
             prefill.tiles,
             decodes,
             buffers.contexts,
-            device.decode_scratch(self._scratch, buffers.contexts),
+            lengths,
+            None,
         )
-        network = self._model.network
-        hidden = network.forward(every.token_ids, every.positions, self._caches, batch)
+        hidden = self._forward(every, batch)
         sampling = hidden.index_select(0, prefill.ends)
         if rows:
             sampling = torch.cat((sampling, hidden[first:]))

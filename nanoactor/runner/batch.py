@@ -101,6 +101,7 @@ class BatchState:
             rows.plain,
             rows.limited,
             rows.unlimited,
+            rows.nucleus,
             *self._sampling.masked_logits(decode, positions),
         )
 

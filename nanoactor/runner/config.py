@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 
 from nanoactor.models.errors import NotEnoughMemory
+from nanoactor.models.options import DeviceOptions
 
+_NO_OPTIONS = DeviceOptions()
 SIMULATED = "simulated:"
 """The prefix of devices that only take time; the milliseconds of a step follow."""
 
@@ -39,6 +41,7 @@ class ExecutorConfig:
     """"dummy" for random weights."""
     debug: bool = False
     """Compare after each step what the ranks have chosen."""
+    options: DeviceOptions = _NO_OPTIONS
 
 
 def check_cache(blocks: int, config: ExecutorConfig, block_size: int, why: str) -> None:

@@ -40,6 +40,8 @@ class Executor(Protocol):
     num_blocks: int
     block_size: int
     dtype_name: str
+    uncaptured: int
+    """How many steps were launched operator by operator because they could not be captured."""
 
     def submit(self, step: Step) -> Pending:
         """Lay a step out and queue it behind those before it; called on the node's loop, in the
@@ -54,7 +56,7 @@ def open_executor(config: ExecutorConfig) -> Executor:
         return SimulatedExecutor(config)
     from nanoactor.models.devices import open_device
 
-    device = open_device(config.device, config.rank)
+    device = open_device(config.device, config.rank, config.options)
     if device.keeps_batch:
         from nanoactor.runner.accelerator import AcceleratorExecutor
 

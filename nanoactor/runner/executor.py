@@ -42,6 +42,8 @@ class _Queued:
 class TorchExecutor:
     """Runs steps, one after the other, on the thread that waits for them."""
 
+    uncaptured = 0
+
     def __init__(self, config: ExecutorConfig, device: Device) -> None:
         """Load the weights, size and allocate the KV cache, run both kinds of step once.
 
@@ -143,6 +145,7 @@ class TorchExecutor:
             plain=self._tensor(rows.plain),
             limited=self._tensor(rows.limited),
             unlimited=self._tensor(rows.unlimited),
+            nucleus=self._tensor(rows.nucleus),
             masked_rows=self._tensor(rows.masked_rows),
             masked_ids=self._tensor(rows.masked_ids),
         )
@@ -195,9 +198,5 @@ def _greedy_rows(
         zeros,
         whole,
         np.arange(rows),
-        none,
-        none,
-        none,
-        none,
-        none,
+        *[none] * 6,
     )

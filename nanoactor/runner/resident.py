@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Int32, Int64, Step
+from nanoactor.models.lengths import NO_LENGTHS, HostLengths
 from nanoactor.runner.sampling_table import NO_ROWS, Long, SampledRows, SamplingTable
 
 # To sort whole vocabularies takes 127 bytes for each logit.
-_SPECIAL_AT_ONCE = 64
+SPECIAL_AT_ONCE = 64
 _NOTHING: Int32 = np.empty(0, np.int32)
 
 
@@ -109,6 +110,8 @@ class Update:
     special: tuple[SampledRows, ...]
     """Rows that the fused sampler does not do, a few at a time; `token_index` is the row among
     those that sample."""
+    lengths: HostLengths = NO_LENGTHS
+    """Where the device asks for them."""
 
     @property
     def changes(self) -> tuple[NDArray[np.integer], ...]:
@@ -130,7 +133,17 @@ class Update:
 class HostBatch:
     """The host's side: lengths, the decode set, and how slots sample."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, tokens_per_program: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        tokens_per_program: int,
+        takes_lengths: bool = False,
+        samples_greedily: bool = False,
+    ) -> None:
+        """The last three are the device's, see `Accelerator`."""
+        self._takes_lengths = takes_lengths
+        self._samples_greedily = samples_greedily
         self.layout = StateLayout(max_num_seqs + 1, max_blocks)
         self.tokens_per_program = tokens_per_program
         self._lengths = np.zeros(max_num_seqs, np.int64)
@@ -138,7 +151,7 @@ class HostBatch:
         self._decode: Long = NO_ROWS
         self._sampling = SamplingTable(max_num_seqs)
         self._special: Long | None = None
-        """Decode rows that are cut by top-k and the like, until the set changes."""
+        """Decode rows that the fused sampler never does, until the set changes."""
         self._masked_steps = 0
         """How many steps of this set there are until all of its rows are past `min_tokens`."""
 
@@ -161,8 +174,16 @@ class HostBatch:
             pairs.append((self.layout.lengths + step.slots.astype(np.int64), ends))
             prefill = self._prefill(step)
         return Update(
-            *_joined(pairs), prefill, len(decode), self._special_rows(prefill, all_special)
+            *_joined(pairs),
+            prefill,
+            len(decode),
+            self._special_rows(prefill, all_special),
+            self._host_lengths(step) if self._takes_lengths else NO_LENGTHS,
         )
+
+    def _host_lengths(self, step: Step) -> HostLengths:
+        contexts = (step.starts + step.counts).tolist()
+        return HostLengths(step.counts.tolist(), contexts, self._lengths[self._decode].tolist())
 
     def _admitted(self, slots: Int32) -> list[tuple[NDArray[np.integer], NDArray[np.integer]]]:
         layout, wide = self.layout, slots.astype(np.int64)
@@ -217,22 +238,27 @@ class HostBatch:
         rows, sampling = self._special_decodes(), self._decode
         if prefill is not None and len(prefill.sampling):
             ended = prefill.sampling.astype(np.int64)
-            cut = self._sampling.cut_from_all(ended)
+            cut = self._never_fused(ended)
             cut |= self._sampling.masking(ended, self._lengths[ended])
             rows = np.concatenate((np.flatnonzero(cut), rows + len(ended)))
             sampling = np.concatenate((ended, sampling))
         if every:
             rows = np.arange(len(sampling))
-        parts = [rows[at : at + _SPECIAL_AT_ONCE] for at in range(0, len(rows), _SPECIAL_AT_ONCE)]
+        parts = [rows[at : at + SPECIAL_AT_ONCE] for at in range(0, len(rows), SPECIAL_AT_ONCE)]
         return tuple(self._sampled_rows(sampling[part], part) for part in parts)
 
     def _sampled_rows(self, slots: Long, index: Long) -> SampledRows:
         return self._sampling.rows(slots, index, self._lengths[slots])
 
+    def _never_fused(self, slots: Long) -> NDArray[np.bool_]:
+        if self._samples_greedily:
+            return self._sampling.sampling(slots)
+        return self._sampling.cut_from_all(slots)
+
     def _special_decodes(self) -> Long:
         decode = self._decode
         if self._special is None:
-            self._special = np.flatnonzero(self._sampling.cut_from_all(decode))
+            self._special = np.flatnonzero(self._never_fused(decode))
             self._masked_steps = self._sampling.masked_steps(decode, self._lengths[decode])
         if self._masked_steps <= 0:
             return self._special

@@ -31,6 +31,7 @@ class SampledRows:
     plain: Long
     limited: Long
     unlimited: Long
+    nucleus: Long
     masked_rows: Long
     masked_ids: Long
 
@@ -69,7 +70,8 @@ class SamplingTable:
         top_p, min_p = self.top_p[slots], self.min_p[slots]
         greedy = temperature == 0
         limited = ~greedy & (top_k > 0) & (top_k <= CANDIDATES)
-        unlimited = ~greedy & ~limited & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+        unlimited = ~greedy & (top_k > CANDIDATES)
+        nucleus = ~greedy & (top_k == 0) & ((top_p < 1) | (min_p > 0))
         return SampledRows(
             slots,
             token_index,
@@ -80,9 +82,10 @@ class SamplingTable:
             min_p,
             self.seeds[slots],
             np.flatnonzero(greedy),
-            np.flatnonzero(~greedy & ~limited & ~unlimited),
+            np.flatnonzero(~(greedy | limited | unlimited | nucleus)),
             np.flatnonzero(limited),
             np.flatnonzero(unlimited),
+            np.flatnonzero(nucleus),
             *self.masked_logits(slots, positions),
         )
 
@@ -93,6 +96,11 @@ class SamplingTable:
         few = (top_k > 0) & (top_k <= CANDIDATES)
         kept: NDArray[np.bool_] = cut & ~few & (self.temperature[slots] > 0)
         return kept
+
+    def sampling(self, slots: Long) -> NDArray[np.bool_]:
+        """Which of these are not greedy."""
+        drawn: NDArray[np.bool_] = self.temperature[slots] > 0
+        return drawn
 
     def masking(self, slots: Long, positions: Long) -> NDArray[np.bool_]:
         """Which of these may not sample some ids yet (`min_tokens`)."""

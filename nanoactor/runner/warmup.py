@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from nanoactor.messages import Admissions, Int32, Step
+from nanoactor.models.lengths import HostLengths
+from nanoactor.runner.resident import SPECIAL_AT_ONCE, Update
+from nanoactor.runner.sampling_table import SamplingTable
 
 _NONE: Int32 = np.empty(0, np.int32)
 
 
-def _admissions(slots: Int32, top_p: float = 1.0) -> Admissions:
+def admissions(slots: Int32, top_p: float = 1.0) -> Admissions:
+    """Sequences that sample with this top-p."""
     count = len(slots)
     zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
     whole = np.zeros(count, np.int32)
@@ -39,28 +45,28 @@ def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
         np.zeros(rows, np.int32),
         blocks,
         np.arange(int(blocks.sum()), dtype=np.int32),
-        _admissions(slots),
+        admissions(slots),
     )
 
 
-def decode_step(rows: int, before: Step, top_p: float = 1.0) -> Step:
-    """One token for each of so many slots, after a prefill step: those that had no part in it
-    have a sequence of their own, one token long, in block 0. All are sampled with this top-p."""
-    slots = np.arange(rows, dtype=np.int32)
-    new = slots[len(before.slots) :]
-    flags = np.empty(0, np.bool_)
-    return Step(
-        2,
-        _NONE,
-        _NONE,
-        _NONE,
-        flags,
-        _NONE,
-        slots,
-        _NONE,
-        new,
-        np.zeros(len(new), np.int32),
-        np.ones(len(new), np.int32),
-        np.zeros(len(new), np.int32),
-        _admissions(slots, top_p),
+def decode_update(rows: int, dummy: int, top_p: float = 1.0) -> Update:
+    """One token for each of so many rows, all of them the dummy's, which write to places of their
+    own; `dummy` is its slot. With a top-p below 1 all are sampled behind the graph, a few at a
+    time."""
+    table = SamplingTable(rows)
+    slots = np.arange(rows)
+    table.admit(admissions(slots.astype(np.int32), top_p))
+    special = (
+        ()
+        if top_p == 1
+        else tuple(
+            dataclasses.replace(
+                table.rows(part, part, np.zeros(len(part), np.int64)),
+                slots=np.full(len(part), dummy),
+            )
+            for part in np.split(slots, range(SPECIAL_AT_ONCE, rows, SPECIAL_AT_ONCE))
+        )
     )
+    none = np.empty(0, np.int64)
+    lengths = HostLengths([], [], [1] * rows)
+    return Update(none, _NONE, None, rows, special, lengths)

@@ -217,6 +217,11 @@ class Monitor:
             ("preemptions", "Sequences that gave their blocks to older ones."),
         ):
             yield counter(name, text, scheduler.get(name, 0))
+        yield counter(
+            "uncaptured_steps",
+            "Steps launched operator by operator, as their size could not be captured.",
+            self._of("runner.0").get("steps_uncaptured", 0),
+        )
         yield counter("device_busy_seconds", "For which the device computed.", last.busy_seconds)
         yield counter("load_seconds", "For which there was something to do.", last.load_seconds)
         yield gauge(

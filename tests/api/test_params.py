@@ -142,6 +142,10 @@ BAD_OPTIONS = {
     "debug": FLAG,
     "debug_delay_ms": SECONDS,
     "debug_record_dir": ["/no/such/directory", 5, ""],
+    "graph_mode": ["graph", None, 1],
+    "attention_layout": ["bsh", None],
+    "weight_format": ["fractal", None],
+    "graph_cache_dir": ["", 5],
 }
 
 
@@ -152,6 +156,40 @@ BAD_OPTIONS = {
 def test_a_bad_engine_option_is_named(name, value):
     with pytest.raises(InvalidConfig, match=name):
         EngineConfig(**{"model": "demo", name: value})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(graph_mode="npugraph"),
+        dict(attention_layout="bnsd"),
+        dict(weight_format="nz"),
+        dict(graph_cache_dir="graphs"),
+    ],
+    ids=str,
+)
+def test_what_is_about_npus_alone_is_refused_elsewhere(options):
+    EngineConfig("demo", device="npu", **options)
+    EngineConfig("demo", device="auto", **options)
+    for device in ("cpu", "cuda", "simulated:5"):
+        with pytest.raises(InvalidConfig, match="is for NPUs"):
+            EngineConfig("demo", device=device, **options)
+
+
+def test_graph_modes_and_enforce_eager_exclude_each_other():
+    EngineConfig("demo", device="npu", graph_mode="eager", enforce_eager=True)
+    EngineConfig("demo", device="cuda", graph_mode="eager")
+    with pytest.raises(InvalidConfig, match="graph_mode 'npugraph' and enforce_eager"):
+        EngineConfig("demo", device="npu", graph_mode="npugraph", enforce_eager=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "variable"),
+    [("cuda:1", "CUDA_VISIBLE_DEVICES"), ("npu:1", "ASCEND_RT_VISIBLE_DEVICES")],
+)
+def test_ranks_need_a_device_each(device, variable):
+    with pytest.raises(InvalidConfig, match=variable):
+        EngineConfig("demo", device=device, tensor_parallel_size=2)
 
 
 def test_every_engine_option_is_checked():

@@ -16,12 +16,13 @@ import torch
 
 import nanoactor.models.devices as devices
 from nanoactor import SamplingParams
+from nanoactor.messages import Step
 from nanoactor.models.batch import AttentionBatch, PrefillRow
 from nanoactor.models.errors import NotEnoughMemory
 from nanoactor.runner.config import ExecutorConfig
 from nanoactor.runner.execution import open_executor
 from nanoactor.runner.model import LoadedModel
-from nanoactor.runner.warmup import decode_step, prefill_step
+from nanoactor.runner.warmup import admissions, prefill_step
 from tests.engine.harness import Reference, collect, engine, greedy, ids, ragged_prompts
 from tests.engine.test_matrix import MATRIX, covering, loads, run
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
@@ -35,12 +36,35 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 VOCABULARY = 211
 
 
+def decode_step(rows, before):
+    """One token for each of so many slots, after a prefill step: those that had no part in it
+    have a sequence of their own, one token long, in block 0."""
+    slots = np.arange(rows, dtype=np.int32)
+    new = slots[len(before.slots) :]
+    none, ones = np.empty(0, np.int32), np.ones(len(new), np.int32)
+    return Step(
+        2,
+        none,
+        none,
+        none,
+        np.empty(0, np.bool_),
+        none,
+        slots,
+        none,
+        new,
+        0 * ones,
+        ones,
+        0 * ones,
+        admissions(slots),
+    )
+
+
 # -- anywhere ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(devices, "open_device", lambda name, rank=0: InterpretedDevice())
+    monkeypatch.setattr(devices, "open_device", lambda *_: InterpretedDevice())
 
 
 def mixed_params(tokens):

@@ -11,6 +11,7 @@ import torch
 
 from nanoactor.models.device import Memory
 from nanoactor.models.devices.cuda import CUDADevice
+from nanoactor.models.lengths import NO_LENGTHS
 
 
 class HostEvent:
@@ -35,10 +36,10 @@ class Rerun:
 
     def __init__(self, function):
         self._function = function
-        self.result = function()
+        self._result = function(NO_LENGTHS)
 
-    def replay(self):
-        self.result.copy_(self._function())
+    def replay(self, lengths):
+        return self._result.copy_(self._function(lengths))
 
 
 class InterpretedDevice(CUDADevice):
@@ -84,5 +85,5 @@ class InterpretedDevice(CUDADevice):
     def event(self):
         return HostEvent()
 
-    def capture(self, function):
+    def capture(self, function, lengths, turns):
         return Rerun(function)

@@ -13,6 +13,7 @@ import torch
 from nanoactor.models.batch import KVCache, ResidentBatch, RowBuffers, SamplingBatch, SlotTables
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.portable import PortableOperators
+from nanoactor.models.lengths import HostLengths
 from nanoactor.models.sampling import sample
 from tests.models.interpreted import InterpretedDevice
 
@@ -111,7 +112,7 @@ def test_heads_are_normed_rotated_and_stored_as_one_operator_after_the_other(
     if tokens > 5:
         qkv[3, -1, 2], qkv[4, -kv_heads - 1, 1] = math.nan, math.inf
     angles = make(tokens, dim // 2)
-    rotation = angles.cos(), angles.sin()
+    rotation = device.rotation(angles.cos(), angles.sin())
     order = torch.randperm(blocks * SIZE, generator=generator)[:tokens]
     slots = order.to(device.torch_device)
     caches = []
@@ -146,9 +147,7 @@ def sampled_by_hand(logits, tables, slots):
         greedy.nonzero()[:, 0],
         (~greedy & ~limited).nonzero()[:, 0],
         limited.nonzero()[:, 0],
-        none,
-        none,
-        none,
+        *[none] * 4,
     )
     return sample(logits.clone(), batch)
 
@@ -307,7 +306,7 @@ class Ragged:
         lines = [[r, self.firsts[r], self.counts[r], self.contexts[r]] for r in range(rows)]
         contexts = int32(device, decodes)
         scratch = device.scratch(len(decodes), heads, kv_heads, dim, 10)
-        return ResidentBatch(
+        batch = ResidentBatch(
             torch.empty(0),
             self.tables.to(device.torch_device),
             sum(tokens for _, tokens in prefills),
@@ -315,8 +314,10 @@ class Ragged:
             int32(device, [*tiles, (-1, 0)]).T.contiguous(),
             int32(device, range(rows, len(self.contexts))),
             contexts,
-            device.decode_scratch(scratch, contexts),
+            HostLengths([*self.counts[:rows]], [*self.contexts[:rows]], [*self.contexts[rows:]]),
+            None,
         )
+        return device.plan(scratch, batch)
 
     def errors(self):
         """The relative error of each row."""

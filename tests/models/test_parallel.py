@@ -181,15 +181,15 @@ def batch_of(rows, seed):
     def draw(low, high):
         return torch.randint(low, high, (rows,), generator=generator)
 
-    kinds = torch.arange(rows) % 4
-    top_k = torch.where(kinds == 2, draw(1, 40), 0)
-    top_p = torch.where(kinds == 3, 0.7, 1.0)
-    index = [torch.nonzero(kinds == kind).flatten() for kind in range(4)]
+    kinds = torch.arange(rows) % 5
+    top_k = torch.where(kinds == 2, draw(1, 40), torch.where(kinds == 3, draw(257, 400), 0))
+    top_p = torch.where(kinds == 4, 0.7, 1.0)
+    index = [torch.nonzero(kinds == kind).flatten() for kind in range(5)]
     return SamplingBatch(
         torch.where(kinds == 0, 1.0, 0.5 + torch.rand(rows, generator=generator)),
         top_k,
         top_p,
-        torch.where(kinds == 3, 0.01, 0.0),
+        torch.where(kinds == 4, 0.01, 0.0),
         draw(0, 2**62),
         draw(1, 1000),
         *index,

@@ -38,7 +38,7 @@ def row(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0, mask
     )
 
 
-KINDS = ("greedy", "plain", "limited", "unlimited")
+KINDS = ("greedy", "plain", "limited", "unlimited", "nucleus")
 
 
 def kind(r):
@@ -46,7 +46,9 @@ def kind(r):
         return "greedy"
     if 0 < r["top_k"] <= CANDIDATES:
         return "limited"
-    return "unlimited" if r["top_k"] > 0 or r["top_p"] < 1 or r["min_p"] > 0 else "plain"
+    if r["top_k"] > 0:
+        return "unlimited"
+    return "nucleus" if r["top_p"] < 1 or r["min_p"] > 0 else "plain"
 
 
 def batch(rows):

@@ -107,6 +107,6 @@ class ResidentTwin:
             given = getattr(sampled, name)
             held = held if given.dtype.kind == "i" else held.view(np.float32)
             assert (held == given).all()
-        special = {*sampled.unlimited, *sampled.masked_rows}
+        special = {*sampled.unlimited, *sampled.nucleus, *sampled.masked_rows}
         found = [row for part in update.special for row in part.token_index.tolist()]
         assert found == sorted(special)

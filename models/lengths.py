@@ -1,0 +1,30 @@
+"""Lengths that the host knows, for devices whose operators take them from there; imports no
+torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostLengths:
+    """A step's rows in their order: prefill rows, then decode rows."""
+
+    prefill_tokens: list[int]
+    """How many tokens each chunk has, ..."""
+    prefill_contexts: list[int]
+    """... and how long its sequence is at its end."""
+    decode_contexts: list[int]
+    """How long each row's sequence is, its new token included."""
+
+    def padded(self, rows: int) -> HostLengths:
+        """With so many decode rows; those of the dummy have a context of one position."""
+        missing = rows - len(self.decode_contexts)
+        if not missing:
+            return self
+        contexts = self.decode_contexts + [1] * missing
+        return HostLengths(self.prefill_tokens, self.prefill_contexts, contexts)
+
+
+NO_LENGTHS = HostLengths([], [], [])
+"""Where the device does not ask."""

@@ -1,0 +1,23 @@
+"""What can be set about a kind of device; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+GRAPH_MODES = ("auto", "eager", "npugraph", "max-autotune", "reduce-overhead")
+ATTENTION_LAYOUTS = ("tnd", "bnsd")
+WEIGHT_FORMATS = ("nd", "nz")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """All of it is about Ascend NPUs, and other devices ignore it."""
+
+    graph_mode: str = "auto"
+    """How decode steps run, one of `GRAPH_MODES`."""
+    attention_layout: str = "tnd"
+    """How queries are handed to fused attention: packed tokens, or a padded batch."""
+    weight_format: str = "nd"
+    """Row by row, or in the fractal blocks that matrix units read (NZ)."""
+    graph_cache_dir: str | None = None
+    """Where compiled graphs are kept from one start to the next."""

@@ -1,0 +1,123 @@
+"""The machine's half of the NPU device on a CPU. Its operators are the reference kernels, which
+check what they are given; nothing here is an NPU, and no time or memory means anything."""
+
+import contextlib
+import time
+
+import pytest
+import torch
+
+import nanoactor.models.devices as devices
+from nanoactor.models.device import Memory
+from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.devices.npu_runtime import RecordedGraph
+from nanoactor.models.options import DeviceOptions
+from tests.npu import reference
+from tests.npu.recorder import HostGraph
+from tests.npu.reference import contract
+
+
+class HostEvent:
+    def __init__(self):
+        self.at = 0
+
+    def record(self):
+        self.at = time.monotonic_ns()
+
+    def done(self):
+        return True
+
+    def wait(self):
+        pass
+
+    def milliseconds_until(self, later):
+        return (later.at - self.at) * 1e-6
+
+
+class HostRuntime:
+    """`AscendRuntime` without torch_npu."""
+
+    name = "npu"
+    collective_backend = "gloo"
+    torch_device = torch.device("cpu")
+    chip = "an emulated NPU"
+    is_a2_or_a3 = True
+    default_dtype = torch.float32
+    block_multiple, largest_block = 128, 512
+
+    def __init__(self, any_block=False):
+        """`any_block`: so that tests which are about small blocks need no long sequences."""
+        reference.install()
+        if any_block:
+            self.block_multiple = 1
+        self.log = []
+
+    def supports(self, dtype):
+        return dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+    def prepare_thread(self, threads):
+        torch.set_num_threads(threads)
+
+    def memory(self):
+        return Memory(1 << 32, 1 << 31)
+
+    def reset_peak(self):
+        pass
+
+    def peak(self):
+        return 0
+
+    def pinned(self, *shape, dtype):
+        # Not zeros: what was never written must not look like a result.
+        return torch.full(shape, -7, dtype=dtype)
+
+    def synchronize(self):
+        pass
+
+    def event(self, timed=False):
+        return HostEvent()
+
+    @contextlib.contextmanager
+    def stream(self):
+        with torch.inference_mode():
+            yield
+
+    def record(self, function):
+        graph = HostGraph(self.log)
+        with graph.recording():
+            result = function()
+        return RecordedGraph(graph, result, self.event())
+
+    def to_fractal(self, weight):
+        return torch.ops.npu.npu_format_cast(weight.contiguous(), 29)
+
+    def versions(self):
+        return ("emulated",)
+
+
+@contextlib.contextmanager
+def relaxed():
+    """Toy models have heads of sizes that no document lists, and small blocks keep tests short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contract, "ENFORCE_ENUMERATED_SIZES", False)
+        patch.setattr(contract, "ENFORCE_BLOCK_SIZES", False)
+        patch.setattr(contract, "ENFORCE_ROTATION_RANGE", False)
+        yield
+
+
+def emulate(monkeypatch, any_block=False):
+    """From now on `device="npu"` is emulated in this process; returns the devices opened."""
+    opened = []
+
+    def open_device(name, rank=0, options=None):
+        assert name == "npu"
+        opened.append(NPUDevice(HostRuntime(any_block), options or DeviceOptions()))
+        return opened[-1]
+
+    original = devices.open_device
+    monkeypatch.setattr(
+        devices,
+        "open_device",
+        lambda name, *rest: (open_device if name == "npu" else original)(name, *rest),
+    )
+    return opened

@@ -1,0 +1,193 @@
+"""Rung 0: the whole engine on the NPU device, whose operators are the reference kernels on a CPU.
+
+The first load is the one of the CPU's own matrix, whose blocks are smaller than an NPU's; the
+second keeps every documented rule: blocks of 128 tokens, heads of 128.
+"""
+
+import asyncio
+
+import pytest
+import torch
+
+import nanoactor.models.devices as devices
+from nanoactor import SamplingParams
+from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.options import DeviceOptions
+from tests.engine.harness import Reference, collect, engine, greedy, ids, ragged_prompts
+from tests.engine.test_matrix import MATRIX, covering, loads, run
+from tests.models.checkpoints import make_checkpoint
+from tests.npu.emulation import HostRuntime, emulate, relaxed
+
+__all__ = ["loads"]
+
+COVERED = sorted(covering(), key=str)
+# With every layout, half of the schedules run as graphs.
+VARIANTS = [(layout, mode) for layout in ("tnd", "bnsd") for mode in ("npugraph", "eager")]
+
+
+def variant(schedule):
+    return VARIANTS[(MATRIX.index(schedule) // 2 + MATRIX.index(schedule) // 30) % len(VARIANTS)]
+
+
+def chosen(schedule):
+    """In every run of the suite: each model, budget and variant with each other, or nearly."""
+    return COVERED.index(schedule) % 4 == 0
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(s, marks=() if chosen(s) else pytest.mark.long, id=str(s)) for s in COVERED],
+)
+def test_every_schedule_gives_the_cpus_tokens(loads, monkeypatch, schedule):
+    name, budget, depth, lead = schedule
+    layout, mode = variant(schedule)
+    load = loads(name)
+    opened = emulate(monkeypatch, any_block=True)
+    changes = dict(device="npu", attention_layout=layout, graph_mode=mode, placement="single")
+    with relaxed():
+        figures = asyncio.run(run(load, budget, depth, lead, **changes))
+    together = budget[0] > 1
+    assert (figures["mixed_steps"] > 0) == together
+    assert (figures["preemptions"] > 0) == together
+    assert figures["aborted"] == figures["cut_short"] == len(load.given_up)
+    replayed = [kind for kind, _ in opened[-1].runtime.log].count("replay")
+    assert (replayed > 50) == (mode == "npugraph")
+
+
+def test_what_runs_each_time_has_every_variant_with_every_budget():
+    found = {(variant(s), s[1]) for s in COVERED if chosen(s)}
+    assert {v for v, _ in found} == set(VARIANTS)
+    assert len({b for _, b in found}) == 5
+
+
+# -- under every documented rule ---------------------------------------------------------------
+
+BLOCK = 128
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Two layers with heads of 128, as real models have."""
+    directory = tmp_path_factory.mktemp("wide")
+    changes = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2, hidden_size=32)
+    model = make_checkpoint(directory, max_position_embeddings=1024, **changes)
+    return directory, Reference(model)
+
+
+def kinds(number, tokens):
+    """Greedy, drawn from everything, cut by the operator and cut by our own formulas."""
+    kind = [None, dict(), dict(top_k=20, top_p=0.9), dict(top_p=0.8, min_p=0.02), dict(top_k=200)]
+    if kind[number % 5] is None:
+        return greedy(tokens)
+    return SamplingParams(
+        temperature=0.9, seed=number, max_tokens=tokens, ignore_eos=True, **kind[number % 5]
+    )
+
+
+@pytest.mark.parametrize(("layout", "mode"), VARIANTS)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_long_sequences_under_all_rules(wide, monkeypatch, layout, mode, depth):
+    """Prefixes shared over blocks of 128, prompts in chunks, too little cache, padded buckets."""
+    directory, reference = wide
+    opened = emulate(monkeypatch)
+    stem = ragged_prompts(211, [290], seed=1)[0]
+    ends = [130, 256, 257, 290]
+    prompts = [stem, *([*stem[:end], end % 211, 5] for end in ends)]
+    prompts += ragged_prompts(211, [7, 140, 128], seed=2)
+    growing = ragged_prompts(211, [124, 125, 126, 123, 127], seed=4)  # together, into new blocks
+
+    async def outputs(**changes):
+        limits = dict(max_num_seqs=5, max_num_batched_tokens=160, max_model_len=384)
+        changes |= dict(placement="single", pipeline_depth=depth, **limits)
+        async with engine(directory, **changes) as llm:
+            await collect(llm, ids(stem), greedy(2))
+            found = await asyncio.gather(
+                *(collect(llm, ids(p), kinds(i, 9 + i)) for i, p in enumerate(prompts))
+            )
+            found += await asyncio.gather(
+                *(collect(llm, ids(p), kinds(i, 12)) for i, p in enumerate(growing))
+            )
+            return [o.outputs[0] for o in found], await llm.statistics()
+
+    changes = dict(device="npu", num_kv_blocks=5, graph_mode=mode, attention_layout=layout)
+    found, figures = asyncio.run(outputs(**changes))
+    scheduler = figures["scheduler"]["actor"]
+    assert scheduler["mixed_steps"] > 0
+    assert scheduler["preemptions"] > 0
+    assert figures["blocks"]["actor"]["hit_tokens"] >= BLOCK
+    assert figures["runner.0"]["actor"]["steps_uncaptured"] == 0
+    assert opened[-1].graph_mode == mode
+    expected, _ = asyncio.run(outputs(device="cpu", num_kv_blocks=200))
+    for number, prompt in enumerate(prompts):
+        if kinds(number, 1).temperature == 0:
+            reference.check(prompt, found[number].token_ids)
+    assert found == expected
+
+
+def test_buckets_that_cannot_be_recorded_fall_back(wide, monkeypatch, caplog):
+    """To the next larger one, or to operators one by one; said once, and counted."""
+    directory, _ = wide
+    refused = {5}
+    original = HostRuntime.record
+
+    def record(self, function):
+        rows = len(function.args[-1].decode_contexts)
+        if rows in refused:
+            raise RuntimeError("error code 207008: no stream is left")
+        return original(self, function)
+
+    monkeypatch.setattr(HostRuntime, "record", record)
+    emulate(monkeypatch)
+    prompts = ragged_prompts(211, [5, 9, 20, 3, 8], seed=3)
+
+    async def outputs(**changes):
+        changes |= dict(max_num_seqs=5, max_model_len=256, num_kv_blocks=40, placement="single")
+        async with engine(directory, **changes) as llm:
+            found = await asyncio.gather(*(collect(llm, ids(p), greedy(8)) for p in prompts))
+            return [o.outputs[0] for o in found], await llm.statistics()
+
+    found, figures = asyncio.run(outputs(device="npu"))
+    assert found == asyncio.run(outputs(device="cpu"))[0]
+    assert 0 < figures["runner.0"]["actor"]["steps_uncaptured"] < 20
+    warnings = [r for r in caplog.records if "cannot be captured" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "207008" in warnings[0].getMessage()
+    refused |= {1, 2, 4}
+    caplog.clear()
+    found, figures = asyncio.run(outputs(device="npu"))
+    assert found == asyncio.run(outputs(device="cpu"))[0]
+    assert figures["runner.0"]["actor"]["steps_uncaptured"] >= 7, "each decode step"
+    assert len([r for r in caplog.records if "cannot be captured" in r.getMessage()]) == 1
+
+
+# -- what an NPU does not take ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [16, 64, 100, 192, 640])
+def test_block_sizes_that_the_operator_does_not_take_are_refused(wide, monkeypatch, size):
+    emulate(monkeypatch)
+
+    async def start():
+        async with engine(wide[0], device="npu", block_size=size, placement="single"):
+            raise AssertionError
+
+    with pytest.raises(UnsupportedModel, match=f"block_size {size} .* multiples of 128 up to 512"):
+        asyncio.run(start())
+
+
+def test_types_that_the_operator_does_not_take_are_refused(wide, monkeypatch):
+    emulate(monkeypatch)
+    monkeypatch.setattr(HostRuntime, "supports", lambda self, dtype: dtype == torch.float16)
+    monkeypatch.setattr(HostRuntime, "default_dtype", torch.float16)
+
+    async def start():
+        async with engine(wide[0], device="npu", dtype="bfloat16", placement="single"):
+            raise AssertionError
+
+    with pytest.raises(UnsupportedModel, match="no fused attention in bfloat16: give dtype float1"):
+        asyncio.run(start())
+
+
+def test_without_torch_npu_the_error_says_what_to_install():
+    with pytest.raises(UnsupportedModel, match=r"pip install 'nanoactor\[npu\]'.* PyTorch, 2"):
+        devices.open_device("npu", 0, DeviceOptions())
