@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo serve test test-long lint bench clean
+.PHONY: demo serve test test-long test-npu lint bench clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 14), "nanoactor needs Python 3.11 to 3.13, this is " + sys.version'
@@ -29,6 +29,21 @@ test: .venv/.ready
 test-long: .venv/.ready
 	$(PYTEST) -m 'not gpu'
 
+# torch_npu and stand-ins for CANN, apart from everything else: in a normal environment both would
+# break `import torch`. The rest is .venv's.
+TORCH_NPU := torch_npu==2.13.0
+.venv-npu/.ready: .venv/.ready constraints.txt tests/npu/cann_stub.py
+	$(PYTHON) -m venv --clear .venv-npu
+	.venv-npu/bin/python -m pip install --quiet --no-deps $(TORCH_NPU) protobuf pyelftools
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(.venv-npu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python -m tests.npu.cann_stub .venv-npu/cann
+	touch $@
+
+# The Ascend ladder without an NPU: docs/ascend.md says what each rung proves. LONG=1 for all of it.
+test-npu: .venv-npu/.ready
+	$(BIN)/python -m tests.npu.ladder $(if $(LONG),--long)
+
 lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,4 +56,4 @@ bench: .venv/.ready
 	$(BIN)/python bench/overlap.py --rounds 1
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-npu build dist *.egg-info

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,6 +69,7 @@ class NPUDevice(PortableOperators):
         self._attention: Attention = make_attention(options.attention_layout)
         self._compiled: CompiledStep | None = None
         self._mask: torch.Tensor | None = None
+        self._threads, self._prepared = torch.get_num_threads(), set[int]()
         log.info(
             "%s, graph mode %s, attention layout %s, weights %s",
             runtime.chip,
@@ -80,6 +82,8 @@ class NPUDevice(PortableOperators):
 
     def prepare_thread(self, threads: int) -> None:
         """Choose the NPU for the calling thread."""
+        self._threads = threads
+        self._prepared = {threading.get_ident()}
         self.runtime.prepare_thread(threads)
 
     def supports(self, dtype: torch.dtype) -> bool:
@@ -133,7 +137,12 @@ class NPUDevice(PortableOperators):
         self.runtime.synchronize()
 
     def stream(self) -> AbstractContextManager[None]:
-        """A stream of its own."""
+        """A stream of its own; the thread gets the settings of the one that loaded the model, as
+        compiled code is guarded by them."""
+        thread = threading.get_ident()
+        if thread not in self._prepared:
+            self._prepared.add(thread)
+            self.runtime.prepare_thread(self._threads)
         return self.runtime.stream()
 
     # -- graphs ---------------------------------------------------------------------------
@@ -284,14 +293,10 @@ class NPUDevice(PortableOperators):
         self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slots: torch.Tensor
     ) -> None:
         """npu_scatter_pa_kv_cache in its plain layout; no slot may come twice."""
-        keys, values = (torch.nan_to_num(new, 0.0, 0.0, 0.0) for new in (keys, values))
+        # Contiguous before, not after: torchair may clear numbers in place, within a view.
+        keys, values = (torch.nan_to_num(new.contiguous(), 0.0, 0.0, 0.0) for new in (keys, values))
         torch.ops.npu.npu_scatter_pa_kv_cache(
-            keys.contiguous(),
-            values.contiguous(),
-            cache.keys,
-            cache.values,
-            slots,
-            cache_mode="Norm",
+            keys, values, cache.keys, cache.values, slots, cache_mode="Norm"
         )
 
     def norm_rotate_store(

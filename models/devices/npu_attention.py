@@ -26,8 +26,8 @@ class Plan:
     """int32 (rows, blocks of the longest sequence)."""
     mask: torch.Tensor
     """int8 (MASK_SIZE, MASK_SIZE)."""
-    query_ends: list[int]
-    """Where each row's tokens end, cumulative."""
+    query_ends: list[int] | torch.Tensor
+    """Where each row's tokens end, cumulative; a tensor where contexts are one."""
     prefill_tokens: list[int]
     contexts: list[int] | torch.Tensor
     """Of each row, its new tokens included; a tensor, int64, in graphs whose operators take one."""
@@ -115,9 +115,6 @@ class Packed:
         """TND."""
         if not len(queries):
             return queries
-        ends: list[int] | torch.Tensor = plan.query_ends
-        if isinstance(plan.contexts, torch.Tensor):
-            ends = torch.arange(1, len(queries) + 1, device=queries.device)
         return _attend(
             queries,
             cache,
@@ -126,7 +123,7 @@ class Packed:
             scale,
             queries.shape[1],
             input_layout="TND",
-            actual_seq_lengths=ends,
+            actual_seq_lengths=plan.query_ends,
             atten_mask=plan.mask,
             sparse_mode=_CAUSAL,
         )

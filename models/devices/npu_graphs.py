@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -104,9 +105,8 @@ class CompiledStep:
                 module.decode, backend=backend, dynamic=True, fullgraph=True
             )
             return
-        import torchair.ops  # attention with lengths as tensors
-
-        torchair.ops.npu_fused_infer_attention_score  # noqa: B018
+        # Makes torch.ops.air: attention with lengths as tensors.
+        importlib.import_module("torchair.ops._npu_fused_infer_attention_score")
         directory = self._directory / self._key(module, rows, plan)
         if any(directory.rglob("compiled_module")):
             _log_once(f"compiled graphs of an earlier start are used: {self._directory}")
@@ -156,7 +156,10 @@ class DecodePass(torch.nn.Module):
         contexts: Any,
     ) -> torch.Tensor:
         """What is compiled; `contexts` is a list of whole numbers, or a tensor of them."""
-        plan = Plan(tables, self._mask, self._ends, [], contexts)
+        ends: list[int] | torch.Tensor = self._ends
+        if isinstance(contexts, torch.Tensor):
+            ends = torch.arange(1, len(token_ids) + 1, device=contexts.device)
+        plan = Plan(tables, self._mask, ends, [], contexts)
         nothing = token_ids[:0]
         batch = ResidentBatch(
             slot_mapping, tables, 0, nothing, nothing, nothing, nothing, NO_LENGTHS, plan

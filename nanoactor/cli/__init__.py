@@ -1,4 +1,4 @@
-"""The command line: `nanoactor generate | chat`."""
+"""The command line: `nanoactor generate | chat | serve | doctor`."""
 
 from nanoactor.cli.main import main
 

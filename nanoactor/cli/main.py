@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import nanoactor
+from nanoactor.cli.doctor import doctor
 from nanoactor.cli.serve import add_server_options, run_on_uvloop, run_server
 from nanoactor.cli.stream import chat, generate
 from nanoactor.errors import NanoactorError
@@ -69,6 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(command=run_server, run=run_on_uvloop)
     add_server_options(serve)
     _add_verbose(serve)
+    check = commands.add_parser("doctor", help="what of this machine is right, and what is not")
+    check.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    check.set_defaults(command=doctor, run=sys.exit)
+    _add_verbose(check)
     return parser
 
 

@@ -319,9 +319,11 @@ class AcceleratorExecutor:
         for part in special:
             self._choose_special(number, hidden, *part, prompts, padded)
         count = prompts + update.decodes
-        turn.ids[:prompts].copy_(self._chosen[:prompts], non_blocking=True)
-        decoded = self._chosen[padded : padded + update.decodes]
-        turn.ids[prompts:count].copy_(decoded, non_blocking=True)
+        if prompts:
+            turn.ids[:prompts].copy_(self._chosen[:prompts], non_blocking=True)
+        if update.decodes:
+            decoded = self._chosen[padded : padded + update.decodes]
+            turn.ids[prompts:count].copy_(decoded, non_blocking=True)
         turn.end.record()
         return _Launched(self, turn, count)
 

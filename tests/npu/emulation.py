@@ -2,7 +2,9 @@
 check what they are given; nothing here is an NPU, and no time or memory means anything."""
 
 import contextlib
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,12 +47,15 @@ class HostRuntime:
     default_dtype = torch.float32
     block_multiple, largest_block = 128, 512
 
-    def __init__(self, any_block=False):
+    def __init__(self, rank=0, any_block=False):
         """`any_block`: so that tests which are about small blocks need no long sequences."""
-        reference.install()
+        self._install()
         if any_block:
             self.block_multiple = 1
         self.log = []
+
+    def _install(self):
+        reference.install()
 
     def supports(self, dtype):
         return dtype in (torch.float32, torch.float16, torch.bfloat16)
@@ -111,7 +116,7 @@ def emulate(monkeypatch, any_block=False):
 
     def open_device(name, rank=0, options=None):
         assert name == "npu"
-        opened.append(NPUDevice(HostRuntime(any_block), options or DeviceOptions()))
+        opened.append(NPUDevice(HostRuntime(rank, any_block), options or DeviceOptions()))
         return opened[-1]
 
     original = devices.open_device
@@ -121,3 +126,13 @@ def emulate(monkeypatch, any_block=False):
         lambda name, *rest: (open_device if name == "npu" else original)(name, *rest),
     )
     return opened
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def emulate_everywhere(monkeypatch, runtime):
+    """The same in every process that an engine starts; `runtime` is "module:class"."""
+    site = Path(__file__).parent / "site"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(site), str(ROOT))))
+    monkeypatch.setenv("NANOACTOR_TEST_RUNTIME", runtime)

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +22,9 @@ class Call:
     """Those that are new memory: each replay writes them."""
 
     def run(self):
+        if self.function.namespace == "c10d":
+            sum_again(self.function, self.args[0])
+            return
         found = tree_leaves(self.function(*self.args, **self.kwargs))
         tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
         for number, output in self.outputs:
@@ -34,6 +38,13 @@ def places(values):
         for leaf in tree_leaves(values)
         if isinstance(leaf, torch.Tensor)
     }
+
+
+def sum_again(function, tensors):
+    """The one collective of a decode step. Called by its operator, it would not be waited for."""
+    assert function._schema.name == "c10d::allreduce_", function
+    for tensor in tensors:
+        dist.all_reduce(tensor)
 
 
 class Recorder(TorchDispatchMode):
@@ -51,8 +62,8 @@ class Recorder(TorchDispatchMode):
         given = places((args, kwargs))
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         outputs = [(n, tensor) for n, tensor in enumerate(tensors) if not places(tensor) <= given]
-        # npu_apply_rotary_pos_emb works in place, whatever its schema says.
-        if outputs or func._schema.is_mutable or func.namespace == "npu":
+        # npu_apply_rotary_pos_emb and sums work in place, whatever their schemas say.
+        if outputs or func._schema.is_mutable or func.namespace in ("npu", "c10d"):
             self.calls.append(Call(func, args, kwargs, outputs))
         return result
 

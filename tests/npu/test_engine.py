@@ -16,7 +16,7 @@ from nanoactor.models.options import DeviceOptions
 from tests.engine.harness import Reference, collect, engine, greedy, ids, ragged_prompts
 from tests.engine.test_matrix import MATRIX, covering, loads, run
 from tests.models.checkpoints import make_checkpoint
-from tests.npu.emulation import HostRuntime, emulate, relaxed
+from tests.npu.emulation import HostRuntime, emulate, emulate_everywhere, relaxed
 
 __all__ = ["loads"]
 
@@ -158,6 +158,25 @@ def test_buckets_that_cannot_be_recorded_fall_back(wide, monkeypatch, caplog):
     assert found == asyncio.run(outputs(device="cpu"))[0]
     assert figures["runner.0"]["actor"]["steps_uncaptured"] >= 7, "each decode step"
     assert len([r for r in caplog.records if "cannot be captured" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize(("layout", "mode"), [("tnd", "npugraph"), ("bnsd", "eager")])
+def test_two_ranks_give_the_tokens_of_one(wide, monkeypatch, layout, mode):
+    """Each in a process of its own, over gloo."""
+    emulate_everywhere(monkeypatch, "tests.npu.emulation:HostRuntime")
+    prompts = ragged_prompts(211, [5, 130, 9, 127], seed=7)
+
+    async def outputs(**changes):
+        changes |= dict(max_num_seqs=3, max_num_batched_tokens=90, max_model_len=256)
+        async with engine(wide[0], **changes) as llm:
+            found = await asyncio.gather(
+                *(collect(llm, ids(p), kinds(i, 8)) for i, p in enumerate(prompts))
+            )
+            return [o.outputs[0] for o in found]
+
+    options = dict(device="npu", num_kv_blocks=6, attention_layout=layout, graph_mode=mode)
+    found = asyncio.run(outputs(tensor_parallel_size=2, **options))
+    assert found == asyncio.run(outputs(device="cpu"))
 
 
 # -- what an NPU does not take ----------------------------------------------------------------

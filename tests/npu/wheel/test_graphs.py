@@ -1,0 +1,187 @@
+"""Rung 3: graphs. torchair's own passes, converters and code generation; not the graph engine."""
+
+import ast
+import asyncio
+import logging
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchair
+import torchair.core._backend as backend
+from torch._dynamo.utils import counters
+from torchair._ge_concrete_graph.ge_ir_pb2 import ModelDef
+
+from nanoactor.models.devices import npu_graphs
+from nanoactor.models.options import DeviceOptions
+from nanoactor.runner.config import ExecutorConfig
+from nanoactor.runner.execution import open_executor
+from nanoactor.runner.warmup import prefill_step
+from tests.engine.harness import collect, engine, greedy, ids, ragged_prompts
+from tests.engine.test_accelerator import decode_step
+from tests.models.checkpoints import make_checkpoint
+from tests.npu.wheel.support import emulate, without_cann
+
+LAYOUTS = ["tnd", "bnsd"]
+MODES = ["max-autotune", "reduce-overhead"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    changes = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2, hidden_size=32)
+    make_checkpoint(directory, max_position_embeddings=1024, **changes)
+    return directory
+
+
+def executor(model, mode, layout, cache, **changes):
+    options = DeviceOptions(mode, layout, "nd", str(cache))
+    values = dict(max_model_len=512, max_num_seqs=2, max_num_batched_tokens=64, block_size=128)
+    values |= dict(num_kv_blocks=8, memory_utilization=None, options=options, depth=1) | changes
+    return open_executor(ExecutorConfig(model, "npu", "float32", 1, **values))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_steps_give_the_cpus_tokens(model, monkeypatch, tmp_path, mode, layout):
+    emulate(monkeypatch)
+    prompts = ragged_prompts(211, [5, 126, 9], seed=6)
+
+    async def outputs(**changes):
+        limits = dict(max_num_seqs=3, max_num_batched_tokens=40, max_model_len=256)
+        async with engine(model, placement="single", **limits, **changes) as llm:
+            found = await asyncio.gather(*(collect(llm, ids(p), greedy(9)) for p in prompts))
+            return [o.outputs[0].token_ids for o in found], await llm.statistics()
+
+    options = dict(graph_mode=mode, attention_layout=layout, graph_cache_dir=str(tmp_path))
+    with without_cann(run_eagerly=True):
+        found, figures = asyncio.run(outputs(device="npu", num_kv_blocks=9, **options))
+        assert counters["stats"]["unique_graphs"] == 3, "each size once, whatever the thread"
+    assert figures["runner.0"]["actor"]["steps_uncaptured"] == 0
+    assert found == asyncio.run(outputs(device="cpu"))[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_compiled_while_sequences_grow(model, monkeypatch, tmp_path, mode, layout):
+    """A hundred steps, over a block's end."""
+    emulate(monkeypatch)
+    with without_cann(run_eagerly=True):
+        runs = executor(model, mode, layout, tmp_path)
+        prompts = prefill_step(60, 2, 128)
+        runs.submit(prompts).wait()
+        joined = decode_step(2, prompts)
+        runs.submit(joined).wait()
+        compiled = counters["stats"]["unique_graphs"]
+        assert compiled >= 2, "one for each size"
+        for number in range(100):
+            runs.submit(following(number, joined)).wait()
+        assert runs._batch._lengths.tolist() == [131, 131]
+        assert counters["stats"]["unique_graphs"] == compiled
+
+
+def following(number, joined):
+    """One more token for both; after 98 of them each needs a second block."""
+    none = np.empty(0, np.int32)
+    grown = number == 97
+    slots = joined.joins if grown else none
+    table = [slots, slots * 0 + 1, slots * 0 + 1, slots + 2] if grown else [none] * 4
+    empty = joined.admissions.__class__(*(v[:0] for v in vars_of(joined.admissions)))
+    flags = np.empty(0, np.bool_)
+    return type(joined)(number + 3, none, none, none, flags, none, none, none, *table, empty)
+
+
+def vars_of(struct):
+    return [getattr(struct, name) for name in struct.__dataclass_fields__]
+
+
+# -- the cache of compiled graphs -------------------------------------------------------------
+
+
+def pretend(monkeypatch):
+    """In place of the graph engine: inputs are counted, and results have the right shape."""
+    runs = []
+
+    def run(self, inputs, *args):
+        runs.append(next(len(t) for t in inputs if t.dim() == 1 and t.dtype == torch.int32))
+        return [torch.zeros(runs[-1], 32)]
+
+    for name in ("load", "compile"):
+        monkeypatch.setattr(backend.TorchNpuGraph, name, lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(backend.TorchNpuGraph, "run", run)
+    return runs
+
+
+# Every kind of node in a decode step: what is not on the list is news, good or bad.
+NODES = {
+    *("Data", "Const", "NetOutput", "Cast", "Reshape", "Unsqueeze", "ConcatV2", "SplitV"),
+    *("GatherV2", "IndexByTensor", "Transpose", "MatMul", "RmsNorm", "AddRmsNorm", "SwiGlu"),
+    *("ApplyRotaryPosEmb", "TensorMove", "NanToNum", "ScatterPaKvCache"),
+    *("FusedInferAttentionScore", "Identity"),
+}
+LAYERS = 2
+
+
+def converted(path):
+    """The graph engine's operators in a file that `cache_compile` has written."""
+    text = torchair.inference.readable_cache(str(path), print_output=False, file=f"{path}.py")
+    assert text
+    (code,) = re.findall(r"^serialized_graph = (b.*)$", Path(f"{path}.py").read_text(), re.M)
+    model = ModelDef()
+    model.ParseFromString(ast.literal_eval(code))
+    return model.graph[0].op
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_whole_decode_step_converts_to_known_nodes(model, monkeypatch, tmp_path, layout):
+    emulate(monkeypatch)
+    pretend(monkeypatch)
+    with without_cann() as asked:
+        executor(model, "max-autotune", layout, tmp_path)
+    assert asked == {"ApplyRotaryPosEmb", "ScatterPaKvCache"}
+    files = sorted(tmp_path.rglob("compiled_module"))
+    assert len(files) == 2
+    for path in files:
+        nodes = Counter(node.type for node in converted(path))
+        assert set(nodes) | {"Identity"} == NODES | ({"Range"} if layout == "tnd" else set())
+        for each in ("FusedInferAttentionScore", "ScatterPaKvCache", "ApplyRotaryPosEmb"):
+            assert nodes[each] == LAYERS
+        # Queries and keys are copied for the rotation; the caches are written where they are.
+        assert nodes["TensorMove"] == 2 * LAYERS
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_graphs_are_written_read_and_used_again(
+    model, monkeypatch, tmp_path, caplog, layout
+):
+    emulate(monkeypatch)
+    runs = pretend(monkeypatch)
+    cache = tmp_path / "cache"
+    caplog.set_level(logging.INFO)
+
+    def start(**changes):
+        npu_graphs._log_once.cache_clear()
+        caplog.clear()
+        runs.clear()
+        with without_cann():
+            made = executor(model, "max-autotune", layout, cache, **changes)
+            assert made._captured.failed == 0
+            assert runs == [2, 1], "largest first"
+            return counters["stats"]["unique_graphs"], sorted(cache.rglob("compiled_module"))
+
+    compiled, files = start()
+    assert compiled == 2
+    assert len(files) == 2
+    assert "earlier start" not in caplog.text
+    written = [path.read_bytes() for path in files]
+    compiled, again = start()
+    assert compiled == 0, "nothing is compiled anew"
+    assert again == files
+    assert [path.read_bytes() for path in files] == written
+    assert "compiled graphs of an earlier start are used" in caplog.text
+    compiled, more = start(num_kv_blocks=9)
+    assert compiled == 2, "other shapes, other graphs"
+    assert len(more) == 4

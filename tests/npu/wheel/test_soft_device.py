@@ -1,0 +1,204 @@
+"""Rung 4: the whole engine on `npu:0` tensors of the soft device."""
+
+import asyncio
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+
+import nanoactor.models.devices as devices
+from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.options import DeviceOptions
+from nanoactor.runner.config import ExecutorConfig
+from nanoactor.runner.execution import open_executor
+from nanoactor.runner.warmup import prefill_step
+from tests.engine.harness import Reference, collect, engine, ids, ragged_prompts
+from tests.engine.test_accelerator import decode_step
+from tests.models.checkpoints import make_checkpoint
+from tests.npu.emulation import emulate_everywhere
+from tests.npu.test_engine import kinds
+from tests.npu.wheel.soft_device import SoftRuntime
+from tests.npu.wheel.test_graphs import following
+
+VARIANTS = [(layout, mode) for layout in ("tnd", "bnsd") for mode in ("npugraph", "eager")]
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    changes = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2, hidden_size=32)
+    made = make_checkpoint(directory, max_position_embeddings=1024, **changes)
+    return directory, Reference(made)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    found = []
+
+    def open_device(name, rank=0, options=None):
+        if name == "cpu":
+            return original(name, rank, options)
+        found.append(NPUDevice(SoftRuntime(0), options or DeviceOptions()))
+        return found[-1]
+
+    original = devices.open_device
+    monkeypatch.setattr(devices, "open_device", open_device)
+    return found
+
+
+def outputs(model, prompts, **changes):
+    limits = dict(max_num_seqs=5, max_num_batched_tokens=160, max_model_len=384)
+
+    async def main():
+        async with engine(model, placement="single", **limits, **changes) as llm:
+            found = await asyncio.gather(
+                *(collect(llm, ids(p), kinds(i, 9 + i)) for i, p in enumerate(prompts))
+            )
+            return [o.outputs[0] for o in found], await llm.statistics()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(("layout", "mode"), VARIANTS)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_engine_gives_the_cpus_tokens(model, opened, layout, mode, depth):
+    directory, reference = model
+    stem = ragged_prompts(211, [290], seed=1)[0]
+    prompts = [stem, *([*stem[:end], end % 211, 5] for end in (130, 257))]
+    prompts += ragged_prompts(211, [7, 140, 125, 126, 127], seed=2)
+    options = dict(graph_mode=mode, attention_layout=layout, num_kv_blocks=5)
+    found, figures = outputs(directory, prompts, device="npu", pipeline_depth=depth, **options)
+    runtime = opened[-1].runtime
+    assert opened[-1].torch_device == torch.device("npu", 0)
+    assert figures["scheduler"]["actor"]["mixed_steps"] > 0
+    assert figures["runner.0"]["actor"]["steps_uncaptured"] == 0
+    replays = [kind for kind, _ in runtime.log].count("replay")
+    assert (replays > 15) == (mode == "npugraph")
+    expected, _ = outputs(directory, prompts, device="cpu", num_kv_blocks=200)
+    assert found == expected
+    for number, prompt in enumerate(prompts):
+        if kinds(number, 1).temperature == 0:
+            reference.check(prompt, found[number].token_ids)
+    assert not [name for name, what in runtime.mode.copies if what == "waits"]
+
+
+def test_two_ranks_give_the_tokens_of_one(model, monkeypatch):
+    """Two processes, `npu:0` and `npu:1`; their sums go over gloo instead of HCCL."""
+    emulate_everywhere(monkeypatch, "tests.npu.wheel.soft_device:SoftRuntime")
+    monkeypatch.setenv("FAKE_NPU_COUNT", "2")
+    # The stand-ins cannot reserve addresses.
+    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False")
+    prompts = ragged_prompts(211, [5, 130, 9, 127], seed=7)
+
+    async def run(**changes):
+        limits = dict(max_num_seqs=3, max_num_batched_tokens=90, max_model_len=256)
+        async with engine(model[0], **limits, **changes) as llm:
+            found = await asyncio.gather(
+                *(collect(llm, ids(p), kinds(i, 8)) for i, p in enumerate(prompts))
+            )
+            return [o.outputs[0] for o in found]
+
+    found = asyncio.run(run(device="npu", num_kv_blocks=6, tensor_parallel_size=2))
+    assert found == asyncio.run(run(device="cpu"))
+
+
+# -- what a step asks of the host --------------------------------------------------------------
+
+
+def executor(directory, mode, layout):
+    options = DeviceOptions(mode, layout)
+    values = dict(max_model_len=512, max_num_seqs=2, max_num_batched_tokens=64, block_size=128)
+    values |= dict(num_kv_blocks=8, memory_utilization=None, options=options, depth=2)
+    eager = mode == "eager"
+    config = ExecutorConfig(directory, "npu", "float32", 1, **values, enforce_eager=eager)
+    return open_executor(config)
+
+
+def steady(directory, mode, layout, opened):
+    """Two sequences that decode; returns the executor, and the step after the next."""
+    runs = executor(directory, mode, layout)
+    prompts = greedily(prefill_step(60, 2, 128))
+    runs.submit(prompts).wait()
+    joined = greedily(decode_step(2, prompts))
+    runs.submit(joined).wait()
+    return runs, joined
+
+
+def greedily(step):
+    admissions = step.admissions
+    cold = dataclasses.replace(admissions, temperature=0 * admissions.temperature)
+    return dataclasses.replace(step, admissions=cold)
+
+
+@pytest.mark.parametrize("layout", ["tnd", "bnsd"])
+def test_a_captured_step_is_updates_of_lengths_and_one_launch(
+    model, opened, monkeypatch, tmp_path, layout
+):
+    """Asserted on the calls that reach the runtime below torch_npu."""
+    runs, joined = steady(model[0], "npugraph", layout, opened)
+    mode = opened[-1].runtime.mode
+    for number in range(4):
+        step = following(number, joined)
+        trace = tmp_path / f"step{number}"
+        monkeypatch.setenv("CANN_STUB_TRACE", str(trace))
+        mode.launched.clear()
+        mode.copies.clear()
+        pending = runs.submit(step)
+        monkeypatch.delenv("CANN_STUB_TRACE")
+        pending.wait()
+        calls = [c for c in trace.read_text().split() if c.startswith(("aclmdlRI", "aclrtMemcpy"))]
+        update = ["aclmdlRICaptureTaskUpdateBegin", "aclmdlRICaptureTaskUpdateEnd"]
+        assert [c for c in calls if c != "aclmdlRICaptureGetInfo"][: 2 * LAYERS + 1] == [
+            *update * LAYERS,
+            "aclmdlRIExecuteAsync",
+        ]
+        assert calls.count("aclmdlRIExecuteAsync") == 1
+        # The lengths' update calls the operator, which goes into the graph; nothing else is called.
+        assert mode.launched == ["npu_fused_infer_attention_score"] * LAYERS
+        assert mode.copies == [("aten::copy_", "copies")], "the chosen ids, to the host"
+
+
+def test_steps_in_flight_have_graphs_of_their_own(model, opened):
+    """What runs must not see the lengths of what comes next."""
+    runs, joined = steady(model[0], "npugraph", "tnd", opened)
+    log = opened[-1].runtime.log
+    del log[:]
+    for number in range(6):
+        runs.submit(following(number, joined)).wait()
+    graphs = [graph for _, graph in log[::2]]
+    assert [kind for kind, _ in log] == ["update", "replay"] * 6
+    assert log[::2] == [("update", graph) for graph in graphs]
+    assert log[1::2] == [("replay", graph) for graph in graphs]
+    assert graphs[0] != graphs[1]
+    assert graphs == graphs[:2] * 3
+
+
+EAGER_LAUNCHES = 17, 33
+"""(for each layer, for a step)."""
+
+
+@pytest.mark.parametrize("layout", ["tnd", "bnsd"])
+def test_an_eager_step_launches_so_many_operators(model, opened, layout):
+    runs, joined = steady(model[0], "eager", layout, opened)
+    mode = opened[-1].runtime.mode
+    mode.launched.clear()
+    mode.copies.clear()
+    runs.submit(following(0, joined)).wait()
+    each, once = EAGER_LAUNCHES
+    assert len(mode.launched) == LAYERS * each + once, Counter(mode.launched)
+    assert mode.copies == [("aten::copy_", "copies")], "the chosen ids, to the host"
+
+
+def test_a_capture_is_groups_of_tasks_within_one_recording(model, opened, monkeypatch, tmp_path):
+    """What npugraph_ex and torchair build upon: asserted on the runtime's calls."""
+    trace = tmp_path / "capture"
+    monkeypatch.setenv("CANN_STUB_TRACE", str(trace))
+    executor(model[0], "npugraph", "tnd")
+    monkeypatch.delenv("CANN_STUB_TRACE")
+    wanted = ("CaptureBegin", "CaptureEnd", "TaskGrpBegin", "TaskGrpEnd")
+    calls = [c.removeprefix("aclmdlRI") for c in trace.read_text().split() if c.endswith(wanted)]
+    group = ["CaptureTaskGrpBegin", "CaptureTaskGrpEnd"]
+    # Two sizes, each once for every step in flight.
+    assert calls == ["CaptureBegin", *group * LAYERS, "CaptureEnd"] * 4

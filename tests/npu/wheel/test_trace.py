@@ -1,0 +1,369 @@
+"""Rung 2: steps of Qwen3 on `npu:0` without values, through the wheel's own registrations and under
+our contract checker; and each of its rules, broken."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from nanoactor.models.batch import KVCache, ResidentBatch, RowBuffers, SamplingBatch, SlotTables
+from nanoactor.models.config import parse_config
+from nanoactor.models.devices import npu_sampling
+from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.lengths import HostLengths
+from nanoactor.models.options import DeviceOptions
+from nanoactor.models.qwen3 import Qwen3ForCausalLM
+from nanoactor.models.weights import RandomWeights
+from tests.npu.wheel.contract import RULES, ContractBroken, ContractChecker, check
+from tests.npu.wheel.soft_device import AscendRuntime
+
+HALF = torch.bfloat16
+SIZE, BLOCKS, WIDEST = 128, 40, 8
+LAYERS = 2
+
+
+class NoWeights(RandomWeights):
+    """Of the right shapes and nothing else."""
+
+    def __init__(self, device):
+        self.dtype, self.device = HALF, device
+
+    def take(self, name, *shape, rows=None, columns=None):
+        return torch.empty(shape, dtype=HALF, device=self.device)
+
+
+class Traced:
+    """A Qwen3 of the 0.6B's widths on a device without values."""
+
+    def __init__(self, layout, **changes):
+        values = dict(head_dim=128, num_heads=16, num_kv_heads=8) | changes
+        self.device = NPUDevice(AscendRuntime(0), DeviceOptions("npugraph", layout))
+        where = self.device.torch_device
+        self.config = config_of(**values)
+        self.network = Qwen3ForCausalLM(self.config, NoWeights(where), self.device, 1024)
+        shape = (BLOCKS, SIZE, values["num_kv_heads"], values["head_dim"])
+        self.caches = [
+            KVCache(*(torch.empty(shape, dtype=HALF, device=where) for _ in range(2)))
+            for _ in range(LAYERS)
+        ]
+
+    def whole(self, *shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device=self.device.torch_device)
+
+    def tables(self, slots):
+        columns = [self.whole(slots) for _ in range(3)]
+        floats = [self.whole(slots, dtype=torch.float32) for _ in range(3)]
+        return SlotTables(
+            self.whole(slots, WIDEST),
+            columns[0],
+            columns[1],
+            floats[0],
+            columns[2],
+            floats[1],
+            floats[2],
+            self.whole(2, slots),
+            SIZE,
+        )
+
+    def step(self, prompts, decodes):
+        """`prompts`: (tokens, context) of each; `decodes`: contexts."""
+        first, rows = sum(tokens for tokens, _ in prompts), len(decodes)
+        total = first + rows
+        buffers = RowBuffers(
+            self.whole(total),
+            self.whole(total),
+            self.whole(total, dtype=torch.int64),
+            self.whole(rows),
+        )
+        tables, slots = self.tables(9), self.whole(rows)
+        if rows:
+            into = RowBuffers(*(b[first:] for b in vars_of(buffers)[:3]), buffers.contexts)
+            self.device.advance(tables, slots, into)
+        if first:
+            of_tokens = self.whole(first)
+            self.device.locate(tables, of_tokens, of_tokens, buffers.slot_mapping[:first])
+        lengths = HostLengths([n for n, _ in prompts], [c for _, c in prompts], decodes)
+        batch = ResidentBatch(
+            buffers.slot_mapping,
+            tables.blocks,
+            first,
+            self.whole(4, len(prompts)),
+            self.whole(2, len(prompts)),
+            slots,
+            buffers.contexts,
+            lengths,
+            None,
+        )
+        batch = self.device.plan(None, batch)
+        forward = self.network.forward
+        hidden = self.device.run(forward, buffers.token_ids, buffers.positions, self.caches, batch)
+        assert hidden.shape == (total, self.config.hidden_size)
+        assert hidden.dtype == HALF
+        return hidden
+
+
+def vars_of(value):
+    return [getattr(value, name) for name in value.__dataclass_fields__]
+
+
+def config_of(head_dim, num_heads, num_kv_heads):
+    values = dict(
+        architectures=["Qwen3ForCausalLM"],
+        model_type="qwen3",
+        vocab_size=1000,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        torch_dtype="bfloat16",
+        eos_token_id=0,
+    )
+    return parse_config(values, Path("config.json"))
+
+
+STEPS = {
+    "decode": ([], [1, 128, 129, 700]),
+    "prefill": ([(300, 300)], []),
+    "prefills": ([(5, 5), (130, 130), (1, 1)], []),
+    "prefix hit": ([(44, 300)], []),
+    "chunk": ([(128, 512)], []),
+    "mixed": ([(7, 263), (130, 130)], [5, 900]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("layout", ["tnd", "bnsd"])
+def test_every_kind_of_step_keeps_the_contract(layout, name):
+    prompts, decodes = STEPS[name]
+    with FakeTensorMode(), torch.inference_mode():
+        traced = Traced(layout)
+        with ContractChecker() as checker:
+            hidden = traced.step(prompts, decodes)
+            assert traced.network.logits(hidden).shape[-1] == traced.config.vocab_size
+    counts = Counter(checker.checked)
+    parts = 1 if layout == "tnd" else bool(prompts) + bool(decodes)
+    assert counts["npu_fused_infer_attention_score"] == LAYERS * parts
+    for each in ("npu_scatter_pa_kv_cache", "npu_apply_rotary_pos_emb", "npu_swiglu"):
+        assert counts[each] == LAYERS
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 256])
+def test_other_heads_rotate_one_by_one_and_attend_padded(head_dim):
+    with FakeTensorMode(), torch.inference_mode():
+        traced = Traced("bnsd", head_dim=head_dim, num_heads=4, num_kv_heads=2)
+        with ContractChecker() as checker:
+            traced.step(*STEPS["mixed"])
+    assert checker.checked.count("npu_rotary_mul") == 2 * LAYERS
+
+
+def test_heads_that_packed_attention_does_not_take_are_seen():
+    with FakeTensorMode(), torch.inference_mode():
+        traced = Traced("tnd", head_dim=80, num_heads=4, num_kv_heads=2)
+        with ContractChecker(), pytest.raises(ContractBroken, match="head_dim 80 in TND"):
+            traced.step(*STEPS["decode"])
+
+
+def sampled(limited, nucleus):
+    """Ids of six rows without values."""
+
+    def whole(*shape, dtype=torch.int64):
+        return torch.empty(shape, dtype=dtype, device="npu:0")
+
+    floats = [whole(6, dtype=torch.float32) for _ in range(3)]
+    index = [whole(n) for n in (1, 1, limited, 0, nucleus)]
+    columns = floats[0], whole(6), floats[1], floats[2], whole(6), whole(6)
+    batch = SamplingBatch(*columns, *index, whole(1), whole(1))
+    return npu_sampling.sample(whole(6, 1000, dtype=HALF), batch)
+
+
+def test_sampling_keeps_the_contract():
+    with FakeTensorMode(), torch.inference_mode(), ContractChecker() as checker:
+        assert sampled(limited=4, nucleus=0).shape == (6,)
+        # k may be left out, says the document; the wheel's shape function knows nothing of that.
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'k'"):
+            sampled(limited=0, nucleus=2)
+    assert checker.checked == ["npu_top_k_top_p"] * 2
+
+
+# -- each rule, broken -------------------------------------------------------------------------
+
+
+def zeros(*shape, dtype=HALF):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def causal(size=2048, dtype=torch.int8):
+    return torch.ones(size, size, dtype=dtype).triu(1)
+
+
+def slanted(*shape, dtype=HALF):
+    """Of this shape, and not contiguous."""
+    return torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., : shape[-1]]
+
+
+def packed(**changes):
+    """Three rows of 1, 4 and 2 tokens."""
+    values = dict(
+        query=zeros(7, 4, 128),
+        key=zeros(10, 128, 256),
+        value=zeros(10, 128, 256),
+        block_table=torch.zeros(3, 4, dtype=torch.int32),
+        block_size=128,
+        actual_seq_lengths=[1, 5, 7],
+        actual_seq_lengths_kv=[130, 4, 300],
+        num_heads=4,
+        num_key_value_heads=2,
+        scale=0.1,
+        input_layout="TND",
+        atten_mask=causal(),
+        sparse_mode=3,
+    )
+    return values | changes
+
+
+def padded(**changes):
+    query = zeros(3, 4, 4, 128)
+    return packed(query=query, actual_seq_lengths=[1, 4, 2], input_layout="BNSD") | changes
+
+
+def decode(**changes):
+    values = packed(query=zeros(3, 4, 1, 128), input_layout="BNSD", sparse_mode=0)
+    return values | dict(atten_mask=None, actual_seq_lengths=None) | changes
+
+
+def writing(**changes):
+    values = dict(key=zeros(3, 2, 128), value=zeros(3, 2, 128), cache_mode="Norm")
+    values |= dict(key_cache=zeros(4, 128, 2, 128), value_cache=zeros(4, 128, 2, 128))
+    return values | dict(slot_mapping=torch.tensor([5, 0, 511])) | changes
+
+
+def pair(**changes):
+    values = dict(query=zeros(1, 5, 4, 128), key=zeros(1, 5, 2, 128), layout="BSND")
+    return values | dict(cos=zeros(1, 5, 1, 128), sin=zeros(1, 5, 1, 128)) | changes
+
+
+def single(**changes):
+    values = dict(input=zeros(1, 5, 4, 80), r1=zeros(1, 5, 1, 80), r2=zeros(1, 5, 1, 80))
+    return values | changes
+
+
+def cutting(**changes):
+    p, k = torch.ones(3), torch.tensor([1, 20, 100], dtype=torch.int32)
+    return dict(logits=torch.zeros(3, 2000), p=p, k=k) | changes
+
+
+NORM = dict(input=zeros(3, 64), gamma=zeros(64))
+SUM = dict(x1=zeros(3, 64), x2=zeros(3, 64), gamma=zeros(64))
+FIA, WRITE = "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache"
+KEPT = [
+    (FIA, packed()),
+    (FIA, padded()),
+    (FIA, decode()),
+    (
+        FIA,
+        decode(
+            block_size=16,
+            key=zeros(10, 16, 256),
+            value=zeros(10, 16, 256),
+            actual_seq_lengths_kv=[64, 1, 17],
+        ),
+    ),
+    (WRITE, writing()),
+    (WRITE, writing(slot_mapping=torch.tensor([5, 0, 1], dtype=torch.int32))),
+    ("npu_apply_rotary_pos_emb", pair()),
+    ("npu_rotary_mul", single()),
+    ("npu_rms_norm", NORM),
+    ("npu_add_rms_norm", SUM),
+    ("npu_swiglu", dict(input=zeros(3, 64))),
+    ("npu_top_k_top_p", cutting()),
+    ("npu_top_k_top_p", cutting(k=None)),
+]
+BROKEN = [
+    (FIA, packed(query=slanted(7, 4, 128)), "query is not contiguous"),
+    (FIA, packed(key=slanted(10, 128, 256)), "key is not contiguous"),
+    (FIA, packed(query=zeros(7, 4, 128, dtype=torch.float16)), "different types"),
+    (FIA, packed(query=zeros(7, 4, 128, dtype=torch.float32),
+                 key=zeros(10, 128, 256, dtype=torch.float32),
+                 value=zeros(10, 128, 256, dtype=torch.float32)), "no 16-bit type"),
+    (FIA, packed(input_layout="BSH"), "layout BSH"),
+    (FIA, packed(num_heads=8), "num_heads 8, query has 4"),
+    (FIA, packed(num_key_value_heads=3), "no multiple"),
+    (FIA, packed(num_key_value_heads=4), "do not fill"),
+    (FIA, packed(query=zeros(7, 4, 80)), "head_dim 80 in TND"),
+    (FIA, padded(query=zeros(3, 4, 4, 72)), "head_dim 72"),
+    (FIA, packed(key=zeros(10, 128, 2, 128)), "the cache is not paged"),
+    (FIA, packed(block_table=None), "no block table"),
+    (FIA, packed(block_table=torch.zeros(3, 4, dtype=torch.int64)), "table in torch.int64"),
+    (FIA, packed(block_table=torch.zeros(4, 4, dtype=torch.int32)), "4 rows of blocks, batch 3"),
+    (FIA, packed(block_table=slanted(3, 4, dtype=torch.int32)), "block_table is not contiguous"),
+    (FIA, packed(block_size=256), "not the cache's"),
+    (FIA, packed(block_size=64, key=zeros(10, 64, 256), value=zeros(10, 64, 256)), "block_size 64"),
+    (FIA, decode(block_size=40, key=zeros(10, 40, 256), value=zeros(10, 40, 256)), "block_size 40"),
+    (FIA, packed(actual_seq_lengths=[1, 4, 2]), "do not add up"),
+    (FIA, packed(actual_seq_lengths=[1, 5, 6]), "is not the number of tokens"),
+    (FIA, padded(actual_seq_lengths=[1, 4]), "not one length for each row"),
+    (FIA, padded(actual_seq_lengths=[1, 5, 2]), "beyond the padding"),
+    (FIA, packed(actual_seq_lengths_kv=[130, 4]), "not one context"),
+    (FIA, packed(actual_seq_lengths_kv=[300, 430, 730]), "or cumulative"),
+    (FIA, packed(actual_seq_lengths_kv=[130, 3, 300]), "fewer keys than queries"),
+    (FIA, packed(sparse_mode=0), "not causal"),
+    (FIA, packed(atten_mask=None), "no mask of 2048"),
+    (FIA, packed(atten_mask=causal(128)), "no mask of 2048"),
+    (FIA, packed(atten_mask=causal(dtype=torch.float32)), "a mask in torch.float32"),
+    (FIA, packed(atten_mask=causal().t()), "atten_mask is not contiguous"),
+    (FIA, decode(atten_mask=causal()), "where every position is seen"),
+    (WRITE, writing(cache_mode="PA_NZ"), "not the plain layout"),
+    (WRITE, writing(value=slanted(3, 2, 128)), "value is not contiguous"),
+    (WRITE, writing(key=zeros(3, 2, 128, dtype=torch.float16)), "different types"),
+    (WRITE, writing(key=zeros(3, 256)), "wrong ranks"),
+    (WRITE, writing(key=zeros(3, 4, 128)), "heads differ"),
+    (WRITE, writing(slot_mapping=torch.tensor([5.0, 0, 1])), "no whole numbers"),
+    (WRITE, writing(slot_mapping=torch.tensor([5, 0])), "not one slot"),
+    (WRITE, writing(slot_mapping=torch.tensor([5, 0, 5])), "a slot twice"),
+    (WRITE, writing(slot_mapping=torch.tensor([5, -1, 0])), "outside of the cache"),
+    (WRITE, writing(slot_mapping=torch.tensor([5, 512, 0])), "outside of the cache"),
+    ("npu_apply_rotary_pos_emb", pair(layout="BNSD"), "another layout"),
+    ("npu_apply_rotary_pos_emb", pair(query=zeros(1, 5, 4, 80)), "head_dim 80"),
+    ("npu_apply_rotary_pos_emb", pair(cos=zeros(1, 5, 1, 64)), "cos or sin"),
+    ("npu_apply_rotary_pos_emb", pair(key=slanted(1, 5, 2, 128)), "key is not contiguous"),
+    ("npu_rotary_mul", single(r1=zeros(1, 1, 5, 80)), "cos or sin"),
+    ("npu_rotary_mul", single(input=zeros(1, 5, 4, 900)), "head_dim 900"),
+    ("npu_rms_norm", NORM | dict(gamma=zeros(32)), "gamma has another size"),
+    ("npu_rms_norm", NORM | dict(input=slanted(3, 64)), "input is not contiguous"),
+    ("npu_add_rms_norm", SUM | dict(x2=zeros(4, 64)), "different shapes"),
+    ("npu_add_rms_norm", SUM | dict(x2=zeros(3, 64, dtype=torch.float16)), "different types"),
+    ("npu_swiglu", dict(input=zeros(3, 63)), "cannot be halved"),
+    ("npu_swiglu", dict(input=slanted(3, 64)), "input is not contiguous"),
+    ("npu_top_k_top_p", cutting(p=None, k=None), "neither"),
+    ("npu_top_k_top_p", cutting(p=torch.ones(3, dtype=HALF)), "p is not like"),
+    ("npu_top_k_top_p", cutting(k=torch.tensor([1, 2, 3])), "k is not int32"),
+    ("npu_top_k_top_p", cutting(k=torch.tensor([1, 2, 0], dtype=torch.int32)), "k beyond"),
+    ("npu_top_k_top_p", cutting(k=torch.tensor([1, 2, 1025], dtype=torch.int32)), "k beyond"),
+]  # fmt: skip
+
+
+def operator(name):
+    return getattr(torch.ops.npu, name).default
+
+
+@pytest.mark.parametrize(("name", "given"), KEPT)
+def test_calls_that_keep_the_rules_pass(name, given):
+    check(operator(name), (), given)
+
+
+@pytest.mark.parametrize(("name", "given", "what"), BROKEN)
+def test_a_broken_rule_is_caught(name, given, what):
+    with pytest.raises(ContractBroken, match=what):
+        check(operator(name), (), given)
+
+
+def test_every_rule_is_broken_once():
+    assert {name for name, *_ in BROKEN} == {name for name, _ in KEPT} == RULES.keys()
