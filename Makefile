@@ -24,7 +24,7 @@ SHARED := $(addprefix tests/,api bench kv models runner scheduling text) \
 
 test: .venv/.ready
 	$(PYTEST) -n 2 --dist worksteal $(SHARED)
-	$(PYTEST) $(addprefix --ignore=,$(SHARED))
+	$(PYTEST) $(addprefix --ignore=,$(SHARED) tests/npu)
 
 test-long: .venv/.ready
 	$(PYTEST) -m 'not gpu'

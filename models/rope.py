@@ -12,21 +12,45 @@ from nanoactor.models.config import RopeConfig
 class RotaryEmbedding:
     """Cosines and sines for every position, made once; all layers of a step share a lookup."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, max_positions: int) -> None:
+    def __init__(
+        self,
+        config: RopeConfig,
+        head_dim: int,
+        max_positions: int,
+        sections: tuple[int, int, int] | None = None,
+    ) -> None:
+        """`sections`: how many frequencies belong to time, height and width, for tokens of images
+        and videos, which have three positions."""
         frequencies, scale = _frequencies(config, head_dim)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         self._cos = angles.cos() * scale
         self._sin = angles.sin() * scale
+        self._axes = None if sections is None else interleaved_axes(sections, head_dim // 2)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> RotaryEmbedding:
         """Move the tables; angles are computed in float32 whatever the dtype."""
         self._cos = self._cos.to(device, dtype)
         self._sin = self._sin.to(device, dtype)
+        self._axes = None if self._axes is None else self._axes.to(device)
         return self
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each (tokens, head_dim / 2), for integer positions (tokens,)."""
-        return self._cos[positions], self._sin[positions]
+        """(cos, sin), each (tokens, head_dim / 2), for integer positions (tokens,) or, with
+        sections, (3, tokens)."""
+        if positions.dim() == 1:
+            return self._cos[positions], self._sin[positions]
+        assert self._axes is not None
+        of_frequencies = positions.index_select(0, self._axes).T  # (tokens, head_dim / 2)
+        return self._cos.gather(0, of_frequencies), self._sin.gather(0, of_frequencies)
+
+
+def interleaved_axes(sections: tuple[int, int, int], frequencies: int) -> torch.Tensor:
+    """Which of a token's three positions each frequency turns by: time, height, width, time, ...
+    as long as a section lasts, then time (Qwen3-VL, arXiv:2511.21631). int64 (frequencies,)."""
+    axes = torch.zeros(frequencies, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 def _frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:

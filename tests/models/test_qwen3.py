@@ -325,3 +325,25 @@ def test_scaling_added_to_a_file_that_has_rope_parameters_is_not_ignored(tmp_pat
     theirs = Qwen3Config.from_pretrained(tmp_path).rope_parameters
     ours = read_config(tmp_path).rope
     assert (ours.kind, ours.factor) == (theirs["rope_type"], theirs["factor"])
+
+
+@pytest.mark.parametrize("sections", [(24, 20, 20), (4, 3, 5)])
+def test_multimodal_positions_turn_interleaved_frequencies_as_in_transformers(sections):
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+    size = 2 * sum(sections)
+    parameters = dict(rope_type="default", rope_theta=5e6, mrope_section=list(sections))
+    config = Qwen3VLTextConfig(
+        head_dim=size, hidden_size=size, num_attention_heads=1, rope_parameters=parameters
+    )
+    positions = torch.randint(0, 500, (3, 40), generator=torch.Generator().manual_seed(0))
+    x = torch.zeros(1, 40, size)
+    expected = Qwen3VLTextRotaryEmbedding(config)(x, positions[:, None])
+    rope = RotaryEmbedding(RopeConfig("default", 5e6), size, 512, sections)
+    for found, wanted in zip(rope(positions), expected, strict=True):
+        torch.testing.assert_close(found, wanted[0, :, : size // 2])
+    # Text has the same position three times: one lookup, the same angles.
+    same = positions[:1].expand(3, -1)
+    for found, wanted in zip(rope(same), rope(positions[0]), strict=True):
+        assert torch.equal(found, wanted)

@@ -36,6 +36,7 @@ RUNGS = {
         "the engine on reference kernels",
         (
             "tests/npu/test_reference.py",
+            "tests/npu/test_device.py",
             "tests/npu/test_engine.py",
             "tests/npu/test_wheels.py",
         ),

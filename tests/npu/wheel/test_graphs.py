@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import dataclasses
 import logging
 import re
 from collections import Counter
@@ -23,6 +24,7 @@ from nanoactor.runner.warmup import prefill_step
 from tests.engine.harness import collect, engine, greedy, ids, ragged_prompts
 from tests.engine.test_accelerator import decode_step
 from tests.models.checkpoints import make_checkpoint
+from tests.npu.recorder import Recorder
 from tests.npu.wheel.support import emulate, without_cann
 
 LAYOUTS = ["tnd", "bnsd"]
@@ -94,6 +96,13 @@ def following(number, joined):
     return type(joined)(number + 3, none, none, none, flags, none, none, none, *table, empty)
 
 
+def greedily(step):
+    """The same, of sequences that are not sampled."""
+    admissions = step.admissions
+    cold = dataclasses.replace(admissions, temperature=0 * admissions.temperature)
+    return dataclasses.replace(step, admissions=cold)
+
+
 def vars_of(struct):
     return [getattr(struct, name) for name in struct.__dataclass_fields__]
 
@@ -151,6 +160,32 @@ def test_a_whole_decode_step_converts_to_known_nodes(model, monkeypatch, tmp_pat
             assert nodes[each] == LAYERS
         # Queries and keys are copied for the rotation; the caches are written where they are.
         assert nodes["TensorMove"] == 2 * LAYERS
+
+
+SMALL_LAUNCHES = 26
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_beside_the_compiled_pass_so_many_operators_are_launched(
+    model, monkeypatch, tmp_path, layout
+):
+    emulate(monkeypatch)
+    runs = pretend(monkeypatch)
+    with without_cann():
+        made = executor(model, "max-autotune", layout, tmp_path)
+        prompts = greedily(prefill_step(60, 2, 128))
+        made.submit(prompts).wait()
+        joined = greedily(decode_step(2, prompts))
+        made.submit(joined).wait()
+        # The pass itself is left out: nothing is compiled beneath a mode that looks on.
+        hidden = torch.zeros(2, 32)
+        monkeypatch.setattr(npu_graphs.DecodePass, "forward", lambda self, *arguments: hidden)
+        with Recorder() as recorder:
+            made.submit(following(0, joined)).wait()
+    assert runs[-1] == 2
+    names = Counter(call.function._schema.name for call in recorder.calls)
+    copies = 1  # the ids, to the host
+    assert sum(names.values()) == SMALL_LAUNCHES + copies, names
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

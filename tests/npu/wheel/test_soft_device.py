@@ -1,7 +1,6 @@
 """Rung 4: the whole engine on `npu:0` tensors of the soft device."""
 
 import asyncio
-import dataclasses
 from collections import Counter
 
 import pytest
@@ -19,7 +18,7 @@ from tests.models.checkpoints import make_checkpoint
 from tests.npu.emulation import emulate_everywhere
 from tests.npu.test_engine import kinds
 from tests.npu.wheel.soft_device import SoftRuntime
-from tests.npu.wheel.test_graphs import following
+from tests.npu.wheel.test_graphs import following, greedily
 
 VARIANTS = [(layout, mode) for layout in ("tnd", "bnsd") for mode in ("npugraph", "eager")]
 LAYERS = 2
@@ -116,20 +115,14 @@ def executor(directory, mode, layout):
     return open_executor(config)
 
 
-def steady(directory, mode, layout, opened):
-    """Two sequences that decode; returns the executor, and the step after the next."""
+def steady(directory, mode, layout, sampling=greedily):
+    """Two sequences that decode; returns the executor, and the step in which they joined."""
     runs = executor(directory, mode, layout)
-    prompts = greedily(prefill_step(60, 2, 128))
+    prompts = sampling(prefill_step(60, 2, 128))
     runs.submit(prompts).wait()
-    joined = greedily(decode_step(2, prompts))
+    joined = sampling(decode_step(2, prompts))
     runs.submit(joined).wait()
     return runs, joined
-
-
-def greedily(step):
-    admissions = step.admissions
-    cold = dataclasses.replace(admissions, temperature=0 * admissions.temperature)
-    return dataclasses.replace(step, admissions=cold)
 
 
 @pytest.mark.parametrize("layout", ["tnd", "bnsd"])
@@ -137,7 +130,7 @@ def test_a_captured_step_is_updates_of_lengths_and_one_launch(
     model, opened, monkeypatch, tmp_path, layout
 ):
     """Asserted on the calls that reach the runtime below torch_npu."""
-    runs, joined = steady(model[0], "npugraph", layout, opened)
+    runs, joined = steady(model[0], "npugraph", layout)
     mode = opened[-1].runtime.mode
     for number in range(4):
         step = following(number, joined)
@@ -162,7 +155,7 @@ def test_a_captured_step_is_updates_of_lengths_and_one_launch(
 
 def test_steps_in_flight_have_graphs_of_their_own(model, opened):
     """What runs must not see the lengths of what comes next."""
-    runs, joined = steady(model[0], "npugraph", "tnd", opened)
+    runs, joined = steady(model[0], "npugraph", "tnd")
     log = opened[-1].runtime.log
     del log[:]
     for number in range(6):
@@ -181,7 +174,7 @@ EAGER_LAUNCHES = 17, 33
 
 @pytest.mark.parametrize("layout", ["tnd", "bnsd"])
 def test_an_eager_step_launches_so_many_operators(model, opened, layout):
-    runs, joined = steady(model[0], "eager", layout, opened)
+    runs, joined = steady(model[0], "eager", layout)
     mode = opened[-1].runtime.mode
     mode.launched.clear()
     mode.copies.clear()
@@ -189,6 +182,19 @@ def test_an_eager_step_launches_so_many_operators(model, opened, layout):
     each, once = EAGER_LAUNCHES
     assert len(mode.launched) == LAYERS * each + once, Counter(mode.launched)
     assert mode.copies == [("aten::copy_", "copies")], "the chosen ids, to the host"
+
+
+SAMPLED_LAUNCHES = 195
+"""More than where all are greedy."""
+
+
+def test_sampled_rows_launch_so_many_operators_more(model, opened):
+    runs, joined = steady(model[0], "eager", "tnd", lambda step: step)
+    mode = opened[-1].runtime.mode
+    mode.launched.clear()
+    runs.submit(following(0, joined)).wait()
+    each, once = EAGER_LAUNCHES
+    assert len(mode.launched) == LAYERS * each + once + SAMPLED_LAUNCHES, Counter(mode.launched)
 
 
 def test_a_capture_is_groups_of_tasks_within_one_recording(model, opened, monkeypatch, tmp_path):
