@@ -176,8 +176,6 @@ def _of_ascend(config: EngineConfig) -> dict[str, str]:
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         # Operators are handed to the device by a thread of their own.
         "TASK_QUEUE_ENABLE": "1",
-        # Buckets of many sizes would leave holes.
-        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
         # Several engines on a host: each takes ports that are free.
         "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
         "HCCL_NPU_SOCKET_PORT_RANGE": "auto",

@@ -37,6 +37,7 @@ RUNGS = {
         (
             "tests/npu/test_reference.py",
             "tests/npu/test_device.py",
+            "tests/npu/test_smoke.py",
             "tests/npu/test_engine.py",
             "tests/npu/test_wheels.py",
         ),

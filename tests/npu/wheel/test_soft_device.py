@@ -87,8 +87,6 @@ def test_two_ranks_give_the_tokens_of_one(model, monkeypatch):
     """Two processes, `npu:0` and `npu:1`; their sums go over gloo instead of HCCL."""
     emulate_everywhere(monkeypatch, "tests.npu.wheel.soft_device:SoftRuntime")
     monkeypatch.setenv("FAKE_NPU_COUNT", "2")
-    # The stand-ins cannot reserve addresses.
-    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False")
     prompts = ragged_prompts(211, [5, 130, 9, 127], seed=7)
 
     async def run(**changes):
