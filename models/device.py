@@ -69,7 +69,7 @@ class Device(Protocol):
     def supports(self, dtype: torch.dtype) -> bool:
         """Whether models run in this type at a sensible speed."""
 
-    def check(self, dtype: torch.dtype, block_size: int) -> None:
+    def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """Raises `UnsupportedModel` for what operators do not take at all."""
 
     def memory(self) -> Memory:

@@ -20,7 +20,7 @@ class HostLengths:
     def padded(self, rows: int) -> HostLengths:
         """With so many decode rows; those of the dummy have a context of one position."""
         missing = rows - len(self.decode_contexts)
-        if not missing:
+        if not missing or self is NO_LENGTHS:
             return self
         contexts = self.decode_contexts + [1] * missing
         return HostLengths(self.prefill_tokens, self.prefill_contexts, contexts)

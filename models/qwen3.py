@@ -131,6 +131,7 @@ class Qwen3ForCausalLM:
         self.group = group or Alone()
         self.config = config
         self._device = device
+        self.max_positions = max_positions
         self.shard = shard_of(config, self.group.rank, self.group.size)
         parts = Parts(config, weights, device, self.shard, self.group)
         self._embedding = Embedding(

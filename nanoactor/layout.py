@@ -24,7 +24,7 @@ _MIB = 1 << 20
 # Text may come a moment later, the next step may not: where cores are scarce, control and runner
 # go first. The detokenizer merges what it cannot say in time.
 _DETOKENIZER_NICE = 10
-# Collectives stay on this host unless the environment names another interface.
+# Gloo's and NCCL's stay on this host unless the environment names another interface.
 _LOOPBACK = "lo"
 _CHUNK_BYTES = _MIB // 4
 _SMALLEST_DEFAULT_BLOCK = 16
@@ -172,8 +172,6 @@ def _runner_nodes(
 def _of_ascend(config: EngineConfig) -> dict[str, str]:
     """What torch_npu and CANN read when they are loaded; what the environment says goes first."""
     wanted = {
-        # Else `import torch` itself fails where torch_npu is installed and CANN is not sourced.
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         # Operators are handed to the device by a thread of their own.
         "TASK_QUEUE_ENABLE": "1",
         # Several engines on a host: each takes ports that are free.
@@ -181,7 +179,7 @@ def _of_ascend(config: EngineConfig) -> dict[str, str]:
         "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
     }
     if config.device != "auto" and not config.device.startswith("npu"):
-        wanted = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        wanted = {}
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 

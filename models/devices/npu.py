@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ class NPUDevice(PortableOperators):
         mode = "npugraph" if options.graph_mode == "auto" else options.graph_mode
         self.graph_mode, self.captures = mode, mode != "eager"
         self._options = options
+        compiled = mode in ("max-autotune", "reduce-overhead")
+        self._directory = graph_cache(options.graph_cache_dir) if compiled else Path()
         self._attention: Attention = make_attention(options.attention_layout)
         self._compiled: CompiledStep | None = None
         self._mask: torch.Tensor | None = None
@@ -90,12 +93,18 @@ class NPUDevice(PortableOperators):
         """What fused attention takes."""
         return self.runtime.supports(dtype)
 
-    def check(self, dtype: torch.dtype, block_size: int) -> None:
+    def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """Raises `UnsupportedModel` for what fused attention does not take."""
         if not self.supports(dtype):
             given, known = (str(t).removeprefix("torch.") for t in (dtype, self.default_dtype))
             raise UnsupportedModel(
                 f"{self.runtime.chip} has no fused attention in {given}: give dtype {known}"
+            )
+        heads = self.runtime.packed_heads
+        if self._options.attention_layout == "tnd" and heads and head_dim not in heads:
+            raise UnsupportedModel(
+                f"attention heads of {head_dim} are not possible with attention_layout 'tnd', "
+                f"which takes {', '.join(map(str, heads))}: give attention_layout 'bnsd'"
             )
         multiple, largest = self.runtime.block_multiple, self.runtime.largest_block
         if block_size % multiple or block_size > largest:
@@ -151,10 +160,12 @@ class NPUDevice(PortableOperators):
         """Natively, once for each turn; or compiled, with the rest of the step beside it."""
         if self.graph_mode == "npugraph":
             return NativeCapture(self.runtime, function, lengths, turns)
-        directory = graph_cache(self._options.graph_cache_dir)
-        compiled = CompiledStep(self.graph_mode, self.runtime, self._options, directory)
+        compiled = CompiledStep(self.graph_mode, self.runtime, self._options, self._directory)
         captured = _Compiled(self, function, compiled)
-        captured.replay(lengths)  # compiles
+        try:
+            captured.replay(lengths)  # compiles
+        except (AssertionError, ImportError, ValueError) as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
         return captured
 
     def run(

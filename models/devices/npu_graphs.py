@@ -19,6 +19,7 @@ from nanoactor.models.batch import KVCache, ResidentBatch
 from nanoactor.models.device import CapturedFunction, ForwardFunction
 from nanoactor.models.devices.npu_attention import Plan
 from nanoactor.models.devices.npu_runtime import AscendRuntime, RecordedGraph
+from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.lengths import NO_LENGTHS, HostLengths
 from nanoactor.models.options import DeviceOptions
 
@@ -26,11 +27,17 @@ log = logging.getLogger("nanoactor.models.npu")
 
 
 def graph_cache(given: str | None) -> Path:
-    """Where compiled graphs are kept: as given, or in the user's cache."""
-    if given is not None:
-        return Path(given)
+    """Where compiled graphs are kept: as given, or in the user's cache. Raises `UnsupportedModel`
+    where that cannot be written."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "nanoactor" / "graphs"
+    path = Path(given).expanduser() if given is not None else Path(home) / "nanoactor" / "graphs"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnsupportedModel(f"graph_cache_dir {path} cannot be made: {error}") from error
+    if not os.access(path, os.W_OK):
+        raise UnsupportedModel(f"graph_cache_dir {path} cannot be written: give another one")
+    return path
 
 
 class NativeCapture:
@@ -123,6 +130,7 @@ class CompiledStep:
         parts = [
             repr(getattr(network, "config", None)),
             repr(getattr(network, "shard", None)),
+            getattr(network, "max_positions", None),  # rows of the rotary table
             [rows, list(plan.tables.shape), list(cache.shape), str(cache.dtype)],
             self._options.attention_layout,
             self._options.weight_format,

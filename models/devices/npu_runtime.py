@@ -12,14 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from nanoactor.models.device import Memory
 from nanoactor.models.errors import UnsupportedModel
 
+_INSTALL = (
+    "pip install 'nanoactor[npu]' in an environment of its own, which takes PyTorch and torch_npu "
+    "in releases that belong together"
+)
 _SOURCE = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 # Atlas A2 (910B) and A3 (910_93): what has bfloat16, and the operators that their pages name alone.
 _A2_OR_A3 = re.compile(r"Ascend910(B|_93)")
-_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def load_torch_npu() -> Any:
@@ -29,12 +34,10 @@ def load_torch_npu() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch_npu":
             raise UnsupportedModel(
-                f"torch_npu cannot be imported, as it misses {error.name}: "
-                "pip install 'nanoactor[npu]'"
+                f"torch_npu cannot be imported, as it misses {error.name}: {_INSTALL}"
             ) from error
         raise UnsupportedModel(
-            "device npu needs torch_npu: pip install 'nanoactor[npu]', which takes the release "
-            f"that belongs to this PyTorch, {torch.__version__}"
+            f"device npu needs torch_npu, which is not installed: {_INSTALL}"
         ) from error
     except ImportError as error:
         found = re.search(r"lib\w+\.so", str(error))
@@ -93,6 +96,8 @@ class AscendRuntime:
     name = "npu"
     block_multiple, largest_block = 128, 512
     """What fused attention takes for several positions of a row."""
+    packed_heads: tuple[int, ...] = (64, 128, 192)
+    """What it takes of packed tokens."""
     collective_backend = "hccl"
     default_dtype: torch.dtype
 
@@ -117,7 +122,7 @@ class AscendRuntime:
 
     def supports(self, dtype: torch.dtype) -> bool:
         """float16; bfloat16 on A2 and A3. Fused attention takes nothing else."""
-        return dtype in _NAMES and (dtype != torch.bfloat16 or self.is_a2_or_a3)
+        return dtype in _HALF and (dtype != torch.bfloat16 or self.is_a2_or_a3)
 
     def prepare_thread(self, threads: int) -> None:
         """Choose the NPU for the calling thread. Operators come from the compiled library, none is
@@ -166,17 +171,33 @@ class AscendRuntime:
     def record(self, function: Callable[[], torch.Tensor]) -> RecordedGraph:
         """What a function queues as a native graph; all share a memory pool."""
         graph = self._npu.NPUGraph()
-        with self._npu.graph(
-            graph,
-            pool=self._pool,
-            stream=self._stream,
-            # Each attention operator becomes a group of tasks whose parameters can be changed.
-            auto_dispatch_capture=True,
-            capture_error_mode="thread_local",
+        with (
+            self._left_as_found(graph),
+            self._npu.graph(
+                graph,
+                pool=self._pool,
+                stream=self._stream,
+                # Each attention operator becomes a group of tasks whose parameters can be changed.
+                auto_dispatch_capture=True,
+                capture_error_mode="thread_local",
+            ),
         ):
             result = function()
         self._pool = graph.pool()
         return RecordedGraph(graph, result, self.event())
+
+    @contextlib.contextmanager
+    def _left_as_found(self, graph: Any) -> Iterator[None]:
+        """Where a recording cannot be ended, torch_npu leaves its mode on PyTorch's stack, and its
+        stream current: all that comes next would be taken for a part of it."""
+        modes, stream = len(_get_current_dispatch_mode_stack()), self._npu.current_stream()
+        try:
+            yield
+        except BaseException:
+            if len(_get_current_dispatch_mode_stack()) > modes:
+                graph.graph_dispatch_mode.__exit__(None, None, None)
+            self._npu.set_stream(stream)
+            raise
 
     def to_fractal(self, weight: torch.Tensor) -> torch.Tensor:
         """A matrix in the layout that matrix units read (NZ)."""

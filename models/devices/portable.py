@@ -13,7 +13,7 @@ from nanoactor.models.sampling import sample
 class PortableOperators:
     """The operator half of the device protocol."""
 
-    def check(self, dtype: torch.dtype, block_size: int) -> None:
+    def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """They take everything."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:

@@ -30,7 +30,7 @@ from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.resident import HostBatch, Prefill, Update
 from nanoactor.runner.sampling_table import SampledRows
 from nanoactor.runner.staging import DevicePrefill, FixedPrefill, Staging
-from nanoactor.runner.warmup import decode_update, prefill_step
+from nanoactor.runner.warmup import decode_update, longest_lengths, prefill_step
 
 log = logging.getLogger("nanoactor.runner")
 
@@ -82,7 +82,7 @@ class AcceleratorExecutor:
             """Whose end the clock counts from; its turn comes again after the next step's."""
             self._sizes = decode_sizes(config.max_num_seqs)
             self._mixed_sizes = MixedSizes.of(config.max_num_batched_tokens, config.max_num_seqs)
-            self._captured = CapturedSteps(device, config.depth)
+            self._captured = CapturedSteps(device, self._model.group, config.depth)
             self._clock = self._make_clock()
             used, peak = self._warm_up()
             self.num_blocks = self._model.size_cache(used, peak)
@@ -194,7 +194,9 @@ class AcceleratorExecutor:
 
     def _count_captures(self) -> int:
         mixed = self._mixed_sizes if self._device.captures_prompts else MixedSizes((), ())
-        return len(self._sizes) + len(mixed.tokens) * len(mixed.rows)
+        # Lengths that the host writes into a graph: one graph for each step under way.
+        turns = self._config.depth if self._device.takes_lengths else 1
+        return turns * len(self._sizes) + len(mixed.tokens) * len(mixed.rows)
 
     def _run_once(self, step: Step) -> None:
         self.submit(step).wait()
@@ -236,9 +238,9 @@ class AcceleratorExecutor:
                 yield functools.partial(self._capture_mixed, tokens, rows)
 
     def _capture_decode(self, rows: int) -> None:
-        # As long as all rows together can be.
-        each = max(1, self.num_blocks // rows) * self.block_size
-        longest = HostLengths([], [], [min(each, self._config.max_model_len)] * rows)
+        longest = longest_lengths(
+            rows, self.num_blocks, self.block_size, self._config.max_model_len
+        )
         self._captured.add_decode(rows, functools.partial(self._decode, rows), longest)
 
     def _capture_mixed(self, tokens: int, rows: int) -> None:

@@ -7,6 +7,7 @@ import logging
 
 import torch
 
+from nanoactor.models.collective import Group
 from nanoactor.models.device import Accelerator, Captured, CapturedFunction
 from nanoactor.models.lengths import HostLengths
 from nanoactor.runner.captures import smallest
@@ -21,9 +22,10 @@ class CapturedSteps:
     by operator where there is none.
     """
 
-    def __init__(self, device: Accelerator, turns: int) -> None:
-        """So many steps may be under way at once."""
-        self._device, self._turns = device, turns
+    def __init__(self, device: Accelerator, group: Group, turns: int) -> None:
+        """So many steps may be under way at once. What one rank cannot capture none replays: they
+        must be of the same size everywhere."""
+        self._device, self._group, self._turns = device, group, turns
         self._decode: dict[int, Captured] = {}
         self._sizes: list[int] = []
         self._mixed: dict[tuple[int, int], Captured] = {}
@@ -48,19 +50,24 @@ class CapturedSteps:
     ) -> Captured | None:
         function(lengths)  # compiles what is special to this size
         self._device.synchronize()
+        captured: Captured | None = None
+        why = "another rank cannot"
         try:
-            return self._device.capture(function, lengths, self._turns)
+            captured = self._device.capture(function, lengths, self._turns)
         except RuntimeError as error:
-            if not self.failed:
-                log.warning(
-                    "%s cannot be captured, and perhaps others: they are padded to the next size "
-                    "that can, or launched operator by operator, which may cost several times the "
-                    "speed: %s",
-                    name,
-                    error,
-                )
-            self.failed += 1
-            return None
+            why = str(error)
+        if self._group.least(int(captured is not None)):
+            return captured
+        if not self.failed:
+            log.warning(
+                "%s cannot be captured, and perhaps others: decode steps are padded to the next "
+                "size that can, the rest is launched operator by operator, which may cost several "
+                "times the speed: %s",
+                name,
+                why,
+            )
+        self.failed += 1
+        return None
 
     def decode(self, rows: int, lengths: HostLengths) -> torch.Tensor | None:
         """Queue the least decode step that holds so many rows; None where there is none."""

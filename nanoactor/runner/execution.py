@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from typing import TYPE_CHECKING, Protocol, cast
 
 from nanoactor.messages import Int32, Step
@@ -54,6 +56,9 @@ def open_executor(config: ExecutorConfig) -> Executor:
         from nanoactor.runner.simulated import SimulatedExecutor
 
         return SimulatedExecutor(config)
+    if "torch" not in sys.modules:
+        # Else `import torch` itself fails where torch_npu is installed and CANN is not sourced.
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     from nanoactor.models.devices import open_device
 
     device = open_device(config.device, config.rank, config.options)

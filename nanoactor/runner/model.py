@@ -34,7 +34,7 @@ class LoadedModel:
         self.dtype = self._choose_dtype()
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.block_size = config.block_size or device.default_block_size
-        device.check(self.dtype, self.block_size)
+        device.check(self.dtype, self.block_size, self.config.head_dim)
         begin = time.monotonic()
         self.free = device.memory().free
         """Bytes, before anything was loaded."""

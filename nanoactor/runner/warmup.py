@@ -70,3 +70,15 @@ def decode_update(rows: int, dummy: int, top_p: float = 1.0) -> Update:
     none = np.empty(0, np.int64)
     lengths = HostLengths([], [], [1] * rows)
     return Update(none, _NONE, None, rows, special, lengths)
+
+
+def longest_lengths(rows: int, blocks: int, block_size: int, most: int) -> HostLengths:
+    """What so many decode rows can be at their longest in a cache of so many blocks: the first as
+    long as one can be, all together as long as fits. What is captured must be no shorter, and
+    operators ask for as many blocks as all rows have in sum."""
+    lengths, left = [], blocks
+    for after in range(rows - 1, -1, -1):
+        own = max(1, min(-(-most // block_size), left - after))
+        lengths.append(min(most, own * block_size))
+        left -= own
+    return HostLengths([], [], lengths)

@@ -46,12 +46,13 @@ class HostRuntime:
     is_a2_or_a3 = True
     default_dtype = torch.float32
     block_multiple, largest_block = 128, 512
+    packed_heads = (64, 128, 192)
 
     def __init__(self, rank=0, any_block=False):
         """`any_block`: so that tests which are about small blocks need no long sequences."""
         self._install()
         if any_block:
-            self.block_multiple = 1
+            self.block_multiple, self.packed_heads = 1, ()
         self.log = []
 
     def _install(self):
@@ -126,6 +127,24 @@ def emulate(monkeypatch, any_block=False):
         lambda name, *rest: (open_device if name == "npu" else original)(name, *rest),
     )
     return opened
+
+
+class Unwilling(HostRuntime):
+    """Rank 1 records no step of two rows. That shows at the last turn, as here the other rank's
+    recordings sum with its own; on a device a recording sums nothing."""
+
+    def __init__(self, rank=0):
+        super().__init__(rank)
+        self._tries = 0 if rank == 1 else -100
+
+    def record(self, function):
+        recorded = super().record(function)
+        if len(function.args[-1].decode_contexts) != 2:
+            return recorded
+        self._tries += 1
+        if self._tries == 2:
+            raise RuntimeError("error code 207008: no stream is left")
+        return recorded
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,16 +4,22 @@ import builtins
 import logging
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
 
 import nanoactor.models.devices as devices
+from nanoactor.models.batch import KVCache
 from nanoactor.models.devices import npu_graphs
+from nanoactor.models.devices.npu_attention import Plan
 from nanoactor.models.devices.npu_graphs import NativeCapture
 from nanoactor.models.devices.npu_runtime import RecordedGraph, load_torch_npu
 from nanoactor.models.errors import UnsupportedModel
-from nanoactor.models.lengths import HostLengths
+from nanoactor.models.lengths import NO_LENGTHS, HostLengths
+from nanoactor.models.options import DeviceOptions
+from nanoactor.runner.warmup import longest_lengths
 
 LENGTHS = HostLengths([], [], [7, 1])
 
@@ -93,7 +99,7 @@ def test_a_graph_that_runs_is_not_given_other_lengths(caplog):
     [
         (
             ModuleNotFoundError("No module named 'torch_npu'", name="torch_npu"),
-            r"pip install 'nanoactor\[npu\]', which takes the release that belongs to this PyTorch",
+            r"not installed: pip install 'nanoactor\[npu\]' .* releases that belong together",
         ),
         (
             ImportError("libhccl.so: cannot open shared object file: No such file or directory"),
@@ -148,3 +154,55 @@ def test_the_command_line_says_what_to_install():
     assert done.returncode == 1
     assert "pip install 'nanoactor[npu]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "most", "expected"),
+    [
+        (1, 8, 512, [512]),
+        (1, 3, 512, [384]),
+        (3, 8, 512, [512, 384, 128]),
+        (3, 20, 500, [500, 500, 500]),
+        (4, 2, 512, [128, 128, 128, 128]),
+    ],
+)
+def test_captures_are_for_the_longest_that_fits(rows, blocks, most, expected):
+    assert longest_lengths(rows, blocks, 128, most).decode_contexts == expected
+
+
+def test_padded_rows_have_one_position():
+    lengths = HostLengths([5], [9], [7, 300])
+    assert lengths.padded(4) == HostLengths([5], [9], [7, 300, 1, 1])
+    assert lengths.padded(2) is lengths
+    assert NO_LENGTHS.padded(64) is NO_LENGTHS
+
+
+class Network:
+    """What a compiled graph is told apart by."""
+
+    def __init__(self, config="a", shard=0, max_positions=512):
+        self.config, self.shard, self.max_positions = config, shard, max_positions
+
+    def forward(self, *arguments):
+        raise AssertionError
+
+
+def key(rows=2, blocks=8, width=4, layout="tnd", weights="nd", versions=("1",), **network):
+    runtime = types.SimpleNamespace(versions=lambda: versions)
+    options = DeviceOptions("max-autotune", layout, weights)
+    step = npu_graphs.CompiledStep("max-autotune", runtime, options, Path())
+    plan = Plan(torch.zeros(rows, width), torch.zeros(1), [1], [], [1])
+    cache = KVCache(torch.zeros(blocks, 2, 2, 2), torch.zeros(blocks, 2, 2, 2))
+    module = npu_graphs.DecodePass(Network(**network).forward, [cache], plan)
+    return step._key(module, rows, plan)
+
+
+def test_a_compiled_graph_is_found_by_all_that_it_depends_on(monkeypatch):
+    changes = [dict(), dict(rows=3), dict(blocks=9), dict(width=5), dict(layout="bnsd")]
+    changes += [dict(weights="nz"), dict(versions=("2",)), dict(config="b"), dict(shard=1)]
+    changes += [dict(max_positions=500)]
+    keys = [key(**change) for change in changes]
+    assert key() == keys[0]
+    monkeypatch.setattr(npu_graphs, "_source_digest", lambda: "other")
+    keys.append(key())
+    assert len(set(keys)) == len(keys)

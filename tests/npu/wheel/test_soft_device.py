@@ -5,9 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
+import torch_npu
 
 import nanoactor.models.devices as devices
+from nanoactor.models.device import Memory
 from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.devices.npu_runtime import AscendRuntime
 from nanoactor.models.options import DeviceOptions
 from nanoactor.runner.config import ExecutorConfig
 from nanoactor.runner.execution import open_executor
@@ -206,3 +209,82 @@ def test_a_capture_is_groups_of_tasks_within_one_recording(model, opened, monkey
     group = ["CaptureTaskGrpBegin", "CaptureTaskGrpEnd"]
     # Two sizes, each once for every step in flight.
     assert calls == ["CaptureBegin", *group * LAYERS, "CaptureEnd"] * 4
+
+
+@pytest.mark.parametrize("where", ["at the start", "at the end"])
+def test_a_recording_that_fails_leaves_nothing_behind(model, opened, monkeypatch, where):
+    """torch_npu's mode would take what comes next for a part of it."""
+    failing = [3, 5]
+    kind = torch_npu.npu.NPUGraph
+    begin, end = kind.capture_begin, kind.capture_end
+    begun = []
+
+    def capture_begin(self, *args, **kwargs):
+        begun.append(self)
+        if where == "at the start" and len(begun) in failing:
+            raise RuntimeError("error code 107000: a recording cannot begin")
+        begin(self, *args, **kwargs)
+
+    def capture_end(self):
+        end(self)
+        if where == "at the end" and len(begun) in failing:
+            raise RuntimeError("error code 207008: no stream is left")
+
+    monkeypatch.setattr(kind, "capture_begin", capture_begin)
+    monkeypatch.setattr(kind, "capture_end", capture_end)
+    prompts = ragged_prompts(211, [5, 9, 20, 3, 8], seed=3)
+    found, figures = outputs(model[0], prompts, device="npu", num_kv_blocks=6, pipeline_depth=1)
+    assert len(begun) == 4, "5, 4, 2 and 1 rows, once each"
+    assert found == outputs(model[0], prompts, device="cpu", num_kv_blocks=200)[0]
+    assert figures["runner.0"]["actor"]["steps_uncaptured"] == 0, "the next size takes them"
+
+
+def test_recordings_share_a_pool_and_our_stream(model, opened, monkeypatch):
+    asked = []
+    original = torch_npu.npu.graph
+
+    def graph(made, **options):
+        asked.append(options)
+        return original(made, **options)
+
+    monkeypatch.setattr(torch_npu.npu, "graph", graph)
+    executor(model[0], "npugraph", "tnd")
+    runtime = opened[-1].runtime
+    assert len(asked) == 4
+    assert asked[0]["pool"] is None
+    assert len({options["pool"] for options in asked[1:]}) == 1
+    assert asked[1]["pool"] is not None
+    for options in asked:
+        assert options["stream"] == runtime._stream
+        assert options["auto_dispatch_capture"]
+        assert options["capture_error_mode"] == "thread_local"
+    with runtime.stream():
+        assert torch_npu.npu.current_stream() == runtime._stream
+        assert runtime._stream != torch_npu.npu.default_stream()
+
+
+def test_memory_counts_what_pytorch_keeps_for_itself_as_free(opened, monkeypatch):
+    runtime = SoftRuntime(0)
+    figures = dict(memory_reserved=700, memory_allocated=500)
+    for name, value in figures.items():
+        monkeypatch.setattr(torch_npu.npu, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch_npu.npu, "mem_get_info", lambda device: (1000, 9000))
+    assert runtime.memory() == Memory(9000, 1200)
+
+
+@pytest.mark.parametrize(
+    ("chip", "newer"),
+    [
+        ("Ascend910B2", True),
+        ("Ascend910_9362", True),
+        ("Ascend910A", False),
+        ("Ascend310P3", False),
+    ],
+)
+def test_chips_are_told_apart(monkeypatch, chip, newer):
+    monkeypatch.setattr(torch_npu.npu, "get_device_name", lambda index: chip)
+    runtime = AscendRuntime(0)
+    assert runtime.is_a2_or_a3 == newer
+    assert runtime.supports(torch.bfloat16) == newer
+    assert runtime.supports(torch.float16)
+    assert not runtime.supports(torch.float32)
