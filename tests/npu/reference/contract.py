@@ -26,9 +26,9 @@ ENFORCE_BLOCK_SIZES = True
 ENFORCE_ROTATION_RANGE = True
 """Enforce that cosines and sines lie in [-1, 1]; YaRN scales them."""
 
-ROTATION_ALIASES = True
-"""npu_apply_rotary_pos_emb returns what it was given. Off, it returns copies, as its schema says:
-compilers refuse an operator that breaks its schema."""
+RESULTS_ALIAS = True
+"""npu_apply_rotary_pos_emb and the `.out` overloads return what they were given. Off, they return
+copies, as their schemas say: compilers refuse an operator that breaks its schema."""
 
 UNDEFINED_VALUE = 0.0
 """What fills an output element whose value no document defines (set it to NaN to find readers)."""

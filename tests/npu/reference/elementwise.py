@@ -170,7 +170,7 @@ def npu_apply_rotary_pos_emb(
     for tensor in (query, key):
         wide = tensor.float()
         tensor.copy_(wide * cos.float() + _rotate_half(wide) * sin.float())
-    return (query, key) if contract.ROTATION_ALIASES else (query.clone(), key.clone())
+    return (query, key) if contract.RESULTS_ALIAS else (query.clone(), key.clone())
 
 
 def _check_mrope(

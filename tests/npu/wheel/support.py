@@ -73,7 +73,7 @@ def without_cann(**settings):
         patch.setattr(converter, "initialize_graph_engine", lambda *a, **k: None)
         patch.setattr(backend, "initialize_graph_engine", lambda *a, **k: None)
         patch.setattr(compat_ir, "is_cann_compat", knows)
-        patch.setattr(contract, "ROTATION_ALIASES", False)
+        patch.setattr(contract, "RESULTS_ALIAS", False)
         torch._dynamo.reset()
         counters.clear()
         yield asked
