@@ -20,7 +20,8 @@ serve: .venv/.ready
 # What waits for no clock shares the cores; what measures or bounds times has them for itself.
 SHARED := $(addprefix tests/,api bench kv models runner scheduling text) \
 	$(addprefix tests/engine/test_,$(addsuffix .py,accelerator exactness matrix narrow prefix_cache \
-	sizes stopping))
+	sizes stopping)) \
+	$(addprefix tests/server/test_,parsers.py schemathesis.py)
 
 test: .venv/.ready
 	$(PYTEST) -n 2 --dist worksteal $(SHARED)

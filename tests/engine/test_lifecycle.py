@@ -88,7 +88,8 @@ async def exhaust(stream):
         pass
 
 
-def test_twenty_engines_grow_neither_memory_nor_descriptors():
+@pytest.mark.parametrize("engines", [10, pytest.param(20, marks=pytest.mark.long)])
+def test_engines_grow_neither_memory_nor_descriptors(engines):
     def resident():
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096
@@ -99,7 +100,7 @@ def test_twenty_engines_grow_neither_memory_nor_descriptors():
 
     async def main():
         sizes = []
-        for _ in range(20):
+        for _ in range(engines):
             await once()
             sizes.append((resident(), descriptors(), threading.active_count()))
             assert not children()

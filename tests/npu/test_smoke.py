@@ -21,6 +21,9 @@ from tests.npu.reference import registry
 from tests.npu.smoke_checks import attention, engines, figures, frame, judge, numbers, worker
 from tests.npu.smoke_checks.frame import BLOCK, Check, Failed, Rig
 
+# It is what runs on hardware; here it shows that its own code runs.
+pytestmark = pytest.mark.long
+
 ONE = ["--only", "npu_swiglu, bfloat16", "npu_rms_norm, bfloat16"]
 
 
@@ -76,7 +79,6 @@ class Hanging(Wrong):
         time.sleep(1000)
 
 
-@pytest.mark.long
 def test_all_of_it_runs_emulated_and_every_line_says_so(tmp_path):
     path = tmp_path / "found.json"
     status, rows, found = run(tmp_path, "--emulated", "--quick", "--output", str(path))
@@ -95,7 +97,6 @@ def test_all_of_it_runs_emulated_and_every_line_says_so(tmp_path):
     assert skipped == {"environment", "engine", "two devices", "figure"}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("runtime", "said"),
     [
