@@ -5,30 +5,13 @@ wrong in the interpreter, so nothing here is tried in that type.
 """
 
 import contextlib
-import time
 
 import torch
 
 from nanoactor.models.device import Memory
 from nanoactor.models.devices.cuda import CUDADevice
 from nanoactor.models.lengths import NO_LENGTHS
-
-
-class HostEvent:
-    def __init__(self):
-        self.at = 0
-
-    def record(self):
-        self.at = time.monotonic_ns()
-
-    def done(self):
-        return True
-
-    def wait(self):
-        pass
-
-    def milliseconds_until(self, later):
-        return (later.at - self.at) * 1e-6
+from tests.models.host_event import HostEvent
 
 
 class Rerun:

@@ -3,7 +3,6 @@ check what they are given; nothing here is an NPU, and no time or memory means a
 
 import contextlib
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -14,26 +13,10 @@ from nanoactor.models.device import Memory
 from nanoactor.models.devices.npu import NPUDevice
 from nanoactor.models.devices.npu_runtime import RecordedGraph
 from nanoactor.models.options import DeviceOptions
+from tests.models.host_event import HostEvent
 from tests.npu import reference
 from tests.npu.recorder import HostGraph
 from tests.npu.reference import contract
-
-
-class HostEvent:
-    def __init__(self):
-        self.at = 0
-
-    def record(self):
-        self.at = time.monotonic_ns()
-
-    def done(self):
-        return True
-
-    def wait(self):
-        pass
-
-    def milliseconds_until(self, later):
-        return (later.at - self.at) * 1e-6
 
 
 class HostRuntime:
