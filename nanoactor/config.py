@@ -27,6 +27,7 @@ from nanoactor.models.parallel import check_parallel
 from nanoactor.params import SamplingParams
 
 DEMO = "demo"
+_LEAST_STALL_TIMEOUT = 1.0
 Placement = Literal["default", "split", "single"]
 
 
@@ -95,7 +96,12 @@ class EngineConfig:
     actor. "single": everything in this process, for debugging and embedding."""
     transport: Literal["ring", "queue"] = "ring"
     start_timeout: float = 600.0
+    """Seconds until every process must be ready; after 30 s the log tells who is late."""
     stop_timeout: float = 5.0
+    """Seconds that a process may take to end before it is killed."""
+    stall_timeout: float | None = 60.0
+    """Seconds without progress, while there are requests, after which the engine is given up: the
+    log has all stacks, requests raise `EngineDead` with the culprit. None: never."""
     debug: bool = False
     """Checksums on every record, released memory overwritten."""
     debug_delay_ms: float = 0.0
@@ -121,6 +127,7 @@ class EngineConfig:
             self._check_whole(name)
         for name in ("start_timeout", "stop_timeout", "debug_delay_ms"):
             self._check_number(name, 1e9)
+        self._check_stall_timeout()
         self._check_choice("dtype", ("auto", *DTYPES))
         self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("plan_lead", ("eager", "late"))
@@ -138,6 +145,15 @@ class EngineConfig:
         self._check_simulated()
         self._check_npu()
         self._check_together()
+
+    def _check_stall_timeout(self) -> None:
+        if self.stall_timeout is not None:
+            self._check_number("stall_timeout", 1e9)
+            if self.stall_timeout < _LEAST_STALL_TIMEOUT:
+                raise InvalidConfig(
+                    f"stall_timeout must be at least {_LEAST_STALL_TIMEOUT:g} s, or None, got "
+                    f"{self.stall_timeout!r}"
+                )
 
     def _check_simulated(self) -> None:
         if self.device.startswith("simulated"):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import random
 import secrets
+import sys
 import time
+import warnings
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
@@ -18,14 +21,20 @@ from numpy.typing import NDArray
 from nanoactor.actors.frontend import Entry, FrontendActor
 from nanoactor.actors.tokenizer import no_tokens
 from nanoactor.config import EngineConfig, read_model_files
-from nanoactor.errors import EngineClosed, EngineDead, InvalidConfig, InvalidRequest
+from nanoactor.errors import (
+    EngineClosed,
+    EngineDead,
+    InvalidConfig,
+    InvalidRequest,
+    only_ours,
+)
 from nanoactor.layout import engine_topology, max_prompt_bytes
 from nanoactor.meeting import MeetingPoint
 from nanoactor.messages import Int32, Sampling, Stopping, Submit, TextOptions
 from nanoactor.outputs import RequestOutput
 from nanoactor.params import SamplingParams
 from nanoactor.request import Request
-from nanoactor.runtime.system import System
+from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.wiring import Options
 from nanoactor.tracing.trace import Trace
 
@@ -58,7 +67,8 @@ class AsyncLLM:
                 self.config = EngineConfig(model, **options)
             except TypeError as error:
                 raise InvalidConfig(f"unknown engine option: {error}") from None
-        self.files = read_model_files(self.config)
+        with only_ours():
+            self.files = read_model_files(self.config)
         for name in self.files.ignored:
             log.warning("generation_config.json sets %s, which is not applied", name)
         ranks = self.config.tensor_parallel_size
@@ -67,11 +77,37 @@ class AsyncLLM:
             weakref.finalize(self, self._meeting.close)
         salt = secrets.token_bytes(16)
         topology = engine_topology(self.config, self.files, salt, self._meeting)
-        self._system = System(topology, self._options(), self._on_death)
         self._frontend: FrontendActor | None = None
         self._seeds = random.Random(self.config.seed)
+        # Unguessable, so that no caller's own id can be one of ours.
+        self._ids = f"request-{secrets.token_hex(4)}"
+        self._died = asyncio.Event()
         self._started = False
         self._closed = False
+        # The loop and a thread refer to the system. They must not keep an engine alive that its
+        # user has dropped.
+        on_death, has_work = weakref.WeakMethod(self._on_death), weakref.WeakMethod(self._has_work)
+        self._system = System(
+            topology,
+            self._options(),
+            lambda error: (found := on_death()) and found(error),
+            lambda: bool((found := has_work()) and found()),
+        )
+
+    def __del__(self) -> None:
+        """End the processes of an engine that was not closed, with a `ResourceWarning`."""
+        if self.__dict__.get("_system") is None or not self._started or self._closed:
+            return
+        if sys.is_finalizing():  # they end with this process
+            return
+        warnings.warn(
+            f"the engine of {self.config.model!r} was not closed: use `async with`, or await "
+            "close()",
+            ResourceWarning,
+            stacklevel=2,
+            source=self,
+        )
+        self._system.abandon()
 
     def _options(self) -> Options:
         config = self.config
@@ -82,6 +118,7 @@ class AsyncLLM:
             record_dir=config.debug_record_dir,
             start_timeout=config.start_timeout,
             stop_timeout=config.stop_timeout,
+            stall_timeout=config.stall_timeout,
         )
 
     async def start(self) -> AsyncLLM:
@@ -91,7 +128,8 @@ class AsyncLLM:
         self._started = True
         begin = time.monotonic()
         try:
-            await self._system.start()
+            with only_ours():
+                await self._system.start()
         except BaseException as error:
             if self._closed and isinstance(error, Exception):
                 raise EngineClosed("the engine was closed while it started") from error
@@ -115,9 +153,16 @@ class AsyncLLM:
         await self.close()
 
     async def close(self) -> None:
-        """End all processes; requests that are not over raise `EngineClosed`."""
+        """End all processes; requests that are not over raise `EngineClosed`.
+
+        On another loop than the engine's it does the same, if the engine's still runs; if that has
+        ended, nobody is left to hear of the requests, and the processes end.
+        """
         self._closed = True
-        if self._frontend is not None:
+        if (loop := self._system.running_elsewhere) is not None:
+            await run_on(loop, self.close)
+            return
+        if self._frontend is not None and self._system.is_here:
             self._frontend.fail_all(EngineClosed("the engine was closed"))
         await self._system.close()
         if self._meeting is not None:
@@ -126,6 +171,22 @@ class AsyncLLM:
     def _on_death(self, error: BaseException) -> None:
         if self._frontend is not None:
             self._frontend.fail_all(_dead(error))
+            self._died.set()
+
+    @property
+    def dead(self) -> EngineDead | None:
+        """Why the engine serves no more, if it has died."""
+        return None if self._system.dead is None else _dead(self._system.dead)
+
+    async def death(self) -> EngineDead:
+        """Wait until the engine has died, and return why; being closed is no death."""
+        await self._died.wait()
+        assert self.dead is not None
+        return self.dead
+
+    def _has_work(self) -> bool:
+        """Whether the watchdog has something to watch."""
+        return self._frontend is not None and self._frontend.has_work
 
     def _running(self) -> FrontendActor:
         """The frontend; raises where the engine cannot serve from here."""
@@ -133,9 +194,10 @@ class AsyncLLM:
             raise EngineClosed(
                 "the engine was closed" if self._closed else "start the engine first"
             )
-        self._system.check_usable()
-        if self._system.dead is not None:
-            raise _dead(self._system.dead)
+        with only_ours():
+            self._system.check_usable()
+        if self.dead is not None:
+            raise self.dead
         return self._frontend
 
     # -- requests -------------------------------------------------------------------------
@@ -176,7 +238,7 @@ class AsyncLLM:
             self._request(prompt, sampling_params, None, priority, chat_template_kwargs)
             for prompt in prompts
         ]
-        return [Request(frontend, entry) for entry in frontend.submit_all(makes)]
+        return [Request(frontend, entry, self) for entry in frontend.submit_all(makes)]
 
     def _request(
         self,
@@ -205,7 +267,7 @@ class AsyncLLM:
             submit = Submit(
                 uid, 0, text, chat, options, token_ids, priority, sampling, stopping, text_options
             )
-            return Entry(request_id or f"request-{uid}", submit, params.output_kind)
+            return Entry(request_id or f"{self._ids}-{uid}", submit, params.output_kind)
 
         return make
 
@@ -215,7 +277,7 @@ class AsyncLLM:
         frontend = self._running()
         if request_id is not None and frontend.entry_of(request_id) is not None:
             raise InvalidRequest(f"request id {request_id!r} is in use")
-        request = Request(frontend, frontend.submit(make))
+        request = Request(frontend, frontend.submit(make), self)
         try:
             async for output in request:
                 yield output

@@ -1,6 +1,16 @@
-"""What a user of the engine may have to catch; each message says the cause and the mend."""
+"""What a user of the engine may have to catch; each message says the cause and the mend.
+
+The rooms below know nothing of the engine, so their errors cannot derive from its base. Where one
+of them leaves the engine, `translated` gives it a class that derives from both.
+"""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from nanoactor.models import errors as models
+from nanoactor.runtime import errors as runtime
 
 
 class NanoactorError(Exception):
@@ -31,3 +41,79 @@ class EngineClosed(NanoactorError):
 
 class ProtocolBug(NanoactorError, AssertionError):
     """An invariant of the engine broke: a bug in nanoactor. The text tells what led to it."""
+
+
+class ModelError(NanoactorError, models.ModelError):
+    """A model cannot be loaded."""
+
+
+class UnsupportedModel(ModelError, models.UnsupportedModel):
+    """The model's configuration asks for something that is not implemented."""
+
+
+class WeightsError(ModelError, models.WeightsError):
+    """A weight file is missing, damaged, or does not hold what the configuration says."""
+
+
+class NotEnoughMemory(ModelError, models.NotEnoughMemory):
+    """The key-value cache would be too small to serve one sequence."""
+
+
+class EngineFault(NanoactorError, runtime.RuntimeFault):
+    """The engine's processes could not be started, or one of them has failed."""
+
+
+class StartupFailed(EngineFault, runtime.StartupFailed):
+    """A process did not become ready: it raised, died or missed the deadline."""
+
+
+class NodeDied(EngineFault, runtime.NodeDied):
+    """A process ended while it was still needed."""
+
+
+class NotUsableHere(EngineFault, runtime.NotUsableHere):
+    """The engine is used from another event loop or another process than it was started in."""
+
+
+class UnsupportedPlatform(EngineFault, runtime.UnsupportedPlatform):
+    """The operating system, or this Python, lacks something that the engine needs."""
+
+
+_OURS: dict[type[BaseException], type[NanoactorError]] = {
+    ours.__bases__[1]: ours
+    for ours in (
+        ModelError,
+        UnsupportedModel,
+        WeightsError,
+        NotEnoughMemory,
+        EngineFault,
+        StartupFailed,
+        NodeDied,
+        NotUsableHere,
+        UnsupportedPlatform,
+    )
+}
+
+
+def translated(error: BaseException) -> BaseException:
+    """The error itself, or, where it is another room's, the same as a `NanoactorError`."""
+    if isinstance(error, NanoactorError):
+        return error
+    ours = next((_OURS[cls] for cls in type(error).__mro__ if cls in _OURS), None)
+    if ours is None:
+        return error
+    made = ours(*error.args)
+    made.__cause__ = error.__cause__
+    return made.with_traceback(error.__traceback__)
+
+
+@contextlib.contextmanager
+def only_ours() -> Iterator[None]:
+    """What the rooms below raise within leaves as a `NanoactorError`."""
+    try:
+        yield
+    except (models.ModelError, runtime.RuntimeFault) as error:
+        made = translated(error)
+        if made is error:
+            raise
+        raise made from error.__cause__

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
+import warnings
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nanoactor.engine import AsyncLLM, Prompt
-from nanoactor.errors import EngineClosed, EngineOverloaded, InvalidRequest
+from nanoactor.errors import EngineClosed, EngineOverloaded, InvalidRequest, NotUsableHere
 from nanoactor.outputs import RequestOutput, RequestOutputKind
 from nanoactor.params import SamplingParams
 from nanoactor.progress import Progress
-from nanoactor.runtime.errors import NotUsableHere
 
 T = TypeVar("T")
 
@@ -32,7 +33,10 @@ class LLM:
         self._closing = threading.Lock()
         self._closed = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="nanoactor-loop", daemon=True)
+        # The thread must not keep an engine alive that its user has dropped.
+        self._thread = threading.Thread(
+            target=_run_loop, args=(self._loop,), name="nanoactor-loop", daemon=True
+        )
         self._thread.start()
         try:
             self._call(self._llm.start())
@@ -40,10 +44,24 @@ class LLM:
             self.close()
             raise
 
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
+    def __del__(self) -> None:
+        """End the processes of an engine that was not closed, with a `ResourceWarning`."""
+        if self.__dict__.get("_closed") is not False or sys.is_finalizing():
+            return
+        if os.getpid() != self._pid:
+            return
+        self._closed = True
+        warnings.warn(
+            f"the engine of {self._llm.config.model!r} was not closed: use `with`, or call close()",
+            ResourceWarning,
+            stacklevel=2,
+            source=self,
+        )
+        ending = _end_unseen(self._llm, self._loop)
+        try:
+            asyncio.run_coroutine_threadsafe(ending, self._loop)
+        except RuntimeError:  # the loop is closed
+            ending.close()
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
@@ -180,6 +198,19 @@ class LLM:
         assert final is not None
         progress.request()
         return final
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.close()
+
+
+async def _end_unseen(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        await llm.close()
+    finally:
+        loop.call_soon(loop.stop)
 
 
 def _cumulative(params: SamplingParams) -> SamplingParams:

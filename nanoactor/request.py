@@ -10,7 +10,9 @@ class Request:
     """From `AsyncLLM.submit`: an async iterator of outputs. Whoever does not read it to its end
     closes it."""
 
-    def __init__(self, frontend: FrontendActor, entry: Entry) -> None:
+    def __init__(self, frontend: FrontendActor, entry: Entry, engine: object) -> None:
+        """`engine` lives as long as its requests do."""
+        self._engine = engine
         self._frontend = frontend
         self._entry = entry
         self._read = False

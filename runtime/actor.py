@@ -24,6 +24,9 @@ M = TypeVar("M")
 Handler = Callable[[Any], None]
 Facts = dict[str, Any]
 """What an actor makes known to all others when it is ready: plain picklable values."""
+Progress = tuple[int, float]
+"""A number that changes with each piece of work done, and the seconds that the piece at hand may
+take."""
 
 
 class Context:
@@ -132,6 +135,10 @@ class Actor:
 
     def on_ready(self, outbox: Outbox) -> None:
         """An outbox that was not ready, or had to wait, is ready now."""
+
+    def progress(self) -> Progress | None:
+        """Tell the watchdog how far the work at hand is; None where there is none."""
+        return None
 
     def stop(self) -> None:
         """The system ends: stop threads, let go of what the process's end does not free."""

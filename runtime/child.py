@@ -1,4 +1,4 @@
-"""What a node's process runs: bound to its parent's life, silent on Ctrl-C, one loop."""
+"""What a node's process runs: bound to its parent's life, deaf to the group's signals, one loop."""
 
 from __future__ import annotations
 
@@ -28,8 +28,14 @@ EXIT_ORPHANED, EXIT_FAILED = 70, 71
 
 def main(descriptor: int) -> None:
     """Entry of a child: `descriptor` is its end of the control channel. Never returns."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # A terminal, a supervisor or `timeout` signals the whole group. What that means is the
+    # parent's to decide: it may first let running work end.
+    for number in control.GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, control.GROUP_SIGNALS)
+    occupy_standard_descriptors()
+    if sys.stderr is None:  # closed by the user
+        sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable()
     connection = Connection(descriptor)
     bootstrap = connection.recv()
@@ -41,6 +47,17 @@ def main(descriptor: int) -> None:
     sys.meta_path.insert(0, _Blocker(bootstrap.blocked_modules))
     child = _Child(bootstrap, connection)
     child.run()
+
+
+def occupy_standard_descriptors() -> None:
+    """Open /dev/null where one of the descriptors 0 to 2 is closed.
+
+    Else a ring or a socket would take its number, and whatever prints to standard error would
+    write into it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def _die_with_parent(parent: int, name: str) -> None:
@@ -77,6 +94,7 @@ class _Child:
         self._culprit = bootstrap.plan.actors[0].name
         self._loop = _new_loop()
         self._node = Node(bootstrap.plan, self._fail)
+        self._name = bootstrap.plan.name
         root = logging.getLogger()
         root.setLevel(bootstrap.log_level)
         root.addHandler(control.ChannelHandler(connection, self._lock))
@@ -116,7 +134,10 @@ class _Child:
                 message = self._connection.recv()
             except (EOFError, OSError):
                 os._exit(EXIT_ORPHANED)
-            self._loop.call_soon_threadsafe(self._obey, message)
+            if isinstance(message, control.TellStacks):  # here, as the loop may be what hangs
+                self._send(control.Log.of_stacks(self._name))
+            else:
+                self._loop.call_soon_threadsafe(self._obey, message)
 
     def _obey(self, message: Any) -> None:
         match message:
@@ -126,6 +147,8 @@ class _Child:
                 except BaseException as error:
                     self._fail(self._culprit, error)
                 self._send(control.Started())
+            case control.Ping():
+                self._send(control.Pong(self._node.progress()))
             case control.Query(number, what, arguments):
                 try:
                     self._send(control.Reply(number, getattr(self._node, what)(*arguments)))

@@ -10,14 +10,20 @@ import dataclasses
 import logging
 import os
 import pickle
+import signal
+import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from nanoactor.runtime.actor import Facts
+from nanoactor.runtime.actor import Facts, Progress
 from nanoactor.runtime.node import NodePlan
+
+GROUP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+"""What terminals and supervisors send to every process of a group; nodes ignore it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +52,23 @@ class Query:
     what: Literal["statistics", "trace", "activity"]
     arguments: tuple[int, ...] = ()
     """Of the node's method of this name."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ping:
+    """Parent to child: does your loop turn, and what is it at?"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pong:
+    """Child to parent, from its loop: the answer to a `Ping`."""
+
+    progress: Mapping[str, Progress]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TellStacks:
+    """Parent to child: log the stacks of all your threads."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,6 +129,17 @@ class Log:
     text: str
     created: float
     pid: int
+
+    @classmethod
+    def of_stacks(cls, node: str) -> Log:
+        """The stacks of all threads of this process, as an error of the node's."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        parts = [f"stacks of node {node} (pid {os.getpid()}):"]
+        for ident, frame in sys._current_frames().items():
+            stack = "".join(traceback.format_stack(frame))
+            parts.append(f"thread {names.get(ident, ident)}:\n{stack}")
+        text = "\n".join(parts)
+        return cls(f"nanoactor.{node}", logging.ERROR, text, time.time(), os.getpid())
 
 
 class ChannelHandler(logging.Handler):

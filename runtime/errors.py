@@ -47,6 +47,10 @@ class NodeDied(RuntimeFault):
     """A node ended while it was still needed."""
 
 
+class NodeStalled(RuntimeFault):
+    """A node, or what it waits for, has made no progress for too long; the system was ended."""
+
+
 class UnsupportedPlatform(RuntimeFault):
     """The operating system lacks something that the chosen transport needs."""
 

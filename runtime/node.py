@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.runtime.actor import Actor, Context, Facts
+from nanoactor.runtime.actor import Actor, Context, Facts, Progress
 from nanoactor.runtime.mailbox import DelayedDelivery, Mailbox
 from nanoactor.runtime.outbox import LocalOutbox, MixedOutbox, Outbox, RemoteOutbox
 from nanoactor.runtime.recording import RecordedOutbox, Recorder
@@ -186,6 +186,11 @@ class Node:
                 },
             }
         return figures
+
+    def progress(self) -> dict[str, Progress]:
+        """By actor: how far it is, where it has work that nobody else can see it do."""
+        found = {name: actor.progress() for name, actor in self.actors.items()}
+        return {name: progress for name, progress in found.items() if progress is not None}
 
     def trace(self, since: int = 0) -> NodeTrace:
         """What every lane remembers of the time after `since`, in ns of the monotonic clock."""

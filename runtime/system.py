@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -21,8 +22,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -30,35 +33,51 @@ from numpy.typing import NDArray
 
 from nanoactor.runtime import control
 from nanoactor.runtime.actor import Actor, Facts
+from nanoactor.runtime.child import occupy_standard_descriptors
 from nanoactor.runtime.codec import schema_hashes
 from nanoactor.runtime.errors import (
     NodeDied,
+    NodeStalled,
     NotUsableHere,
     RuntimeFault,
     SchemaMismatch,
     StartupFailed,
+    UnsupportedPlatform,
 )
 from nanoactor.runtime.node import Node, NodePlan
 from nanoactor.runtime.topology import NodeSpec, Topology
 from nanoactor.runtime.tracing import NodeTrace
+from nanoactor.runtime.watch import Stall, Watch
 from nanoactor.runtime.wiring import Options, wire
 
 log = logging.getLogger("nanoactor.system")
 
 _MOST_UNANSWERED = 64
+_LATE = 30.0
+"""Seconds after which the log tells for whom a start waits."""
+_LAST_WORDS = 0.1
+"""Share of the stall timeout that stacks may take to arrive."""
 
 
 class System:
     """A running topology. Use it from the event loop and the process in which it was started."""
 
     def __init__(
-        self, topology: Topology, options: Options, on_death: Callable[[BaseException], None]
+        self,
+        topology: Topology,
+        options: Options,
+        on_death: Callable[[BaseException], None],
+        has_work: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`on_death` is called once, on the loop, when the running system has become useless."""
+        """`on_death` is called once, on the loop, when the running system has become useless;
+        nodes are watched, with the `stall_timeout` of the options, while `has_work` says so."""
         topology.validate()
         self._topology = topology
         self._options = options
         self._on_death = on_death
+        self._has_work = has_work
+        self._watch: Watch | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._children: dict[str, _ChildProcess] = {}
         self._node: Node | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -80,24 +99,48 @@ class System:
         """
         if self._loop is not None:
             raise RuntimeFault("a system starts once; make a new one")
+        _check_surroundings()
         self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
+        late = self._loop.call_later(_LATE, self._tell_late, _LATE)
         try:
             await asyncio.wait_for(self._start(), self._options.start_timeout)
         except TimeoutError:
-            late = [c.name for c in self._children.values() if not c.is_ready]
+            waited_for = self._late()
             await self.close()
             raise StartupFailed(
-                f"not ready after {self._options.start_timeout:.0f} s: node(s) {', '.join(late)}; "
+                f"not ready after {self._options.start_timeout:.0f} s: node(s) {waited_for}; "
                 "raise start_timeout if the model is large or the disk slow"
             ) from None
         except BaseException as error:
             await self.close()
             if self._dead is not None and error is not self._dead:
                 raise self._dead from None  # the first failure; it ended the other nodes
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise _too_many_files(error) from error
             raise
+        finally:
+            late.cancel()
+        self._begin_watch()
+
+    def _late(self) -> str:
+        """The nodes that are not ready, each with the state of its process."""
+        late = [c for c in self._children.values() if not (c.is_ready and c.started.done())]
+        unready = [child for child in late if not child.is_ready] or late
+        return ", ".join(f"{child.name} ({child.condition()})" for child in unready)
+
+    def _tell_late(self, seconds: float) -> None:
+        assert self._loop is not None
+        if (late := self._late()) and not self._closing and self._dead is None:
+            log.warning(
+                "not ready after %.0f s: node(s) %s; it is waited for up to %.0f s",
+                seconds,
+                late,
+                self._options.start_timeout,
+            )
 
     async def _start(self) -> None:
         assert self._loop is not None
+        occupy_standard_descriptors()
         plans = wire(self._topology, self._options)
         local = plans.pop(self._topology.local)
         self._node = Node(local, self._local_failed)
@@ -135,6 +178,19 @@ class System:
             raise NotUsableHere(
                 "the engine was started on another event loop; use it there, or start a second one"
             )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the running loop is the one on which it was started."""
+        return os.getpid() == self._pid and asyncio.get_running_loop() is self._loop
+
+    @property
+    def running_elsewhere(self) -> asyncio.AbstractEventLoop | None:
+        """The loop on which it was started, where that is another one and runs."""
+        loop = self._loop
+        if loop is None or os.getpid() != self._pid or self.is_here or not loop.is_running():
+            return None
+        return loop
 
     @property
     def dead(self) -> BaseException | None:
@@ -188,9 +244,56 @@ class System:
             del self._queries[number]
         return [answer.result() for answer in pending.values() if answer.done()]
 
+    # -- watching -------------------------------------------------------------------------
+
+    def _begin_watch(self) -> None:
+        if self._options.stall_timeout is not None and not self._closing:
+            self._watch = Watch((*self._children, ""), self._options.stall_timeout)
+            self._look()
+
+    def _look(self) -> None:
+        """Judge by what was heard, then ask again."""
+        assert self._loop is not None
+        assert self._watch is not None
+        assert self._node is not None
+        if self._dead is not None or self._closing:
+            return
+        self._timer = self._loop.call_later(self._watch.interval, self._look)
+        if not self._has_work():
+            self._watch.rest()
+            return
+        # This process's own node, whose name is not needed: its loop turns, as we are here.
+        self._watch.heard("", self._node.progress())
+        cpu = {child.name: child.cpu_seconds() for child in self._children.values()}
+        stall = self._watch.tick(time.monotonic(), cpu)
+        if stall is not None:
+            self._timer.cancel()
+            self._tell_stall(stall)
+            return
+        for child in self._children.values():
+            child.send(control.Ping())
+
+    def _tell_stall(self, stall: Stall) -> None:
+        """Log what everybody is at, then give the system up."""
+        assert self._loop is not None
+        assert self._options.stall_timeout is not None
+        culprit = self._children.get(stall.node)
+        where = f"node {stall.node} ({culprit.condition()})" if culprit else "this process"
+        error = NodeStalled(f"{where} has stalled: {stall.what}")
+        log.error("%s; the stacks of all nodes follow", error)
+        ours = control.Log.of_stacks(self._topology.local)
+        control.replay(ours, self._topology.local)
+        for child in self._children.values():
+            child.send(control.TellStacks())
+            log.error("node %s: %s", child.name, child.condition())
+        self._loop.call_later(_LAST_WORDS * self._options.stall_timeout, self._die, error)
+
     def _hear(self, child: _ChildProcess, message: Any) -> None:
         """A control message, on the loop."""
         match message:
+            case control.Pong(progress):
+                if self._watch is not None:
+                    self._watch.heard(child.name, progress)
             case control.Ready():
                 _resolve(child.ready, message)
             case control.Started():
@@ -244,13 +347,52 @@ class System:
         """
         if self._loop is None or os.getpid() != self._pid:
             return
+        if (loop := self.running_elsewhere) is not None:
+            await run_on(loop, self.close)
+            return
+        if not self.is_here:
+            await asyncio.to_thread(self.end)
+            return
         if self._end is None:
             self._closing = True
             self._end = asyncio.ensure_future(self._close())
         await asyncio.shield(self._end)
 
+    def end(self) -> None:
+        """End every node without the loop, which runs no more; blocks until none is left."""
+        if os.getpid() != self._pid or (self._closing and self._end is None):
+            return
+        self._closing = True
+        for child in reversed(self._children.values()):
+            child.send(control.Stop())
+        if self._thread is not None:
+            self._thread.join(self._options.stop_timeout)
+            for child in self._children.values():
+                child.kill()
+            self._thread.join()
+        if self._node is not None:
+            self._node.stop()
+        for child in self._children.values():
+            child.close()
+
+    def abandon(self) -> None:
+        """End every node though nobody waits for it; from any thread."""
+        if self._loop is None or os.getpid() != self._pid or self._end is not None:
+            return
+        for child in self._children.values():
+            child.kill()
+        try:
+            self._loop.call_soon_threadsafe(self._close_soon)
+        except RuntimeError:  # the loop is closed
+            self.end()
+
+    def _close_soon(self) -> None:
+        self._abandoned = asyncio.ensure_future(self.close())
+
     async def _close(self) -> None:
         assert self._loop is not None
+        if self._timer is not None:
+            self._timer.cancel()
         for child in self._children.values():
             if child.pidfd >= 0:
                 self._loop.remove_reader(child.pidfd)
@@ -270,6 +412,44 @@ class System:
             self._node.stop()
         for child in self._children.values():
             child.close()
+
+
+async def run_on(
+    loop: asyncio.AbstractEventLoop, function: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Run a coroutine function to its end on the loop of another thread."""
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(), loop))
+
+
+def _check_surroundings() -> None:
+    """Raise `UnsupportedPlatform` for what keeps processes from being started, or heard."""
+    if not sys.executable:
+        raise UnsupportedPlatform(
+            "sys.executable is empty, as in a program that embeds Python: set it to the path of "
+            "this environment's Python interpreter before the engine starts"
+        )
+    if _threads_are_replaced():
+        raise UnsupportedPlatform(
+            "gevent or eventlet has replaced Python's threads (monkey.patch_all, say), which the "
+            "engine's supervisor needs: run the engine in a process that is not patched, as "
+            "`nanoactor serve` does"
+        )
+
+
+def _threads_are_replaced() -> bool:
+    import _thread
+
+    return _thread.start_new_thread.__module__ != "_thread"
+
+
+def _too_many_files(error: OSError) -> StartupFailed:
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return StartupFailed(
+        f"too many open files: this process may open {limit}; raise the limit (`ulimit -n`, "
+        f"LimitNOFILE= in systemd) to 256 or more ({error})"
+    )
 
 
 def _check_schema(node: str, theirs: Mapping[int, str]) -> None:
@@ -319,8 +499,9 @@ class _ChildProcess:
 
     def spawn(self) -> None:
         """Start the process; runs on the library's thread. Its descriptors are closed here."""
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores others too
         program = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"import sys; sys.path[:] = {path!r}; "
             f"from nanoactor.runtime.child import main; main({self._theirs.fileno()})"
         )
         try:
@@ -343,6 +524,23 @@ class _ChildProcess:
         """Send on the control channel; a child that is gone is noticed elsewhere."""
         with self._lock, contextlib.suppress(OSError):
             self.connection.send(message)
+
+    def condition(self) -> str:
+        """Its process id and what the kernel says of it."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return f"pid {self.pid}, gone"
+        line = next((line for line in status.splitlines() if line.startswith("State:")), "")
+        return f"pid {self.pid}, {line.partition(':')[2].strip()}"
+
+    def cpu_seconds(self) -> float:
+        """How long it has computed; 0 where it is gone."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def reap(self, timeout: float | None) -> None:
         """Wait until the process ended, so that it leaves no zombie."""
@@ -404,8 +602,8 @@ class _ReaperThread(threading.Thread):
 
     def run(self) -> None:
         """Start, then listen until every channel is closed, then reap."""
-        # Children inherit the mask: Ctrl-C cannot reach them before they ignore it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # Children inherit the mask: nothing can reach them before they ignore it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, control.GROUP_SIGNALS)
         try:
             for child in self._children.values():
                 child.spawn()

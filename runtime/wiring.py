@@ -31,6 +31,8 @@ class Options:
     """Seconds until every node must be ready."""
     stop_timeout: float = 5.0
     """Seconds that a node may take to end before it is killed."""
+    stall_timeout: float | None = None
+    """Seconds without a sign of life, while there is work, after which the system is given up."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,8 +1,10 @@
 """Shared by all tests: stacks on a hang, no network, a watch for what is left behind."""
 
+import contextlib
 import faulthandler
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +15,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # A shell's background job ignores SIGINT, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-faulthandler.enable()
+if sys.stderr is not None:  # a test's own program may have closed it
+    faulthandler.enable()
 # A busy machine is no counterexample; and CI tries the same examples each time.
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
@@ -54,12 +57,27 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) - 1
 
 
+def left_in_shared_memory(before: set[str]) -> set[str]:
+    """What has come into /dev/shm since, but for what another program on this machine uses."""
+    left = set(os.listdir("/dev/shm")) - before
+    if not left:
+        return left
+    family = {os.getpid(), *children()}
+    used = set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) not in family:
+            with contextlib.suppress(OSError):
+                maps = (process / "maps").read_text()
+                used |= {name for name in left if f"/dev/shm/{name}" in maps}
+    return left - used
+
+
 @pytest.fixture(autouse=True)
 def nothing_in_shared_memory():
     """Each test leaves /dev/shm as it found it."""
     before = set(os.listdir("/dev/shm"))
     yield
-    deadline = time.monotonic() + 2
-    while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    deadline = time.monotonic() + 5
+    while (left := left_in_shared_memory(before)) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not left

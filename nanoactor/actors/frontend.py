@@ -131,6 +131,8 @@ class FrontendActor(Actor):
     def __init__(self, config: FrontendConfig) -> None:
         self._config = config
         self._entries: dict[int, Entry] = {}
+        self._by_id: dict[str, Entry] = {}
+        """The same by what their users call them."""
         self._waiting_requests: set[int] = set()
         """Requests without a first token."""
         self._waiting_tokens = 0
@@ -201,7 +203,7 @@ class FrontendActor(Actor):
         self._next_uid += 1
         self._load[tokenizer] += entry.charge
         self._untokenized[uid] = (tokenizer, entry.charge)
-        self._entries[uid] = entry
+        self._entries[uid] = self._by_id[entry.request_id] = entry
         self._waiting_requests.add(uid)
         self._waiting_tokens += entry.charge
         self.context.lane.add(self._submit_kind, uid, begin, time.monotonic_ns())
@@ -230,13 +232,19 @@ class FrontendActor(Actor):
             entry.error = error
             entry.end()
         self._entries.clear()
+        self._by_id.clear()
         self._waiting_requests.clear()
         self._waiting_tokens = 0
         self._tell_progress()
 
     def entry_of(self, request_id: str) -> Entry | None:
         """The living request with this id."""
-        return next((e for e in self._entries.values() if e.request_id == request_id), None)
+        return self._by_id.get(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request lives."""
+        return bool(self._entries)
 
     # -- from the detokenizer -------------------------------------------------------------
 
@@ -298,6 +306,7 @@ class FrontendActor(Actor):
         self._tokenized(terminal.uid)
         entry = self._entries.pop(terminal.uid, None)
         if entry is not None:
+            self._by_id.pop(entry.request_id, None)
             self._no_longer_waiting(entry)
             entry.terminal = terminal
             entry.metrics.finished_time = time.monotonic()

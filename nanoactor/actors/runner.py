@@ -6,13 +6,15 @@ import dataclasses
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from nanoactor.messages import Step, StepDone, StepWanted
 from nanoactor.runner.config import ExecutorConfig
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+from nanoactor.runner.deadline import StepDeadline
+from nanoactor.runtime.actor import Actor, Context, Facts, Handler, Progress
 
 if TYPE_CHECKING:
     from nanoactor.runner.execution import Computed, Executor, Pending
@@ -40,7 +42,11 @@ class RunnerActor(Actor):
         self._submitted: queue.SimpleQueue[tuple[int, Pending] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._queued = 0
+        self._queued: deque[int] = deque()
+        """Tokens of each step that is queued or running."""
+        self._decoding = 0
+        """Rows of the decode set."""
+        self._deadline = StepDeadline()
         self._received = self._completed = 0
         self._ahead = 0
         """Steps that were laid out while one before was computed or waited to be."""
@@ -54,6 +60,8 @@ class RunnerActor(Actor):
     def setup(self) -> Facts:
         """Load the model; what the cache's size became is for everyone to know."""
         self._executor = self._open_on_thread(self._config.executor)
+        for tokens, seconds in self._executor.warmed_up:
+            self._deadline.note(tokens, seconds)
         return {
             "num_blocks": self._executor.num_blocks,
             "block_size": self._executor.block_size,
@@ -103,12 +111,13 @@ class RunnerActor(Actor):
 
     def _on_step(self, step: Step) -> None:
         """Lay out the step's inputs while the one before may still be running."""
-        self._ahead += self._queued > 0
+        self._ahead += bool(self._queued)
         pending = self._executor.submit(step)
         self._received = step.step
         if step.step == self._asked_for:
             self._lead += 0.2 * (self.context.now() - self._asked_at - self._lead)
-        self._queued += 1
+        self._decoding += len(step.joins) - len(step.leaves)
+        self._queued.append(len(step.token_ids) + self._decoding)
         self._submitted.put((step.step, pending))
 
     def _compute(self) -> None:
@@ -141,7 +150,7 @@ class RunnerActor(Actor):
     def _done(self, step: int, computed: Computed) -> None:
         begin = time.monotonic_ns()
         self._trace_device(step, computed)
-        self._queued -= 1
+        tokens = self._queued.popleft()
         self._completed = step
         if self._device_free_at:
             self._idle_ns += computed.begin - self._device_free_at
@@ -149,6 +158,7 @@ class RunnerActor(Actor):
         self._busy_ns += computed.end - computed.begin
         seconds = (computed.end - computed.begin) * 1e-9
         self._step_seconds += 0.2 * (seconds - self._step_seconds)
+        self._deadline.note(tokens, seconds)
         if self._config.executor.rank == 0:  # the others have chosen the same
             done = StepDone(step, computed.token_ids, seconds)
             self.context.outbox("scheduler").send(done)
@@ -161,6 +171,12 @@ class RunnerActor(Actor):
             if end > begin:
                 self._device.add(kind, step, begin, end)
 
+    def progress(self) -> Progress | None:
+        """Steps done, and what the one that the device is at may take."""
+        if not self._queued:
+            return None
+        return self._completed, self._deadline.seconds(self._queued[0])
+
     def stop(self) -> None:
         """End the thread once the step that it computes is done."""
         self._stopping = True
@@ -171,14 +187,16 @@ class RunnerActor(Actor):
     def statistics(self) -> dict[str, Any]:
         """Steps received and done, those of them laid out while the device was busy with one
         before, and those launched operator by operator because they could not be captured; steps
-        queued or running, how long the device was busy, and idle between steps; when the latest
-        ended, in ns of the monotonic clock."""
+        queued or running, what the first of them may take, how long the device was busy, and idle
+        between steps; when the latest ended, in ns of the monotonic clock."""
+        _, may_take = self.progress() or (0, 0.0)
         return {
+            "step_may_take": may_take,
             "steps": self._received,
             "steps_done": self._completed,
             "steps_uncaptured": self._executor.uncaptured,
             "ahead": self._ahead,
-            "queued": self._queued,
+            "queued": len(self._queued),
             "busy_seconds": self._busy_ns * 1e-9,
             "idle_seconds": self._idle_ns * 1e-9,
             "step_at": self._device_free_at,

@@ -9,7 +9,7 @@ from typing import Any
 
 from nanoactor import messages as m
 from nanoactor.config import EngineConfig
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+from nanoactor.runtime.actor import Actor, Context, Facts, Handler, Progress
 from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
 
 LOAD, ENTERS, LEAVES = "load", "enters", "leaves"
@@ -104,6 +104,11 @@ class SchedulerActor(Actor):
             now = time.monotonic_ns()
             self._add_load(now)
             self._busy_since = now
+
+    def progress(self) -> Progress | None:
+        """Steps planned, where there are sequences but no step is under way: that cannot last."""
+        scheduler = self._scheduler
+        return (scheduler.statistics.steps, 0.0) if scheduler.is_waiting else None
 
     def statistics(self) -> dict[str, Any]:
         """Counts of steps, tokens, preemptions and ends; what waits, runs and is held now; for how

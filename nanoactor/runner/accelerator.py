@@ -178,10 +178,14 @@ class AcceleratorExecutor:
         cache = (blocks + dummies) * self._model.block_bytes()
         kept = max(0, free - device.memory().free - cache)
         device.reset_peak()
-        self._run_once(prefill)
+        prompted = _timed(lambda: self._run_once(prefill))
         peak = device.peak()
         device.reset_peak()
-        self._decode_once()
+        decoded = _timed(self._decode_once)
+        self.warmed_up: tuple[tuple[int, float], ...] = (
+            (tokens, prompted),
+            (config.max_num_seqs, decoded),
+        )
         captured = max(peak, device.peak())
         device.reset_peak()
         self._decode_once(top_p=0.9)
@@ -415,3 +419,10 @@ class AcceleratorExecutor:
             self._turns.append(self._last)
         self._last = turn
         return Computed(ids, begin, end, end, end)
+
+
+def _timed(work: Callable[[], None]) -> float:
+    """The seconds that it takes."""
+    begin = time.monotonic()
+    work()
+    return time.monotonic() - begin

@@ -44,6 +44,8 @@ class Executor(Protocol):
     dtype_name: str
     uncaptured: int
     """How many steps were launched operator by operator because they could not be captured."""
+    warmed_up: tuple[tuple[int, float], ...]
+    """(tokens, seconds) of steps that ran before the first."""
 
     def submit(self, step: Step) -> Pending:
         """Lay a step out and queue it behind those before it; called on the node's loop, in the

@@ -86,15 +86,21 @@ class TorchExecutor:
         self._device.synchronize()
         used = max(0, free - self._device.memory().free)
         self._device.reset_peak()
-        self.run(_warmup_prefill(tokens, np.arange(blocks), size))
-        self._device.synchronize()
+        seconds = self._timed(_warmup_prefill(tokens, np.arange(blocks), size))
         peak = self._device.peak() * config.max_num_batched_tokens // max(tokens, 1)
-        self.run(_warmup_decode(tokens, rows, np.arange(blocks), size))
-        self._device.synchronize()
+        decoding = self._timed(_warmup_decode(tokens, rows, np.arange(blocks), size))
+        self.warmed_up: tuple[tuple[int, float], ...] = ((tokens, seconds), (rows, decoding))
         self._caches = []
         self._last_tokens.zero_()
         log.info("warm-up of prefill and decode took %.2f s", time.monotonic() - begin)
         return used, peak
+
+    def _timed(self, inputs: StepInputs) -> float:
+        """Run a step; returns its seconds."""
+        begin = time.monotonic()
+        self.run(inputs)
+        self._device.synchronize()
+        return time.monotonic() - begin
 
     # -- running --------------------------------------------------------------------------
 

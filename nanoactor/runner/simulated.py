@@ -48,6 +48,7 @@ class SimulatedExecutor:
 
     def __init__(self, config: ExecutorConfig) -> None:
         self._nanoseconds = round(float(config.device.removeprefix(SIMULATED)) * 1e6)
+        self.warmed_up: tuple[tuple[int, float], ...] = ((1, self._nanoseconds * 1e-9),)
         self._vocabulary = read_config(config.directory).vocab_size
         self.block_size = config.block_size or _BLOCK_SIZE
         each = -(-config.max_model_len // self.block_size)

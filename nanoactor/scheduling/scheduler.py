@@ -567,6 +567,11 @@ class Scheduler:
         return uids
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether there are sequences, and none is in a step under way."""
+        return bool(self.live) and not self._in_flight
+
+    @property
     def waiting(self) -> int:
         """How many sequences wait for a slot."""
         return sum(1 for s in self.live.values() if s.phase is Phase.WAITING)

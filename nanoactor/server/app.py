@@ -39,7 +39,7 @@ class Server:
         self.metrics = Metrics()
         self.port = 0
         self._desk: Desk | None = None
-        self._monitor = Monitor(llm, self.metrics, config.stall_timeout)
+        self._monitor = Monitor(llm, self.metrics, llm.config.stall_timeout)
         self._site: web.ServerRunner | None = None
         self._completions: Completions | None = None
         self._door: Door | None = None

@@ -37,8 +37,6 @@ class ServerConfig:
     """Seconds that a request's body may take."""
     send_timeout: float = 60.0
     """Seconds that a client may leave unread what it was sent."""
-    stall_timeout: float = 60.0
-    """Seconds without a step while there is work after which /health says no."""
     access_log: bool = True
 
     def __post_init__(self) -> None:
@@ -47,8 +45,7 @@ class ServerConfig:
             raise InvalidConfig(f"port must be from 0 to 65535, got {self.port!r}")
         for name in ("drain_timeout", "idle_timeout", "body_timeout", "send_timeout"):
             self._check_positive(name)
-        for name in ("stall_timeout", "max_connections"):
-            self._check_positive(name)
+        self._check_positive("max_connections")
         if self.max_body_bytes is not None:
             self._check_positive("max_body_bytes")
         for key in self.api_keys:

@@ -39,15 +39,16 @@ def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float
     """Judge by the latest figures of every actor and by when each was heard, in ns.
 
     Work is pending where the scheduler has requests, or the frontend has some that it waits for.
-    An actor stalls when its step, or its silence, is older than `limit` seconds meanwhile. What
-    comes behind the scheduler must have done what the scheduler has told it, no more: a long
-    prefill has steps without tokens.
+    An actor stalls when its step, or its silence, is older than `limit` seconds meanwhile; a step
+    has as much more as the device may take for the one at hand. What comes behind the scheduler
+    must have done what the scheduler has told it, no more: a long prefill has steps without tokens.
     """
     scheduler = figures.get("scheduler", {})
     since, told_at = (int(scheduler.get(name, 0)) for name in ("live_since", "tokens_at"))
     pending = bool(since) or bool(figures.get("frontend", {}).get("entries", 0))
     actors: dict[str, dict[str, float | None]] = {}
     lags: dict[str, float] = {}
+    may_take = max((float(own.get("step_may_take", 0.0)) for own in figures.values()), default=0.0)
     for name, own in figures.items():
         silence = (now - heard_at[name]) * 1e-9
         step_age = None
@@ -55,7 +56,7 @@ def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float
             step_age = (now - max(int(own["step_at"]), since)) * 1e-9
         actors[name] = {"step_age": step_age, "silence": silence}
         has_all = name in _BEHIND and int(own.get("step_at", 0)) >= told_at
-        lags[name] = max(silence, 0.0 if has_all else step_age or 0.0)
+        lags[name] = max(silence, 0.0 if has_all else (step_age or 0.0) - may_take)
     culprit = _culprit(actors, lags, limit)
     stalled = bool(culprit) and pending
     age = actors.get("scheduler", {}).get("step_age")

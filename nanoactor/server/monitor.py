@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ log = logging.getLogger("nanoactor.server")
 INTERVAL, BINS, KEPT = 0.5, 10, 60
 """Seconds between looks, stretches that each is divided into, and looks that are remembered."""
 _LAG_INTERVAL = 0.02
+_EARLIER = 0.5
+"""Share of the stall timeout after which /health says no: balancers can go elsewhere before the
+engine is given up."""
 _SHARE_OVER = 20
 """Looks over which shares are averaged: ten seconds."""
 
@@ -48,10 +52,11 @@ class Look:
 class Monitor:
     """Keeps the latest looks, and how late the loop is for its timers."""
 
-    def __init__(self, llm: AsyncLLM, metrics: Metrics, stall_timeout: float) -> None:
+    def __init__(self, llm: AsyncLLM, metrics: Metrics, stall_timeout: float | None) -> None:
+        """`stall_timeout` is the engine's: long before it ends, /health says no."""
         self._llm = llm
         self._metrics = metrics
-        self._stall_timeout = stall_timeout
+        self._limit = math.inf if stall_timeout is None else _EARLIER * stall_timeout
         self._looks: deque[Look] = deque(maxlen=KEPT)
         self._figures: dict[str, dict[str, Any]] = {}
         self._heard_at: dict[str, int] = {}
@@ -167,7 +172,7 @@ class Monitor:
         if self._dead:
             return dead(self._dead)
         now = time.monotonic_ns()
-        return assess(self._figures, self._heard_at, now, self._stall_timeout)
+        return assess(self._figures, self._heard_at, now, self._limit)
 
     def since(self, number: int) -> dict[str, Any]:
         """The looks after one with this number, for the page."""

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import time
 
 from nanoactor.engine import AsyncLLM
 from nanoactor.errors import InvalidConfig
@@ -15,16 +16,25 @@ from nanoactor.server.config import ServerConfig
 
 log = logging.getLogger("nanoactor.server")
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SAME = 0.5
+"""Seconds within which a second signal is the first one's echo: `timeout` sends two at once, to the
+process and to its group."""
+_DEAD_FOR = 5.0
+"""Seconds for which /health tells of a dead engine before the server ends too."""
 
 
 async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then let running requests end; a second one ends at once."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests end; a second signal ends at
+    once. Raises `EngineDead` when the engine has died."""
     server = Server(llm, config)
-    asked = asyncio.Event()
+    asked = _Asked()
     loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, _on_signal, number, asked)
+    # Under nohup a hang-up is ignored, and stays so.
+    heeded = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    for number in heeded:
+        loop.add_signal_handler(number, asked.by_signal, number)
+    log.info("starting %s", llm.config.model)
     starting = asyncio.ensure_future(_start(server))
     stopping = asyncio.ensure_future(asked.wait())
     try:
@@ -37,11 +47,17 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
         # What is there now stays: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
-        await asked.wait()
+        dying = asyncio.ensure_future(llm.death())
+        await asyncio.wait((dying, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if dying.done():
+            await asyncio.wait((stopping,), timeout=_DEAD_FOR)
         await server.stop()
+        dying.cancel()
+        if llm.dead is not None:
+            raise llm.dead
     finally:
         stopping.cancel()
-        for number in _SIGNALS:
+        for number in heeded:
             loop.remove_signal_handler(number)
         gc.unfreeze()
 
@@ -60,8 +76,19 @@ async def _start(server: Server) -> None:
         log.warning("others can reach %s, and no API key is set (--api-key)", config.host)
 
 
-def _on_signal(number: signal.Signals, asked: asyncio.Event) -> None:
-    if asked.is_set():  # the second: the kernel ends us, and our processes end with us
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    asked.set()
+class _Asked(asyncio.Event):
+    """Set when the server is to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since = 0.0
+
+    def by_signal(self, number: signal.Signals) -> None:
+        """End; where that is under way already, have the kernel end us, and our processes with
+        us."""
+        now = time.monotonic()
+        if self._since and now - self._since > _SAME:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._since = self._since or now
+        self.set()

@@ -54,6 +54,7 @@ class Adder(Actor):
         self.kept = []
         self.leases: list[Lease] = []
         self.mode = ""
+        self.allowance = None
 
     def setup(self):
         if self.config == "fail":
@@ -101,7 +102,16 @@ class Adder(Actor):
             raise ValueError("asked to")
         if do.what.startswith("sleep"):
             time.sleep(float(do.what.split()[1]))
+        if do.what.startswith("compute"):
+            end = time.monotonic() + float(do.what.split()[1])
+            while time.monotonic() < end:
+                pass
+        if do.what.startswith("work"):
+            self.allowance = float(do.what.split()[1])
         self.mode = do.what
+
+    def progress(self):
+        return None if self.allowance is None else (7, self.allowance)
 
     def statistics(self):
         return {"mode": self.mode}

@@ -17,10 +17,12 @@ import pytest
 from nanoactor.runtime.errors import (
     LeaseEscaped,
     NodeDied,
+    NodeStalled,
     NotUsableHere,
     PeerBroken,
     RuntimeFault,
     StartupFailed,
+    UnsupportedPlatform,
 )
 from nanoactor.runtime.system import System
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
@@ -50,9 +52,9 @@ class Running:
 
     def __init__(self, shape=None, **options):
         self.deaths = []
-        self.system = System(
-            shape or topology(), Options(debug=True, **options), self.deaths.append
-        )
+        self.busy = True
+        options = Options(debug=True, **options)
+        self.system = System(shape or topology(), options, self.deaths.append, lambda: self.busy)
 
     async def __aenter__(self):
         await self.system.start()
@@ -365,3 +367,231 @@ def test_a_node_that_hangs_is_left_out_and_not_asked_for_ever():
             raise AssertionError("a node that goes on is not asked again")
 
     asyncio.run(main())
+
+
+# -- the watchdog, with processes; its judgement alone is tests/runtime/test_watch.py ------
+
+PATIENT = 1.0
+"""The stall timeout of these tests."""
+
+
+async def alive(run):
+    run.outbox.send(ping(1))
+    await run.until(lambda: run.asker.pongs, 30)
+    assert not run.deaths
+
+
+@pytest.mark.parametrize("what", ["stop", "sleep 60", "work 0.1"])
+def test_a_stall_ends_the_system_and_logs_all_stacks(what, caplog):
+    async def main():
+        async with Running(stall_timeout=PATIENT) as run:
+            if what == "stop":
+                os.kill(run.system.pids["child"], signal.SIGSTOP)
+            else:
+                run.outbox.send(Do(what))
+            await run.until(lambda: run.deaths, 60)
+            (death,) = run.deaths
+            assert isinstance(death, NodeStalled)
+            assert "node child (pid" in str(death)
+            assert ("adder is at the same piece" in str(death)) == (what == "work 0.1")
+            assert ("(stopped)" in str(death)) == (what == "stop")
+        assert not children()
+
+    with caplog.at_level(logging.ERROR, "nanoactor"):
+        asyncio.run(main())
+    assert "stacks of node user" in caplog.text
+    assert ("stacks of node child" in caplog.text) == (what != "stop")
+    assert ("time.sleep(float(do.what" in caplog.text) == (what == "sleep 60")
+
+
+def test_a_node_that_computes_is_waited_for():
+    async def main():
+        async with Running(stall_timeout=PATIENT) as run:
+            run.outbox.send(Do(f"compute {2.5 * PATIENT}"))
+            await alive(run)
+
+    asyncio.run(main())
+
+
+def test_a_user_who_blocks_the_loop_raises_no_alarm():
+    async def main():
+        async with Running(stall_timeout=PATIENT) as run:
+            for _ in range(2):
+                await asyncio.sleep(0.15 * PATIENT)
+                time.sleep(1.5 * PATIENT)
+            await alive(run)
+
+    asyncio.run(main())
+
+
+def test_nobody_is_watched_while_there_is_no_work():
+    async def main():
+        async with Running(stall_timeout=PATIENT) as run:
+            run.busy = False
+            child = run.system.pids["child"]
+            os.kill(child, signal.SIGSTOP)
+            await asyncio.sleep(1.5 * PATIENT)
+            os.kill(child, signal.SIGCONT)
+            run.busy = True
+            await alive(run)
+
+    asyncio.run(main())
+
+
+PAUSED = """
+import asyncio, os, sys
+sys.path.insert(0, os.getcwd())
+from tests.runtime.test_system import PATIENT, Running, alive
+async def main():
+    async with Running(stall_timeout=PATIENT) as run:
+        print(run.system.pids["child"], flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        await alive(run)
+        print("well", flush=True)
+asyncio.run(main())
+"""
+
+
+def test_a_pause_of_the_whole_group_raises_no_alarm(tmp_path):
+    user = subprocess.Popen(
+        [sys.executable, "-c", PAUSED],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    with user:
+        assert int(user.stdout.readline())
+        os.killpg(user.pid, signal.SIGSTOP)
+        time.sleep(2 * PATIENT)
+        os.killpg(user.pid, signal.SIGCONT)
+        user.stdin.write("\n")
+        user.stdin.flush()
+        assert user.stdout.readline() == "well\n"
+    assert user.returncode == 0
+
+
+def test_a_start_that_hangs_says_who_is_late(monkeypatch, caplog):
+    monkeypatch.setattr("nanoactor.runtime.system._LATE", 0.5)
+
+    async def main():
+        async with Running(topology(config="hang"), start_timeout=2.0, stop_timeout=0.2):
+            pass
+
+    with caplog.at_level(logging.WARNING, "nanoactor"), pytest.raises(StartupFailed):
+        asyncio.run(main())
+    (late,) = [r.getMessage() for r in caplog.records if "not ready after" in r.getMessage()]
+    assert re.search(r"node\(s\) child \(pid \d+, \w", late)
+
+
+# -- signals, other loops, odd surroundings -----------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_node_ignores_what_a_group_is_sent(number):
+    async def main():
+        async with Running() as run:
+            os.kill(run.system.pids["child"], number)
+            await alive(run)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("still_runs", [False, True])
+def test_closing_from_another_loop_ends_everything(still_runs):
+    before = descriptors()
+    run = Running()
+
+    async def close():
+        await run.system.close()
+        assert not children()
+
+    async def main():
+        async with run:
+            await asyncio.to_thread(lambda: asyncio.run(close()))
+
+    if still_runs:
+        asyncio.run(main())
+    else:
+        asyncio.run(run.system.start())
+        assert children()
+        asyncio.run(close())
+        asyncio.run(close())
+    assert descriptors() == before
+
+
+def test_a_path_entry_that_is_no_text_is_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path, 7])
+
+    async def main():
+        async with Running() as run:
+            await alive(run)
+
+    asyncio.run(main())
+
+
+def test_an_unknown_interpreter_is_a_typed_error(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "")
+
+    async def main():
+        with pytest.raises(UnsupportedPlatform, match=r"sys\.executable is empty"):
+            await Running().system.start()
+
+    asyncio.run(main())
+
+
+def test_replaced_threads_are_a_typed_error(monkeypatch):
+    import _thread
+
+    def start_new_thread(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(_thread, "start_new_thread", start_new_thread)
+
+    async def main():
+        with pytest.raises(UnsupportedPlatform, match="gevent"):
+            await Running().system.start()
+
+    asyncio.run(main())
+
+
+CLOSED = """
+import asyncio, os, sys
+sys.path.insert(0, os.getcwd())
+from tests.runtime.test_system import Running, alive
+async def main():
+    async with Running() as run:
+        await alive(run)
+    os.write(int(os.environ["WELL"]), b"well")
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "1>&-", "<&-", "<&- 1>&- 2>&-"])
+def test_closed_standard_descriptors_do_no_harm(closed):
+    read, write = os.pipe()
+    command = f'exec "$0" -c "$1" {closed}'
+    environment = {**os.environ, "WELL": str(write)}
+    arguments = ["bash", "-c", command, sys.executable, CLOSED]
+    with subprocess.Popen(arguments, env=environment, pass_fds=(write,)) as user:
+        os.close(write)
+        with open(read) as pipe:
+            assert pipe.read() == "well"
+    assert user.returncode == 0
+
+
+def test_too_few_descriptors_are_a_typed_error():
+    source = """
+import asyncio, os, resource, sys
+sys.path.insert(0, os.getcwd())
+from tests.runtime.test_system import Running
+resource.setrlimit(resource.RLIMIT_NOFILE, (14, 14))
+try:
+    asyncio.run(Running().system.start())
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("StartupFailed too many open files: this process may open 14")

@@ -28,7 +28,7 @@ SIMULATED = ("--device", "simulated:2")
 class Served:
     """A server in a process of its own."""
 
-    def __init__(self, *arguments, model="demo", limits=(), **environment):
+    def __init__(self, *arguments, model="demo", limits=(), process_group=None, **environment):
         command = [sys.executable, "-m", "nanoactor", "serve", model, "--port", "0", *arguments]
         self.process = subprocess.Popen(
             [*limits, *command],
@@ -36,6 +36,7 @@ class Served:
             stdin=subprocess.DEVNULL,
             text=True,
             env={**os.environ, **environment},
+            process_group=process_group,
         )
         self.lines = []
         self.url = ""

@@ -1,0 +1,114 @@
+"""The watchdog's judgement: which node has stalled. Pure: time and CPU time are handed in.
+
+A node is alive while its loop answers pings. What it does outside of its loop (a device that
+computes, say) is told by its actors as `Progress`, and is judged by that.
+
+A false alarm ends an engine that is well, so doubt counts for the node. Time counts only while the
+watcher itself is awake: after a pause of the whole machine or process group, or while the user's
+program holds up the loop, nothing can be said about others. A silent node that uses its processor
+(it compiles, or tokenizes a book) is given ten times as long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from nanoactor.runtime.actor import Progress
+
+_TICKS = 10
+"""Looks within one timeout."""
+_SHARE = 0.7
+"""Of the timeout that may pass in silence: the rest is for telling what happened."""
+_FRESH = 2
+"""Looks after which what a node has told of its work is out of date."""
+_PATIENCE = 10.0
+"""How much longer a node may be silent that is computing."""
+_COMPUTING = 0.05
+"""Share of a processor from which on a node counts as computing."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stall:
+    """Who has stalled, and how it shows."""
+
+    node: str
+    what: str
+
+
+@dataclasses.dataclass(slots=True)
+class _Work:
+    """A piece of work that an actor has told of."""
+
+    progress: Progress
+    seconds: float = 0.0
+    """For how long it has been the same piece."""
+
+
+class Watch:
+    """Judges the nodes of a system while they have something to do."""
+
+    def __init__(self, nodes: Iterable[str], timeout: float) -> None:
+        """`timeout`: seconds from a node's last sign of life to the verdict, at most."""
+        self.interval = timeout / _TICKS
+        """Seconds between two calls of `tick`."""
+        self._limit = _SHARE * timeout
+        self._silence = dict.fromkeys(nodes, 0.0)
+        self._work: dict[str, dict[str, _Work]] = {}
+        self._told: dict[str, int] = {}
+        """Looks since each told of its work."""
+        self._cpu: dict[str, float] = {}
+        self._ticked_at: float | None = None
+
+    def rest(self) -> None:
+        """Nothing is to be done: whatever was noted counts no more."""
+        self._silence = dict.fromkeys(self._silence, 0.0)
+        self._work.clear()
+        self._cpu.clear()
+        self._ticked_at = None
+
+    def heard(self, node: str, progress: Mapping[str, Progress]) -> None:
+        """Note an answer to a ping."""
+        self._silence[node], self._told[node] = 0.0, 0
+        before = self._work.get(node, {})
+        self._work[node] = {
+            actor: before[actor]
+            if actor in before and before[actor].progress[0] == told[0]
+            else _Work(told)
+            for actor, told in progress.items()
+        }
+
+    def tick(self, now: float, cpu_seconds: Mapping[str, float]) -> Stall | None:
+        """Let time pass up to `now`, in seconds; ping every node afterwards.
+
+        `cpu_seconds` are those that each node's process has used so far. Returns who has stalled,
+        if anyone has.
+        """
+        # More than two intervals is a pause of our own.
+        since = now if self._ticked_at is None else self._ticked_at
+        passed = min(now - since, 2 * self.interval)
+        self._ticked_at = now
+        for node in self._silence:
+            used = cpu_seconds.get(node, 0.0) - self._cpu.get(node, cpu_seconds.get(node, 0.0))
+            computes = used > _COMPUTING * passed
+            self._silence[node] += passed / _PATIENCE if computes else passed
+            self._told[node] = self._told.get(node, 0) + 1
+            if self._told[node] <= _FRESH:
+                for work in self._work.get(node, {}).values():
+                    work.seconds += passed
+        self._cpu = dict(cpu_seconds)
+        return self._verdict()
+
+    def _verdict(self) -> Stall | None:
+        node = max(self._silence, key=self._silence.__getitem__, default="")
+        if node and self._silence[node] > self._limit:
+            return Stall(node, f"does not answer (for {self._silence[node]:.1f} s)")
+        for name, works in self._work.items():
+            for actor, work in works.items():
+                if work.seconds > self._limit + work.progress[1]:
+                    return Stall(
+                        name,
+                        f"{actor} is at the same piece of work for {work.seconds:.1f} s; "
+                        f"{work.progress[1]:.1f} s were expected at most",
+                    )
+        return None
