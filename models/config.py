@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ ARCHITECTURES = ("Qwen3ForCausalLM",)
 """The architectures that `nanoactor.models.registry` builds."""
 _QWEN3_HEAD_DIM = 128  # where a file says nothing, as in transformers
 DTYPES = ("float32", "bfloat16", "float16")
+_MOST: dict[str, int] = {"vocab_size": 1 << 24, "max_position_embeddings": 1 << 30}
+_MOST_ELSE = 1 << 20
+_HUGE = 1e30
+"""No model has larger sizes: what exceeds them is damaged, and would be refused by an allocator."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +63,8 @@ class ModelConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; `ModelError` where it is missing or malformed."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        # Some editors begin a file with a byte order mark.
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:
@@ -82,6 +88,9 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
     architectures = raw.get("architectures") or [""]
     if not isinstance(architectures, list):
         raise ModelError(f"{origin}: architectures must be a list, got {architectures!r}")
+    # First: another architecture's file may lack everything else, or hold it elsewhere.
+    if raw.get("architectures"):
+        check_architecture(str(architectures[0]))
     heads = _positive(raw, "num_attention_heads", origin)
     hidden = _positive(raw, "hidden_size", origin)
     config = ModelConfig(
@@ -94,10 +103,10 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
         num_kv_heads=_positive(raw, "num_key_value_heads", origin, heads),
         head_dim=_positive(raw, "head_dim", origin, _QWEN3_HEAD_DIM),
         max_positions=_positive(raw, "max_position_embeddings", origin),
-        rms_norm_eps=_number(raw, "rms_norm_eps", origin, 1e-6),
+        rms_norm_eps=_at_least_0(raw, "rms_norm_eps", origin, 1e-6),
         rope=_read_rope(raw, origin),
-        attention_bias=bool(raw.get("attention_bias", False)),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        attention_bias=_flag(raw, "attention_bias", origin, False),
+        tie_embeddings=_flag(raw, "tie_word_embeddings", origin, False),
         dtype=_read_dtype(raw),
         eos_token_ids=as_ids(raw.get("eos_token_id"), origin),
     )
@@ -105,12 +114,11 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
     return config
 
 
-def check_architecture(config: ModelConfig) -> None:
+def check_architecture(name: str) -> None:
     """Raise `UnsupportedModel`, with the list of known architectures, for another one."""
-    if config.architecture not in ARCHITECTURES:
+    if name not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"architecture {config.architecture!r} is not supported; known are "
-            f"{', '.join(ARCHITECTURES)}"
+            f"architecture {name!r} is not supported; known are {', '.join(ARCHITECTURES)}"
         )
 
 
@@ -129,6 +137,18 @@ def _positive(raw: Mapping[str, Any], key: str, origin: object, default: int | N
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ModelError(f"{origin}: {key} must be a positive whole number, got {value!r}")
+    most = _MOST.get(key, _MOST_ELSE)
+    if value > most:
+        raise ModelError(f"{origin}: {key} must be {most} at most, got {value}")
+    return value
+
+
+def _flag(raw: Mapping[str, Any], key: str, origin: object, default: bool) -> bool:
+    value = raw.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ModelError(f"{origin}: {key} must be true or false, got {value!r}")
     return value
 
 
@@ -147,7 +167,7 @@ def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
         **_rope_object(raw, "rope_scaling", origin),
     }
     kind = str(raw_rope.get("rope_type") or "default")
-    theta = _number({**raw, **raw_rope}, "rope_theta", origin, 10_000.0)
+    theta = _positive_number({**raw, **raw_rope}, "rope_theta", origin, 10_000.0)
     if kind == "default":
         return RopeConfig(kind, theta)
     if kind not in ("linear", "yarn"):
@@ -157,27 +177,43 @@ def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
             "known are default, linear, yarn"
         )
     factor = raw_rope.get("factor")
-    if not isinstance(factor, int | float) or isinstance(factor, bool) or factor < 1:
+    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    if factor is None or not is_number or not 1 <= factor < math.inf:
         raise ModelError(
             f"{origin}: rope type {kind!r} needs a factor of at least 1, got {factor!r}"
         )
-    original = raw_rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+    longest = _positive(raw, "max_position_embeddings", origin)
+    original = _positive(raw_rope, "original_max_position_embeddings", origin, longest)
 
     def optional(key: str) -> float | None:
         return None if raw_rope.get(key) is None else _number(raw_rope, key, origin, 0.0)
 
-    return RopeConfig(
+    config = RopeConfig(
         kind,
         theta,
         float(factor),
-        int(original),
-        _number(raw_rope, "beta_fast", origin, 32.0),
-        _number(raw_rope, "beta_slow", origin, 1.0),
+        original,
+        _positive_number(raw_rope, "beta_fast", origin, 32.0),
+        _positive_number(raw_rope, "beta_slow", origin, 1.0),
         optional("attention_factor"),
         optional("mscale"),
         optional("mscale_all_dim"),
-        bool(raw_rope.get("truncate", True)),
+        _flag(raw_rope, "truncate", origin, True),
     )
+    if kind == "yarn":
+        _check_yarn(config, origin)
+    return config
+
+
+def _check_yarn(config: RopeConfig, origin: object) -> None:
+    """What the blend's borders are computed from must give borders."""
+    if config.theta == 1.0:
+        raise ModelError(f"{origin}: rope type 'yarn' needs a rope_theta other than 1")
+    if config.beta_fast <= config.beta_slow:
+        raise ModelError(
+            f"{origin}: beta_fast must be above beta_slow, got {config.beta_fast:g} and "
+            f"{config.beta_slow:g}"
+        )
 
 
 def _rope_object(raw: Mapping[str, Any], key: str, origin: object) -> dict[str, Any]:
@@ -194,7 +230,24 @@ def _number(raw: Mapping[str, Any], key: str, origin: object, default: float) ->
     value = default if value is None and key != "rms_norm_eps" else value
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ModelError(f"{origin}: {key} must be a number, got {value!r}")
+    # JSON as Python reads it has NaN, Infinity and whole numbers of any length.
+    if not -_HUGE < value < _HUGE:
+        raise ModelError(f"{origin}: {key} must be a finite number, got {value!r:.50}")
     return float(value)
+
+
+def _positive_number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
+    value = _number(raw, key, origin, default)
+    if value <= 0:
+        raise ModelError(f"{origin}: {key} must be above 0, got {value:g}")
+    return value
+
+
+def _at_least_0(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
+    value = _number(raw, key, origin, default)
+    if value < 0:
+        raise ModelError(f"{origin}: {key} must be 0 or more, got {value:g}")
+    return value
 
 
 def _refuse_unknown(raw: Mapping[str, Any], config: ModelConfig, origin: object) -> None:

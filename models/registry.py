@@ -23,5 +23,5 @@ def build_model(
 
     `UnsupportedModel` lists the known architectures otherwise.
     """
-    check_architecture(config)
+    check_architecture(config.architecture)
     return _CLASSES[config.architecture](config, weights, device, max_positions, group)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,19 +16,32 @@ from nanoactor.models.config import read_json
 from nanoactor.models.errors import ModelError, WeightsError
 from nanoactor.models.parallel import Span
 
+log = logging.getLogger("nanoactor.weights")
+
 INDEX = "model.safetensors.index.json"
+_FLOATING = ("F64", "F32", "BF16", "F16")
+"""The types of safetensors that hold weights as they are."""
+_SPARE = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+"""Ends of the names of buffers that older checkpoints carry along."""
+_MOST_NAMED = 5
 
 
 class Weights:
     """Every tensor of a checkpoint by name, converted and placed as it is taken.
 
-    Use it as a context manager: files stay open and mapped until it ends.
+    Use it as a context manager: files stay open and mapped until it ends, and what was taken does
+    not refer to them.
     """
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises `WeightsError` where files are missing or damaged."""
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, device: torch.device, check: bool = True
+    ) -> None:
+        """`check`: whether to look at every value. Raises `WeightsError` where files are missing,
+        damaged, or hold the same tensor twice."""
         self.dtype = dtype
         self.device = device
+        self._check = check
+        self._taken: set[str] = set()
         self._directory = directory
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
@@ -49,8 +64,14 @@ class Weights:
             raise WeightsError(str(error)) from error
         if not isinstance(mapping, dict) or not all(isinstance(f, str) for f in mapping.values()):
             raise WeightsError(f"{path} has no weight_map from names to files")
-        for name in sorted(set(mapping.values())):
+        named = sorted(set(mapping.values()))
+        for name in named:
             self._open_file(name)
+        others = {f.name for f in self._directory.glob("*.safetensors")} - set(named)
+        if others:
+            log.warning(
+                "%s: %s does not name %s: not read", self._directory, INDEX, _listed(others)
+            )
         return mapping
 
     def _scan(self) -> dict[str, str]:
@@ -59,10 +80,20 @@ class Weights:
             raise WeightsError(
                 f"{self._directory} holds no .safetensors file; convert the checkpoint first"
             )
-        return {key: f.name for f in files for key in self._keys(f.name)}
+        home: dict[str, str] = {}
+        for key, name in ((key, f.name) for f in files for key in self._keys(f.name)):
+            if key in home:
+                raise WeightsError(
+                    f"{self._directory}: both {home[key]} and {name} hold {key!r}; remove the one "
+                    f"that does not belong here, or add {INDEX}"
+                )
+            home[key] = name
+        return home
 
     def _open_file(self, name: str) -> Any:
         path = self._directory / name
+        if path.is_symlink() and not path.exists():
+            raise WeightsError(f"{path} is a link to {path.readlink()}, which does not exist")
         if not path.exists():
             raise WeightsError(f"{path} is missing, though {INDEX} names it")
         try:
@@ -91,17 +122,57 @@ class Weights:
             raise WeightsError(
                 f"{self._directory} has no weight {name!r}: is config.json of another model?"
             )
+        self._taken.add(name)
+        path = self._directory / home
         try:
-            found = self._files[home].get_slice(name).get_shape()
-            if tuple(found) != shape:
+            found = self._files[home].get_slice(name)
+            if tuple(found.get_shape()) != shape:
                 raise WeightsError(
-                    f"{self._directory / home}: {name} has the shape {tuple(found)}, "
+                    f"{path}: {name} has the shape {tuple(found.get_shape())}, "
                     f"config.json asks for {shape}"
+                )
+            if found.get_dtype() not in _FLOATING:
+                raise WeightsError(
+                    f"{path}: {name} is stored as {found.get_dtype()}; quantized weights are not "
+                    f"supported, only {', '.join(_FLOATING)}"
                 )
             tensor = self._read(home, name, shape, rows, columns)
         except SafetensorError as error:
-            raise WeightsError(f"{self._directory / home}: {name}: {error}") from error
-        return tensor.to(self.device, self.dtype)
+            raise WeightsError(f"{path}: {name}: {error}") from error
+        if self._check:
+            self._check_values(tensor, f"{path}: {name}")
+        moved = tensor.to(self.device, self.dtype)
+        # A tensor that needs no conversion is still the file, which may change at any time.
+        return moved.clone() if moved.data_ptr() == tensor.data_ptr() else moved
+
+    def _check_values(self, tensor: torch.Tensor, where: str) -> None:
+        """Raise `WeightsError` for values that are not finite, or are not in the wanted type."""
+        if not tensor.numel():
+            return
+        low, high = (float(value) for value in torch.aminmax(tensor))  # NaN comes through
+        if not math.isfinite(low) or not math.isfinite(high):
+            raise WeightsError(
+                f"{where} holds values that are not finite (NaN or infinity): the file is damaged, "
+                "or its training has diverged (check_weights=False loads it nevertheless)"
+            )
+        most = torch.finfo(self.dtype).max
+        if max(-low, high) > most:
+            raise WeightsError(
+                f"{where} holds {low if -low > high else high:g}, which {self.dtype} cannot: its "
+                f"largest number is {most:g}; choose another dtype"
+            )
+
+    def warn_of_unused(self) -> None:
+        """Name the tensors of the checkpoint that nobody has taken: is it another model's?"""
+        spare = {name for name in self._home if name.endswith(_SPARE)}
+        unused = self._home.keys() - self._taken - spare
+        if unused:
+            log.warning(
+                "%s holds %d tensors that the model does not use, and that change nothing: %s",
+                self._directory,
+                len(unused),
+                _listed(unused),
+            )
 
     def _read(
         self, home: str, name: str, shape: tuple[int, ...], rows: Span | None, columns: Span | None
@@ -136,19 +207,30 @@ class Weights:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
+def _listed(names: set[str]) -> str:
+    """Some of them, in order."""
+    listed = ", ".join(sorted(names)[:_MOST_NAMED])
+    return listed + ", ..." * (len(names) > _MOST_NAMED)
+
+
 class RandomWeights(Weights):
     """Weights of the shapes that are asked for, drawn at random on the device.
 
     For measuring: the time of a step does not depend on what the weights are.
     """
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, device: torch.device, check: bool = True
+    ) -> None:
         """Reads nothing."""
         self.dtype, self.device = dtype, device
         self._generator = torch.Generator(device).manual_seed(0)
 
     def __exit__(self, *_: object) -> None:
         """Nothing was opened."""
+
+    def warn_of_unused(self) -> None:
+        """There is nothing else."""
 
     def __contains__(self, name: str) -> bool:
         """Whatever the configuration asks for."""

@@ -24,7 +24,7 @@ from nanoactor.models.options import (
     DeviceOptions,
 )
 from nanoactor.models.parallel import check_parallel
-from nanoactor.params import SamplingParams
+from nanoactor.params import SamplingParams, make_numbers_plain
 
 DEMO = "demo"
 _LEAST_STALL_TIMEOUT = 1.0
@@ -46,6 +46,8 @@ class EngineConfig:
     only a config.json."""
     dtype: str = "auto"
     """"auto": the checkpoint's own type where the device computes in it, else the device's."""
+    check_weights: bool = True
+    """Refuse weights that hold NaN or infinity: a look at every value while loading."""
     max_model_len: int | None = None
     """Longest prompt and output together; default: what the model's configuration allows."""
     max_num_seqs: int = 256
@@ -112,10 +114,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check every option by itself; what depends on the model is checked later."""
+        make_numbers_plain(self)
         for name in ("model", "device"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise InvalidConfig(f"{name} must be a name, got {getattr(self, name)!r}")
-        for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init", "debug"):
+        flags = ("check_weights", "enable_prefix_caching", "enforce_eager", "skip_tokenizer_init")
+        for name in (*flags, "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidConfig(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("max_model_len", "block_size", "num_kv_blocks", "threads"):
@@ -272,7 +276,7 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     """
     directory = resolve_model(config.model)
     model = read_config(directory)
-    check_architecture(model)
+    check_architecture(model.architecture)
     check_parallel(model, config.tensor_parallel_size)
     raw: dict[str, Any] = {}
     if (directory / "generation_config.json").exists():

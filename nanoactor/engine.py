@@ -32,7 +32,7 @@ from nanoactor.layout import engine_topology, max_prompt_bytes
 from nanoactor.meeting import MeetingPoint
 from nanoactor.messages import Int32, Sampling, Stopping, Submit, TextOptions
 from nanoactor.outputs import RequestOutput
-from nanoactor.params import SamplingParams
+from nanoactor.params import SamplingParams, plain_number
 from nanoactor.request import Request
 from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.wiring import Options
@@ -252,6 +252,7 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
+        priority = plain_number(priority)
         whole = isinstance(priority, int) and not isinstance(priority, bool)
         if not whole or not -(2**31) <= priority < 2**31:
             raise InvalidRequest(f"priority must be a whole number of 32 bits, got {priority!r}")

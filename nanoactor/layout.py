@@ -116,6 +116,7 @@ def executor_config(
         config.load_format,
         config.debug,
         config.device_options,
+        config.check_weights,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,8 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        """Check every value and bring `stop` and `stop_token_ids` into their one form."""
+        """Check every value and bring numbers, `stop` and `stop_token_ids` into their one form."""
+        make_numbers_plain(self)
         _number("temperature", self.temperature, 0.0, 1e4)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
@@ -66,6 +68,21 @@ class SamplingParams:
 
 # Counts and ids travel as int32.
 _MOST = 2**31 - 1
+
+
+def plain_number(value: Any) -> Any:
+    """A number of another library's (numpy's, say) as Python's own; anything else as it is."""
+    if type(value) in (bool, int, float):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def make_numbers_plain(options: Any) -> None:
+    """Give every field of a frozen dataclass its `plain_number`."""
+    for field in dataclasses.fields(options):
+        object.__setattr__(options, field.name, plain_number(getattr(options, field.name)))
 
 
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
@@ -118,6 +135,7 @@ def _stop_ids(ids: Any) -> tuple[int, ...]:
     found = _items("stop_token_ids", ids, "token ids")
     if len(found) > MAX_STOP_IDS:
         raise InvalidRequest(f"stop_token_ids may hold {MAX_STOP_IDS} ids, got {len(found)}")
+    found = tuple(plain_number(token) for token in found)
     for token in found:
         _whole("stop_token_ids", token, 0, optional=False)
     return found

@@ -42,15 +42,18 @@ class ExecutorConfig:
     debug: bool = False
     """Compare after each step what the ranks have chosen."""
     options: DeviceOptions = _NO_OPTIONS
+    check_weights: bool = True
+    """Refuse weights that are not finite."""
 
 
 def check_cache(blocks: int, config: ExecutorConfig, block_size: int, why: str) -> None:
     """Raise `NotEnoughMemory` where the longest sequence would not fit into so many blocks."""
     needed = -(-config.max_model_len // block_size)
     if blocks < needed:
+        room = max(0, blocks) * block_size
+        lower = f"lower max_model_len to {room} or less, or " if room > 1 else ""
         raise NotEnoughMemory(
             f"the KV cache would have {max(0, blocks)} blocks of {block_size} tokens ({why}), but "
-            f"one sequence of max_model_len {config.max_model_len} takes {needed}; lower "
-            f"max_model_len to {max(0, blocks) * block_size} or less, or give the cache more "
-            "(num_kv_blocks, memory_utilization)"
+            f"one sequence of max_model_len {config.max_model_len} takes {needed}; {lower}give the "
+            "cache more (num_kv_blocks, memory_utilization), or take a smaller model or dtype"
         )

@@ -43,6 +43,8 @@ class LoadedModel:
             self.network = build_model(
                 self.config, weights, device, config.max_model_len, self.group
             )
+            if config.rank == 0:
+                weights.warn_of_unused()
         self._sample = device.sample if config.ranks == 1 else self._sharded_sampler()
         device.synchronize()
         seconds = time.monotonic() - begin
@@ -65,8 +67,9 @@ class LoadedModel:
         return ShardedSampler(self.group, vocabulary.start, self.config.vocab_size)
 
     def _open_weights(self) -> Weights:
-        kind = RandomWeights if self._config.load_format == "dummy" else Weights
-        return kind(self._config.directory, self.dtype, self.device.torch_device)
+        config = self._config
+        kind = RandomWeights if config.load_format == "dummy" else Weights
+        return kind(config.directory, self.dtype, self.device.torch_device, config.check_weights)
 
     def _choose_dtype(self) -> torch.dtype:
         if self._config.dtype != "auto":

@@ -137,6 +137,8 @@ BAD_OPTIONS = {
     "max_waiting_tokens": [*WHOLE, None],
     "placement": ["everywhere", None, []],
     "transport": ["tcp", None],
+    "check_weights": FLAG,
+    "stall_timeout": [0.5, -1, NAN, "1", True],
     "start_timeout": SECONDS,
     "stop_timeout": SECONDS,
     "debug": FLAG,
@@ -190,6 +192,38 @@ def test_graph_modes_and_enforce_eager_exclude_each_other():
 def test_ranks_need_a_device_each(device, variable):
     with pytest.raises(InvalidConfig, match=variable):
         EngineConfig("demo", device=device, tensor_parallel_size=2)
+
+
+def test_numbers_of_numpys_are_numbers():
+    options = EngineConfig(
+        "demo",
+        max_model_len=np.int64(64),
+        max_num_seqs=np.int32(4),
+        memory_utilization=np.float32(0.5),
+        start_timeout=np.float64(3),
+        seed=np.uint8(7),
+    )
+    assert (options.max_model_len, options.max_num_seqs, options.seed) == (64, 4, 7)
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.25),
+        top_k=np.int64(3),
+        max_tokens=np.int16(9),
+        seed=np.uint64(2**64 - 1),
+        stop_token_ids=np.array([3, 4]),
+    )
+    plain = SamplingParams(
+        temperature=0.5, top_p=0.25, top_k=3, max_tokens=9, seed=2**64 - 1, stop_token_ids=[3, 4]
+    )
+    assert params == plain
+    for made in (options, params):
+        for field in dataclasses.fields(made):
+            assert not type(getattr(made, field.name)).__module__.startswith("numpy"), field.name
+    for wrong in (np.bool_(True), np.float64("nan"), np.int64(-5)):
+        with pytest.raises(InvalidRequest):
+            SamplingParams(temperature=wrong)
+        with pytest.raises(InvalidConfig):
+            EngineConfig("demo", threads=wrong)
 
 
 def test_every_engine_option_is_checked():

@@ -256,10 +256,10 @@ ROPES = {
         "beta_slow": 1.0,
         "original_max_position_embeddings": 512,
     },
-    "yarn_no_blend": {
+    "yarn_hardly_any_blend": {
         **YARN,
         "truncate": False,
-        "beta_fast": 2.0,
+        "beta_fast": 2.01,
         "beta_slow": 2.0,
         "original_max_position_embeddings": 512,
     },

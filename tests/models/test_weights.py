@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -178,6 +179,97 @@ def test_a_broken_index_is_named(sharded, content):
     fails(sharded, WeightsError, sharded / INDEX)
 
 
+def resave(directory, change, name="model.safetensors"):
+    """Write a directory's weights anew, after `change` has had its way with them."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / name)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_weights_that_are_quantized_are_refused(single, dtype):
+    resave(single, lambda tensors: tensors.update({GATE: tensors[GATE].to(dtype)}))
+    fails(single, WeightsError, "model.safetensors", GATE, "quantized weights are not supported")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", [GATE, "model.norm.weight", "model.embed_tokens.weight"])
+def test_weights_that_are_not_finite_are_refused_unless_that_is_switched_off(single, name, value):
+    resave(single, lambda tensors: tensors[name].flatten()[-1:].fill_(value))
+    fails(single, WeightsError, name, "not finite", "check_weights")
+    with Weights(single, torch.float32, CPU, check=False) as weights:
+        build_model(read_config(single), weights, open_device("cpu"), 64)
+
+
+def test_weights_that_the_wanted_type_cannot_hold_are_refused(single):
+    resave(single, lambda tensors: tensors[GATE].flatten()[-1:].fill_(-1e5))
+    with pytest.raises(WeightsError, match=r"-100000, which torch.float16 cannot"):
+        load(single, torch.float16)
+    load(single, torch.bfloat16)
+
+
+def test_a_tensor_in_two_files_is_an_error(single):
+    def only_one(tensors):
+        for name in tensors.keys() - {GATE}:
+            del tensors[name]
+
+    resave(single, only_one, "more.safetensors")
+    fails(single, WeightsError, "model.safetensors", "more.safetensors", GATE)
+
+
+def warnings_of(directory, caplog):
+    with Weights(directory, torch.float32, CPU) as weights:
+        build_model(read_config(directory), weights, open_device("cpu"), 64)
+        weights.warn_of_unused()
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_tensors_that_nobody_uses_are_named(single, caplog):
+    adapter = {f"model.layers.0.self_attn.q_proj.lora_{n}.weight": torch.ones(2, 2) for n in "AB"}
+    spare = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    assert not warnings_of(single, caplog)
+    resave(single, lambda tensors: tensors.update(adapter | spare))
+    (told,) = warnings_of(single, caplog)
+    assert "2 tensors that the model does not use" in told
+    assert all(name in told for name in adapter)
+
+
+def test_a_file_that_the_index_does_not_name_is_named(sharded, caplog):
+    shutil.copy(sorted(sharded.glob("*.safetensors"))[0], sharded / "older.safetensors")
+    (told,) = warnings_of(sharded, caplog)
+    assert "older.safetensors" in told
+
+
+def test_a_broken_link_is_named_with_its_target(single):
+    (single / "model.safetensors").unlink()
+    (single / "model.safetensors").symlink_to("../blobs/gone")
+    fails(single, WeightsError, "model.safetensors is a link to ../blobs/gone")
+
+
+def test_loaded_weights_do_not_refer_to_the_file(single):
+    """Else an overwritten file would change answers, and a shortened one end the process."""
+    model = load(single)
+    path = single / "model.safetensors"
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+    def logits():
+        embedded = model._embedding(torch.arange(4))
+        return model.logits(model._norm.add(embedded, embedded)[0])
+
+    before = logits()
+    path.write_bytes(bytes(path.stat().st_size))
+    assert torch.equal(logits(), before)
+
+
+def test_json_files_may_begin_with_a_byte_order_mark(sharded):
+    for name in ("config.json", INDEX):
+        content = (sharded / name).read_text()
+        (sharded / name).write_text(content, encoding="utf-8-sig")
+    load(sharded)
+
+
 # -- configurations ----------------------------------------------------------------------------
 
 
@@ -270,6 +362,47 @@ def test_values_of_a_wrong_type_are_model_errors_that_name_the_key(key, value):
     named = list(value)[-1] if isinstance(value, dict) else key
     with pytest.raises(ModelError, match=named):
         parse_config({**SMALL, key: value}, "here")
+
+
+YARN = {"rope_type": "yarn", "factor": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(vocab_size=10**12), "vocab_size must be 16777216 at most"),
+        (dict(num_hidden_layers=2**21), "num_hidden_layers must be 1048576 at most"),
+        (dict(rms_norm_eps=float("nan")), "rms_norm_eps must be a finite number"),
+        (dict(rms_norm_eps=-1e-6), "rms_norm_eps must be 0 or more"),
+        (dict(rope_theta=0), "rope_theta must be above 0"),
+        (dict(rope_theta=-1.0), "rope_theta must be above 0"),
+        (dict(rope_theta=float("inf")), "rope_theta must be a finite number"),
+        (dict(rope_theta=10**400), "rope_theta must be a finite number"),
+        (dict(rope_parameters={"rope_type": "linear", "factor": float("inf")}), "factor"),
+        (dict(rope_parameters=YARN | dict(factor=float("nan"))), "factor"),
+        (dict(rope_parameters=YARN | dict(beta_fast=0, beta_slow=0)), "beta_fast must be above 0"),
+        (dict(rope_parameters=YARN | dict(beta_fast=2, beta_slow=2)), "beta_fast must be above"),
+        (dict(rope_parameters=YARN | dict(beta_slow=-1)), "beta_slow must be above 0"),
+        (dict(rope_parameters=YARN | dict(rope_theta=1.0)), "rope_theta other than 1"),
+        (
+            dict(rope_parameters=YARN | dict(original_max_position_embeddings="x")),
+            "original_max_position_embeddings must be a positive whole number",
+        ),
+        (dict(rope_parameters=YARN | dict(truncate="no")), "truncate must be true or false"),
+        (dict(attention_bias="no"), "attention_bias must be true or false"),
+        (dict(tie_word_embeddings=0), "tie_word_embeddings must be true or false"),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_be_are_model_errors_that_name_the_key(changes, text):
+    with pytest.raises(ModelError, match=f"here: .*{text}"):
+        parse_config({**SMALL, **changes}, "here")
+
+
+def test_an_unknown_architecture_is_named_before_all_that_its_file_lacks():
+    raw = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": dict(SMALL)}
+    with pytest.raises(UnsupportedModel, match="'Qwen3VLForConditionalGeneration' is not supp"):
+        parse_config(raw)
 
 
 def test_end_of_sequence_ids_may_be_none_one_or_several():
