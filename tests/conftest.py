@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,16 @@ def pytest_configure(config):
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+_OTHERS: set[int] = set()
+"""Children that were there before the test: a fixture of the session owns them."""
+
+
 def children() -> set[int]:
-    """Process ids of this process's living children."""
+    """Process ids of the living children that the test has brought about."""
+    return _children() - _OTHERS
+
+
+def _children() -> set[int]:
     found = set()
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -42,6 +51,16 @@ def children() -> set[int]:
         except OSError:
             continue
     return {pid for pid in found if state(pid) not in ("", "Z")}
+
+
+def survivors(pids: Iterable[int], seconds: float = 10.0) -> list[int]:
+    """Which of these processes are still there after so long."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if state(pid) not in ("", "Z")]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return left
 
 
 def state(pid: int) -> str:
@@ -62,7 +81,7 @@ def left_in_shared_memory(before: set[str]) -> set[str]:
     left = set(os.listdir("/dev/shm")) - before
     if not left:
         return left
-    family = {os.getpid(), *children()}
+    family = {os.getpid(), *_children()}
     used = set()
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) not in family:
@@ -73,11 +92,18 @@ def left_in_shared_memory(before: set[str]) -> set[str]:
 
 
 @pytest.fixture(autouse=True)
+def others():
+    """Whose children there are already: fixtures of a wider scope are set up first."""
+    _OTHERS.clear()
+    _OTHERS.update(_children())
+
+
+@pytest.fixture(autouse=True)
 def nothing_in_shared_memory():
     """Each test leaves /dev/shm as it found it."""
     before = set(os.listdir("/dev/shm"))
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while (left := left_in_shared_memory(before)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
