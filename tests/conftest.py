@@ -13,9 +13,12 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# A shell's background job ignores SIGINT, and so would every process that a test starts.
+# A shell's background job ignores SIGINT, one of nohup SIGHUP, and so would every process that a
+# test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if sys.stderr is not None:  # a test's own program may have closed it
     faulthandler.enable()
 # A busy machine is no counterexample; and CI tries the same examples each time.
