@@ -238,7 +238,7 @@ def test_the_blocking_front_works_in_a_thread_and_inside_a_running_loop(capsys):
 
 def test_an_engine_starts_once_and_may_be_closed_while_it_starts():
     async def main():
-        llm = AsyncLLM("demo", num_kv_blocks=1)
+        llm = AsyncLLM("demo", device="simulated:1", num_kv_blocks=1)
         with pytest.raises(ValueError, match="one sequence"):
             await llm.start()
         with pytest.raises(EngineClosed, match="starts once"):

@@ -93,7 +93,11 @@ def read(end, records: int, seed: int, mood: str) -> None:
         receiver = end.open()
         failures: list[BaseException] = []
         receiver.start(asyncio.get_running_loop(), deliver, failures.append)
-        while seen < records and not wrong and not failures and time.monotonic() - last < 20:
+        while seen < records and not wrong and not failures:
+            # Once the writer has ended, so has the reader: a while after the last record.
+            patience = 3 if select.select([sys.stdin], [], [], 0)[0] else 60
+            if time.monotonic() - last > patience:
+                break
             await asyncio.sleep(0.02)
         receiver.close()
         wrong.extend(map(repr, failures))
@@ -113,6 +117,7 @@ def run(records: int, moods: list[str], seed: int = 1, kill_after: float | None 
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.runtime.ring_stress", "--part", pickled],
                 pass_fds=descriptors,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -131,6 +136,9 @@ def run(records: int, moods: list[str], seed: int = 1, kill_after: float | None 
             time.sleep(kill_after)
             processes[0].kill()
         wrote = json.loads(writer.communicate(timeout=1200)[0])
+        for process in processes:
+            process.stdin.close()
+            process.stdin = None
         told = [json.loads(p.communicate(timeout=60)[0] or "null") for p in processes]
     return {"writer": wrote, "readers": told}
 
