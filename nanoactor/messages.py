@@ -169,6 +169,10 @@ class Known:
     step: int
     slots: Int32
     token_ids: Int32
+    failed: Int32
+    """Slots whose rows came to nothing: what they computed is not to be read, ..."""
+    failed_from: Int32
+    """... from these positions on. Answered by `Credits`."""
 
 
 @message(24)
@@ -214,6 +218,10 @@ class StepDone:
     token_ids: Int32
     seconds: float
     """How long the device took."""
+    failed: Int32
+    """Rows, counted like the tokens, that have none: theirs do not count, ..."""
+    errors: list[str]
+    """... and why."""
 
 
 @message(32, by="step")
@@ -237,6 +245,10 @@ class Credits:
     """For each `Free` answered: blocks that nobody holds any more, ..."""
     fences: Int32
     """... and the step that must be done before they may be written again."""
+    settled: int
+    """How many `Known` with failures are answered; ..."""
+    tainted: Int64
+    """... these requests have read, or would read, what failing rows computed."""
 
 
 @message(50, by="uid")
@@ -255,7 +267,7 @@ class Finish:
 
     uid: int
     reason: str
-    """"stop", "length", "abort" or "error"."""
+    """"stop", "length", "abort", "error" (of the request) or "failed" (its computation)."""
     stop_reason: int | str | None
     error: str
     cached_tokens: int

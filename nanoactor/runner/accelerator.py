@@ -408,7 +408,7 @@ class AcceleratorExecutor:
         if self._config.debug and self._config.ranks > 1:
             self._model.check_agreement(step, chosen)
         self._chosen[index] = chosen.int()
-        self._tables.last_tokens[slots] = chosen.int()
+        self._tables.last_tokens[slots] = chosen.int().clamp_min(0)
 
     def collect(self, turn: _Turn, rows: int) -> Computed:
         """Wait for a step; runs on the waiting thread."""

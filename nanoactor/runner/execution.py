@@ -19,7 +19,7 @@ class Computed:
     """A step's result, and when the device did what, in ns of the host's monotonic clock."""
 
     token_ids: Int32
-    """Of the rows that sample, in their order."""
+    """Of the rows that sample, in their order; negative where the logits are not finite."""
     begin: int
     forwarded: int
     """The layers are through, ..."""

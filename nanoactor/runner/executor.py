@@ -128,7 +128,7 @@ class TorchExecutor:
         chosen = self._model.sample(logits, self._sampling_batch(sampled))
         if self._config.debug:
             self._model.check_agreement(inputs.step, chosen)
-        self._last_tokens[self._tensor(sampled.slots)] = chosen
+        self._last_tokens[self._tensor(sampled.slots)] = chosen.clamp_min(0)
         sampled_at = time.monotonic_ns()
         ids: Int32 = chosen.to("cpu", torch.int32).numpy()
         return Computed(ids, begin, forwarded, sampled_at, time.monotonic_ns())

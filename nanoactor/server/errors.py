@@ -8,7 +8,13 @@ from typing import Any
 
 import msgspec
 
-from nanoactor.errors import EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
+from nanoactor.errors import (
+    ComputationFailed,
+    EngineClosed,
+    EngineDead,
+    EngineOverloaded,
+    InvalidRequest,
+)
 
 RETRY_AFTER = "1"
 """Seconds until another try is worth it: a queue that is full now moves within steps."""
@@ -67,6 +73,8 @@ def from_engine(error: Exception, names: frozenset[str] = frozenset()) -> APIErr
         return APIError(429, str(error), code="overloaded", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, EngineDead | EngineClosed):
         return APIError(503, str(error), code="engine_dead")
+    if isinstance(error, ComputationFailed):
+        return APIError(500, str(error), code="computation_failed")
     if isinstance(error, InvalidRequest):
         text = str(error)
         # The engine's messages begin with the parameter's name, where it is one.
