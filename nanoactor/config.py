@@ -81,6 +81,8 @@ class EngineConfig:
     """Lower priorities go first, but a request is passed by fewer than so many later ones for
     each degree of priority between them: nobody waits for ever."""
     num_tokenizers: int = 1
+    template_timeout: float = 5.0
+    """Seconds of processor time that the model's chat template may take for a conversation."""
     tensor_parallel_size: int = 1
     """Over how many processes each layer is split; it must divide the attention heads."""
     threads: int | None = None
@@ -129,7 +131,7 @@ class EngineConfig:
         self._check_whole("tensor_parallel_size")
         for name in ("max_waiting_requests", "max_waiting_tokens", "priority_window"):
             self._check_whole(name)
-        for name in ("start_timeout", "stop_timeout", "debug_delay_ms"):
+        for name in ("start_timeout", "stop_timeout", "debug_delay_ms", "template_timeout"):
             self._check_number(name, 1e9)
         self._check_stall_timeout()
         self._check_choice("dtype", ("auto", *DTYPES))

@@ -97,11 +97,13 @@ class Reject:
     uid: int
     epoch: int
     text: str
+    """Empty where it was aborted before it was tokenized."""
 
 
 @message(13, by="uid")
 class Abort:
-    """Frontend to scheduler: end a request; it may not have arrived yet, or be over."""
+    """Frontend to scheduler: end a request; it may not have arrived yet, or be over. To a tokenizer
+    too, while it may be rendering a conversation."""
 
     uid: int
 

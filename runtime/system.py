@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 
 from nanoactor.runtime import control
 from nanoactor.runtime.actor import Actor, Facts
-from nanoactor.runtime.child import occupy_standard_descriptors
 from nanoactor.runtime.codec import schema_hashes
 from nanoactor.runtime.errors import (
     NodeDied,
@@ -45,6 +44,7 @@ from nanoactor.runtime.errors import (
     UnsupportedPlatform,
 )
 from nanoactor.runtime.node import Node, NodePlan
+from nanoactor.runtime.process import GROUP_SIGNALS, occupy_standard_descriptors
 from nanoactor.runtime.topology import NodeSpec, Topology
 from nanoactor.runtime.tracing import NodeTrace
 from nanoactor.runtime.watch import Stall, Watch
@@ -603,7 +603,7 @@ class _ReaperThread(threading.Thread):
     def run(self) -> None:
         """Start, then listen until every channel is closed, then reap."""
         # Children inherit the mask: nothing can reach them before they ignore it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, control.GROUP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         try:
             for child in self._children.values():
                 child.spawn()

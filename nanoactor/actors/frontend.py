@@ -227,6 +227,8 @@ class FrontendActor(Actor):
         if entry is not None and not entry.aborted:
             entry.aborted = True
             self._scheduler.send(Abort(uid))
+            if entry.submit.chat is not None and uid in self._untokenized:
+                self._tokenizers[self._untokenized[uid][0]].send(Abort(uid))
 
     def fail_all(self, error: NanoactorError) -> None:
         """The engine is gone: every waiting request gets the error."""

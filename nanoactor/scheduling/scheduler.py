@@ -222,7 +222,9 @@ class Scheduler:
 
     def _on_reject(self, event: Reject) -> None:
         if not self._swallowed(event.uid):
-            self._finishes.append(_finish(event.uid, "error", error=event.text))
+            reason = "error" if event.text else "abort"
+            self.statistics.aborted += not event.text
+            self._finishes.append(_finish(event.uid, reason, error=event.text))
 
     def _swallowed(self, uid: int) -> bool:
         """Note that a request has arrived; True where its abort was here first."""

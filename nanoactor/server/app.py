@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from nanoactor.engine import AsyncLLM
-from nanoactor.layout import max_prompt_bytes
+from nanoactor.layout import max_prompt_bytes, render_limits
 from nanoactor.server.completions import Completions
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.desk import Desk
@@ -53,7 +53,9 @@ class Server:
         try:
             await self.llm.start()
             if not self.llm.config.skip_tokenizer_init:
-                self._desk = Desk(self.llm.files.directory, 2 * max_prompt_bytes(self.llm.files))
+                files = self.llm.files
+                limits = render_limits(self.llm.config, files)
+                self._desk = Desk(files.directory, 2 * max_prompt_bytes(files), limits)
                 await self._desk.start()
             await self._monitor.start()
             await self._open(listener)
