@@ -72,6 +72,7 @@ class RunnerActor(Actor):
             "num_blocks": self._executor.num_blocks,
             "block_size": self._executor.block_size,
             "dtype": self._executor.dtype_name,
+            "device": self._executor.device_name,
         }
 
     def _open_on_thread(self, config: ExecutorConfig) -> Executor:

@@ -72,6 +72,7 @@ class AcceleratorExecutor:
         Raises `ModelError` where the model's files are wrong or memory does not suffice.
         """
         self._config, self._device = config, device
+        self.device_name = device.name
         self._captures = device.captures and not config.enforce_eager
         self.uncaptured = 0
         with device.stream():

@@ -42,6 +42,7 @@ class Executor(Protocol):
     num_blocks: int
     block_size: int
     dtype_name: str
+    device_name: str
     uncaptured: int
     """How many steps were launched operator by operator because they could not be captured."""
     warmed_up: tuple[tuple[int, float], ...]

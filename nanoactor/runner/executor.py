@@ -51,6 +51,7 @@ class TorchExecutor:
         """
         self._config = config
         self._device = device
+        self.device_name = device.name
         self._model = LoadedModel(config, device)
         self.dtype_name, self.block_size = self._model.dtype_name, self._model.block_size
         self._caches: list[KVCache] = []

@@ -20,8 +20,8 @@ RETRY_AFTER = "1"
 """Seconds until another try is worth it: a queue that is full now moves within steps."""
 _LONGEST = 2000
 """Characters of a message: some quote what was sent."""
-_PATH = re.compile(r"`\$\.([A-Za-z_]\w*)")
-_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_PATH = re.compile(r"`\$\.([A-Za-z_][\w.\[\]]*)`")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.([^`]*)`)?")
 
 
 class APIError(Exception):
@@ -95,7 +95,7 @@ def from_decoding(error: Exception) -> APIError:
     if not isinstance(error, msgspec.ValidationError):
         return invalid(f"the body is not valid JSON: {text}")
     if unknown := _UNKNOWN.search(text):
-        name = unknown[1][:100]
+        name = ".".join(part for part in (unknown[2], unknown[1]) if part)[:200]
         return invalid(f"{name!r} is not a parameter that this server knows", name)
     path = _PATH.search(text)
     return invalid(text.replace("$.", ""), path[1] if path else None)

@@ -63,7 +63,7 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
 
 
 async def _start(server: Server) -> None:
-    config = server.config
+    config, begin = server.config, time.monotonic()
     try:
         await server.start()
     except OSError as error:
@@ -71,6 +71,16 @@ async def _start(server: Server) -> None:
             f"cannot listen on {config.host} port {config.port}: {error.strerror or error}"
         ) from error
     host = f"[{config.host}]" if ":" in config.host else config.host
+    llm, facts = server.llm, server.llm.facts
+    log.info(
+        "%s (%s) on %s, context %d, KV cache of %d tokens, loaded in %.1f s",
+        server.name,
+        facts["dtype"],
+        facts["device"],
+        llm.files.max_model_len,
+        facts["num_blocks"] * facts["block_size"],
+        time.monotonic() - begin,
+    )
     log.info("listening on http://%s:%d", host, server.port)
     if not config.on_loopback and not config.api_keys:
         log.warning("others can reach %s, and no API key is set (--api-key)", config.host)

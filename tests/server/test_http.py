@@ -258,14 +258,15 @@ def test_names_of_fields_do_not_write_the_log(fast_server):
     for name in (forged, "y" * 500_000):
         lines = len(fast_server.lines)
         answer = fast_server.post("/v1/completions", {**COMPLETION, name: 1})
-        assert answer.status_code == 400
-        assert len(answer.content) < 1000
-        deadline = time.monotonic() + 2
-        while len(fast_server.lines) == lines and time.monotonic() < deadline:
+        assert answer.status_code == 200
+        deadline = time.monotonic() + 20
+        while len(fast_server.lines) < lines + 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-        (line,) = fast_server.lines[lines:]
-        assert len(line) < 500
-        assert "\x1b" not in line
+        warning, access = fast_server.lines[lines:]
+        assert "is ignored" in warning
+        for line in (warning, access):
+            assert len(line) < 500
+            assert "\x1b" not in line
 
 
 JSON = st.recursive(
