@@ -63,9 +63,9 @@ def strangers() -> bool:
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             with contextlib.suppress(OSError):
-                if os.getsid(int(process.name)) != ours:
-                    if b"python" in (process / "cmdline").read_bytes():
-                        return True
+                command = (process / "cmdline").read_bytes()
+                if os.getsid(int(process.name)) != ours and b"python" in command:
+                    return True
     return False
 
 
