@@ -6,15 +6,19 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# A shell's background job ignores SIGINT, and so would every process that a test starts.
+# A shell's background job ignores SIGINT, one of nohup SIGHUP, and so would every process that a
+# test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if sys.stderr is not None:  # a test's own program may have closed it
     faulthandler.enable()
 # A busy machine is no counterexample; and CI tries the same examples each time.
@@ -33,8 +37,16 @@ def pytest_configure(config):
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+_OTHERS: set[int] = set()
+"""Children that were there before the test: a fixture of the session owns them."""
+
+
 def children() -> set[int]:
-    """Process ids of this process's living children."""
+    """Process ids of the living children that the test has brought about."""
+    return _children() - _OTHERS
+
+
+def _children() -> set[int]:
     found = set()
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -42,6 +54,16 @@ def children() -> set[int]:
         except OSError:
             continue
     return {pid for pid in found if state(pid) not in ("", "Z")}
+
+
+def survivors(pids: Iterable[int], seconds: float = 10.0) -> list[int]:
+    """Which of these processes are still there after so long."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if state(pid) not in ("", "Z")]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return left
 
 
 def state(pid: int) -> str:
@@ -67,6 +89,13 @@ def strangers() -> bool:
                 if os.getsid(int(process.name)) != ours and b"python" in command:
                     return True
     return False
+
+
+@pytest.fixture(autouse=True)
+def others():
+    """Whose children there are already: fixtures of a wider scope are set up first."""
+    _OTHERS.clear()
+    _OTHERS.update(_children())
 
 
 @pytest.fixture(autouse=True)

@@ -672,7 +672,7 @@ def test_a_program_that_hangs_is_ended_and_what_it_said_is_kept(tmp_path):
 
     start = time.monotonic()
     machine = look(tmp_path, {}, stuck)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
     assert machine.torch.npu_version == "2.13.0"
     (finding,) = found(machine, "probe")
     assert finding.state == "bad"

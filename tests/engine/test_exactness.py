@@ -146,8 +146,8 @@ def test_a_sequence_that_diverges_harms_no_other(tmp_path):
 
     async def main():
         changes = dict(num_kv_blocks=24, max_num_seqs=4, max_model_len=64, placement="single")
-        changes["check_weights"] = False
-        async with engine(tmp_path, block_size=4, enable_prefix_caching=False, **changes) as llm:
+        changes |= dict(enable_prefix_caching=False, check_weights=False)
+        async with engine(tmp_path, block_size=4, **changes) as llm:
             outputs = []
             for _ in range(3):
                 bad = asyncio.ensure_future(collect(llm, ids([5] * 40), greedy(10)))

@@ -27,9 +27,18 @@ def checkpoint(tmp_path_factory):
     return directory, Reference(model)
 
 
-def test_nan_logits_end_their_request_and_no_other(checkpoint):
+@pytest.mark.parametrize(
+    "device",
+    [
+        dict(device="cpu"),
+        pytest.param(dict(device="cuda"), marks=pytest.mark.gpu),
+        pytest.param(dict(device="cuda", enforce_eager=True), marks=pytest.mark.gpu),
+    ],
+    ids=["cpu", "cuda", "cuda-eager"],
+)
+def test_nan_logits_end_their_request_and_no_other(checkpoint, device):
     directory, reference = checkpoint
-    options = dict(check_weights=False, block_size=4, max_num_seqs=8)
+    options = dict(check_weights=False, block_size=16, max_num_seqs=8, **device)
 
     async def main():
         async with engine(directory, **options) as llm:

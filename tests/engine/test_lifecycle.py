@@ -13,9 +13,10 @@ import pytest
 from nanoactor import LLM, AsyncLLM, SamplingParams
 from nanoactor.errors import EngineClosed, EngineDead
 from nanoactor.runtime.errors import NotUsableHere
-from tests.conftest import children, descriptors, state
+from tests.conftest import children, descriptors, survivors
 from tests.engine.conftest import DEMO
-from tests.engine.harness import collect, engine, greedy
+from tests.engine.harness import collect, engine, greedy, settled
+from tests.promises import Delay, check_promise
 
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 
@@ -53,34 +54,40 @@ def test_an_idle_engine_uses_no_processor():
     async def main():
         async with text_engine(max_num_seqs=4) as llm:
             await collect(llm, "ROMEO:", greedy(5))
-            await asyncio.sleep(0.2)
-            before = sum(ticks(pid) for pid in llm.pids.values())
-            await asyncio.sleep(1.0)
-            used = sum(ticks(pid) for pid in llm.pids.values()) - before
-            assert used / os.sysconf("SC_CLK_TCK") < 0.05
+            await settled(llm)
+            shares = []
+            while len(shares) < 5:  # an end of work may reach into the first
+                began, before = time.monotonic(), sum(ticks(pid) for pid in llm.pids.values())
+                await asyncio.sleep(1.0)
+                used = sum(ticks(pid) for pid in llm.pids.values()) - before
+                used /= os.sysconf("SC_CLK_TCK")
+                shares.append(used / (time.monotonic() - began))
+                if shares[-1] < 0.05:
+                    return
+            raise AssertionError(f"busy shares {shares}")
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("name", ["tokenizer.0", "control", "detokenizer", "runner.0"])
 def test_the_death_of_any_process_reaches_every_request_within_100_ms(name):
-    async def main():
-        async with AsyncLLM("demo", max_num_seqs=4) as llm:
+    async def death():
+        async with AsyncLLM("demo", device="simulated:2", max_num_seqs=4) as llm:
             streams = [llm.generate("ROMEO:", LONG) for _ in range(6)]
             await asyncio.gather(*(anext(stream) for stream in streams[:4]))
             waiting = [asyncio.ensure_future(exhaust(stream)) for stream in streams]
             await asyncio.sleep(0.02)
-            begin = time.monotonic()
-            os.kill(llm.pids[name], signal.SIGKILL)
-            results = await asyncio.gather(*waiting, return_exceptions=True)
-            assert time.monotonic() - begin < 0.1
+            async with Delay() as delay:
+                os.kill(llm.pids[name], signal.SIGKILL)
+                results = await asyncio.gather(*waiting, return_exceptions=True)
             assert all(isinstance(result, EngineDead) for result in results), results
             assert all(name in str(result) for result in results)
             with pytest.raises(EngineDead, match=name):
                 await collect(llm, "ROMEO:")
         assert not children()
+        return delay
 
-    asyncio.run(main())
+    check_promise(death)
 
 
 async def exhaust(stream):
@@ -146,7 +153,8 @@ def test_abort_by_id_is_acknowledged_and_the_stream_says_so():
             with pytest.raises(ValueError, match="mine"):
                 await collect(llm, "ROMEO:", greedy(3), request_id="mine")
             await llm.abort("mine")
-            output = await asyncio.wait_for(task, 0.1)
+            assert llm._frontend.entry_of("mine") is None, "it returns when nothing follows"
+            output = await asyncio.wait_for(task, 10)
             assert output.outputs[0].finish_reason == "abort"
             await llm.abort("mine")
             await llm.abort("unknown")
@@ -195,13 +203,13 @@ def test_a_slow_consumer_gets_merged_deltas_and_holds_up_nobody():
             slow = llm.generate("ROMEO:", delta)
             pieces = [await anext(slow)]
             whole = await collect(llm, "ROMEO:", greedy(300))
-            await asyncio.sleep(0.3)
+            await settled(llm)
             async for output in slow:
                 pieces.append(output)
             text = "".join(piece.outputs[0].text for piece in pieces)
             assert text == whole.outputs[0].text
             assert sum(len(p.outputs[0].token_ids) for p in pieces) == 300
-            assert len(pieces) < 30
+            assert len(pieces) == 2
 
     asyncio.run(main())
 
@@ -286,7 +294,7 @@ def test_threads_may_close_the_blocking_front_together_and_forks_are_refused():
     for thread in closers:
         thread.start()
     for thread in [*closers, running]:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     assert errors
     assert not children()
@@ -307,7 +315,7 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_while_the_blocking_front_loads_leaves_nothing():
     done = subprocess.run(
-        [sys.executable, "-c", LOADING], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", LOADING], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "left:", done
     assert "Task was destroyed" not in done.stderr
@@ -339,10 +347,8 @@ def test_no_process_survives_its_user(way, tmp_path):
     assert len(pids) == 4, user.communicate()[1]
     if way.startswith("SIG"):
         user.send_signal(getattr(signal, way))
-    end = time.monotonic() + 2
-    while any(state(pid) not in ("", "Z") for pid in pids) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert [state(pid) for pid in pids if state(pid) not in ("", "Z")] == []
-    _, errors = user.communicate(timeout=10)
+    user.wait(60)
+    assert survivors(pids) == []
+    _, errors = user.communicate(timeout=60)
     assert (user.returncode == 0) == (way == "exit"), errors
     assert "resource_tracker" not in errors

@@ -89,6 +89,9 @@ class CountedSlice:
     def get_shape(self):
         return self.part.get_shape()
 
+    def get_dtype(self):
+        return self.part.get_dtype()
+
     def __getitem__(self, at):
         tensor = self.part[at]
         self.file.elements += tensor.numel()

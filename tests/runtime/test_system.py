@@ -27,7 +27,8 @@ from nanoactor.runtime.errors import (
 from nanoactor.runtime.system import System
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 from nanoactor.runtime.wiring import Options
-from tests.conftest import children, descriptors, state
+from tests.conftest import children, descriptors, survivors
+from tests.promises import Delay, check_promise
 from tests.runtime.actors import Do, Ping, Travelling
 
 
@@ -65,7 +66,7 @@ class Running:
     async def __aexit__(self, *_):
         await self.system.close()
 
-    async def until(self, condition, seconds=5.0):
+    async def until(self, condition, seconds=30.0):
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "nothing happened"
@@ -125,15 +126,14 @@ def test_a_view_kept_without_its_lease_ends_the_node_with_the_reason():
 
 @pytest.mark.parametrize("how", ["kill", "die", "raise"])
 def test_death_is_noticed_within_100_ms_and_sends_raise(how):
-    async def main():
+    async def death():
         async with Running() as run:
-            begin = time.monotonic()
-            if how == "kill":
-                os.kill(run.system.pids["child"], signal.SIGKILL)
-            else:
-                run.outbox.send(Do(how))
-            await run.until(lambda: run.deaths)
-            assert time.monotonic() - begin < 0.1
+            async with Delay() as delay:
+                if how == "kill":
+                    os.kill(run.system.pids["child"], signal.SIGKILL)
+                else:
+                    run.outbox.send(Do(how))
+                await run.until(lambda: run.deaths)
             if how == "raise":
                 assert "ValueError: asked to" in str(run.deaths[0])
             else:
@@ -142,8 +142,9 @@ def test_death_is_noticed_within_100_ms_and_sends_raise(how):
             with pytest.raises(PeerBroken, match="child|adder"):
                 run.outbox.send(ping(1))
         assert len(run.deaths) == 1
+        return delay
 
-    asyncio.run(main())
+    check_promise(death)
 
 
 def test_an_exception_that_travels_is_raised_where_start_is_awaited():
@@ -217,7 +218,7 @@ def test_a_node_that_does_not_stop_is_killed():
             run.outbox.send(Do("sleep 30"))
             await asyncio.sleep(0.05)
             begin = time.monotonic()
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 20, "its 30 s were waited for"
         assert not children()
 
     asyncio.run(main())
@@ -336,11 +337,8 @@ def test_no_child_survives_the_users_process(way, tmp_path):
     time.sleep(0.05)
     if way != "raise":
         user.send_signal(getattr(signal, way, signal.SIGKILL))
-    end = time.monotonic() + 2
-    while state(pid) not in ("", "Z") and time.monotonic() < end:
-        time.sleep(0.01)
-    assert state(pid) in ("", "Z")
-    assert user.wait(5) != 0
+    assert user.wait(30) != 0
+    assert survivors([pid]) == []
     user.stdout.close()
 
 
@@ -354,17 +352,17 @@ def test_a_node_that_hangs_is_left_out_and_not_asked_for_ever():
                 asked = [running.system.statistics() for _ in range(200)]
                 begin = time.monotonic()
                 assert all("adder" not in figures for figures in await asyncio.gather(*asked))
-                assert time.monotonic() - begin < 2
+                waited = time.monotonic() - begin
+                assert waited < 20, "each waits anew"
                 begin = time.monotonic()
                 assert "asker" in await running.system.statistics()
-                assert time.monotonic() - begin < 0.1, "it waits for who is known to hang"
+                again = time.monotonic() - begin
+                assert again < waited / 2, "it waits for who is known to hang"
             finally:
                 os.kill(child, signal.SIGCONT)
-            for _ in range(100):
-                if "adder" in await running.system.statistics():
-                    return
-                await asyncio.sleep(0.02)
-            raise AssertionError("a node that goes on is not asked again")
+            async with asyncio.timeout(20):
+                while "adder" not in await running.system.statistics():
+                    await asyncio.sleep(0.02)
 
     asyncio.run(main())
 
@@ -377,7 +375,7 @@ PATIENT = 1.0
 
 async def alive(run):
     run.outbox.send(ping(1))
-    await run.until(lambda: run.asker.pongs, 30)
+    await run.until(lambda: run.asker.pongs)
     assert not run.deaths
 
 
@@ -405,9 +403,12 @@ def test_a_stall_ends_the_system_and_logs_all_stacks(what, caplog):
 
 
 def test_a_node_that_computes_is_waited_for():
+    """On a busy machine it may get no processor between two looks, so these are rarer here."""
+    patient = 2 * PATIENT
+
     async def main():
-        async with Running(stall_timeout=PATIENT) as run:
-            run.outbox.send(Do(f"compute {2.5 * PATIENT}"))
+        async with Running(stall_timeout=patient) as run:
+            run.outbox.send(Do(f"compute {1.5 * patient}"))
             await alive(run)
 
     asyncio.run(main())

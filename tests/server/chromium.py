@@ -50,7 +50,7 @@ class Page:
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        value = await asyncio.wait_for(answer, 20)
+        value = await asyncio.wait_for(answer, 60)
         assert "error" not in value, value
         return value["result"]
 
@@ -62,7 +62,7 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    async def until(self, expression, seconds=15.0):
+    async def until(self, expression, seconds=60.0):
         """Wait until an expression is true; returns its value."""
         deadline = time.monotonic() + seconds
         while not (value := await self.evaluate(expression)):

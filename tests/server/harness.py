@@ -11,14 +11,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import httpx2 as httpx
 
 from nanoactor import AsyncLLM
 from nanoactor.server.app import Server
 from nanoactor.server.config import ServerConfig
-from tests.conftest import state
+from tests.conftest import survivors
 from tests.engine.harness import settled
 
 CPU = ("--device", "cpu", "--threads", "1", "--dtype", "float32", "--num-kv-blocks", "512")
@@ -56,23 +55,18 @@ class Served:
                 self._listening.set()
         self._listening.set()
 
-    def stop(self, number=signal.SIGTERM, timeout=20):
+    def stop(self, number=signal.SIGTERM, timeout=60):
         """Send a signal and return the exit status; nothing of it may be left."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         code = self.process.wait(timeout)
-        self._reader.join(5)
+        self._reader.join(30)
         self.process.stderr.close()
-        deadline = time.monotonic() + 2
-        while (left := [p for p in self.family if state(p) not in ("", "Z")]) and (
-            time.monotonic() < deadline
-        ):
-            time.sleep(0.02)
-        assert not left
+        assert not survivors(self.family)
         return code
 
     def get(self, path, **options):
-        with httpx.Client() as client:
+        with httpx.Client(timeout=60) as client:
             return client.get(self.url + path, **options)
 
     def post(self, path, value, **options):
@@ -127,7 +121,7 @@ def url(server):
     return f"http://127.0.0.1:{server.port}"
 
 
-async def raw(port, data, seconds=10.0, halves=()):
+async def raw(port, data, seconds=30.0, halves=()):
     """All that a server answers to these bytes, until it hangs up or the time is over."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import time
+import uuid
 
 import pytest
 from hypothesis import given, settings
@@ -92,7 +93,7 @@ def test_kinds_of_bodies(fast_server, headers, kind, expected):
 
 def test_a_body_that_is_too_long_is_refused_unread(fast_server):
     for path in POSTS:
-        answer = send(fast_server, posted(path, b"{", length=100 << 20), seconds=5)
+        answer = send(fast_server, posted(path, b"{", length=100 << 20))
         assert status(answer) == 413
         assert b"Connection: close" in answer
     before = fast_server.resident()
@@ -111,7 +112,7 @@ def test_a_body_that_is_too_long_is_refused_unread(fast_server):
             pass
         answer = b""
         try:
-            answer = await asyncio.wait_for(reader.read(1 << 16), 5)
+            answer = await asyncio.wait_for(reader.read(1 << 16), 30)
         except ConnectionError:
             pass
         await hang_up(writer)
@@ -140,9 +141,9 @@ def test_a_million_stop_strings(fast_server):
 def test_a_body_that_is_cut_off_or_slow(fast_server):
     whole = posted("/v1/completions", json.dumps(COMPLETION).encode())
     begin = time.monotonic()
-    answer = send(fast_server, whole[:-5], seconds=8)
+    answer = send(fast_server, whole[:-5])
     assert status(answer) == 408
-    assert 1 < time.monotonic() - begin < 6
+    assert time.monotonic() - begin > 1
 
     async def leave():
         _, writer = await asyncio.open_connection("127.0.0.1", fast_server.port)
@@ -160,24 +161,25 @@ def test_a_body_that_is_cut_off_or_slow(fast_server):
 def test_heads_that_never_end_are_hung_up_on(fast_server):
     async def trickle(data):
         reader, writer = await asyncio.open_connection("127.0.0.1", fast_server.port)
-        begin = time.monotonic()
+        sent = 0
         try:
             for byte in data:
                 writer.write(bytes([byte]))
+                sent += 1
                 await asyncio.sleep(0.1)
                 if reader.at_eof():
                     break
-            await asyncio.wait_for(reader.read(), 5)
+            await asyncio.wait_for(reader.read(), 30)
         except ConnectionError:
             pass
         await hang_up(writer)
-        return time.monotonic() - begin
+        return sent
 
     async def main():
         head = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 500
         return await asyncio.gather(*(trickle(data) for data in [head] * 5 + [b""] * 50))
 
-    assert max(asyncio.run(main())) < 5
+    assert max(asyncio.run(main())) < 50, "of more than 500 bytes"
     still_serves(fast_server)
 
 
@@ -197,14 +199,29 @@ NO_HTTP = [
 
 @pytest.mark.parametrize("data", NO_HTTP, ids=range(len(NO_HTTP)))
 def test_what_is_no_http_gets_400_and_no_traceback(fast_server, data):
-    lines = len(fast_server.lines)
-    answer = send(fast_server, data, seconds=4)
+    lines = written(fast_server)
+    answer = send(fast_server, data)
     assert status(answer) == 400, answer[:200]
     assert b"x-request-id" in answer
     assert error(answer)["type"] == "invalid_request_error"
-    time.sleep(0.05)
-    assert len(fast_server.lines) - lines <= 1
+    assert written(fast_server) - lines <= 2, "one, and that of the next look"
     still_serves(fast_server)
+
+
+def written(server):
+    """How many lines the log has, once that of a request of our own is there."""
+    mine = f"look-{uuid.uuid4()}"
+    server.get("/v1/models", headers={"x-request-id": mine})
+    wait_until(lambda: any(mine in line for line in server.lines))
+    return 1 + max(number for number, line in enumerate(server.lines) if mine in line)
+
+
+def wait_until(check, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not (found := check()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
 
 
 def test_large_bodies_on_their_way_are_bounded_and_idle_ones_shut_nobody_out():
@@ -212,7 +229,7 @@ def test_large_bodies_on_their_way_are_bounded_and_idle_ones_shut_nobody_out():
     part = b"10000\r\n" + b" " * 65536 + b"\r\n"
 
     async def main():
-        config = dict(max_body_bytes=200_000, body_timeout=3.0)
+        config = dict(max_body_bytes=200_000, body_timeout=6.0)
         async with here(config=config) as server:
             body = json.dumps({"prompt": "a" * 150_000}).encode()
             for _ in range(80):  # each gives its room back
@@ -228,7 +245,7 @@ def test_large_bodies_on_their_way_are_bounded_and_idle_ones_shut_nobody_out():
             answers = []
             for reader, writer in idle:
                 try:
-                    answers.append(await asyncio.wait_for(reader.read(1000), 5))
+                    answers.append(await asyncio.wait_for(reader.read(1000), 30))
                 except ConnectionError:
                     answers.append(b"")
                 await hang_up(writer)
@@ -256,15 +273,13 @@ def test_values_of_any_depth(fast_server, depth):
 def test_names_of_fields_do_not_write_the_log(fast_server):
     forged = "x\n2026-01-01 nanoactor.access INFO 10.0.0.1 GET /secret 200 \x1b[31m"
     for name in (forged, "y" * 500_000):
-        lines = len(fast_server.lines)
+        lines = written(fast_server)
         answer = fast_server.post("/v1/completions", {**COMPLETION, name: 1})
         assert answer.status_code == 200
-        deadline = time.monotonic() + 20
-        while len(fast_server.lines) < lines + 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        warning, access = fast_server.lines[lines:]
-        assert "is ignored" in warning
-        for line in (warning, access):
+        end = written(fast_server) - 1
+        assert "is ignored" in fast_server.lines[lines]
+        assert end - lines == 2
+        for line in fast_server.lines[lines:end]:
             assert len(line) < 500
             assert "\x1b" not in line
 
@@ -338,10 +353,7 @@ def test_request_ids_go_in_and_out_and_into_the_log(fast_server):
     assert answer.headers["x-request-id"] == "mine-7:a.b"
     bad = fast_server.get("/v1/models", headers={"x-request-id": "a b" * 100})
     assert bad.headers["x-request-id"].startswith("req-")
-    deadline = time.monotonic() + 2
-    while not (lines := [line for line in fast_server.lines if "user='a\\nb'" in line]):
-        assert time.monotonic() < deadline, fast_server.lines[-5:]
-        time.sleep(0.01)
+    lines = wait_until(lambda: [line for line in fast_server.lines if "user='a\\nb'" in line])
     assert "POST /v1/completions 200" in lines[0]
     assert "mine-7:a.b" in lines[0]
     assert "2+2 tokens" in lines[0]
@@ -369,8 +381,8 @@ def test_other_origins_may_call_only_where_they_are_allowed(fast_server):
 
     def preflight(server):
         lines = "".join(f"{name}: {value}\r\n" for name, value in ask.items())
-        data = f"OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\n{lines}\r\n".encode()
-        return send(server, data, seconds=0.3)
+        head = "OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        return send(server, f"{head}{lines}\r\n".encode())
 
     assert b"Access-Control" not in preflight(fast_server)
     assert "Access-Control-Allow-Origin" not in fast_server.get("/v1/models", headers=ask).headers
@@ -392,14 +404,13 @@ def test_other_origins_may_call_only_where_they_are_allowed(fast_server):
 def test_connections_beyond_the_limit_are_told_so():
     with served(*SIMULATED, "--max-connections", "5") as server:
         held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(5)]
-        time.sleep(0.1)
-        answer = send(server, b"", seconds=2)
+        answer = send(server, b"")
         assert status(answer) == 503
         assert error(answer)["message"] == "too many connections"
         for connection in held:
             connection.close()
-        time.sleep(0.1)
-        still_serves(server)
+        body = posted("/v1/completions", json.dumps(COMPLETION).encode())
+        wait_until(lambda: status(send(server, body)) == 200)
 
 
 # -- what is told -------------------------------------------------------------------------
@@ -410,7 +421,7 @@ def test_every_route_of_the_document_answers(fast_server):
     assert document["openapi"].startswith("3.1")
     for path, methods in document["paths"].items():
         if "get" in methods:
-            answer = fast_server.get(path.replace("{model}", "demo"), timeout=20)
+            answer = fast_server.get(path.replace("{model}", "demo"))
             assert answer.status_code == 200, path
             kinds = methods["get"]["responses"]["200"]["content"]
             assert any(answer.headers["content-type"].startswith(kind) for kind in kinds)
@@ -483,13 +494,13 @@ def test_figures_for_prometheus(fast_server):
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
-    time.sleep(0.6)
+    looked_at_twice(fast_server)
     before = figures()
     params = {**COMPLETION, "max_tokens": 50, "ignore_eos": True}
     for stream in (False, True):
         fast_server.post("/v1/completions", {**params, "stream": stream})
     fast_server.post("/v1/completions", {**params, "n": 7})
-    time.sleep(1.2)
+    looked_at_twice(fast_server)
     after = figures()
 
     def grew(name):
@@ -511,19 +522,34 @@ def test_figures_for_prometheus(fast_server):
     busy = grew("nanoactor_device_busy_seconds_total")
     assert busy == pytest.approx(0.002 * grew("nanoactor_steps_total"), rel=0.1)
     assert after["nanoactor_step_seconds"] == pytest.approx(0.002, rel=0.2)
-    assert 0 <= after["nanoactor_device_idle_ratio"] < 0.9
+    assert 0 <= after["nanoactor_device_idle_ratio"] < 1
     for name in ("queue_requests", "queue_tokens", "running_sequences", "kv_blocks_used"):
         assert after[f"nanoactor_{name}"] == 0
-    for actor in ("frontend", "scheduler", "runner.0 device"):
-        assert 0 < after[f'nanoactor_actor_busy_ratio{{actor="{actor}"}}'] < 1
-    assert grew("nanoactor_event_loop_lag_seconds_count") > 20
-    for name, least, most in (
-        ("time_to_first_token_seconds", 2 * 0.002, 1.0),
-        ("time_per_output_token_seconds", 2 * 0.0015, 0.02),
-        ("inter_token_latency_seconds", 98 * 0.0015, 1.0),
-        ("request_seconds", 2 * 49 * 0.0015, 2.0),
-    ):
-        assert least <= grew(f"nanoactor_{name}_sum") < most, name
+    device = after['nanoactor_actor_busy_ratio{actor="runner.0 device"}']
+    for actor in ("frontend", "scheduler"):
+        assert 0 <= after[f'nanoactor_actor_busy_ratio{{actor="{actor}"}}'] < device < 1
+    assert grew("nanoactor_event_loop_lag_seconds_count") > 10
+    seconds = {
+        name: grew(f"nanoactor_{name}_sum")
+        for name in (
+            *("time_to_first_token_seconds", "time_per_output_token_seconds"),
+            *("inter_token_latency_seconds", "request_seconds"),
+        )
+    }
+    assert seconds["time_to_first_token_seconds"] >= 2 * 0.002
+    assert seconds["inter_token_latency_seconds"] >= 98 * 0.0015
+    assert seconds["time_per_output_token_seconds"] == pytest.approx(
+        seconds["inter_token_latency_seconds"] / 49
+    )
+    assert seconds["request_seconds"] == pytest.approx(
+        seconds["time_to_first_token_seconds"] + seconds["inter_token_latency_seconds"], rel=0.1
+    )
+
+
+def looked_at_twice(server):
+    """Wait until the monitor has begun a look, and ended it, since now."""
+    number = server.get("/activity").json()["number"]
+    wait_until(lambda: server.get("/activity").json()["number"] >= number + 2)
 
 
 def test_a_trace_shows_what_happens_meanwhile(fast_server):
@@ -543,15 +569,16 @@ def test_a_trace_shows_what_happens_meanwhile(fast_server):
     text = re.sub(rb"\r\n[0-9a-f]+\r\n", b"", trace.partition(b"\r\n\r\n")[2])
     found = json.loads(text[text.index(b"{") : text.rindex(b"}") + 1])["traceEvents"]
     forwards = [e for e in found if e["name"] == "forward"]
-    assert 250 <= len(forwards) <= 420, "0.8 s of steps of 2 ms"
+    assert all(e["dur"] == pytest.approx(2000, rel=0.1) for e in forwards)
+    steps = [e["args"]["step"] for e in forwards]
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
     span = max(e["ts"] for e in forwards) - min(e["ts"] for e in forwards)
-    assert 0.6e6 < span < 0.9e6
+    assert 0 < span < 0.81e6
     gone = socket.create_connection(("127.0.0.1", fast_server.port))
     gone.sendall(b"GET /trace?seconds=30 HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    time.sleep(0.2)
+    wait_until(lambda: fast_server.get("/trace?seconds=0.1").status_code == 429)
     gone.close()
-    time.sleep(0.2)
-    assert fast_server.get("/trace?seconds=0.1").status_code == 200, "it went away"
+    wait_until(lambda: fast_server.get("/trace?seconds=0.1").status_code == 200)
     for wrong in ("0", "-1", "61", "x", "nan", ""):
         assert fast_server.get(f"/trace?seconds={wrong}").status_code == 400
 
@@ -562,7 +589,7 @@ def test_activity_goes_on_from_where_the_page_was(fast_server):
     assert len(first["lanes"]) == len(first["tokens"]) >= 1
     assert set(first["lanes"][0]) >= {"scheduler", "runner.0 device"}
     assert all(len(bins) == first["bins"] for bins in first["lanes"][0].values())
-    time.sleep(1.2)
+    looked_at_twice(fast_server)
     second = fast_server.get(f"/activity?since={first['number']}").json()
     assert len(second["lanes"]) == second["number"] - first["number"] >= 2
     for wrong in ("-1", "x", "1e3", "9" * 30):

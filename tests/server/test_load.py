@@ -82,15 +82,19 @@ def test_a_thousand_streams_at_once_end_well_and_leave_no_memory():
         first = asyncio.run(wave())
         assert all(reason == "length" for _, reason in first)
         assert len({text for text, _ in first}) > 900
-        time.sleep(1)
+        until(lambda: idle(server))
         before = server.resident()
         for _ in range(2):
             assert asyncio.run(wave()) == first
-        time.sleep(1)
+        until(lambda: idle(server))
         assert server.resident() - before < 8 << 20
-        figures = server.get("/metrics").text
-        for name in ("queue_requests", "running_sequences", "kv_blocks_used"):
-            assert f"nanoactor_{name} 0.0" in figures
+
+
+def idle(server):
+    """Whether the server has seen that nothing is held."""
+    figures = server.get("/metrics").text
+    names = ("queue_requests", "running_sequences", "kv_blocks_used")
+    return all(f"nanoactor_{name} 0.0" in figures for name in names)
 
 
 @pytest.fixture(scope="module")
@@ -167,32 +171,41 @@ def test_half_of_the_clients_hang_up_and_the_others_notice_nothing(checkpoint, c
             assert figures["frontend"]["actor"]["untokenized"] == 0
             assert figures["scheduler"]["actor"]["aborted"] > count / 20
             assert server._completions.live == 0
-            await asyncio.sleep(0.1)
-            assert len(asyncio.all_tasks()) < 30
+            async with asyncio.timeout(20):
+                while len(asyncio.all_tasks()) >= 30:
+                    await asyncio.sleep(0.02)
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_client_that_goes_away_frees_its_blocks_within_depth_and_one_steps(depth):
+    """Counted from the abort: when the loop hears of the client is the machine's affair."""
+
     async def main():
-        options = dict(device="simulated:30", pipeline_depth=depth)
+        options = dict(device="simulated:30", pipeline_depth=depth, placement="single")
         async with here(**options) as server:
+            llm = server.llm
+            statistics = llm._system.actor("scheduler")._scheduler.statistics
+            send, aborts = llm._frontend.abort, []
+
+            def abort(uid):
+                aborts.append(statistics.steps)
+                send(uid)
+
+            llm._frontend.abort = abort
             for stream in (True, False):
+                before = statistics.steps
                 _, writer = await asyncio.open_connection("127.0.0.1", server.port)
                 writer.write(request(max_tokens=500, stream=stream))
-                await asyncio.sleep(0.4)
-                scheduler = (await server.llm.statistics())["scheduler"]["actor"]
-                assert scheduler["running"] == 1
-                writer.close()
-                before = scheduler["steps"]
-                while True:
-                    figures = await server.llm.statistics()
-                    scheduler = figures["scheduler"]["actor"]
-                    if figures["blocks"]["actor"]["available"] == scheduler["blocks"]:
-                        break
+                while statistics.steps < before + 5:
                     await asyncio.sleep(0.001)
-                assert scheduler["steps"] - before <= depth + 1
+                writer.close()
+                await settled(llm)
+                assert aborts
+                assert 0 <= statistics.steps - aborts[0] <= depth + 1
+                assert statistics.steps - before < 500
+                aborts.clear()
 
     asyncio.run(main())
 
@@ -244,21 +257,16 @@ def test_a_slow_reader_holds_up_nobody_and_its_chunks_merge(tmp_path):
         connection = unread(server.port, request(**slow))
 
         async def others():
-            asks = [raw(server.port, request(seed=n, stream=True)) for n in range(20)]
-            return await asyncio.gather(*asks)
+            data = [request(seed=n, stream=True) for n in range(20)]
+            return await asyncio.gather(*(raw(server.port, d, seconds=60) for d in data))
 
-        begin = time.monotonic()
         for _ in range(5):
             answers = asyncio.run(others())
             assert all(told(answer)[1] == "length" for answer in answers)
-        assert time.monotonic() - begin < 10
         assert server.resident() - before < 48 << 20
-        deadline = time.monotonic() + 30
-        while "nanoactor_running_sequences 0.0" not in server.get("/metrics").text:
-            assert time.monotonic() < deadline, "generation waits for its reader"
-            time.sleep(0.2)
+        until(lambda: idle(server), 60)  # generation does not wait for its reader
         answer = b""
-        connection.settimeout(20)
+        connection.settimeout(60)
         while part := connection.recv(1 << 16):
             answer += part
         connection.close()
@@ -280,12 +288,8 @@ def test_who_never_reads_is_hung_up_on(tmp_path):
     with served(*arguments, "--send-timeout", "1", model=model) as server:
         endless = dict(prompt=["a"] * 24, max_tokens=3900, stream=True, seed=1)
         connection = unread(server.port, request(**endless))
-        deadline = time.monotonic() + 30
-        while not any("reads nothing" in line for line in server.lines):
-            assert time.monotonic() < deadline, server.lines
-            time.sleep(0.1)
-        time.sleep(0.7)
-        assert "nanoactor_running_sequences 0.0" in server.get("/metrics").text
+        until(lambda: any("reads nothing" in line for line in server.lines), 60)
+        until(lambda: idle(server))
         connection.close()
 
 
@@ -298,7 +302,7 @@ class Stream:
     def __init__(self, server, **values):
         self._socket = socket.create_connection(("127.0.0.1", server.port))
         self._socket.sendall(request(stream=True, **values))
-        self._socket.settimeout(20)
+        self._socket.settimeout(60)
         self._got = b""
         while b"data: " not in self._got:
             self._got += self._socket.recv(1 << 16)
@@ -312,10 +316,10 @@ class Stream:
 
 
 def test_after_a_signal_running_streams_end_and_new_ones_are_refused():
-    server = Served(*SIMULATED)
-    stream = Stream(server, max_tokens=600)
+    server = Served("--device", "simulated:5")
+    stream = Stream(server, max_tokens=800)
     server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
+    until(lambda: any("shutting down" in line for line in server.lines))
     for stream_ in (True, False):
         answer = server.post(PATH, {"model": "demo", "prompt": "a", "stream": stream_})
         assert answer.status_code == 503
@@ -327,22 +331,24 @@ def test_after_a_signal_running_streams_end_and_new_ones_are_refused():
     values = stream.rest()
     assert values[-1] == "[DONE]"
     assert values[-2]["choices"][0]["finish_reason"] == "length"
-    assert server.process.wait(10) == 0
+    assert server.process.wait(30) == 0
     assert server.stop() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_is_not_done_in_time_ends_with_an_error_that_clients_can_read(number):
-    server = Served(*SIMULATED, "--drain-timeout", "0.5")
+    server = Served("--device", "simulated:50", "--drain-timeout", "0.5")
     stream = Stream(server, max_tokens=1000)
-    begin = time.monotonic()
 
     async def whole():
-        return await raw(server.port, request(max_tokens=1000))
+        return await raw(server.port, request(max_tokens=1000), seconds=60)
+
+    def both_run():
+        return "nanoactor_running_sequences 2.0" in server.get("/metrics").text
 
     async def main():
         waiting = asyncio.ensure_future(whole())
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(until, both_run)
         server.process.send_signal(number)
         return await waiting
 
@@ -352,9 +358,9 @@ def test_what_is_not_done_in_time_ends_with_an_error_that_clients_can_read(numbe
     values = stream.rest()
     assert "not complete" in values[-1]["error"]["message"]
     assert values[-1]["error"]["type"] == "server_error"
-    assert server.process.wait(5) == 0
+    assert len(values) < 1000
+    assert server.process.wait(30) == 0
     assert server.stop() == 0
-    assert time.monotonic() - begin < 4
 
 
 def test_a_second_signal_ends_at_once():
@@ -375,7 +381,7 @@ def test_a_signal_while_the_engine_starts_ends_it():
     process.send_signal(signal.SIGTERM)
     errors = process.stderr.read()
     process.stderr.close()
-    assert process.wait(10) == 0, errors
+    assert process.wait(30) == 0, errors
     assert "Traceback" not in errors
 
 
@@ -387,8 +393,9 @@ def test_an_address_that_is_taken_is_one_line():
         command = [sys.executable, "-m", "nanoactor", "serve", "demo", "--port", port]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1
-    assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert [line for line in done.stderr.splitlines() if " INFO starting " not in line] == [
+        f"nanoactor: cannot listen on 127.0.0.1 port {port}: Address already in use"
+    ]
 
 
 # -- health -------------------------------------------------------------------------------
@@ -410,7 +417,7 @@ def comm(pid):
         return file.read().strip()
 
 
-def until(check, seconds=8.0):
+def until(check, seconds=30.0):
     deadline = time.monotonic() + seconds
     while not (found := check()):
         assert time.monotonic() < deadline
@@ -431,7 +438,7 @@ def test_an_actor_that_hangs_is_named_while_work_is_pending(title, culprit):
         with stopped(server, title):
             connection = socket.create_connection(("127.0.0.1", server.port))
             connection.sendall(request())
-            answer = until(lambda: (a := server.get("/health")).status_code == 503 and a, 20)
+            answer = until(lambda: (a := server.get("/health")).status_code == 503 and a)
             health = answer.json()
             assert health["status"] == "stalled"
             assert health["culprit"] in (culprit, "blocks" if culprit == "scheduler" else culprit)
@@ -441,7 +448,7 @@ def test_an_actor_that_hangs_is_named_while_work_is_pending(title, culprit):
             assert server.get("/live").status_code == 200
             until(lambda: any("stalled" in line for line in server.lines))
         until(lambda: server.get("/health").status_code == 200)
-        connection.settimeout(10)
+        connection.settimeout(60)
         assert connection.recv(20).startswith(b"HTTP/1.1 200")
         connection.close()
         assert len([line for line in server.lines if "stalled" in line]) == 1
@@ -496,7 +503,7 @@ def test_a_signal_to_the_whole_group_lets_running_streams_end(number):
     values = stream.rest()
     assert values[-1] == "[DONE]"
     assert values[-2]["choices"][0]["finish_reason"] == "length"
-    assert server.process.wait(20) == 0
+    assert server.process.wait(30) == 0
     assert server.stop() == 0
 
 
@@ -533,13 +540,12 @@ def test_a_desk_that_hangs_holds_up_no_conversation(tmp_path):
     model = str(directory(tmp_path))
     with served(*SIMULATED, "--served-model-name", "demo", model=model) as server:
         with stopped(server, "na:desk"):
-            begin = time.monotonic()
             assert server.post("/v1/chat/completions", CHAT).status_code == 200
-            assert time.monotonic() - begin < 1
+            assert not [line for line in server.lines if "meanwhile" in line]
             other = {**CHAT, "chat_template_kwargs": {"enable_thinking": False}}
             assert server.post("/v1/chat/completions", other).status_code == 200
-            assert time.monotonic() - begin < 5
             assert server.get("/health").json()["desk"] == "silent"
+            until(lambda: any("meanwhile" in line for line in server.lines))
             assert len([line for line in server.lines if "meanwhile" in line]) == 1
         assert server.post("/tokenize", {"prompt": "a"}).status_code == 200
         assert server.get("/health").json()["desk"] == "ok"
@@ -547,17 +553,18 @@ def test_a_desk_that_hangs_holds_up_no_conversation(tmp_path):
 
 def test_a_body_that_arrives_after_the_signal_is_refused():
     server = Served(*SIMULATED)
-    data = request(max_tokens=3)
+    body = json.dumps({"model": "demo", "prompt": "ROMEO:", "max_tokens": 3}).encode()
+    data = posted(PATH, body, "Expect: 100-continue")
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(30)
         connection.sendall(data[:-10])
-        time.sleep(0.2)
+        assert connection.recv(100).startswith(b"HTTP/1.1 100"), "it waits for the rest"
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        until(lambda: any("shutting down" in line for line in server.lines))
         assert server.process.poll() is None
         connection.sendall(data[-10:])
-        connection.settimeout(5)
         assert connection.recv(100).startswith(b"HTTP/1.1 503")
-    assert server.process.wait(5) == 0
+    assert server.process.wait(30) == 0
     assert server.stop() == 0
 
 
@@ -567,7 +574,7 @@ def test_answers_of_any_kind_that_nobody_reads_are_given_up():
         ask = ask.replace(b"Connection: close", b"Connection: keep-alive")
         connection = unread(server.port, b"")
         connection.settimeout(0.2)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         try:
             while time.monotonic() < deadline:
                 with contextlib.suppress(TimeoutError):

@@ -109,19 +109,25 @@ def test_a_lower_priority_goes_first():
             client = openai.AsyncOpenAI(base_url=f"{url(server)}/v1", api_key="x", max_retries=0)
             ended = []
 
-            async def ask(name, priority):
+            async def ask(name, priority, tokens=5):
                 extra = {"ignore_eos": True, "priority": priority}
                 await client.completions.create(
-                    model="demo", prompt="a", max_tokens=10, extra_body=extra
+                    model="demo", prompt="a", max_tokens=tokens, extra_body=extra
                 )
                 ended.append(name)
 
+            async def live(count):
+                async with asyncio.timeout(30):
+                    while (await server.llm.statistics())["scheduler"]["actor"]["live"] < count:
+                        await asyncio.sleep(0.01)
+
             async with client:
-                tasks = [asyncio.ensure_future(ask("first", 0))]
-                await asyncio.sleep(0.05)
+                tasks = [asyncio.ensure_future(ask("first", 0, tokens=200))]
+                await live(1)
                 for name, priority in (("late", 1), ("usual", 0), ("early", -1)):
                     tasks.append(asyncio.ensure_future(ask(name, priority)))
-                    await asyncio.sleep(0.01)
+                    await live(len(tasks))
+                assert not ended
                 await asyncio.gather(*tasks)
             assert ended == ["first", "early", "usual", "late"]
 
@@ -432,11 +438,13 @@ def test_a_full_queue_is_429_at_once_and_says_when_to_come_again():
                 first = await client.completions.create(**params)
                 await anext(aiter(first))
                 second = await client.completions.create(**params)
+                asked = (await server.llm.statistics())["tokenizer.0"]["actor"]["requests"]
                 for stream in (False, True):
-                    begin = asyncio.get_running_loop().time()
                     with pytest.raises(openai.RateLimitError) as caught:
                         await client.completions.create(**params | {"stream": stream})
-                    assert asyncio.get_running_loop().time() - begin < 0.1
+                    figures = await server.llm.statistics()
+                    assert figures["tokenizer.0"]["actor"]["requests"] == asked
+                    assert figures["frontend"]["actor"]["waiting_requests"] == 1, "not later"
                     assert caught.value.response.headers["Retry-After"] == "1"
                     assert caught.value.code == "overloaded"
                 text = server.metrics.text().decode()

@@ -110,9 +110,19 @@ def _plainer(scenario: Scenario) -> Iterator[Edit]:
 def _shorter(scenario: Scenario) -> Iterator[Edit]:
     for position, ask in enumerate(scenario.asks):
         for keep in sorted({1, len(ask.prompt) // 2, len(ask.prompt) - 1} - {0}):
-            yield partial(_change, position=position, prompt=ask.prompt[:keep])
+            yield partial(_cut, position=position, prompt=keep)
         for tokens in sorted({1, ask.max_tokens // 2, ask.max_tokens - 1} - {0}):
-            yield partial(_change, position=position, max_tokens=tokens, min_tokens=0)
+            yield partial(_cut, position=position, tokens=tokens)
+
+
+def _cut(scenario: Scenario, position: int, **limits: int) -> Scenario:
+    """Never longer than it has become meanwhile, or shrinking would not end."""
+    ask = scenario.asks[position]
+    if "prompt" in limits:
+        return _change(scenario, position, prompt=ask.prompt[: limits["prompt"]])
+    if limits["tokens"] >= ask.max_tokens:
+        return scenario
+    return _change(scenario, position, max_tokens=limits["tokens"], min_tokens=0)
 
 
 def _change(scenario: Scenario, position: int, **changes: Any) -> Scenario:

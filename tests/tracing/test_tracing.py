@@ -18,6 +18,7 @@ from nanoactor.runtime.tracing import SPAN_DTYPE, Lane, LaneTrace, NodeTrace
 from nanoactor.tracing.export import joined
 from nanoactor.tracing.ledger import make_ledger
 from nanoactor.tracing.trace import Trace
+from tests.engine.harness import settled
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12)
 
@@ -190,26 +191,33 @@ def test_activity_is_the_busy_share_of_each_stretch():
 
 
 def test_an_engine_tells_how_busy_its_actors_and_its_device_are():
+    width, bins = 50_000_000, 8
+
     async def main():
-        async with AsyncLLM("demo", device="simulated:2") as llm:
+        async with AsyncLLM("demo", device="simulated:5") as llm:
             stream = llm.generate("ROMEO:", SamplingParams(max_tokens=300, ignore_eos=True))
             await anext(stream)
             begin = time.monotonic_ns()
-            await asyncio.sleep(0.25)
-            shares = await llm.activity(begin, 50_000_000, 4)
-            trace = await llm.trace(begin)
+            await asyncio.sleep(1e-9 * width * bins)
             await stream.aclose()
+            await settled(llm)  # nothing is under way any more
+            shares = await llm.activity(begin, width, bins)
+            trace = await llm.trace(begin)
         return shares, trace, begin
 
     shares, trace, begin = asyncio.run(main())
     assert {*LANES, "runner.0 device", "scheduler load"} == set(shares)
-    assert shares["runner.0 device"].min() > 0.7
-    assert 0 < shares["scheduler"].mean() < 0.9
-    assert shares["tokenizer.0"].max() == 0
+    edges = begin + width * np.arange(bins + 1)
     for node_ in trace.nodes:
         for lane_ in node_.lanes:
             assert (lane_.spans["end"] > begin).all()
-    assert 0 < trace.ledger().steps < 200
+            busy = np.diff(Cover(lane_.spans["begin"], lane_.spans["end"]).until(edges)) / width
+            assert shares[lane_.lane] == pytest.approx(busy, abs=1e-6), lane_.lane
+    means = {name: lane_.mean() for name, lane_ in shares.items() if name != "scheduler load"}
+    assert max(means, key=means.get) == "runner.0 device"
+    assert means["scheduler"] > 0
+    assert shares["tokenizer.0"].max() == 0
+    assert trace.ledger().steps > 0
 
 
 def test_a_trace_in_parts_is_the_trace(tmp_path):
