@@ -37,6 +37,21 @@ def pytest_configure(config):
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+_CRASHED: list[str] = []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem):
+    """A worker of xdist is gone, with the test that it ran."""
+    _CRASHED.append(crashitem)
+
+
+def pytest_sessionfinish(session):
+    """A crash is no mere failure."""
+    if _CRASHED:
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+
+
 _OTHERS: set[int] = set()
 """Children that were there before the test: a fixture of the session owns them."""
 
