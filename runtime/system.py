@@ -442,7 +442,7 @@ def _threads_are_replaced() -> bool:
     return _thread.start_new_thread.__module__ != "_thread"
 
 
-def _too_many_files(error: OSError) -> StartupFailed:
+def _too_many_files(error: BaseException) -> StartupFailed:
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -513,7 +513,9 @@ class _ChildProcess:
             )
             self.pidfd = os.pidfd_open(self.process.pid)
         except (OSError, ValueError) as error:
-            self.failure = control.Failed.of(self.name, error)
+            too_many = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+            told = _too_many_files(error) if too_many else error
+            self.failure = control.Failed.of(self.name, told)
         finally:  # without our copies, the child's end shows at once on ours
             self._let_go()
         level = logging.getLogger("nanoactor").getEffectiveLevel()
