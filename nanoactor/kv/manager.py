@@ -228,7 +228,8 @@ class BlockManager:
         """Take what failing rows computed out of the index, and tell who has read it.
 
         What a sequence computes on blocks that are bad is bad too, so it spreads to whoever holds
-        one of its blocks.
+        one of its blocks. Nobody else can have read them: since they were computed no fence of a
+        sequence that did has passed.
         """
         self.index()
         bad: set[int] = set()
@@ -282,8 +283,7 @@ class BlockManager:
         for index in range(int(self._next_index[slot]) // size - 1, complete // size):
             if index == len(holding.hashes):
                 self._complete_hashes(holding.hashes, self._tokens[slot, : (index + 1) * size])
-            parent = holding.hashes[index - 1] if index else b""
-            self.pool.remember(holding.table[index], holding.hashes[index], parent)
+            self.pool.remember(holding.table[index], holding.hashes[index])
             self._next_index[slot] = (index + 2) * size
 
     def free(self, event: Free) -> None:

@@ -22,8 +22,6 @@ class BlockPool:
         self._references = [0] * blocks
         self._hash: list[bytes | None] = [None] * blocks
         self._index: dict[bytes, int] = {}
-        self._parent: dict[bytes, bytes] = {}
-        """By indexed content: that of the block before it."""
         self._free: deque[int] = deque(range(blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._ticket = [_NOT_QUARANTINED] * blocks
@@ -69,33 +67,22 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         content = self._hash[block]
         if content is not None:
-            del self._index[content], self._parent[content]
+            del self._index[content]
             self._hash[block] = None
 
-    def remember(self, block: int, content: bytes, parent: bytes = b"") -> None:
-        """Index a block's content, unless another block already has it; `parent` is that of the
-        block before it in a sequence."""
+    def remember(self, block: int, content: bytes) -> None:
+        """Index a block's content, unless another block already has it."""
         if content not in self._index and self._hash[block] is None:
             self._index[content] = block
-            self._parent[content] = parent
             self._hash[block] = content
 
     def distrust(self, blocks: set[int]) -> None:
-        """Forget the contents of blocks, and all that is indexed as following on them: whoever
-        computed that may have read them."""
-        children: dict[bytes, list[bytes]] = {}
-        for content, parent in self._parent.items():
-            children.setdefault(parent, []).append(content)
-        contents = (self._hash[block] for block in blocks)
-        doubtful = [content for content in contents if content is not None]
-        while doubtful:
-            following = doubtful.pop()
-            doubtful += children.pop(following, ())
-            if (found := self._index.get(following)) is not None:
-                self._forget(found)
-                if found in self._cached:
-                    del self._cached[found]
-                    self._free.append(found)
+        """Forget the contents of blocks; of those that nobody holds, the next owner writes anew."""
+        for block in blocks:
+            self._forget(block)
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
 
     def release(self, blocks: list[int], fence: int) -> int:
         """Drop one reference of each; returns how many nobody holds any more.

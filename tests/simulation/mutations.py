@@ -341,12 +341,6 @@ MUTATIONS = [
         "",
     ),
     Mutation(
-        "what follows on a failing row's block stays in the prefix index",
-        POOL,
-        "            doubtful += children.pop(following, ())\n",
-        "",
-    ),
-    Mutation(
         "blocks that were read before a failure was known are indexed after it",
         MANAGER,
         "        if holding.distrusted:\n            return\n",

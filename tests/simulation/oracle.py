@@ -135,10 +135,10 @@ class Oracle:
         self._preemptions[victim.uid] += 1
         self._preempt(victim)
 
-    def remember(self, block: int, content: bytes, parent: bytes) -> None:
+    def remember(self, block: int, content: bytes) -> None:
         """Nothing but the beginnings of requests is indexed, and only where it is or will be."""
         before = self.manager.pool.find(content)
-        self._remember(block, content, parent)
+        self._remember(block, content)
         if before is None and self.manager.pool.find(content) == block:
             assert content in self._true, f"block {block} is indexed with tokens nobody knows"
             # True when the last step that was stamped, or is being stamped now, is computed.
