@@ -95,14 +95,16 @@ async def exhaust(stream):
         pass
 
 
-@pytest.mark.parametrize("engines", [10, pytest.param(20, marks=pytest.mark.long)])
-def test_engines_grow_neither_memory_nor_descriptors(engines):
+@pytest.mark.parametrize(
+    ("engines", "device"), [(10, "simulated:1"), pytest.param(20, "cpu", marks=pytest.mark.long)]
+)
+def test_engines_grow_neither_memory_nor_descriptors(engines, device):
     def resident():
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096
 
     async def once():
-        async with AsyncLLM("demo", max_num_seqs=4) as llm:
+        async with AsyncLLM("demo", device=device, max_num_seqs=4) as llm:
             await collect(llm, "ROMEO:", greedy(3))
 
     async def main():

@@ -30,10 +30,10 @@ def recorded(request, tmp_path_factory):
             ignore_eos=True,
             output_kind=RequestOutputKind.DELTA,
         )
-        left = random.Random(number).randrange(40)
+        left = random.Random(number).randrange(10)
         stream = llm.generate({"prompt_token_ids": prompt}, params)
-        async for _ in stream:
-            left -= 1
+        async for output in stream:
+            left -= len(output.outputs[0].token_ids)
             if left < 0 and number % 4 == 0:
                 break
         await stream.aclose()
@@ -41,6 +41,8 @@ def recorded(request, tmp_path_factory):
     async def main():
         changes = dict(
             placement=request.param,
+            device="simulated:3",
+            dtype="auto",
             skip_tokenizer_init=False,
             max_model_len=128,
             num_kv_blocks=34,

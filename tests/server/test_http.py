@@ -558,13 +558,15 @@ def test_a_trace_shows_what_happens_meanwhile(fast_server):
         work = asyncio.ensure_future(raw(fast_server.port, posted("/v1/completions", body)))
         await asyncio.sleep(0.1)
         head = b"GET /trace?seconds=0.8 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        begin = time.monotonic()
         first = asyncio.ensure_future(raw(fast_server.port, head))
         await asyncio.sleep(0.1)
         second = await raw(fast_server.port, head)
         assert status(second) == 429
-        return await first, await work
+        trace = await first
+        return trace, time.monotonic() - begin, await work
 
-    trace, answer = asyncio.run(main())
+    trace, seconds, answer = asyncio.run(main())
     assert status(trace) == status(answer) == 200
     text = re.sub(rb"\r\n[0-9a-f]+\r\n", b"", trace.partition(b"\r\n\r\n")[2])
     found = json.loads(text[text.index(b"{") : text.rindex(b"}") + 1])["traceEvents"]
@@ -573,7 +575,7 @@ def test_a_trace_shows_what_happens_meanwhile(fast_server):
     steps = [e["args"]["step"] for e in forwards]
     assert steps == list(range(steps[0], steps[0] + len(steps)))
     span = max(e["ts"] for e in forwards) - min(e["ts"] for e in forwards)
-    assert 0 < span < 0.81e6
+    assert 0 < span < 1e6 * seconds, "no longer than it was asked for, and the machine was late"
     gone = socket.create_connection(("127.0.0.1", fast_server.port))
     gone.sendall(b"GET /trace?seconds=30 HTTP/1.1\r\nHost: localhost\r\n\r\n")
     wait_until(lambda: fast_server.get("/trace?seconds=0.1").status_code == 429)
