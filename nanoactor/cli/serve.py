@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import logging
@@ -32,9 +33,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     _add_fields(server, ServerConfig, listed)
     said = descriptions(ServerConfig)
     for name, text in (
-        ("api-key", f"{said['api_keys']} May be repeated; default: ${KEY_VARIABLE}"),
-        ("allowed-host", f"{said['allowed_hosts']} May be repeated"),
-        ("cors-origin", f"{said['cors_origins']} May be repeated"),
+        ("api-key", f"{said.get('api_keys')} May be repeated; default: ${KEY_VARIABLE}"),
+        ("allowed-host", f"{said.get('allowed_hosts')} May be repeated"),
+        ("cors-origin", f"{said.get('cors_origins')} May be repeated"),
     ):
         server.add_argument(f"--{name}", action="append", metavar="TEXT", help=text)
 
@@ -44,10 +45,11 @@ def _add_fields(group: Any, config: type[Any], left_out: tuple[str, ...]) -> Non
     for field in dataclasses.fields(config):
         if field.name in left_out:
             continue
-        kind = hints[field.name]
+        kind, read = hints[field.name], None
         if isinstance(kind, types.UnionType):  # optional
             (kind,) = (part for part in kind.__args__ if part is not types.NoneType)
-        text = said[field.name].replace("%", "%%")
+            read = functools.partial(_or_none, kind)
+        text = said.get(field.name, "").replace("%", "%%")
         if "efault" not in text and field.default is not None:
             text += f" Default: {field.default}."
         known = {"default": field.default, "help": text}
@@ -56,13 +58,21 @@ def _add_fields(group: Any, config: type[Any], left_out: tuple[str, ...]) -> Non
         elif kind is bool:
             known |= {"action": argparse.BooleanOptionalAction}
         else:
-            known |= {"type": kind, "metavar": kind.__name__.upper()}
+            known |= {"type": read or kind, "metavar": kind.__name__.upper()}
         group.add_argument(f"--{field.name.replace('_', '-')}", **known)
 
 
+def _or_none(kind: Any, text: str) -> Any:
+    """A value of an option that may be left open."""
+    return None if text.lower() == "none" else kind(text)
+
+
 def descriptions(config: type[Any]) -> dict[str, str]:
-    """By field of a dataclass: the text that stands below it in its source."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
+    """By field of a dataclass: the text that stands below it in its source, if that is there."""
+    try:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
+    except OSError:
+        return {}
     assert isinstance(body, ast.ClassDef)
     found: dict[str, str] = {}
     for field, below in itertools.pairwise(body.body):

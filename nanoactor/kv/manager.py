@@ -233,10 +233,13 @@ class BlockManager:
         """
         self.index()
         bad: set[int] = set()
+        doubtful: set[int] = set()
+        """The failing sequences' earlier blocks: to compute them again is cheap."""
         for slot, start in zip(event.failed.tolist(), event.failed_from.tolist(), strict=True):
             left = (holding for _, of, holding in self._left if of == slot)
             holding = next(left, None) or self._of(slot, event.step)
             holding.distrusted = True
+            doubtful |= set(holding.table)
             bad |= set(holding.table[start // self._block_size :])
         grown = True
         while grown:
@@ -251,7 +254,7 @@ class BlockManager:
             if not bad.isdisjoint(holding.table):
                 holding.distrusted = True
                 self._answers.tainted.append(holding.uid)
-        self.pool.distrust(bad)
+        self.pool.distrust(bad | doubtful)
         self._answers.settled += 1
 
     def index(self) -> None:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from nanoactor.engine import AsyncLLM, Prompt
@@ -199,6 +200,7 @@ class Completions:
         self, exchange: Exchange, body: CompletionRequest, wanted: Sequence[Prompt]
     ) -> web.StreamResponse:
         """The prompts, and nothing else: the engine is not asked."""
+        sampling_params(msgspec.structs.replace(body, max_tokens=1, min_tokens=None))
         limit, counts = self._llm.files.max_model_len, []
         for prompt in wanted:
             counts.append(await self._count(prompt))

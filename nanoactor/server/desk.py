@@ -7,6 +7,7 @@ delays neither prompts nor streams.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
@@ -71,6 +72,13 @@ class Answer:
     error: str
 
 
+@message(102)
+class Withdraw:
+    """Server to desk: nobody waits for the answer to a question any more."""
+
+    number: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeskConfig:
     """Where the tokenizer lies, and what a chat template may take."""
@@ -104,8 +112,12 @@ class DeskActor(Actor):
             self._templates.close()
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Questions."""
-        return {Question: self._question}
+        """Questions, and that nobody waits for an answer."""
+        return {Question: self._question, Withdraw: self._withdraw}
+
+    def _withdraw(self, event: Withdraw) -> None:
+        assert self._templates is not None
+        self._templates.cancel(event.number)
 
     def _question(self, event: Question) -> None:
         if event.options:  # a conversation
@@ -179,7 +191,12 @@ class ClerkActor(Actor):
         answer: asyncio.Future[Answer] = self.context.loop.create_future()
         self._open[number] = answer
         self._desk.send(Question(number, wanted, text, options, token_ids, counts))
-        return await answer
+        try:
+            return await answer
+        except asyncio.CancelledError:  # its client has gone, or it takes too long
+            with contextlib.suppress(PeerBroken):
+                self._desk.send(Withdraw(number))
+            raise
 
     def _answer(self, event: Answer) -> None:
         self._room.release()

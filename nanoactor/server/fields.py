@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from typing import Any, Literal
 
 log = logging.getLogger("nanoactor.server")
 
+_INDEX = re.compile(r"\[\d+\]")
 Status = Literal["honoured", "refused", "ignored"]
 _BOTH, _CHAT, _TEXT = ("chat", "completions"), ("chat",), ("completions",)
 
@@ -144,8 +146,10 @@ class Warned:
 
     def warn(self, name: str, what: str = "is ignored (--strict refuses it)") -> None:
         """Log what becomes of a field, the first time."""
-        name = name[:80]
-        if name in self._names or len(self._names) >= self.MOST:
+        if len(self._names) >= self.MOST:
+            return
+        name = _INDEX.sub("[*]", name[:200])[:80]
+        if name in self._names:
             return
         self._names.add(name)
         log.warning("requests have the field %r, which %s", name, what)

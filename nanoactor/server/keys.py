@@ -23,9 +23,9 @@ class Keys:
         """
         if not self._digests:
             return True
-        digest = _digest(_key_in(authorization) if authorization else (api_key or "").strip())
+        given = [_digest(_key_in(authorization or "")), _digest((api_key or "").strip())]
         # All of them, whichever fits.
-        fits = [hmac.compare_digest(digest, known) for known in self._digests]
+        fits = [hmac.compare_digest(one, known) for one in given for known in self._digests]
         return any(fits)
 
 

@@ -5,7 +5,6 @@ A structure has what is honoured. What becomes of everything else, `fields.py` s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
@@ -214,6 +213,16 @@ _INNER: dict[type, dict[str, type]] = {
     Tool: {"function": Function},
 }
 """Which fields hold structures, or lists of them."""
+_STRUCTURES: tuple[type[Struct], ...] = (
+    *(CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, StreamOptions, Message),
+    *(TextPart, ToolCall, CalledFunction, Tool, Function),
+)
+_NAMES: dict[type, frozenset[str]] = {
+    kind: frozenset(kind.__struct_fields__) for kind in _STRUCTURES
+}
+_MOST_UNKNOWN = 200
+_MOST_ITEMS = {"messages": MAX_MESSAGES, "content": 4096, "tool_calls": 4096, "tools": 4096}
+"""More would hold up the loop for too long."""
 _MEDIA = {
     "image_url": "images",
     "input_image": "images",
@@ -257,9 +266,14 @@ class Decoder:
             return  # the structure says what is wrong with that
         if kind is TextPart:
             _check_part(raw, path)
-        fields = kind.__struct_fields__
-        for name in [name for name in raw if name not in fields]:
+        unknown = raw.keys() - _NAMES[kind]
+        if len(unknown) > _MOST_UNKNOWN:
+            raise invalid(f"{len(unknown)} fields that this server does not know are too many")
+        for name in unknown:
             self._take_out(raw, kind, name, f"{path}{name}")
+        for name, most in _MOST_ITEMS.items():
+            if isinstance(raw.get(name), list) and len(raw[name]) > most:
+                raise invalid(f"{name} has {len(raw[name])} items, {most} at most", f"{path}{name}")
         for name, inner in _INNER.get(kind, {}).items():
             value = raw.get(name)
             if isinstance(value, list):
@@ -280,7 +294,7 @@ class Decoder:
         elif value is not None and field is None and self._strict:
             raise invalid(f"{path[:200]!r} is not a parameter that this server knows", path[:200])
         elif value is not None and not (field is not None and is_neutral(value, field.neutral)):
-            self._warned.warn(re.sub(r"\[\d+\]", "[*]", path))
+            self._warned.warn(path)
 
     def _tell_of_strict_tools(self, body: ChatRequest) -> None:
         if any(tool.function.strict for tool in body.tools or ()):

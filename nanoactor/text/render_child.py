@@ -33,6 +33,9 @@ def main(parent: int, directory: str, characters: int) -> None:
     except ModelError as error:
         _say({"model_error": str(error)})
         return
+    except Exception as error:  # a template can be wrong in any way
+        _say({"model_error": f"the model's chat template is malformed: {error!r}"})
+        return
     _say({"value": None})
     while head := os.read(0, LENGTH.size):
         (length,) = LENGTH.unpack(head)
@@ -45,7 +48,7 @@ def _answer(template: ChatTemplate, request: list[Any]) -> dict[str, Any]:
     except InvalidRequest as error:
         # Whoever has met the limit once may be near it from now on.
         return {"error": str(error), "spent": isinstance(error.__cause__, MemoryError)}
-    except (ValueError, RecursionError, MemoryError) as error:  # what came is no conversation
+    except Exception as error:  # what came is no conversation
         return {"error": f"the prompt cannot be tokenized: {error!r}", "spent": True}
 
 
@@ -63,7 +66,10 @@ def _value(template: ChatTemplate, request: list[Any]) -> Any:
 def _read(length: int) -> bytes:
     data = bytearray()
     while len(data) < length:
-        data += os.read(0, length - len(data))
+        part = os.read(0, length - len(data))
+        if not part:
+            raise SystemExit(0)
+        data += part
     return bytes(data)
 
 

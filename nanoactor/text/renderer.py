@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import queue
@@ -32,6 +33,8 @@ _WALL = 10.0
 """How many times its limit a child may take by the clock: it may have to wait for a processor."""
 _START = 5.0
 """Seconds more that it may take to start."""
+_FIRST = 0.5
+"""Seconds after which a conversation lets those behind it go first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,8 +47,8 @@ class RenderLimits:
     """Of output."""
 
 
-class _Overdue(Exception):
-    """The child takes too long."""
+class Overdue(Exception):
+    """The template takes too long."""
 
 
 class _Ended(Exception):
@@ -62,7 +65,6 @@ class _Child:
             "from nanoactor.text.render_child import main; "
             f"main({os.getpid()}, {str(directory)!r}, {limits.characters})"
         )
-        self._seconds = limits.seconds
         self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
             [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -75,17 +77,16 @@ class _Child:
             self.process.stdin.write(LENGTH.pack(len(body)) + body)
             self.process.stdin.flush()
 
-    def answer(self, more: float = 0.0) -> Any:
-        """Wait for what it says, `more` seconds longer than usual.
+    def answer(self, limit: float) -> Any:
+        """Wait for what it says, for so many seconds of its processor time.
 
-        Raises `_Overdue` where it takes too long, `_Ended` where it says nothing any more.
+        Raises `Overdue` where it takes longer, `_Ended` where it says nothing any more.
         """
         begin, used = time.monotonic(), self._cpu_seconds()
 
         def check() -> None:
-            limit = self._seconds + more
             if self._cpu_seconds() - used > limit or time.monotonic() - begin > _WALL * limit:
-                raise _Overdue
+                raise Overdue
 
         (length,) = LENGTH.unpack(self._read(LENGTH.size, check))
         return json.loads(self._read(length, check))
@@ -139,33 +140,44 @@ class Renderer:
         """
         if not has_template(self._directory):
             return TemplateFacts(), ""
-        found = self._ask(["facts"])
+        try:
+            found = self._ask(["facts"], self._limits.seconds)
+        except Overdue:
+            raise self.stopped() from None
         facts = TemplateFacts(**{**found, "variables": tuple(found["variables"])})
         try:
-            shows_tools, opens_thoughts = self._ask(["probe"])
+            shows_tools, opens_thoughts = self._ask(["probe"], self._limits.seconds)
+        except Overdue:
+            return facts, str(self.stopped())
         except InvalidRequest as error:
             return facts, str(error)
-        return dataclasses.replace(
-            facts, shows_tools=shows_tools, opens_thoughts=opens_thoughts
-        ), ""
+        tried = {"shows_tools": shows_tools, "opens_thoughts": opens_thoughts}
+        return dataclasses.replace(facts, **tried), ""
 
-    def render(self, messages: str, options: str) -> str:
-        """The prompt for a conversation, both given as JSON; raises `InvalidRequest`."""
-        text: str = self._ask(["render", messages, options])
+    def render(self, messages: str, options: str, seconds: float) -> str:
+        """The prompt for a conversation, both given as JSON, within so many seconds of processor
+        time; raises `InvalidRequest`, or `Overdue` where it takes longer."""
+        text: str = self._ask(["render", messages, options], seconds)
         return text
 
-    def _ask(self, request: list[str]) -> Any:
+    def stopped(self) -> InvalidRequest:
+        """The error of who has taken all the time that there is."""
+        seconds = self._limits.seconds
+        return InvalidRequest(f"the chat template was stopped: it takes longer than {seconds:g} s")
+
+    def _ask(self, request: list[str], seconds: float) -> Any:
         try:
             try:
-                answer = self._asked(request)
+                answer = self._asked(request, seconds)
             except _Ended:  # perhaps by a cancellation that came too late for the one before
                 self.end()
-                answer = self._asked(request)
-        except (_Overdue, _Ended) as error:
+                answer = self._asked(request, seconds)
+        except Overdue:
             self.end()
-            overdue = isinstance(error, _Overdue)
-            why = f"it takes longer than {self._limits.seconds:g} s" if overdue else "it ended"
-            raise InvalidRequest(f"the chat template was stopped: {why}") from None
+            raise
+        except _Ended:
+            self.end()
+            raise InvalidRequest("the chat template was stopped: its process has ended") from None
         if "model_error" in answer:
             self.end()
             raise ModelError(answer["model_error"])
@@ -175,17 +187,19 @@ class Renderer:
             raise InvalidRequest(answer["error"])
         return answer["value"]
 
-    def _asked(self, request: list[str]) -> Any:
-        if self.cancelled:
-            raise _Ended
-        if self._child is None:
-            with self._lock:
-                self._child = _Child(self._directory, self._limits)
-            ready = self._child.answer(_START)
+    def _asked(self, request: list[str], seconds: float) -> Any:
+        with self._lock:
+            if self.cancelled:
+                raise _Ended
+            fresh = self._child is None
+            self._child = self._child or _Child(self._directory, self._limits)
+            child = self._child
+        if fresh:
+            ready = child.answer(self._limits.seconds + _START)
             if "model_error" in ready:
                 return ready
-        self._child.send(request)
-        return self._child.answer()
+        child.send(request)
+        return child.answer(seconds)
 
     def cancel(self) -> None:
         """End the rendering at hand with an error; from any thread."""
@@ -206,13 +220,31 @@ Done = Callable[[str | Exception], None]
 """Takes the prompt, or what was raised instead."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class _Job:
+    """A conversation; lower ones go first."""
+
+    turn: int
+    """0 at first, 1 once it has let others go first; negative to end."""
+    place: int
+    number: int = dataclasses.field(compare=False)
+    messages: str = dataclasses.field(compare=False)
+    options: str = dataclasses.field(compare=False)
+    done: Done = dataclasses.field(compare=False)
+
+
 class RenderQueue:
-    """A thread with a renderer: conversations one after the other, results by callback."""
+    """A thread with a renderer: one conversation at a time, results by callback.
+
+    They go in their order, but whose template takes long starts again behind the others.
+    """
 
     def __init__(self, directory: Path, limits: RenderLimits) -> None:
         """Starts the thread, and the child if the model has a template."""
         self._renderer = Renderer(directory, limits)
-        self._jobs: queue.SimpleQueue[tuple[int, str, str, Done] | None] = queue.SimpleQueue()
+        self._seconds = limits.seconds
+        self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
+        self._places = itertools.count()
         self._described: queue.SimpleQueue[tuple[TemplateFacts, str] | Exception]
         self._described = queue.SimpleQueue()
         self._exists = has_template(directory)
@@ -238,7 +270,7 @@ class RenderQueue:
             return
         with self._lock:
             self._known.add(number)
-        self._jobs.put((number, messages, options, done))
+        self._jobs.put(_Job(0, next(self._places), number, messages, options, done))
 
     def cancel(self, number: int) -> None:
         """Have a conversation end with `Cancelled`, unless it is over."""
@@ -253,34 +285,42 @@ class RenderQueue:
             self._described.put(self._renderer.describe())
         except Exception as error:  # raised where it is waited for
             self._described.put(error)
-        while (job := self._jobs.get()) is not None:
-            number, messages, options, done = job
-            done(self._render(number, messages, options))
+        while (job := self._jobs.get()).turn >= 0:
+            result = self._render(job)
+            if isinstance(result, Overdue):
+                again = dataclasses.replace(job, turn=1, place=next(self._places))
+                self._jobs.put(again)
+            else:
+                job.done(result)
         self._renderer.end()
 
-    def _render(self, number: int, messages: str, options: str) -> str | Exception:
+    def _render(self, job: _Job) -> str | Exception:
         with self._lock:
-            self._current = number if number in self._known else None
+            self._current = job.number if job.number in self._known else None
             self._renderer.cancelled = False
         if self._current is None:
             return Cancelled()
+        seconds = self._seconds if job.turn else min(_FIRST, self._seconds)
         result: str | Exception
         try:
-            result = self._renderer.render(messages, options)
+            result = self._renderer.render(job.messages, job.options, seconds)
+        except Overdue as error:
+            result = error if seconds < self._seconds else self._renderer.stopped()
         except Exception as error:  # a template is a program: it can fail in any way
             result = error
         with self._lock:
             self._current = None
-            if number not in self._known:
+            if job.number not in self._known:
                 return Cancelled()
-            self._known.remove(number)
+            if not isinstance(result, Overdue):
+                self._known.remove(job.number)
         return result
 
     def close(self) -> None:
         """End the child and the thread."""
         with self._lock:
             self._known.clear()
-        self._jobs.put(None)
+        self._jobs.put(_Job(-1, 0, 0, "", "", lambda result: None))
         self._renderer.cancel()
         self._thread.join(timeout=2.0)
 

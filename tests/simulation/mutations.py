@@ -337,7 +337,7 @@ MUTATIONS = [
     Mutation(
         "what a failing row computed stays in the prefix index",
         MANAGER,
-        "        self.pool.distrust(bad)\n",
+        "        self.pool.distrust(bad | doubtful)\n",
         "",
     ),
     Mutation(

@@ -10,7 +10,7 @@ import pytest
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.models.errors import ModelError
-from nanoactor.text.renderer import Cancelled, Renderer, RenderLimits, RenderQueue
+from nanoactor.text.renderer import Cancelled, Overdue, Renderer, RenderLimits, RenderQueue
 from tests.conftest import children
 from tests.text.test_chat import CHAT, THINKING, ChatTemplate, directory
 
@@ -42,7 +42,7 @@ def test_it_renders_as_the_template_does(rendering):
     renderer = rendering(THINKING)
     options = {"enable_thinking": False}
     expected = ChatTemplate(renderer._directory).render(CHAT, options)
-    assert renderer.render(json.dumps(CHAT), json.dumps(options)) == expected
+    assert renderer.render(json.dumps(CHAT), json.dumps(options), 0.3) == expected
     facts, problem = renderer.describe()
     assert all((facts.exists, facts.shows_tools, facts.knows_thoughts, not problem))
     assert "enable_thinking" in facts.variables
@@ -51,7 +51,7 @@ def test_it_renders_as_the_template_does(rendering):
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        (LOOP, "stopped: it takes longer than 0.3 s"),
+        (LOOP, ""),
         (LOOP.replace("{% endfor %}", "x{% endfor %}", 1), "more than 10000 characters"),
         (
             "{% set n = namespace(t='x') %}{% for i in range(64) %}{% set n.t = n.t + n.t %}"
@@ -66,16 +66,16 @@ def test_a_template_that_goes_too_far_is_an_error_and_the_next_conversation_is_r
 ):
     renderer = rendering("{% if messages[-1].content == 'go' %}" + template + "{% endif %}well")
     for _ in range(2):
-        with pytest.raises(InvalidRequest, match=text):
-            renderer.render(said("go"), "{}")
-        assert renderer.render(said("a"), "{}") == "well"
+        with pytest.raises(InvalidRequest if text else Overdue, match=text):
+            renderer.render(said("go"), "{}", 0.3)
+        assert renderer.render(said("a"), "{}", 0.3) == "well"
 
 
 def test_a_template_that_hangs_when_it_is_compiled_is_an_error(rendering, monkeypatch):
     monkeypatch.setattr("nanoactor.text.renderer._START", 0.7)
     renderer = rendering("{{ 7 ** (10 ** 9) }}")
-    with pytest.raises(InvalidRequest, match="chat template"):
-        renderer.render(said("a"), "{}")
+    with pytest.raises(InvalidRequest, match="chat template was stopped"):
+        renderer.describe()
 
 
 def test_a_template_that_hangs_when_it_is_tried_is_described_by_its_source(rendering):
@@ -94,7 +94,7 @@ def test_a_malformed_template_is_the_models_fault(rendering):
 def test_a_child_that_dies_is_replaced(rendering):
     renderer = rendering("{{ messages[-1].content }}")
     for content in "abc":
-        assert renderer.render(said(content), "{}") == content
+        assert renderer.render(said(content), "{}", 0.3) == content
         os.kill(renderer._child.process.pid, signal.SIGKILL)
 
 
@@ -123,6 +123,17 @@ def title(pid):
         return file.read()
 
 
+def test_one_that_hangs_lets_those_behind_it_go_first(rendered):
+    templates, render, next_ = rendered
+    contents = ["hang", "a", "hang", "b", "c"]
+    for number, content in enumerate(contents):
+        render(number, content)
+    assert [next_() for _ in range(3)] == [(1, "a"), (3, "b"), (4, "c")]
+    for number in (0, 2):
+        templates.cancel(number)
+        assert isinstance(next_()[1], Cancelled)
+
+
 def test_conversations_come_in_their_order(rendered):
     _, render, next_ = rendered
     for number in range(20):
@@ -132,13 +143,15 @@ def test_conversations_come_in_their_order(rendered):
 
 def test_a_rendering_that_is_cancelled_ends_at_once_and_the_others_go_on(rendered):
     templates, render, next_ = rendered
-    for number, content in enumerate(["hang", "a", "hang", "b"]):
+    for number, content in enumerate(["hang", "a"]):
         render(number, content)
     templates.cancel(0)
     assert isinstance(next_()[1], Cancelled)
     assert next_() == (1, "a")
-    time.sleep(0.3)  # the third is under way
+    render(2, "hang")
+    time.sleep(1.5)  # its second turn is under way
     templates.cancel(2)
+    render(3, "b")
     assert isinstance(next_()[1], Cancelled)
     assert next_() == (3, "b")
 
