@@ -35,6 +35,7 @@ from nanoactor.config import DEMO, EngineConfig, resolve_model
 from nanoactor.runtime.tracing import nanoseconds_per_span
 
 PROMPT = 32
+_NO_FAILURES = np.empty(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +255,7 @@ class InProcessLoop:
         self.free_at = computed.end
         self.steps += 1
         self.tokens += len(computed.token_ids)
-        self.handle(StepDone(number, computed.token_ids, 0.0))
+        self.handle(StepDone(number, computed.token_ids, 0.0, _NO_FAILURES, []))
         self.deliver()
 
 

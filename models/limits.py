@@ -5,3 +5,6 @@ from __future__ import annotations
 # Rows whose top-k is at most this are cut from so many candidates, whatever the others want:
 # how equal logits are ordered then depends on the row alone, not on its batch.
 CANDIDATES = 256
+
+NO_TOKEN = -1
+"""Chosen where a row's logits are not finite."""

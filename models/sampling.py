@@ -10,22 +10,23 @@ from __future__ import annotations
 import torch
 
 from nanoactor.models.batch import SamplingBatch
-from nanoactor.models.limits import CANDIDATES
+from nanoactor.models.limits import CANDIDATES, NO_TOKEN
 from nanoactor.models.philox import gumbel_noise, gumbel_noise_at
 
 _MOST_IDS = 0xFFFFFFFF
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The chosen ids, int64 (rows,), from logits (rows, vocabulary) of any floating type."""
+    """The chosen ids, int64 (rows,), from logits (rows, vocabulary) of any floating type.
+
+    A row whose highest logit is NaN, or infinite, gets `limits.NO_TOKEN`.
+    """
     logits = logits.float()
     if batch.masked_rows.numel():
         logits[batch.masked_rows, batch.masked_ids] = float("-inf")
-    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    highest, chosen = logits.max(-1)  # NaN comes through, and the first of equals wins
     if batch.greedy.numel() == len(logits):
-        return logits.argmax(-1)
-    if batch.greedy.numel():
-        chosen[batch.greedy] = logits[batch.greedy].argmax(-1)
+        return where_finite(highest, chosen)
     if batch.plain.numel():
         chosen[batch.plain] = _sample_plain(logits, batch, batch.plain)
     if batch.limited.numel():
@@ -34,7 +35,12 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     for rows in (batch.unlimited, batch.nucleus):
         if rows.numel():
             chosen[rows] = _sample_truncated(logits, batch, rows, logits.shape[-1])
-    return chosen
+    return where_finite(highest, chosen)
+
+
+def where_finite(highest: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The chosen ids of rows whose highest logit is finite, `limits.NO_TOKEN` for others."""
+    return torch.where(highest.isfinite(), chosen, NO_TOKEN)
 
 
 def scores_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from nanoactor.models.batch import SamplingBatch
 from nanoactor.models.collective import Group
 from nanoactor.models.limits import CANDIDATES
 from nanoactor.models.philox import gumbel_noise_at
-from nanoactor.models.sampling import choose_truncated, from_keys, sort_keys
+from nanoactor.models.sampling import choose_truncated, from_keys, sort_keys, where_finite
 
 
 class ShardedSampler:
@@ -39,7 +39,7 @@ class ShardedSampler:
         ):
             if rows.numel():
                 chosen[rows] = self._truncated(logits[rows], best[rows], batch, rows, candidates)
-        return chosen
+        return where_finite(best, chosen)
 
     def _masked(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Minus infinity for padding, and for what `min_tokens` rules out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +162,10 @@ class Weights:
                 f"largest number is {most:g}; choose another dtype"
             )
 
-    def warn_of_unused(self) -> None:
-        """Name the tensors of the checkpoint that nobody has taken: is it another model's?"""
-        spare = {name for name in self._home if name.endswith(_SPARE)}
+    def warn_of_unused(self, spare: Collection[str] = ()) -> None:
+        """Name the tensors of the checkpoint that nobody has taken: is it another model's? Those in
+        `spare` may be there."""
+        spare = {name for name in self._home if name in spare or name.endswith(_SPARE)}
         unused = self._home.keys() - self._taken - spare
         if unused:
             log.warning(
@@ -229,7 +230,7 @@ class RandomWeights(Weights):
     def __exit__(self, *_: object) -> None:
         """Nothing was opened."""
 
-    def warn_of_unused(self) -> None:
+    def warn_of_unused(self, spare: Collection[str] = ()) -> None:
         """There is nothing else."""
 
     def __contains__(self, name: str) -> bool:

@@ -57,10 +57,11 @@ class EngineConfig:
     block_size: int | None = None
     """Tokens in a KV block; default: the device's."""
     num_kv_blocks: int | None = None
-    """Default: what fits `memory_utilization`."""
+    """KV blocks in the cache. Default: what fits `memory_utilization`."""
     memory_utilization: float | None = None
     """Share of the memory free at start for weights and KV cache; default: the device's."""
     enable_prefix_caching: bool = True
+    """Keep the KV blocks of what was computed, so that common beginnings are computed once."""
     enforce_eager: bool = False
     """On a GPU or an NPU: capture no graphs, for debugging and a faster start."""
     graph_mode: str = "auto"
@@ -81,6 +82,9 @@ class EngineConfig:
     """Lower priorities go first, but a request is passed by fewer than so many later ones for
     each degree of priority between them: nobody waits for ever."""
     num_tokenizers: int = 1
+    """Processes that tokenize prompts."""
+    template_timeout: float = 5.0
+    """Seconds of processor time that the model's chat template may take for a conversation."""
     tensor_parallel_size: int = 1
     """Over how many processes each layer is split; it must divide the attention heads."""
     threads: int | None = None
@@ -92,11 +96,13 @@ class EngineConfig:
     max_waiting_requests: int = 10_000
     """More requests without a first token raise `EngineOverloaded`."""
     max_waiting_tokens: int = 50_000_000
-    """The same for their prompts; text counts a token for each byte until it is tokenized."""
+    """The bound on the tokens of prompts that wait; text counts a token for each byte until it is
+    tokenized."""
     placement: Placement = "default"
     """"default": scheduler and block manager share a process. "split": a process for each
     actor. "single": everything in this process, for debugging and embedding."""
     transport: Literal["ring", "queue"] = "ring"
+    """How messages pass between processes: shared-memory rings, or pipes, which are slower."""
     start_timeout: float = 600.0
     """Seconds until every process must be ready; after 30 s the log tells who is late."""
     stop_timeout: float = 5.0
@@ -129,7 +135,7 @@ class EngineConfig:
         self._check_whole("tensor_parallel_size")
         for name in ("max_waiting_requests", "max_waiting_tokens", "priority_window"):
             self._check_whole(name)
-        for name in ("start_timeout", "stop_timeout", "debug_delay_ms"):
+        for name in ("start_timeout", "stop_timeout", "debug_delay_ms", "template_timeout"):
             self._check_number(name, 1e9)
         self._check_stall_timeout()
         self._check_choice("dtype", ("auto", *DTYPES))

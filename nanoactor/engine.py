@@ -96,10 +96,12 @@ class AsyncLLM:
 
     def __del__(self) -> None:
         """End the processes of an engine that was not closed, with a `ResourceWarning`."""
-        if self.__dict__.get("_system") is None or not self._started or self._closed:
+        system: System | None = self.__dict__.get("_system")
+        if system is None or not self._started or self._closed or not system.is_ours:
             return
         if sys.is_finalizing():  # they end with this process
             return
+        system.abandon()  # first: the warning may be an error
         warnings.warn(
             f"the engine of {self.config.model!r} was not closed: use `async with`, or await "
             "close()",
@@ -107,7 +109,6 @@ class AsyncLLM:
             stacklevel=2,
             source=self,
         )
-        self._system.abandon()
 
     def _options(self) -> Options:
         config = self.config
@@ -141,6 +142,9 @@ class AsyncLLM:
         frontend = self._system.actor("frontend")
         assert isinstance(frontend, FrontendActor)
         self._frontend = frontend
+        if self.dead is not None:  # in the very moment in which all was ready
+            await self.close()
+            raise self.dead
         log.info("engine ready in %.1f s", time.monotonic() - begin)
         return self
 
@@ -159,8 +163,8 @@ class AsyncLLM:
         ended, nobody is left to hear of the requests, and the processes end.
         """
         self._closed = True
-        if (loop := self._system.running_elsewhere) is not None:
-            await run_on(loop, self.close)
+        loop = self._system.running_elsewhere
+        if loop is not None and await run_on(loop, self.close):
             return
         if self._frontend is not None and self._system.is_here:
             self._frontend.fail_all(EngineClosed("the engine was closed"))
@@ -169,9 +173,9 @@ class AsyncLLM:
             self._meeting.close()
 
     def _on_death(self, error: BaseException) -> None:
+        self._died.set()
         if self._frontend is not None:
             self._frontend.fail_all(_dead(error))
-            self._died.set()
 
     @property
     def dead(self) -> EngineDead | None:

@@ -39,6 +39,10 @@ class EngineClosed(NanoactorError):
     """The engine was closed, or never started."""
 
 
+class ComputationFailed(NanoactorError):
+    """The model's output for this request is not a number; other requests are unaffected."""
+
+
 class ProtocolBug(NanoactorError, AssertionError):
     """An invariant of the engine broke: a bug in nanoactor. The text tells what led to it."""
 

@@ -16,6 +16,7 @@ from nanoactor.params import MAX_STOP_IDS
 from nanoactor.runner.config import SIMULATED, ExecutorConfig
 from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
+from nanoactor.text.renderer import RenderLimits
 
 USER = "user"
 # What has no place in a control process: torch alone would take 200 MB and a second to import.
@@ -60,7 +61,9 @@ def _actors(
 ) -> tuple[ActorSpec, ...]:
     text_directory = None if config.skip_tokenizer_init else files.directory
     vocabulary = files.config.vocab_size
-    tokenizer = TokenizerConfig(text_directory, vocabulary, files.max_model_len, salt)
+    tokenizer = TokenizerConfig(
+        text_directory, vocabulary, files.max_model_len, salt, render_limits(config, files)
+    )
     frontend = FrontendConfig(
         config.num_tokenizers, config.max_waiting_requests, config.max_waiting_tokens
     )
@@ -216,6 +219,11 @@ def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tu
         EdgeSpec("detokenizer", ("scheduler",), prompt, bound=1),
         EdgeSpec("detokenizer", ("frontend",), chunk, bound=1, paced=True),
     )
+
+
+def render_limits(config: EngineConfig, files: ModelFiles) -> RenderLimits:
+    """What the model's chat template may take."""
+    return RenderLimits(config.template_timeout, max_prompt_bytes(files))
 
 
 def max_prompt_bytes(files: ModelFiles) -> int:

@@ -51,17 +51,18 @@ class LLM:
         if os.getpid() != self._pid:
             return
         self._closed = True
+        ending = _end_unseen(self._llm, self._loop)
+        try:
+            asyncio.run_coroutine_threadsafe(ending, self._loop)
+        except RuntimeError:  # the loop is closed
+            ending.close()
+        # Last: it may be an error.
         warnings.warn(
             f"the engine of {self._llm.config.model!r} was not closed: use `with`, or call close()",
             ResourceWarning,
             stacklevel=2,
             source=self,
         )
-        ending = _end_unseen(self._llm, self._loop)
-        try:
-            asyncio.run_coroutine_threadsafe(ending, self._loop)
-        except RuntimeError:  # the loop is closed
-            ending.close()
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:

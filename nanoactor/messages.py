@@ -97,11 +97,13 @@ class Reject:
     uid: int
     epoch: int
     text: str
+    """Empty where it was aborted before it was tokenized."""
 
 
 @message(13, by="uid")
 class Abort:
-    """Frontend to scheduler: end a request; it may not have arrived yet, or be over."""
+    """Frontend to scheduler: end a request; it may not have arrived yet, or be over. To a tokenizer
+    too, while it may be rendering a conversation."""
 
     uid: int
 
@@ -169,6 +171,10 @@ class Known:
     step: int
     slots: Int32
     token_ids: Int32
+    failed: Int32
+    """Slots whose rows came to nothing: what they computed is not to be read, ..."""
+    failed_from: Int32
+    """... from these positions on. Answered by `Credits`."""
 
 
 @message(24)
@@ -214,6 +220,10 @@ class StepDone:
     token_ids: Int32
     seconds: float
     """How long the device took."""
+    failed: Int32
+    """Rows, counted like the tokens, that have none: theirs do not count, ..."""
+    errors: list[str]
+    """... and why."""
 
 
 @message(32, by="step")
@@ -237,6 +247,10 @@ class Credits:
     """For each `Free` answered: blocks that nobody holds any more, ..."""
     fences: Int32
     """... and the step that must be done before they may be written again."""
+    settled: int
+    """How many `Known` with failures are answered; ..."""
+    tainted: Int64
+    """... these requests have read, or would read, what failing rows computed."""
 
 
 @message(50, by="uid")
@@ -255,7 +269,7 @@ class Finish:
 
     uid: int
     reason: str
-    """"stop", "length", "abort" or "error"."""
+    """"stop", "length", "abort", "error" (of the request) or "failed" (its computation)."""
     stop_reason: int | str | None
     error: str
     cached_tokens: int

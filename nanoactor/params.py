@@ -70,9 +70,12 @@ class SamplingParams:
 _MOST = 2**31 - 1
 
 
+_PLAIN = (bool, int, float, str, tuple, type(None))
+
+
 def plain_number(value: Any) -> Any:
     """A number of another library's (numpy's, say) as Python's own; anything else as it is."""
-    if type(value) in (bool, int, float):
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, numbers.Integral):
         return int(value)
@@ -81,8 +84,9 @@ def plain_number(value: Any) -> Any:
 
 def make_numbers_plain(options: Any) -> None:
     """Give every field of a frozen dataclass its `plain_number`."""
-    for field in dataclasses.fields(options):
-        object.__setattr__(options, field.name, plain_number(getattr(options, field.name)))
+    for name, value in list(vars(options).items()):
+        if type(value) not in _PLAIN:
+            object.__setattr__(options, name, plain_number(value))
 
 
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:

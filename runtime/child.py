@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import gc
 import importlib.abc
 import importlib.machinery
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -21,18 +19,19 @@ from typing import Any
 from nanoactor.runtime import control
 from nanoactor.runtime.codec import schema_hashes
 from nanoactor.runtime.node import Node
+from nanoactor.runtime.process import (
+    EXIT_ORPHANED,
+    die_with_parent,
+    ignore_group_signals,
+    occupy_standard_descriptors,
+)
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-EXIT_ORPHANED, EXIT_FAILED = 70, 71
+EXIT_FAILED = 71
 
 
 def main(descriptor: int) -> None:
     """Entry of a child: `descriptor` is its end of the control channel. Never returns."""
-    # A terminal, a supervisor or `timeout` signals the whole group. What that means is the
-    # parent's to decide: it may first let running work end.
-    for number in control.GROUP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, control.GROUP_SIGNALS)
+    ignore_group_signals()
     occupy_standard_descriptors()
     if sys.stderr is None:  # closed by the user
         sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -42,32 +41,11 @@ def main(descriptor: int) -> None:
     if isinstance(bootstrap, control.Stop):  # the system was closed before it was started
         os._exit(0)
     assert isinstance(bootstrap, control.Bootstrap)
-    _die_with_parent(bootstrap.parent_pid, bootstrap.plan.name)
+    die_with_parent(bootstrap.parent_pid, bootstrap.plan.name)
     os.nice(bootstrap.nice)
     sys.meta_path.insert(0, _Blocker(bootstrap.blocked_modules))
     child = _Child(bootstrap, connection)
     child.run()
-
-
-def occupy_standard_descriptors() -> None:
-    """Open /dev/null where one of the descriptors 0 to 2 is closed.
-
-    Else a ring or a socket would take its number, and whatever prints to standard error would
-    write into it.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-
-
-def _die_with_parent(parent: int, name: str) -> None:
-    """Have the kernel end this process when the thread that started it ends."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(_PR_SET_NAME, f"na:{name}"[:15].encode(), 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call above took effect
-        os._exit(EXIT_ORPHANED)
 
 
 class _Blocker(importlib.abc.MetaPathFinder):

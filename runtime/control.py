@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import os
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -21,9 +20,6 @@ from typing import Any, Literal
 
 from nanoactor.runtime.actor import Facts, Progress
 from nanoactor.runtime.node import NodePlan
-
-GROUP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-"""What terminals and supervisors send to every process of a group; nodes ignore it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

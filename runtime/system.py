@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 
 from nanoactor.runtime import control
 from nanoactor.runtime.actor import Actor, Facts
-from nanoactor.runtime.child import occupy_standard_descriptors
 from nanoactor.runtime.codec import schema_hashes
 from nanoactor.runtime.errors import (
     NodeDied,
@@ -45,6 +44,7 @@ from nanoactor.runtime.errors import (
     UnsupportedPlatform,
 )
 from nanoactor.runtime.node import Node, NodePlan
+from nanoactor.runtime.process import GROUP_SIGNALS, occupy_standard_descriptors
 from nanoactor.runtime.topology import NodeSpec, Topology
 from nanoactor.runtime.tracing import NodeTrace
 from nanoactor.runtime.watch import Stall, Watch
@@ -115,8 +115,8 @@ class System:
             await self.close()
             if self._dead is not None and error is not self._dead:
                 raise self._dead from None  # the first failure; it ended the other nodes
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                raise _too_many_files(error) from error
+            if isinstance(error, OSError):
+                raise _os_refuses(error) from error
             raise
         finally:
             late.cancel()
@@ -178,6 +178,11 @@ class System:
             raise NotUsableHere(
                 "the engine was started on another event loop; use it there, or start a second one"
             )
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has started it, not one from which it was forked."""
+        return os.getpid() == self._pid
 
     @property
     def is_here(self) -> bool:
@@ -259,7 +264,8 @@ class System:
         if self._dead is not None or self._closing:
             return
         self._timer = self._loop.call_later(self._watch.interval, self._look)
-        if not self._has_work():
+        deaf = self._thread is not None and self._thread.is_deaf(self._watch.interval)
+        if deaf or not self._has_work():
             self._watch.rest()
             return
         # This process's own node, whose name is not needed: its loop turns, as we are here.
@@ -347,8 +353,8 @@ class System:
         """
         if self._loop is None or os.getpid() != self._pid:
             return
-        if (loop := self.running_elsewhere) is not None:
-            await run_on(loop, self.close)
+        loop = self.running_elsewhere
+        if loop is not None and await run_on(loop, self.close):
             return
         if not self.is_here:
             await asyncio.to_thread(self.end)
@@ -365,7 +371,8 @@ class System:
         self._closing = True
         for child in reversed(self._children.values()):
             child.send(control.Stop())
-        if self._thread is not None:
+        # Dropped by a callback on that very thread, it must not wait for itself.
+        if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(self._options.stop_timeout)
             for child in self._children.values():
                 child.kill()
@@ -416,9 +423,15 @@ class System:
 
 async def run_on(
     loop: asyncio.AbstractEventLoop, function: Callable[[], Coroutine[Any, Any, None]]
-) -> None:
-    """Run a coroutine function to its end on the loop of another thread."""
-    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(), loop))
+) -> bool:
+    """Run a coroutine function to its end on the loop of another thread; False where that loop
+    stops before."""
+    ending = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(), loop))
+    while not (await asyncio.wait((ending,), timeout=0.1))[0]:
+        if not loop.is_running():
+            return False
+    await ending
+    return True
 
 
 def _check_surroundings() -> None:
@@ -442,8 +455,12 @@ def _threads_are_replaced() -> bool:
     return _thread.start_new_thread.__module__ != "_thread"
 
 
-def _too_many_files(error: OSError) -> StartupFailed:
+def _os_refuses(error: OSError) -> StartupFailed:
+    """What the operating system does not give, as an error of ours."""
     import resource
+
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return StartupFailed(f"the operating system refuses what a start needs: {error}")
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return StartupFailed(
@@ -460,6 +477,15 @@ def _check_schema(node: str, theirs: Mapping[int, str]) -> None:
             f"node {node} lays out the messages {differing} differently from this process: "
             "its code is of another version"
         )
+
+
+def _children_of(pid: int) -> list[int]:
+    """Its living children, by whichever thread."""
+    found: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in listed.read_text().split()]
+    return found
 
 
 def _resolve(future: asyncio.Future[Any], value: Any) -> None:
@@ -513,7 +539,8 @@ class _ChildProcess:
             )
             self.pidfd = os.pidfd_open(self.process.pid)
         except (OSError, ValueError) as error:
-            self.failure = control.Failed.of(self.name, error)
+            told = _os_refuses(error) if isinstance(error, OSError) else error
+            self.failure = control.Failed.of(self.name, told)
         finally:  # without our copies, the child's end shows at once on ours
             self._let_go()
         level = logging.getLogger("nanoactor").getEffectiveLevel()
@@ -535,12 +562,13 @@ class _ChildProcess:
         return f"pid {self.pid}, {line.partition(':')[2].strip()}"
 
     def cpu_seconds(self) -> float:
-        """How long it has computed; 0 where it is gone."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """How long it and its children (compilers, say) have computed; 0 where it is gone."""
+        ticks = 0
+        for pid in (self.pid, *_children_of(self.pid)):
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += sum(int(field) for field in fields[11:15])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def reap(self, timeout: float | None) -> None:
         """Wait until the process ended, so that it leaves no zombie."""
@@ -599,11 +627,18 @@ class _ReaperThread(threading.Thread):
         self.done: asyncio.Future[None] = loop.create_future()
         """Resolved when no child is left."""
         self._open = {child.connection: child for child in children.values()}
+        self._replaying_since = 0.0
+
+    def is_deaf(self, seconds: float) -> bool:
+        """Whether a logging handler of the user's has held it up for longer than this: then it
+        hears nobody's answers."""
+        since = self._replaying_since
+        return bool(since) and time.monotonic() - since > seconds
 
     def run(self) -> None:
         """Start, then listen until every channel is closed, then reap."""
         # Children inherit the mask: nothing can reach them before they ignore it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, control.GROUP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         try:
             for child in self._children.values():
                 child.spawn()
@@ -626,7 +661,9 @@ class _ReaperThread(threading.Thread):
             message = None
             child.reap(1.0)
         if isinstance(message, control.Log):
+            self._replaying_since = time.monotonic()
             control.replay(message, child.name)
+            self._replaying_since = 0.0
         else:
             self._tell(self._hear, child, message)
 

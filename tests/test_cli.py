@@ -1,11 +1,17 @@
 """The command line, as a user calls it."""
 
+import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
+
+from nanoactor.cli.serve import descriptions
+from nanoactor.config import EngineConfig
+from nanoactor.server.config import ServerConfig
 
 COMMAND = [sys.executable, "-m", "nanoactor"]
 
@@ -97,3 +103,43 @@ def test_input_may_be_a_file(tmp_path):
     with path.open() as said:
         done = run("chat", "demo", "--max-tokens", "5", "--json", stdin=said)
     assert done.stdout.count("finish_reason") == 2, done.stderr
+
+
+def test_every_option_of_serve_is_explained():
+    text = run("serve", "--help").stdout
+    for config in (EngineConfig, ServerConfig):
+        said = descriptions(config)
+        for field in dataclasses.fields(config):
+            assert said[field.name].strip(), field.name
+    assert "Seconds that running requests are given after SIGTERM" in " ".join(text.split())
+    assert "nanoactor/config.py" not in text
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--gpu-memory-utilization", "--memory-utilization"),
+        ("--max-model-length=5", "--max-model-len"),
+        ("--tp", "--tensor-parallel-size"),
+    ],
+)
+def test_other_names_of_options_lead_to_ours(given, meant):
+    done = run("serve", "demo", given, "1")
+    assert done.returncode == 2
+    assert f"do you mean {meant}?" in done.stderr
+
+
+def test_text_is_utf_8_whatever_the_locale():
+    environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    arguments = [*COMMAND, "generate", "demo", "--device", "simulated:1", "--max-tokens", "3"]
+    for prompt, given in ((["Größe 你好"], ""), ([], "Größe 你好")):
+        done = subprocess.run(
+            [*arguments, *prompt],
+            input=given.encode(),
+            capture_output=True,
+            timeout=60,
+            check=True,
+            env=environment,
+        )
+        assert done.stdout.decode(errors="replace").startswith("Größe 你好")
+        assert b"14 + 3 tokens" in done.stderr

@@ -13,6 +13,7 @@ import dataclasses
 import torch
 
 from nanoactor.models.batch import SamplingBatch
+from nanoactor.models.limits import NO_TOKEN
 from nanoactor.models.philox import gumbel_noise
 from nanoactor.models.sampling import sample as sample_portably
 from nanoactor.models.sampling import scores_of
@@ -27,11 +28,12 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     nothing = batch.limited[:0]
     rest = dataclasses.replace(batch, limited=nothing, nucleus=nothing)
     chosen = sample_portably(logits, rest)  # and masks
+    broken = chosen == NO_TOKEN
     if batch.limited.numel():
         chosen[batch.limited] = _cut(logits, batch, batch.limited, batch.top_k)
     if batch.nucleus.numel():
         chosen[batch.nucleus] = _cut(logits, batch, batch.nucleus, None)
-    return chosen
+    return chosen.masked_fill(broken, NO_TOKEN)
 
 
 def _cut(

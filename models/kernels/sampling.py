@@ -13,10 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoactor.models import limits
 from nanoactor.models.batch import SlotTables
 from nanoactor.models.kernels.philox import gumbel_of_part
 from nanoactor.models.kernels.truncated_sampling import GROUP, room, sample_truncated
 
+NO_TOKEN = tl.constexpr(limits.NO_TOKEN)
 _PART = 4096
 """Token ids that a program looks at."""
 
@@ -66,8 +68,8 @@ def sample_rows(
 ) -> None:
     """Choose a token for each row of logits (rows, vocabulary), whose slot is in `slots` int32.
 
-    Ids go to `chosen` int32 (rows,) and to the table of last tokens; the lengths are the positions
-    that the sampled tokens will have.
+    Ids go to `chosen` int32 (rows,), `limits.NO_TOKEN` where the highest logit is not finite, and
+    to the table of last tokens; lengths are the positions that the sampled tokens will have.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, _PART)
@@ -138,10 +140,13 @@ def _row_maxima(
     row, number = tl.program_id(0), tl.program_id(1)
     token = number * part + tl.arange(0, part)
     there = token < vocabulary
-    value = _finite_or_low(logits + row.to(tl.int64) * stride + token, there)
+    given = tl.load(logits + row.to(tl.int64) * stride + token, mask=there, other=float("-inf"))
+    given = given.to(tl.float32)
+    value = tl.where(given == given, given, float("-inf"))
     best, at = tl.max(value, 0, return_indices=True)
     place = row * tl.num_programs(1) + number
-    tl.store(highest + place, best)
+    broken = tl.max((given != given).to(tl.int32), 0) > 0
+    tl.store(highest + place, tl.where(broken, float("nan"), best))
     tl.store(highest_ids + place, number * part + at)
     maxima = tl.max(tl.reshape(value, [part // group, group]), 1)
     tl.store(group_maxima + place * (part // group) + tl.arange(0, part // group), maxima)
@@ -170,7 +175,7 @@ def _perturbed_maxima(
     if temperature == 0:
         return
     column = tl.arange(0, padded)
-    maxima = tl.load(highest + row * parts + column, mask=column < parts, other=float("-inf"))
+    maxima = _finite_or_low(highest + row * parts + column, column < parts)
     top = tl.max(maxima, 0)
     token = number * part + tl.arange(0, part)
     there = token < vocabulary
@@ -205,8 +210,12 @@ def _winners(
     column = tl.arange(0, padded)
     there = column < parts
     at = row * parts + column
+    maxima = tl.load(highest + at, mask=there, other=float("-inf"))
+    nan = tl.max((maxima != maxima).to(tl.int32), 0) > 0
+    top = tl.max(tl.where(maxima == maxima, maxima, float("-inf")), 0)
+    finite = ~nan & (top < float("inf")) & (top > float("-inf"))
     if tl.load(temperatures + slot) == 0:
-        score = tl.load(highest + at, mask=there, other=float("-inf"))
+        score = tl.where(maxima == maxima, maxima, float("-inf"))
         ids = tl.load(highest_ids + at, mask=there, other=0)
     else:
         score = tl.load(scores + at, mask=there, other=float("-inf"))
@@ -214,5 +223,5 @@ def _winners(
     winner = tl.argmax(score, 0)
     token = tl.sum(tl.where(column == winner, ids, 0), 0)
     token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # whatever the logits are
-    tl.store(chosen + row, token)
+    tl.store(chosen + row, tl.where(finite, token, NO_TOKEN))
     tl.store(last_tokens + slot, token)

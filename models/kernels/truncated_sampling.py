@@ -41,7 +41,8 @@ def sample_truncated(
     most `limits.CANDIDATES`; others are left alone.
 
     `maxima` float32 (rows, groups) are those of each group of 256 ids, `scratch` int64
-    (rows, `room`). Ids go to `chosen` int32 (rows,) and to the table of last tokens.
+    (rows, `room`). Ids go to `chosen` int32 (rows,), but where it is negative, and to the table of
+    last tokens.
     """
     rows, vocabulary = logits.shape
     groups = maxima.shape[1]
@@ -200,5 +201,6 @@ def _sample_truncated(
     winner = tl.argmax(tl.where(stay, score + noise, float("-inf")), 0)
     token = tl.sum(tl.where(order == winner, ids, 0), 0)
     token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # whatever the logits are
-    tl.store(chosen + row, token)
+    # A row whose logits are not finite has none.
+    tl.store(chosen + row, tl.where(tl.load(chosen + row) < 0, tl.load(chosen + row), token))
     tl.store(last_tokens + slot, token)

@@ -65,6 +65,8 @@ class BlockManagerActor(Actor):
 
     def _known(self, event: Known) -> None:
         self._manager.known(event)
+        if len(event.failed):
+            self._send_credits()
 
     def _free(self, event: Free) -> None:
         self._manager.free(event)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nanoactor.errors import EngineOverloaded, InvalidRequest, NanoactorError
+from nanoactor.errors import ComputationFailed, EngineOverloaded, InvalidRequest, NanoactorError
 from nanoactor.messages import Abort, Chunk, Submit, Terminal
 from nanoactor.outputs import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
 from nanoactor.runtime.actor import Actor, Context, Facts, Handler
@@ -90,6 +90,8 @@ class Entry:
             raise self.error
         if self.terminal is not None and self.terminal.reason == "error":
             raise InvalidRequest(self.terminal.error)
+        if self.terminal is not None and self.terminal.reason == "failed":
+            raise ComputationFailed(self.terminal.error)
 
     def _output(self) -> RequestOutput:
         texts, ids = self.text, self.token_ids
@@ -225,6 +227,8 @@ class FrontendActor(Actor):
         if entry is not None and not entry.aborted:
             entry.aborted = True
             self._scheduler.send(Abort(uid))
+            if entry.submit.chat is not None and uid in self._untokenized:
+                self._tokenizers[self._untokenized[uid][0]].send(Abort(uid))
 
     def fail_all(self, error: NanoactorError) -> None:
         """The engine is gone: every waiting request gets the error."""

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nanoactor.messages import Step, StepDone, StepWanted
 from nanoactor.runner.config import ExecutorConfig
 from nanoactor.runner.deadline import StepDeadline
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 
 DEVICE = "device"
 """The lane that shows what the device computes, and when it does not."""
+
+_NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): its weights are damaged, or the device is"
+)
 
 # How much earlier than measured the next step is asked for, to absorb a slow wake-up.
 _LEAD_MARGIN = 0.0005
@@ -66,6 +72,7 @@ class RunnerActor(Actor):
             "num_blocks": self._executor.num_blocks,
             "block_size": self._executor.block_size,
             "dtype": self._executor.dtype_name,
+            "device": self._executor.device_name,
         }
 
     def _open_on_thread(self, config: ExecutorConfig) -> Executor:
@@ -160,7 +167,9 @@ class RunnerActor(Actor):
         self._step_seconds += 0.2 * (seconds - self._step_seconds)
         self._deadline.note(tokens, seconds)
         if self._config.executor.rank == 0:  # the others have chosen the same
-            done = StepDone(step, computed.token_ids, seconds)
+            failed = np.flatnonzero(computed.token_ids < 0).astype(np.int32)
+            errors = [_NOT_FINITE] * len(failed)
+            done = StepDone(step, computed.token_ids, seconds, failed, errors)
             self.context.outbox("scheduler").send(done)
         self.context.lane.add(self._report, step, begin, time.monotonic_ns())
 

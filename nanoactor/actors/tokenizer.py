@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
+import functools
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import numpy as np
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.kv.hashing import block_hashes
-from nanoactor.messages import Admit, Int32, Reject, Stopping, Submit
+from nanoactor.messages import Abort, Admit, Int32, Reject, Stopping, Submit
 from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+from nanoactor.text.renderer import Cancelled, RenderLimits, RenderQueue
+
+log = logging.getLogger("nanoactor.tokenizer")
 
 # A template's complaint may quote the prompt.
 _LONGEST_REASON = 2000
@@ -28,6 +32,8 @@ class TokenizerConfig:
     vocab_size: int
     max_model_len: int
     salt: bytes
+    limits: RenderLimits
+    """What a chat template may take."""
 
 
 class TokenizerActor(Actor):
@@ -37,14 +43,25 @@ class TokenizerActor(Actor):
         self._config = config
         self._requests = 0
         self._tokens = 0
+        self._templates: RenderQueue | None = None
 
     def setup(self) -> Facts:
-        """Read the tokenizer, so that a broken one is found at the start."""
+        """Read the tokenizer and the template, so that a broken one is found at the start."""
         if self._config.directory is not None:
             from nanoactor.text.tokenizer import TextEncoder
 
+            self._templates = RenderQueue(self._config.directory, self._config.limits)
             self._encoder = TextEncoder(self._config.directory)
+            self._check_template(self._templates)
         return {}
+
+    def _check_template(self, templates: RenderQueue) -> None:
+        try:
+            _, problem = templates.describe()
+        except InvalidRequest as error:
+            problem = str(error)
+        if problem:
+            log.warning("%s: conversations may be refused", problem)
 
     def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
         """Learn the block size, for the hashes."""
@@ -52,17 +69,42 @@ class TokenizerActor(Actor):
         self._block_size: int = facts["runner.0"]["block_size"]
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Requests."""
-        return {Submit: self._submit}
+        """Requests, and that one is wanted no more."""
+        return {Submit: self._submit, Abort: self._abort}
 
     def span_names(self) -> Mapping[type, str]:
         """A prompt's."""
         return {Submit: "tokenize"}
 
     def _submit(self, event: Submit) -> None:
+        if event.chat is None:
+            self._answer(event, self._tokenize)
+            return
+        assert self._templates is not None
+        own = self.context.own(event)  # it outlives this handler
+        done = functools.partial(self.context.call_soon, self._rendered, own)
+        self._templates.render(event.uid, event.chat, event.chat_options, done)
+
+    def _abort(self, event: Abort) -> None:
+        if self._templates is not None:
+            self._templates.cancel(event.uid)
+
+    def _rendered(self, event: Submit, result: str | Exception) -> None:
+        if isinstance(result, Cancelled):
+            self.context.outbox("scheduler").send(Reject(event.uid, event.epoch, ""))
+            return
+
+        def tokenize(_: Submit) -> Int32:
+            if isinstance(result, Exception):
+                raise result
+            return self._encoder.encode_rendered(result)
+
+        self._answer(event, tokenize)
+
+    def _answer(self, event: Submit, tokenize: Callable[[Submit], Int32]) -> None:
         scheduler = self.context.outbox("scheduler")
         try:
-            tokens = self._tokenize(event)
+            tokens = tokenize(event)
             stopping = self._check(tokens, event.stopping)
         except Exception as error:  # nothing in a prompt may end the engine
             known = isinstance(error, InvalidRequest)
@@ -89,9 +131,6 @@ class TokenizerActor(Actor):
     def _tokenize(self, event: Submit) -> Int32:
         if event.text is not None:
             return self._encoder.encode_text(event.text)
-        if event.chat is not None:
-            messages, options = json.loads(event.chat), json.loads(event.chat_options)
-            return self._encoder.encode_chat(messages, options)
         return event.token_ids.copy()
 
     def _check(self, tokens: Int32, stopping: Stopping) -> Stopping:
@@ -122,6 +161,11 @@ class TokenizerActor(Actor):
                 f"max_model_len ({limit}) leaves {room}"
             )
         return dataclasses.replace(stopping, max_tokens=stopping.max_tokens or room)
+
+    def stop(self) -> None:
+        """End the template's process."""
+        if self._templates is not None:
+            self._templates.close()
 
     def statistics(self) -> dict[str, Any]:
         """Prompts and tokens so far."""

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
+import contextlib
+import difflib
+import io
 import logging
+import os
 import sys
 from typing import Any
 
@@ -20,7 +25,8 @@ from nanoactor.runtime.errors import RuntimeFault
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with 1 and one line for an error, 2 for wrong arguments."""
-    args = _parse(arguments)
+    _speak_utf8()
+    args = _parse(sys.argv[1:] if arguments is None else arguments)
     level = {0: logging.WARNING, 1: logging.INFO}.get(args.verbose, logging.DEBUG)
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
@@ -35,14 +41,53 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _parse(arguments: list[str] | None) -> Any:
+def _speak_utf8() -> None:
+    """Read and write UTF-8 where the locale (POSIX, say) knows nothing but ASCII."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name == "ascii":
+            stream.reconfigure(encoding="utf-8", errors="surrogateescape")
+
+
+def _as_utf8(argument: str) -> str:
+    """An argument that was read as ASCII, read as UTF-8."""
+    with contextlib.suppress(UnicodeError):
+        return os.fsencode(argument).decode()
+    return argument
+
+
+_OTHER_NAMES = {
+    "--gpu-memory-utilization": "--memory-utilization",
+    "--max-num-batched-token": "--max-num-batched-tokens",
+    "--tp": "--tensor-parallel-size",
+    "-tp": "--tensor-parallel-size",
+    "--tp-size": "--tensor-parallel-size",
+    "--context-length": "--max-model-len",
+    "--num-gpu-blocks-override": "--num-kv-blocks",
+    "--no-enable-chunked-prefill": "--max-num-batched-tokens",
+}
+"""What other engines call our options."""
+
+
+def _hint(unknown: list[str], options: list[str]) -> str:
+    """Which option was meant, perhaps."""
+    hints = []
+    for given in (name.partition("=")[0] for name in unknown if name.startswith("-")):
+        near = difflib.get_close_matches(given, options, 1)
+        meant = _OTHER_NAMES.get(given) or (near[0] if near else None)
+        if meant in options:
+            hints.append(f"{given}: do you mean {meant}?")
+    return "".join(f"; {hint}" for hint in hints)
+
+
+def _parse(arguments: list[str]) -> Any:
     """argparse takes an optional prompt only right behind the model; people also put it last."""
     parser = _parser()
-    args, rest = parser.parse_known_args(arguments)
+    args, rest = parser.parse_known_args([_as_utf8(argument) for argument in arguments])
     if len(rest) == 1 and not rest[0].startswith("-") and getattr(args, "prompt", "") is None:
         args.prompt = rest[0]
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options = [f"--{name.replace('_', '-')}" for name in vars(args)]
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_hint(rest, options)}")
     return args
 
 

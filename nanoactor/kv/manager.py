@@ -7,7 +7,7 @@ has to say no; where it would have to, an invariant is broken and the story is t
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ class Holding:
     table: list[int]
     announced: int = 0
     """Leading entries of the table that the runners know."""
+    distrusted: bool = False
+    """Some of it is not what it should be: nothing of it is indexed any more."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,6 +43,8 @@ class _Answers:
     refunds: list[int] = dataclasses.field(default_factory=list)
     freed: list[int] = dataclasses.field(default_factory=list)
     fences: list[int] = dataclasses.field(default_factory=list)
+    settled: int = 0
+    tainted: list[int] = dataclasses.field(default_factory=list)
 
 
 class BlockManager:
@@ -60,6 +64,8 @@ class BlockManager:
         self._salt = salt
         self._prefix_caching = prefix_caching
         self._holdings: dict[int, Holding] = {}
+        self._left: deque[tuple[int, int, Holding]] = deque()
+        """(fence, slot, what it held) of slots that were given up while steps had rows in them."""
         # By slot, as arrays: a step of hundreds of decodes costs a few operations.
         self._tokens = np.empty((max_seqs, max_model_len), np.int32)
         """Every token whose value is known."""
@@ -200,6 +206,10 @@ class BlockManager:
 
     def known(self, event: Known) -> None:
         """A step is done: fences pass, tokens become known. What filled waits for `index`."""
+        while self._left and self._left[0][0] < event.step:
+            self._left.popleft()
+        if len(event.failed):
+            self._distrust(event)
         self.pool.complete(event.step)
         slots = event.slots
         known = self._known[slots]
@@ -213,6 +223,39 @@ class BlockManager:
         full = complete >= self._next_index[slots]
         if full.any():
             self._to_index += zip(slots[full].tolist(), complete[full].tolist(), strict=True)
+
+    def _distrust(self, event: Known) -> None:
+        """Take what failing rows computed out of the index, and tell who has read it.
+
+        What a sequence computes on blocks that are bad is bad too, so it spreads to whoever holds
+        one of its blocks. Nobody else can have read them: since they were computed no fence of a
+        sequence that did has passed.
+        """
+        self.index()
+        bad: set[int] = set()
+        doubtful: set[int] = set()
+        """The failing sequences' earlier blocks: to compute them again is cheap."""
+        for slot, start in zip(event.failed.tolist(), event.failed_from.tolist(), strict=True):
+            left = (holding for _, of, holding in self._left if of == slot)
+            holding = next(left, None) or self._of(slot, event.step)
+            holding.distrusted = True
+            doubtful |= set(holding.table)
+            bad |= set(holding.table[start // self._block_size :])
+        grown = True
+        while grown:
+            grown = False
+            for holding in (*self._holdings.values(), *(h for _, _, h in self._left)):
+                first = next((at for at, block in enumerate(holding.table) if block in bad), None)
+                if first is not None and not bad.issuperset(holding.table[first:]):
+                    bad |= set(holding.table[first:])
+                    grown = True
+        # Those that were preempted meanwhile still take what steps under way bring them.
+        for holding in (*self._holdings.values(), *(h for _, _, h in self._left)):
+            if not bad.isdisjoint(holding.table):
+                holding.distrusted = True
+                self._answers.tainted.append(holding.uid)
+        self.pool.distrust(bad | doubtful)
+        self._answers.settled += 1
 
     def index(self) -> None:
         """Index the blocks that results have filled.
@@ -238,6 +281,8 @@ class BlockManager:
         if not self._prefix_caching:
             return
         holding, size = self._holdings[slot], self._block_size
+        if holding.distrusted:
+            return
         for index in range(int(self._next_index[slot]) // size - 1, complete // size):
             if index == len(holding.hashes):
                 self._complete_hashes(holding.hashes, self._tokens[slot, : (index + 1) * size])
@@ -251,6 +296,7 @@ class BlockManager:
         for slot in event.slots.tolist():
             self._of(slot, event.fence)
             holding = self._holdings.pop(slot)
+            self._left.append((event.fence, slot, holding))
             self._room[slot], self._known[slot] = 0, _NOTHING_HELD
             self._decoding[slot] = False
             freed += self.pool.release(holding.table[::-1], event.fence)
@@ -261,7 +307,7 @@ class BlockManager:
     def take_credits(self) -> Credits | None:
         """All answers since the last call, as one message; None where there are none."""
         answers, self._answers = self._answers, _Answers()
-        if not answers.uids and not answers.freed:
+        if not answers.uids and not answers.freed and not answers.settled:
             return None
         return Credits(
             np.array(answers.uids, np.int64),
@@ -269,6 +315,8 @@ class BlockManager:
             np.array(answers.refunds, np.int32),
             np.array(answers.freed, np.int32),
             np.array(answers.fences, np.int32),
+            answers.settled,
+            np.array(answers.tainted, np.int64),
         )
 
     # -- looking on -----------------------------------------------------------------------

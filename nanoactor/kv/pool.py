@@ -76,6 +76,14 @@ class BlockPool:
             self._index[content] = block
             self._hash[block] = content
 
+    def distrust(self, blocks: set[int]) -> None:
+        """Forget the contents of blocks; of those that nobody holds, the next owner writes anew."""
+        for block in blocks:
+            self._forget(block)
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
+
     def release(self, blocks: list[int], fence: int) -> int:
         """Drop one reference of each; returns how many nobody holds any more.
 

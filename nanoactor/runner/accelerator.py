@@ -72,6 +72,7 @@ class AcceleratorExecutor:
         Raises `ModelError` where the model's files are wrong or memory does not suffice.
         """
         self._config, self._device = config, device
+        self.device_name = device.name
         self._captures = device.captures and not config.enforce_eager
         self.uncaptured = 0
         with device.stream():
@@ -408,7 +409,7 @@ class AcceleratorExecutor:
         if self._config.debug and self._config.ranks > 1:
             self._model.check_agreement(step, chosen)
         self._chosen[index] = chosen.int()
-        self._tables.last_tokens[slots] = chosen.int()
+        self._tables.last_tokens[slots] = chosen.int().clamp_min(0)
 
     def collect(self, turn: _Turn, rows: int) -> Computed:
         """Wait for a step; runs on the waiting thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _SMALL = 64
 """Up to so many tokens a step's time is that of reading the weights."""
-_FORGET = 0.99
+_FORGET = 0.999
 """What is left of a slow step's weight after each later one: compilations are once."""
 _MARGIN = 10.0
 """How much slower than the slowest lately a step may be."""

@@ -19,7 +19,7 @@ class Computed:
     """A step's result, and when the device did what, in ns of the host's monotonic clock."""
 
     token_ids: Int32
-    """Of the rows that sample, in their order."""
+    """Of the rows that sample, in their order; negative where the logits are not finite."""
     begin: int
     forwarded: int
     """The layers are through, ..."""
@@ -42,6 +42,7 @@ class Executor(Protocol):
     num_blocks: int
     block_size: int
     dtype_name: str
+    device_name: str
     uncaptured: int
     """How many steps were launched operator by operator because they could not be captured."""
     warmed_up: tuple[tuple[int, float], ...]

@@ -51,6 +51,7 @@ class TorchExecutor:
         """
         self._config = config
         self._device = device
+        self.device_name = device.name
         self._model = LoadedModel(config, device)
         self.dtype_name, self.block_size = self._model.dtype_name, self._model.block_size
         self._caches: list[KVCache] = []
@@ -128,7 +129,7 @@ class TorchExecutor:
         chosen = self._model.sample(logits, self._sampling_batch(sampled))
         if self._config.debug:
             self._model.check_agreement(inputs.step, chosen)
-        self._last_tokens[self._tensor(sampled.slots)] = chosen
+        self._last_tokens[self._tensor(sampled.slots)] = chosen.clamp_min(0)
         sampled_at = time.monotonic_ns()
         ids: Int32 = chosen.to("cpu", torch.int32).numpy()
         return Computed(ids, begin, forwarded, sampled_at, time.monotonic_ns())

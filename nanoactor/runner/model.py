@@ -44,7 +44,8 @@ class LoadedModel:
                 self.config, weights, device, config.max_model_len, self.group
             )
             if config.rank == 0:
-                weights.warn_of_unused()
+                # Some tied checkpoints store the head nevertheless.
+                weights.warn_of_unused(("lm_head.weight",) if self.config.tie_embeddings else ())
         self._sample = device.sample if config.ranks == 1 else self._sharded_sampler()
         device.synchronize()
         seconds = time.monotonic() - begin

@@ -44,6 +44,7 @@ class SimulatedExecutor:
     """`simulated:5` takes 5 ms for each step, whatever is in it."""
 
     dtype_name = "none"
+    device_name = "a simulated device"
     uncaptured = 0
 
     def __init__(self, config: ExecutorConfig) -> None:

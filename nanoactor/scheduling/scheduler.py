@@ -48,6 +48,11 @@ from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.scheduling.stops import StopIds
 from nanoactor.scheduling.table import RunningTable, Slots
 
+_NO_FAILURES = as_int32(()), as_int32(())
+_TAINTED = (
+    "the computation of another request failed, and this one had read from the prefix cache what "
+    "that one computed; send it again"
+)
 BLOCKS, TEXT = "blocks", "detokenizer"
 Send = tuple[str, Any]
 """An edge (`BLOCKS` or `TEXT`) and the message to send on it."""
@@ -84,6 +89,8 @@ class SchedulerStatistics:
     mixed_steps: int = 0
     finished: int = 0
     aborted: int = 0
+    failed: int = 0
+    """Sequences whose logits were not finite, or that had read what such a one computed."""
     preemptions: int = 0
     overruns: int = 0
     """Tokens of sequences that had ended, by themselves or aborted, and dropped."""
@@ -101,6 +108,8 @@ class _InFlight:
     chunks: list[Sequence]
     last_chunks: list[Sequence]
     """Those whose prompt ends here: they sample, then those that decode."""
+    last_from: list[tuple[int, int]]
+    """(slot, first position in this step) of each of these."""
     decoding: Slots
 
     def _decoders(self) -> list[Sequence]:
@@ -155,6 +164,10 @@ class Scheduler:
         self._completed = 0
         self._wanted = 0
         self._in_flight: deque[_InFlight] = deque()
+        self._unsettled = 0
+        """Failures of which the block manager has not said whom else they concern; ..."""
+        self._held_back: deque[StepDone] = deque()
+        """... until then nobody is told what these steps brought."""
         self._assembly = PlanAssembly(config.max_num_seqs)
         self._to_free: list[int] = []
         self._out: list[Send] = []
@@ -173,14 +186,24 @@ class Scheduler:
 
     def handle(self, event: Any) -> list[Send]:
         """Take one event; the plan it leads to leaves before the tokens it brought."""
+        if self._unsettled and type(event) is StepDone:
+            # It outlives its handler, so it takes arrays of its own along.
+            tokens, failed = event.token_ids.copy(), event.failed.copy()
+            self._held_back.append(dataclasses.replace(event, token_ids=tokens, failed=failed))
+            return []
+        self._process(event)
+        while self._held_back and not self._unsettled:
+            self._process(self._held_back.popleft())
+        out, self._out = self._out, []
+        return out
+
+    def _process(self, event: Any) -> None:
         self._handlers[type(event)](event)
         self._flush_frees()
         self._admit_waiting()
         while self._may_plan() and self._plan():
             self._admit_waiting()
         self._flush_tokens()
-        out, self._out = self._out, []
-        return out
 
     # -- requests come and go -------------------------------------------------------------
 
@@ -199,7 +222,9 @@ class Scheduler:
 
     def _on_reject(self, event: Reject) -> None:
         if not self._swallowed(event.uid):
-            self._finishes.append(_finish(event.uid, "error", error=event.text))
+            reason = "error" if event.text else "abort"
+            self.statistics.aborted += not event.text
+            self._finishes.append(_finish(event.uid, reason, error=event.text))
 
     def _swallowed(self, uid: int) -> bool:
         """Note that a request has arrived; True where its abort was here first."""
@@ -229,11 +254,13 @@ class Scheduler:
         reason: str,
         stop_reason: int | None = None,
         hide_last: bool = False,
+        error: str = "",
     ) -> None:
         """The one way in which a sequence ends; its results that are under way are dropped."""
         self.statistics.finished += 1
         self._stop_ids.remove((*sequence.stopping.eos_ids, *sequence.stopping.stop_ids))
-        self._finishes.append(_finish(sequence.uid, reason, stop_reason, hide_last, sequence))
+        finish = _finish(sequence.uid, reason, stop_reason, hide_last, sequence, error)
+        self._finishes.append(finish)
         self._give_up_slot(sequence)
         waited = sequence.phase is Phase.WAITING
         sequence.phase = Phase.FINISHED
@@ -288,6 +315,14 @@ class Scheduler:
             self._pending.append((fence, freed))
             self._pending_credits += freed
             self._unanswered.popleft()
+        self._unsettled -= event.settled
+        for uid in event.tainted.tolist():
+            if (sequence := self.live.get(uid)) is not None:
+                self._fail(sequence, _TAINTED)
+
+    def _fail(self, sequence: Sequence, error: str) -> None:
+        self.statistics.failed += 1
+        self._end(sequence, "failed", error=error)
 
     def _answer_match(self, sequence: Sequence, hit: int) -> None:
         sequence.unanswered -= 1
@@ -438,8 +473,9 @@ class Scheduler:
         for sequence in rows:
             self._table.last_steps[sequence.slot] = step
         last = [sequence for sequence, _, _, ends in chunks if ends]
+        last_from = [(sequence.slot, start) for sequence, start, _, ends in chunks if ends]
         self._planned = step
-        self._in_flight.append(_InFlight(step, self._table, rows, last, decoding))
+        self._in_flight.append(_InFlight(step, self._table, rows, last, last_from, decoding))
         self._out.append((BLOCKS, self._assembly.plan(step, chunks, decoding, grown)))
         self._count(chunks, len(decoding))
         return True
@@ -499,12 +535,43 @@ class Scheduler:
             )
         self._completed = event.step
         self.statistics.device_seconds += event.seconds
-        tokens = event.token_ids.copy()
+        tokens, failed = event.token_ids.copy(), _NO_FAILURES
+        if len(event.failed):
+            done, tokens, failed = self._drop_failed(done, tokens, event)
         prompted = self._take_prompted(done.last_chunks, tokens)
         slots, ids = self._take_decodes(done.decoding, tokens[len(done.last_chunks) :])
         if len(prompted[0]):
             slots, ids = np.concatenate((prompted[0], slots)), np.concatenate((prompted[1], ids))
-        self._out.append((BLOCKS, Known(event.step, slots, ids)))
+        self._out.append((BLOCKS, Known(event.step, slots, ids, *failed)))
+
+    def _drop_failed(
+        self, done: _InFlight, tokens: Int32, event: StepDone
+    ) -> tuple[_InFlight, Int32, tuple[Int32, Int32]]:
+        """End the sequences whose rows failed; what is left of the step, and (slots, positions)
+        from which on what they computed is bad."""
+        prompts, samplers = len(done.last_chunks), done.samplers
+        slots, starts = [], []
+        for row, error in zip(event.failed.tolist(), event.errors, strict=True):
+            sequence = samplers[row]
+            if row < prompts:
+                slot, start = done.last_from[row]
+            else:
+                slot, start = int(done.decoding[row - prompts]), sequence.length - 1
+            slots.append(slot)
+            starts.append(start)
+            if sequence.phase is Phase.FINISHED:
+                self.statistics.overruns += 1
+            else:
+                self._fail(sequence, error)
+        self._unsettled += 1
+        kept = np.ones(len(tokens), np.bool_)
+        kept[event.failed] = False
+        rest = dataclasses.replace(
+            done,
+            last_chunks=[s for s, keep in zip(done.last_chunks, kept, strict=False) if keep],
+            decoding=done.decoding[kept[prompts:]],
+        )
+        return rest, tokens[kept], (as_int32(slots), as_int32(starts))
 
     def _take_prompted(self, sequences: list[Sequence], tokens: Int32) -> tuple[Int32, Int32]:
         """Take the tokens of rows that ended a prompt; (slots, tokens) of those that hold one."""

@@ -50,9 +50,15 @@ class ChatChoice:
     """Of a conversation: content, thoughts and calls."""
 
     def __init__(
-        self, index: int, reasoning: ReasoningParser | None, tools: ToolCallParser | None
+        self,
+        index: int,
+        reasoning: ReasoningParser | None,
+        tools: ToolCallParser | None,
+        one_call: bool = False,
     ) -> None:
-        """Without a parser, what it would find stays in the content."""
+        """Without a parser, what it would find stays in the content; with `one_call` calls after
+        the first are dropped."""
+        self._one_call = one_call
         self._index = index
         self._reasoning = reasoning
         self._tools = tools
@@ -74,8 +80,13 @@ class ChatChoice:
 
     def _pieces(self, text: str) -> list[Piece]:
         if self._tools is not None:
-            return self._tools.push(text)
+            return self._wanted(self._tools.push(text))
         return [text] if text else []
+
+    def _wanted(self, pieces: list[Piece]) -> list[Piece]:
+        if not self._one_call:
+            return pieces
+        return [piece for piece in pieces if isinstance(piece, str) or piece.index == 0]
 
     def finish(self, reason: str) -> list[Delta]:
         """What the parsers held back, then the reason."""
@@ -84,7 +95,7 @@ class ChatChoice:
             thoughts, text = self._reasoning.finish()
         pieces = self._pieces(text)
         if self._tools is not None:
-            pieces += self._tools.finish()
+            pieces += self._wanted(self._tools.finish())
         deltas = self._deltas(thoughts, pieces)
         self._reason = "tool_calls" if self._calls and reason == "stop" else reason
         return [*deltas, self._member({}, self._reason)]

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from nanoactor.engine import AsyncLLM
-from nanoactor.layout import max_prompt_bytes
+from nanoactor.layout import max_prompt_bytes, render_limits
 from nanoactor.server.completions import Completions
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.desk import Desk
@@ -44,6 +44,11 @@ class Server:
         self._completions: Completions | None = None
         self._door: Door | None = None
 
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.config.served_model_name or self.llm.config.model
+
     async def start(self) -> None:
         """Start the engine, then listen. Raises what the engine raises, and `OSError` where the
         address cannot be had; nothing is left running then."""
@@ -53,7 +58,9 @@ class Server:
         try:
             await self.llm.start()
             if not self.llm.config.skip_tokenizer_init:
-                self._desk = Desk(self.llm.files.directory, 2 * max_prompt_bytes(self.llm.files))
+                files = self.llm.files
+                limits = render_limits(self.llm.config, files)
+                self._desk = Desk(files.directory, 2 * max_prompt_bytes(files), limits)
                 await self._desk.start()
             await self._monitor.start()
             await self._open(listener)
@@ -67,9 +74,9 @@ class Server:
         # Text may be escaped, token ids are written out: both take more than the prompt itself.
         largest = config.max_body_bytes or 2 * max_prompt_bytes(llm.files) + (1 << 20)
         door = Door(config, largest)
-        name = config.served_model_name or llm.config.model
+        name = self.name
         completions = Completions(llm, self._desk, door, config, name, self.metrics)
-        texts = TextRoutes(llm, self._desk, door, completions, name)
+        texts = TextRoutes(llm, self._desk, door, completions, name, config.strict)
         looks = Observation(llm, self._monitor, self.metrics, door, self._desk)
         door.routes = _routes(completions, texts, looks, document(name, bool(config.api_keys)))
         door.on_outcome = self._count
@@ -141,6 +148,7 @@ def _routes(
         "/trace": {"GET": looks.trace},
         "/activity": {"GET": looks.activity},
         "/openapi.json": {"GET": openapi},
+        "/favicon.ico": {"GET": looks.icon},
         "/": {"GET": looks.page},
     }
 

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from nanoactor.engine import AsyncLLM, Prompt
@@ -29,8 +30,8 @@ from nanoactor.server.requests import (
     Body,
     ChatRequest,
     CompletionRequest,
+    Decoder,
     conversation,
-    decode,
     names_of,
     prompts,
     sampling_params,
@@ -60,17 +61,34 @@ class _Answer:
         }
         self.chunk_head = self.head | ({"object": "chat.completion.chunk"} if chat else {})
         self.cached = 0
-        self.tokens = 0
+        self._said = [0] * len(requests)
+        """Tokens of each choice."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all choices."""
+        return sum(self._said)
 
     def chunk(self, choices: list[Delta], usage: Any = None) -> bytes:
         """An event with new members of its choices."""
         value = {**self.chunk_head, "choices": choices}
+        if self.body.continuous_usage and choices and self.requests:
+            usage = self._usage_of(choices[0]["index"])
         return event(value | {"usage": usage} if self.body.include_usage else value)
+
+    def _usage_of(self, index: int) -> dict[str, int]:
+        """So far, of one choice."""
+        prompt, said = len(self.requests[index].prompt_token_ids), self._said[index]
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": said,
+            "total_tokens": prompt + said,
+        }
 
     def take(self, index: int, output: RequestOutput) -> list[Delta]:
         """What an output of the engine adds; raises `APIError` where it ends what should go on."""
         choice, completion = self.choices[index], output.outputs[0]
-        self.tokens += len(completion.token_ids)
+        self._said[index] += len(completion.token_ids)
         deltas = choice.push(completion.text)
         if completion.finish_reason == "abort":  # not by the client, who would have left
             raise unavailable("the server is shutting down; this answer is not complete")
@@ -118,6 +136,7 @@ class Completions:
         self._openings: dict[bytes, bool] = {}
         """By digest of template options: whether a prompt ends with an open `<think>`."""
         self._guessing = False
+        self._decoder = Decoder(config.strict)
         self._live: set[_Answer] = set()
 
     # -- the two ways in ------------------------------------------------------------------
@@ -126,6 +145,8 @@ class Completions:
         """`POST /v1/completions`."""
         body: CompletionRequest = await self._decode(CompletionRequest, exchange)
         wanted = prompts(body, self._llm.files.max_model_len)
+        if body.echo and body.max_tokens == 0:
+            return await self._echo_alone(exchange, body, wanted)
 
         async def choices() -> Sequence[Choice]:
             echoes = await self._echoes(wanted) if body.echo else [""] * len(wanted)
@@ -136,7 +157,8 @@ class Completions:
     async def chat(self, exchange: Exchange) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
         body: ChatRequest = await self._decode(ChatRequest, exchange)
-        options = template_options(body)
+        variables = self._desk.template.variables if self._desk is not None else ()
+        options = template_options(body, variables)
         self._check_template(options)
         messages = conversation(body.messages)
         separate = body.separate_reasoning
@@ -145,12 +167,13 @@ class Completions:
 
         async def choices() -> Sequence[Choice]:
             reasoning = ReasoningParser(await self._opened(body, options)) if separate else None
-            return [ChatChoice(0, reasoning, ToolCallParser() if body.calls_tools else None)]
+            tools = ToolCallParser() if body.calls_tools else None
+            return [ChatChoice(0, reasoning, tools, body.parallel_tool_calls is False)]
 
         return await self._serve(exchange, body, [messages], choices, options)
 
     async def _decode(self, kind: type[Any], exchange: Exchange) -> Any:
-        body = decode(kind, await self._door.body(exchange))
+        body = self._decoder.decode(kind, await self._door.body(exchange))
         if body.user:
             exchange.note = f" user={body.user[:100]!r}"
         self.check_model(body.model)
@@ -172,6 +195,56 @@ class Completions:
                 param="model",
                 code="model_not_found",
             )
+
+    async def _echo_alone(
+        self, exchange: Exchange, body: CompletionRequest, wanted: Sequence[Prompt]
+    ) -> web.StreamResponse:
+        """The prompts, and nothing else: the engine is not asked."""
+        sampling_params(msgspec.structs.replace(body, max_tokens=1, min_tokens=None))
+        limit, counts = self._llm.files.max_model_len, []
+        for prompt in wanted:
+            counts.append(await self._count(prompt))
+            if counts[-1] >= limit:
+                raise APIError(
+                    400,
+                    f"a prompt has {counts[-1]} tokens, but max_model_len is {limit}",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
+        answer = _Answer(body, ())
+        answer.choices = [
+            TextChoice(index, echo) for index, echo in enumerate(await self._echoes(wanted))
+        ]
+        deltas = [delta for c in answer.choices for delta in (*c.begin(), *c.finish("length"))]
+        usage = {
+            "prompt_tokens": sum(counts),
+            "completion_tokens": 0,
+            "total_tokens": sum(counts),
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        exchange.note += f" {sum(counts)}+0 tokens"
+        if not body.stream:
+            return json_response({**answer.whole(), "usage": usage}, headers=exchange.headers)
+        stream = EventStream(exchange)
+        await stream.begin()
+        of_one = [{**usage, "prompt_tokens": n, "total_tokens": n} for n in counts]
+        for delta in deltas:
+            so_far = of_one[delta["index"]] if body.continuous_usage else None
+            await stream.send(answer.chunk([delta], so_far))
+        if body.include_usage:
+            await stream.send(answer.chunk([], usage))
+        return await stream.end()
+
+    async def _count(self, prompt: Prompt) -> int:
+        """How many tokens it has."""
+        if isinstance(prompt, Mapping):
+            return len(prompt["prompt_token_ids"])
+        if self._desk is None or not isinstance(prompt, str):
+            raise invalid("a text needs a tokenizer, and the engine has none", "prompt")
+        try:
+            return len(await self._desk.encode(prompt, special=True))
+        except NanoactorError as error:
+            raise from_engine(error, names_of(CompletionRequest)) from error
 
     async def _echoes(self, wanted: Sequence[Prompt]) -> list[str]:
         """The prompts as text."""

@@ -14,21 +14,26 @@ class ServerConfig:
     """Options of `nanoactor serve` besides the engine's. Raises `InvalidConfig`, naming one."""
 
     host: str = "127.0.0.1"
+    """The address to listen on; 0.0.0.0 is all."""
     port: int = 8000
-    """0: one that is free; the log says which."""
+    """The port to listen on; 0 is one that is free, and the log says which."""
     served_model_name: str | None = None
     """What clients call the model; default: the name it was started with."""
     api_keys: tuple[str, ...] = ()
-    """Where there are any, every route but /live and /ready asks for one."""
+    """A key that callers must send. Where there are any, every route but /live and /ready asks for
+    one."""
     allowed_hosts: tuple[str, ...] = ()
-    """Host names by which a server on the loopback interface may be called, besides localhost."""
+    """A host name by which a server on the loopback interface may be called, besides localhost."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may call; "*" is any."""
+    strict: bool = False
+    """Refuse fields of requests that nobody knows, instead of ignoring them with a warning."""
     separate_reasoning: bool = True
     """Whether `<think>` goes to `reasoning_content`; a request may say otherwise."""
     max_body_bytes: int | None = None
-    """Default: what the longest prompt can take."""
+    """The longest body of a request. Default: what the longest prompt can take."""
     max_connections: int = 10_000
+    """Connections at once; more get 503."""
     drain_timeout: float = 30.0
     """Seconds that running requests are given after SIGTERM."""
     idle_timeout: float = 75.0
@@ -38,6 +43,7 @@ class ServerConfig:
     send_timeout: float = 60.0
     """Seconds that a client may leave unread what it was sent."""
     access_log: bool = True
+    """Write a line for each request."""
 
     def __post_init__(self) -> None:
         """Check every option by itself."""

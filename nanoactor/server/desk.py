@@ -7,10 +7,12 @@ delays neither prompts nor streams.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.system import System
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 from nanoactor.runtime.wiring import Options
+from nanoactor.text.renderer import RenderLimits, RenderQueue
 from nanoactor.text.template import TemplateFacts
 
 log = logging.getLogger("nanoactor.server")
@@ -69,11 +72,19 @@ class Answer:
     error: str
 
 
+@message(102)
+class Withdraw:
+    """Server to desk: nobody waits for the answer to a question any more."""
+
+    number: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeskConfig:
-    """Where the tokenizer lies."""
+    """Where the tokenizer lies, and what a chat template may take."""
 
     directory: Path
+    limits: RenderLimits
 
 
 class DeskActor(Actor):
@@ -81,40 +92,69 @@ class DeskActor(Actor):
 
     def __init__(self, config: DeskConfig) -> None:
         self._config = config
+        self._templates: RenderQueue | None = None
 
     def setup(self) -> Facts:
         """Read the tokenizer."""
         from nanoactor.text.tokenizer import TextEncoder
 
+        self._templates = RenderQueue(self._config.directory, self._config.limits)
         self._encoder = TextEncoder(self._config.directory)
-        return {"template": self._encoder.describe_template()}
+        try:
+            facts, _ = self._templates.describe()  # a tokenizer has told what is wrong
+        except InvalidRequest:
+            facts = TemplateFacts(exists=True)
+        return {"template": facts}
+
+    def stop(self) -> None:
+        """End the template's process."""
+        if self._templates is not None:
+            self._templates.close()
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Questions."""
-        return {Question: self._question}
+        """Questions, and that nobody waits for an answer."""
+        return {Question: self._question, Withdraw: self._withdraw}
+
+    def _withdraw(self, event: Withdraw) -> None:
+        assert self._templates is not None
+        self._templates.cancel(event.number)
 
     def _question(self, event: Question) -> None:
-        ids, texts, problem = np.empty(0, np.int32), list[str](), ""
+        if event.options:  # a conversation
+            wanted = event.number, event.wanted == "opening"
+            done = functools.partial(self.context.call_soon, self._rendered, *wanted)
+            assert self._templates is not None
+            self._templates.render(event.number, event.text, event.options, done)
+        else:
+            self._say(event.number, lambda: self._answer(event))
+
+    def _rendered(self, number: int, opening: bool, result: str | Exception) -> None:
+        def answer() -> tuple[Int32, list[str]]:
+            if isinstance(result, Exception):
+                raise result
+            if opening:
+                return _NONE, [result[-_OPENING:]]
+            return self._encoder.encode_rendered(result), []
+
+        self._say(number, answer)
+
+    def _say(self, number: int, answer: Callable[[], tuple[Int32, list[str]]]) -> None:
+        ids, texts, problem = _NONE, list[str](), ""
         try:
-            ids, texts = self._answer(event)
+            ids, texts = answer()
         except Exception as error:  # nothing that a client asks may end the desk
             problem = str(error) or repr(error)
         outbox = self.context.outbox("server")
         try:
-            outbox.send(Answer(event.number, ids, texts, problem[:2000]))
+            outbox.send(Answer(number, ids, texts, problem[:2000]))
         except RecordTooLarge as error:
-            outbox.send(Answer(event.number, np.empty(0, np.int32), [], f"too long: {error}"))
+            outbox.send(Answer(number, _NONE, [], f"too long: {error}"))
 
     def _answer(self, event: Question) -> tuple[Int32, list[str]]:
-        none, encoder = np.empty(0, np.int32), self._encoder
+        encoder = self._encoder
         if event.wanted == "decode":
             parts = np.split(event.token_ids, np.cumsum(event.counts)[:-1])
-            return none, [encoder.decode(part.tolist()) for part in parts]
-        if event.wanted == "opening":
-            text = encoder.render(json.loads(event.text), json.loads(event.options))
-            return none, [text[-_OPENING:]]
-        if event.options:
-            return encoder.encode_chat(json.loads(event.text), json.loads(event.options)), []
+            return _NONE, [encoder.decode(part.tolist()) for part in parts]
         return encoder.encode_text(event.text, event.wanted == "encode"), []
 
 
@@ -151,7 +191,12 @@ class ClerkActor(Actor):
         answer: asyncio.Future[Answer] = self.context.loop.create_future()
         self._open[number] = answer
         self._desk.send(Question(number, wanted, text, options, token_ids, counts))
-        return await answer
+        try:
+            return await answer
+        except asyncio.CancelledError:  # its client has gone, or it takes too long
+            with contextlib.suppress(PeerBroken):
+                self._desk.send(Withdraw(number))
+            raise
 
     def _answer(self, event: Answer) -> None:
         self._room.release()
@@ -173,9 +218,9 @@ class Desk:
     `InvalidRequest` for what cannot be done and `EngineDead` while its process is dead or does not
     answer; a dead one is started again."""
 
-    def __init__(self, directory: Path, longest: int) -> None:
-        """`longest`: bytes of the longest text that is accepted."""
-        self._directory = directory
+    def __init__(self, directory: Path, longest: int, limits: RenderLimits) -> None:
+        """`longest`: bytes of the longest text that is accepted; `limits` of its templates."""
+        self._config = DeskConfig(directory, limits)
         self._longest = longest
         self._dead: EngineDead | None = None
         self._silent = False
@@ -188,7 +233,7 @@ class Desk:
     async def start(self) -> None:
         """Start the process."""
         self._clerk = None
-        self._system = System(_topology(self._directory, self._longest), Options(), self._on_death)
+        self._system = System(_topology(self._config, self._longest), Options(), self._on_death)
         await self._system.start()
         clerk = self._system.actor("server")
         assert isinstance(clerk, ClerkActor)
@@ -290,12 +335,12 @@ class Desk:
         return answer
 
 
-def _topology(directory: Path, longest: int) -> Topology:
+def _topology(config: DeskConfig, longest: int) -> Topology:
     record = ring_capacity(8 * longest + (1 << 20))
     return Topology(
         (
             ActorSpec("server", "nanoactor.server.desk:ClerkActor", None),
-            ActorSpec("desk", "nanoactor.server.desk:DeskActor", DeskConfig(directory)),
+            ActorSpec("desk", "nanoactor.server.desk:DeskActor", config),
         ),
         (
             NodeSpec("user", ("server",)),

@@ -8,14 +8,20 @@ from typing import Any
 
 import msgspec
 
-from nanoactor.errors import EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
+from nanoactor.errors import (
+    ComputationFailed,
+    EngineClosed,
+    EngineDead,
+    EngineOverloaded,
+    InvalidRequest,
+)
 
 RETRY_AFTER = "1"
 """Seconds until another try is worth it: a queue that is full now moves within steps."""
 _LONGEST = 2000
 """Characters of a message: some quote what was sent."""
-_PATH = re.compile(r"`\$\.([A-Za-z_]\w*)")
-_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_PATH = re.compile(r"`\$\.([A-Za-z_][\w.\[\]]*)`")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.([^`]*)`)?")
 
 
 class APIError(Exception):
@@ -67,6 +73,8 @@ def from_engine(error: Exception, names: frozenset[str] = frozenset()) -> APIErr
         return APIError(429, str(error), code="overloaded", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, EngineDead | EngineClosed):
         return APIError(503, str(error), code="engine_dead")
+    if isinstance(error, ComputationFailed):
+        return APIError(500, str(error), code="computation_failed")
     if isinstance(error, InvalidRequest):
         text = str(error)
         # The engine's messages begin with the parameter's name, where it is one.
@@ -87,7 +95,7 @@ def from_decoding(error: Exception) -> APIError:
     if not isinstance(error, msgspec.ValidationError):
         return invalid(f"the body is not valid JSON: {text}")
     if unknown := _UNKNOWN.search(text):
-        name = unknown[1][:100]
+        name = ".".join(part for part in (unknown[2], unknown[1]) if part)[:200]
         return invalid(f"{name!r} is not a parameter that this server knows", name)
     path = _PATH.search(text)
     return invalid(text.replace("$.", ""), path[1] if path else None)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+_WITHOUT_VERSION = ("/models", "/completions", "/chat/completions")
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -20,7 +21,8 @@ class Exchange:
         given = request.headers.get("x-request-id", "")
         self.id = given if _ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
         self.request = request
-        self.headers: dict[str, str] = {"x-request-id": self.id}
+        self.path = _canonical(request.path)
+        self.headers: dict[str, str] = {"x-request-id": self.id, "Server": "nanoactor"}
         """Of the answer, whatever it is."""
         self.note = ""
         """For the log: what came of it."""
@@ -31,6 +33,14 @@ class Exchange:
     def begun(self) -> bool:
         """Whether a part of the answer has left: then there cannot be another."""
         return self.request.writer.output_size > 0
+
+
+def _canonical(path: str) -> str:
+    """The path as routes know it: clients add slashes at its end, and forget the /v1."""
+    path = path.rstrip("/") or "/"
+    if path in _WITHOUT_VERSION or path.startswith("/models/"):
+        return f"/v1{path}"
+    return path
 
 
 def json_response(

@@ -6,6 +6,7 @@ Routing is a look-up: the paths are few and fixed.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import re
 import time
@@ -25,8 +26,8 @@ from nanoactor.server.keys import Keys
 log = logging.getLogger("nanoactor.server")
 access_log = logging.getLogger("nanoactor.access")
 
-OPEN_PATHS = ("/live", "/ready")
-"""What probes may see without a key."""
+OPEN_PATHS = ("/live", "/ready", "/favicon.ico")
+"""What probes may see without a key, and what browsers ask for by themselves."""
 _QUIET = (*OPEN_PATHS, "/health", "/metrics", "/activity")
 """What is asked for again and again, by machines."""
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|\d+\.\d+\.\d+\.\d+|localhost|[\w.-]+\.localhost)(:\d+)?")
@@ -160,28 +161,31 @@ class Door:
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
             return self._preflight
         self._check_host(request)
-        if request.path not in OPEN_PATHS:
+        path = exchange.path
+        if path not in OPEN_PATHS:
             self._check_key(request)
-        methods = self.routes.get(request.path)
-        if methods is None and request.path.startswith("/v1/models/"):
+        methods = self.routes.get(path)
+        if methods is None and path.startswith("/v1/models/"):
             methods = self.routes["/v1/models/"]
         if methods is None:
-            raise APIError(404, f"there is no {request.path[:200]!r} here; see /openapi.json")
+            near = difflib.get_close_matches(path[:100], [p for p in self.routes if p != "/"], 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise APIError(404, f"there is no {path[:200]!r} here; {hint}See /openapi.json")
         method = "GET" if request.method == "HEAD" else request.method
         if method not in methods:
             allowed = ", ".join(methods)
-            raise APIError(
-                405, f"{request.path} takes {allowed}, not {method}", headers={"Allow": allowed}
-            )
+            raise APIError(405, f"{path} takes {allowed}, not {method}", headers={"Allow": allowed})
         return methods[method]
 
     def _check_key(self, request: web.BaseRequest) -> None:
-        if not self._keys.admits(request.headers.get("Authorization")):
+        headers = request.headers
+        if not self._keys.admits(headers.get("Authorization"), headers.get("x-api-key")):
             browser = "text/html" in request.headers.get("Accept", "")
             challenge = 'Basic realm="nanoactor", charset="UTF-8"' if browser else "Bearer"
             raise APIError(
                 401,
-                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY', or as "
+                "'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": challenge},
             )
@@ -219,9 +223,9 @@ class Door:
         """Count a request and write it down."""
         request = exchange.request
         outcome = _OUTCOMES.get(status) or ("ok" if status < 400 else f"{status // 100}xx")
-        self.on_outcome(request.path, "broken_off" if exchange.broken_off else outcome)
+        self.on_outcome(exchange.path, "broken_off" if exchange.broken_off else outcome)
         if self._config.access_log:
-            quiet = status < 400 and request.path in _QUIET
+            quiet = status < 400 and exchange.path in _QUIET
             stalled = isinstance(request.protocol, Connection) and request.protocol.stalled
             access_log.log(
                 logging.DEBUG if quiet else logging.INFO,

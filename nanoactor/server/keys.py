@@ -15,16 +15,17 @@ class Keys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key) for key in keys]
 
-    def admits(self, authorization: str | None) -> bool:
-        """Whether a request with this Authorization header may pass; all may without keys.
+    def admits(self, authorization: str | None, api_key: str | None = None) -> bool:
+        """Whether a request with these headers, Authorization and x-api-key, may pass; all may
+        without keys.
 
         Browsers ask their user for a name and a password: the password is the key.
         """
         if not self._digests:
             return True
-        digest = _digest(_key_in(authorization or ""))
+        given = [_digest(_key_in(authorization or "")), _digest((api_key or "").strip())]
         # All of them, whichever fits.
-        fits = [hmac.compare_digest(digest, known) for known in self._digests]
+        fits = [hmac.compare_digest(one, known) for one in given for known in self._digests]
         return any(fits)
 
 

@@ -27,6 +27,13 @@ from nanoactor.server.metrics import Metrics
 from nanoactor.server.monitor import Monitor
 
 MAX_TRACE_SECONDS = 60.0
+_ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
+    '<rect width="16" height="16" rx="3" fill="#1f2937"/><g fill="#60a5fa">'
+    '<rect x="3" y="3" width="7" height="2.4" rx="1"/>'
+    '<rect x="6" y="6.8" width="7" height="2.4" rx="1"/>'
+    '<rect x="4" y="10.6" width="6" height="2.4" rx="1"/></g></svg>'
+)
 _TRACE_PART = 0.5
 """Seconds between looks: busy lanes remember little more than two."""
 _MOST_EXPORTS = 4
@@ -70,6 +77,11 @@ class Observation:
         if self._desk is not None:
             value["desk"] = self._desk.state
         return json_response(value, 200 if health.well else 503, exchange.headers)
+
+    async def icon(self, exchange: Exchange) -> web.StreamResponse:
+        """`GET /favicon.ico`: three actors."""
+        headers = {**exchange.headers, "Cache-Control": "max-age=86400"}
+        return web.Response(text=_ICON, headers=headers, content_type="image/svg+xml")
 
     async def metrics(self, exchange: Exchange) -> web.StreamResponse:
         """`GET /metrics`."""

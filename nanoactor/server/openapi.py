@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 import nanoactor
+from nanoactor.server.fields import of_route
 from nanoactor.server.observe import MAX_TRACE_SECONDS
 from nanoactor.server.requests import (
     ChatRequest,
@@ -68,6 +69,9 @@ def document(model: str, keys: bool) -> dict[str, Any]:
     )
     for body in kinds:
         schemas[body.__name__]["properties"]["model"] = {"enum": [model]}
+        schemas[body.__name__].pop("additionalProperties", None)
+    for name, route in (("ChatRequest", "chat"), ("CompletionRequest", "completions")):
+        schemas[name]["properties"] |= _refused(route)
     paths: dict[str, Any] = {}
     for (path, (_, text, streams)), schema in zip(_BODIES.items(), references, strict=True):
         paths[path] = {"post": _posted(text, schema, streams)}
@@ -83,7 +87,7 @@ def document(model: str, keys: bool) -> dict[str, Any]:
             "title": "nanoactor",
             "version": nanoactor.__version__,
             "description": "An LLM inference engine made of actors, in the shapes of the OpenAI "
-            "API. What is not listed here is refused by name.",
+            "API. What changes an answer and is not honoured is refused by name.",
         },
         "paths": paths,
         "components": components,
@@ -93,6 +97,18 @@ def document(model: str, keys: bool) -> dict[str, Any]:
         needed: list[dict[str, list[str]]] = [{"key": []}]
         value["security"] = needed
     return value
+
+
+def _refused(route: str) -> dict[str, Any]:
+    """The fields that are refused, with the values that are not."""
+    return {
+        name: {
+            "description": "Not honoured: other values are refused.",
+            "enum": [None, *field.neutral],
+        }
+        for name, field in of_route(route).items()
+        if field.status == "refused"
+    }
 
 
 _NAME = {"type": "string", "minLength": 1}

@@ -1,12 +1,11 @@
 """What clients may ask for: bodies as typed structures, which also make the OpenAPI document.
 
-Whatever is not listed is refused by name, and so is a listed parameter that the engine does not
-honour, unless its value asks for nothing (`n` of 1, say).
+A structure has what is honoured. What becomes of everything else, `fields.py` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,43 +16,19 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.outputs import RequestOutputKind
 from nanoactor.params import SamplingParams
 from nanoactor.server.errors import APIError, from_decoding, from_engine, invalid
+from nanoactor.server.fields import TEMPLATE_FIELDS, Field, Warned, is_neutral, of_route
 
 MAX_PROMPTS, MAX_MESSAGES = 512, 4096
 """How many a request may hold: more would hold up the loop for too long."""
 _DEFAULT_COMPLETION_TOKENS = 16
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,),
-    "store": (False,),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-}
-"""Parameters that are not honoured: the values, besides null, that ask for nothing."""
-
-
-def _unhonoured(name: str) -> Any:
-    values = [None, *_NEUTRAL[name]]
-    return Meta(
-        description="Not honoured: other values are refused.", extra_json_schema={"enum": values}
-    )
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     """What a stream tells besides text."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Annotated[bool, Meta(description="Ignored")] | None = None
 
 
 class _Body(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -76,18 +51,18 @@ class _Body(Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Meta(description="A lower one goes first")] | None = None
     user: Annotated[str, Meta(description="Stands in the access log")] | None = None
-    n: Annotated[Any, _unhonoured("n")] = None
-    logprobs: Annotated[Any, _unhonoured("logprobs")] = None
-    logit_bias: Annotated[Any, _unhonoured("logit_bias")] = None
-    presence_penalty: Annotated[Any, _unhonoured("presence_penalty")] = None
-    frequency_penalty: Annotated[Any, _unhonoured("frequency_penalty")] = None
-    repetition_penalty: Annotated[Any, _unhonoured("repetition_penalty")] = None
-    response_format: Annotated[Any, _unhonoured("response_format")] = None
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each of its events has the usage so far."""
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
 
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -107,8 +82,6 @@ class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
 
     prompt: Annotated[Any, Meta(extra_json_schema=_PROMPT)]
     echo: bool | None = None
-    best_of: Annotated[Any, _unhonoured("best_of")] = None
-    suffix: Annotated[Any, _unhonoured("suffix")] = None
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -144,10 +117,10 @@ class Message(Struct, forbid_unknown_fields=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: None = None
+    refusal: Annotated[str, Meta(description="Ignored")] | None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Meta(description="Ignored")] | None = None
 
 
 class Function(Struct, forbid_unknown_fields=True):
@@ -156,7 +129,7 @@ class Function(Struct, forbid_unknown_fields=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: Annotated[bool, Meta(description="Accepted, not enforced")] | None = None
 
 
 class Tool(Struct, forbid_unknown_fields=True):
@@ -164,6 +137,9 @@ class Tool(Struct, forbid_unknown_fields=True):
 
     function: Function
     type: Literal["function"] = "function"
+
+
+_FOR_TEMPLATE = Meta(description="Given to the chat template, if that reads it.")
 
 
 class ChatRequest(_Body, kw_only=True, forbid_unknown_fields=True):
@@ -185,12 +161,13 @@ class ChatRequest(_Body, kw_only=True, forbid_unknown_fields=True):
     separate_reasoning: (
         Annotated[bool, Meta(description="False leaves a `<think>` part in the content.")] | None
     ) = None
-    top_logprobs: Annotated[Any, _unhonoured("top_logprobs")] = None
-    parallel_tool_calls: Annotated[Any, _unhonoured("parallel_tool_calls")] = None
-    store: Annotated[Any, _unhonoured("store")] = None
-    metadata: Annotated[Any, _unhonoured("metadata")] = None
-    modalities: Annotated[Any, _unhonoured("modalities")] = None
-    service_tier: Annotated[Any, _unhonoured("service_tier")] = None
+    parallel_tool_calls: (
+        Annotated[bool, Meta(description="False keeps the first call of an answer.")] | None
+    ) = None
+    reasoning_effort: Annotated[str, _FOR_TEMPLATE] | None = None
+    verbosity: Annotated[str, _FOR_TEMPLATE] | None = None
+    enable_thinking: Annotated[bool, _FOR_TEMPLATE] | None = None
+    thinking: Annotated[Any, _FOR_TEMPLATE] = None
 
     @property
     def calls_tools(self) -> bool:
@@ -223,34 +200,113 @@ _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 }
+_KNOWN: dict[type, dict[str, Field]] = {
+    CompletionRequest: of_route("completions"),
+    ChatRequest: of_route("chat"),
+}
+_INNER: dict[type, dict[str, type]] = {
+    CompletionRequest: {"stream_options": StreamOptions},
+    ChatRequest: {"stream_options": StreamOptions, "messages": Message, "tools": Tool},
+    TokenizeRequest: {"messages": Message, "tools": Tool},
+    Message: {"content": TextPart, "tool_calls": ToolCall},
+    ToolCall: {"function": CalledFunction},
+    Tool: {"function": Function},
+}
+"""Which fields hold structures, or lists of them."""
+_STRUCTURES: tuple[type[Struct], ...] = (
+    *(CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, StreamOptions, Message),
+    *(TextPart, ToolCall, CalledFunction, Tool, Function),
+)
+_NAMES: dict[type, frozenset[str]] = {
+    kind: frozenset(kind.__struct_fields__) for kind in _STRUCTURES
+}
+_MOST_UNKNOWN = 200
+_MOST_ITEMS = {"messages": MAX_MESSAGES, "content": 4096, "tool_calls": 4096, "tools": 4096}
+"""More would hold up the loop for too long."""
+_MEDIA = {
+    "image_url": "images",
+    "input_image": "images",
+    "image_embeds": "images",
+    "image_pil": "images",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "audio_embeds": "audio",
+    "video_url": "videos",
+    "video_embeds": "videos",
+    "file": "files",
+}
 
 
-def decode(kind: type[Any], body: bytes) -> Any:
-    """A body as a structure of this kind; `APIError` says what is wrong with it."""
-    try:
-        decoded = _DECODERS[kind].decode(body)
-    except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError) as error:
-        raise from_decoding(error) from None
-    if isinstance(decoded, CompletionRequest | ChatRequest):
-        _check(decoded)
-    return decoded
+class Decoder:
+    """Bodies to structures. What nobody knows is ignored, or refused where it is `strict`."""
+
+    def __init__(self, strict: bool = False) -> None:
+        self._strict = strict
+        self._warned = Warned()
+
+    def decode(self, kind: type[Any], body: bytes) -> Any:
+        """A body as a structure of this kind; `APIError` says what is wrong with it."""
+        try:
+            try:
+                decoded = _DECODERS[kind].decode(body)
+            except msgspec.ValidationError:
+                raw = msgspec.json.decode(body)
+                self._clean(raw, kind, "")
+                decoded = msgspec.convert(raw, kind)
+        except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError) as error:
+            raise from_decoding(error) from None
+        if isinstance(decoded, ChatRequest):
+            _check_chat(decoded)
+            self._tell_of_strict_tools(decoded)
+        return decoded
+
+    def _clean(self, raw: Any, kind: type[Any], path: str) -> None:
+        """Take out what is ignored; `APIError` for what is refused."""
+        if not isinstance(raw, dict):
+            return  # the structure says what is wrong with that
+        if kind is TextPart:
+            _check_part(raw, path)
+        unknown = raw.keys() - _NAMES[kind]
+        if len(unknown) > _MOST_UNKNOWN:
+            raise invalid(f"{len(unknown)} fields that this server does not know are too many")
+        for name in unknown:
+            self._take_out(raw, kind, name, f"{path}{name}")
+        for name, most in _MOST_ITEMS.items():
+            if isinstance(raw.get(name), list) and len(raw[name]) > most:
+                raise invalid(f"{name} has {len(raw[name])} items, {most} at most", f"{path}{name}")
+        for name, inner in _INNER.get(kind, {}).items():
+            value = raw.get(name)
+            if isinstance(value, list):
+                for index, item in enumerate(value):
+                    self._clean(item, inner, f"{path}{name}[{index}].")
+            else:
+                self._clean(value, inner, f"{path}{name}.")
+
+    def _take_out(self, raw: dict[str, Any], kind: type[Any], name: str, path: str) -> None:
+        value, field = raw.pop(name), _KNOWN.get(kind, {}).get(name)
+        if field is not None and field.status == "refused":
+            if not is_neutral(value, field.neutral):
+                shown = [msgspec.json.encode(one).decode() for one in (None, *field.neutral)]
+                note = f" ({field.note})" if field.note else ""
+                raise invalid(
+                    f"{name} is not supported; only {' or '.join(shown)} is accepted{note}", name
+                )
+        elif value is not None and field is None and self._strict:
+            raise invalid(f"{path[:200]!r} is not a parameter that this server knows", path[:200])
+        elif value is not None and not (field is not None and is_neutral(value, field.neutral)):
+            self._warned.warn(path)
+
+    def _tell_of_strict_tools(self, body: ChatRequest) -> None:
+        if any(tool.function.strict for tool in body.tools or ()):
+            self._warned.warn("tools[*].function.strict", "is accepted, but not enforced")
 
 
-def _check(body: Body) -> None:
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(body, name, None)
-        if value is not None and not any(_same(value, other) for other in neutral):
-            shown = " or ".join(msgspec.json.encode(value).decode() for value in neutral)
-            raise invalid(f"{name} is not supported; only null or {shown} is accepted", name)
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options go with stream set to true", "stream_options")
-    if isinstance(body, ChatRequest):
-        _check_chat(body)
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    # To Python, true is 1 and false is 0; to a client they are not.
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+def _check_part(part: dict[str, Any], path: str) -> None:
+    kind = part.get("type")
+    if isinstance(kind, str) and kind in _MEDIA:
+        raise invalid(f"this model takes no {_MEDIA[kind]}, only text", f"{path}type")
+    if kind == "refusal" and isinstance(part.get("refusal"), str):  # what the model said instead
+        part |= {"type": "text", "text": part.pop("refusal")}
 
 
 def _check_chat(body: ChatRequest) -> None:
@@ -259,8 +315,6 @@ def _check_chat(body: ChatRequest) -> None:
             'tool_choice: a call cannot be forced; only null, "auto" or "none" is accepted',
             "tool_choice",
         )
-    if body.tool_choice == "auto" and not body.tools:
-        raise invalid("tool_choice is given, but there are no tools", "tool_choice")
     if None not in (body.max_tokens, body.max_completion_tokens):
         raise invalid(
             "give max_completion_tokens or its older name max_tokens, not both", "max_tokens"
@@ -346,9 +400,11 @@ def _are_ids(items: Sequence[Any]) -> bool:
     return all(type(item) is int for item in items)
 
 
-def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """What the chat template is given besides the messages."""
-    options = dict(body.chat_template_kwargs or {})
+def template_options(
+    body: ChatRequest | TokenizeRequest, variables: Collection[str] = ()
+) -> dict[str, Any]:
+    """What the chat template, which reads these variables, is given besides the messages."""
+    options = _of_fields(body, variables) | (body.chat_template_kwargs or {})
     for reserved in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
         if reserved in options:
             raise invalid(
@@ -364,6 +420,14 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         for tool in options["tools"]:
             tool["function"] = {k: v for k, v in tool["function"].items() if v is not None}
     return options
+
+
+def _of_fields(body: ChatRequest | TokenizeRequest, variables: Collection[str]) -> dict[str, Any]:
+    """Fields that the template reads. An effort also says whether to think, as in vLLM."""
+    given = {name: getattr(body, name, None) for name in TEMPLATE_FIELDS}
+    if given["reasoning_effort"] is not None and given["enable_thinking"] is None:
+        given["enable_thinking"] = given["reasoning_effort"] != "none"
+    return {name: value for name, value in given.items() if value is not None and name in variables}
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -31,12 +31,14 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
     asked = _Asked()
     loop = asyncio.get_running_loop()
     # Under nohup a hang-up is ignored, and stays so.
-    heeded = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    heeded = [number for number in _SIGNALS if hung_up or number is not signal.SIGHUP]
     for number in heeded:
         loop.add_signal_handler(number, asked.by_signal, number)
     log.info("starting %s", llm.config.model)
     starting = asyncio.ensure_future(_start(server))
     stopping = asyncio.ensure_future(asked.wait())
+    dying = asyncio.ensure_future(llm.death())
     try:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -47,23 +49,22 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
         # What is there now stays: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
-        dying = asyncio.ensure_future(llm.death())
         await asyncio.wait((dying, stopping), return_when=asyncio.FIRST_COMPLETED)
         if dying.done():
             await asyncio.wait((stopping,), timeout=_DEAD_FOR)
         await server.stop()
-        dying.cancel()
         if llm.dead is not None:
             raise llm.dead
     finally:
         stopping.cancel()
+        dying.cancel()
         for number in heeded:
             loop.remove_signal_handler(number)
         gc.unfreeze()
 
 
 async def _start(server: Server) -> None:
-    config = server.config
+    config, begin = server.config, time.monotonic()
     try:
         await server.start()
     except OSError as error:
@@ -71,6 +72,16 @@ async def _start(server: Server) -> None:
             f"cannot listen on {config.host} port {config.port}: {error.strerror or error}"
         ) from error
     host = f"[{config.host}]" if ":" in config.host else config.host
+    llm, facts = server.llm, server.llm.facts
+    log.info(
+        "%s (%s) on %s, context %d, KV cache of %d tokens, loaded in %.1f s",
+        server.name,
+        facts["dtype"],
+        facts["device"],
+        llm.files.max_model_len,
+        facts["num_blocks"] * facts["block_size"],
+        time.monotonic() - begin,
+    )
     log.info("listening on http://%s:%d", host, server.port)
     if not config.on_loopback and not config.api_keys:
         log.warning("others can reach %s, and no API key is set (--api-key)", config.host)

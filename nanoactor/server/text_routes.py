@@ -15,10 +15,10 @@ from nanoactor.server.errors import APIError, from_engine, invalid
 from nanoactor.server.exchange import Exchange, json_response
 from nanoactor.server.http import Door
 from nanoactor.server.requests import (
+    Decoder,
     DetokenizeRequest,
     TokenizeRequest,
     conversation,
-    decode,
     names_of,
     template_options,
 )
@@ -29,13 +29,21 @@ class TextRoutes:
     """What needs a tokenizer, or only knowledge of the model."""
 
     def __init__(
-        self, llm: AsyncLLM, desk: Desk | None, door: Door, completions: Completions, model: str
+        self,
+        llm: AsyncLLM,
+        desk: Desk | None,
+        door: Door,
+        completions: Completions,
+        model: str,
+        strict: bool,
     ) -> None:
+        """`strict`: whether fields that nobody knows are refused."""
         self._llm = llm
         self._desk = desk
         self._door = door
         self._completions = completions
         self._model = model
+        self._decoder = Decoder(strict)
         self._created = int(time.time())
 
     # -- models ---------------------------------------------------------------------------
@@ -47,7 +55,7 @@ class TextRoutes:
 
     async def model(self, exchange: Exchange) -> web.StreamResponse:
         """`GET /v1/models/{name}`."""
-        self._completions.check_model(exchange.request.path.removeprefix("/v1/models/"))
+        self._completions.check_model(exchange.path.removeprefix("/v1/models/"))
         return json_response(self._card(), headers=exchange.headers)
 
     def _card(self) -> dict[str, Any]:
@@ -81,7 +89,9 @@ class TextRoutes:
 
     async def tokenize(self, exchange: Exchange) -> web.StreamResponse:
         """`POST /tokenize`: of a text or of a conversation, as the engine would."""
-        body: TokenizeRequest = decode(TokenizeRequest, await self._door.body(exchange))
+        body: TokenizeRequest = self._decoder.decode(
+            TokenizeRequest, await self._door.body(exchange)
+        )
         desk = self._need_desk(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("give either prompt or messages", "prompt")
@@ -109,7 +119,9 @@ class TextRoutes:
 
     async def detokenize(self, exchange: Exchange) -> web.StreamResponse:
         """`POST /detokenize`: special tokens included."""
-        body: DetokenizeRequest = decode(DetokenizeRequest, await self._door.body(exchange))
+        body: DetokenizeRequest = self._decoder.decode(
+            DetokenizeRequest, await self._door.body(exchange)
+        )
         desk = self._need_desk(body.model)
         try:
             (text,) = await desk.decode_all([body.tokens])

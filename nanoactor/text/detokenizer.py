@@ -138,7 +138,8 @@ class Detokenizer:
         reason, stop_reason, tokens, characters = finish.reason, finish.stop_reason, 0, 0
         pending = self._pending_of(finish.uid)
         if entry is not None:
-            if not entry.ended and entry.decoder:
+            # After a failure nothing more is read: held text must not pass for a stop.
+            if not entry.ended and entry.decoder and reason != "failed":
                 rest = entry.matcher.push(entry.decoder.finish()) + entry.matcher.finish()
                 self._emit(entry, pending, rest)
             if entry.matcher.matched is not None:

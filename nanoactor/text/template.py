@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,9 @@ class ChatTemplate:
     `strftime_now`, `tojson`, and the special tokens by name.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, characters: int | None = None) -> None:
+        """`characters`: how long a prompt may be."""
+        self._characters = characters
         try:
             config = _optional_json(directory / "tokenizer_config.json")
             tokens = {**_optional_json(directory / "special_tokens_map.json"), **config}
@@ -69,8 +71,8 @@ class ChatTemplate:
         self._templates = {name: _compile(source) for name, source in sources.items()}
         self._sources = sources
 
-    def describe(self) -> TemplateFacts:
-        """What it can do, found out by trying."""
+    def facts(self) -> TemplateFacts:
+        """What its source tells."""
         from jinja2 import meta
 
         if not self._templates:
@@ -78,14 +80,14 @@ class ChatTemplate:
         variables: set[str] = set()
         for source in self._sources.values():
             variables |= meta.find_undeclared_variables(_environment().parse(source))
+        thinks = any("<think>" in source for source in self._sources.values())
+        return TemplateFacts(True, tuple(sorted(variables)), knows_thoughts=thinks)
+
+    def probe(self) -> tuple[bool, bool]:
+        """(whether it shows tools, whether it opens thoughts), found out by trying."""
         plain = self._tried({})
-        return TemplateFacts(
-            True,
-            tuple(sorted(variables)),
-            self._tried({"tools": [_SOME_TOOL]}) != plain,
-            plain.rstrip().endswith("<think>"),
-            any("<think>" in source for source in self._sources.values()),
-        )
+        shows_tools = self._tried({"tools": [_SOME_TOOL]}) != plain
+        return shows_tools, plain.rstrip().endswith("<think>")
 
     def _tried(self, options: dict[str, Any]) -> str:
         try:
@@ -113,13 +115,38 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt exclude each other"
             )
         try:
-            text: str = self._templates[name].render(
-                messages=[_normalised(message) for message in messages],
-                **{**self._special, **values, **options},
+            text = self._bounded(
+                self._templates[name].generate(
+                    messages=[_normalised(message) for message in messages],
+                    **{**self._special, **values, **options},
+                )
             )
+        except InvalidRequest:
+            raise
         except Exception as error:  # a template is a program: it can fail in any way
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
         return _up_to_the_end_of(messages[-1], text) if continues else text
+
+    def _bounded(self, pieces: Iterator[str]) -> str:
+        """All of them, as long as they are not too many."""
+        text, size = [], 0
+        for piece in pieces:
+            size += len(piece)
+            if self._characters is not None and size > self._characters:
+                raise InvalidRequest(
+                    f"the chat template writes more than {self._characters} characters"
+                )
+            text.append(piece)
+        return "".join(text)
+
+
+def has_template(directory: Path) -> bool:
+    """Whether a model has a chat template; raises `ModelError` where its files are malformed."""
+    try:
+        sources = _template_sources(directory, _optional_json(directory / "tokenizer_config.json"))
+    except (AttributeError, UnicodeError) as error:
+        raise ModelError(f"{directory}: its chat templates are malformed: {error!r}") from error
+    return bool(sources)
 
 
 def _up_to_the_end_of(message: Mapping[str, Any], prompt: str) -> str:
@@ -156,7 +183,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 def _template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The model's templates by name; most have one, the default."""
     if (directory / "chat_template.jinja").exists():
-        return {"default": (directory / "chat_template.jinja").read_text(encoding="utf-8")}
+        return {"default": (directory / "chat_template.jinja").read_text(encoding="utf-8-sig")}
     source = config.get("chat_template")
     if isinstance(source, list):
         return {str(item.get("name")): str(item.get("template")) for item in source}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import codecs
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -12,7 +11,6 @@ from tokenizers import Tokenizer
 from nanoactor.errors import InvalidRequest
 from nanoactor.messages import Int32
 from nanoactor.models.errors import ModelError
-from nanoactor.text.template import ChatTemplate, TemplateFacts
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
@@ -21,7 +19,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     if not path.exists():
         raise ModelError(f"{path} does not exist")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = _read(path)
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{path} is not a tokenizer: {error}") from error
     # Saved with some tokenizers for batches in training; a prompt must arrive as it is.
@@ -30,28 +28,26 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
+def _read(path: Path) -> Tokenizer:
+    with path.open("rb") as file:
+        marked = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+    if marked:  # the library takes it for a part of the JSON
+        return Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
+    return Tokenizer.from_file(str(path))
+
+
 class TextEncoder:
     """Prompts to token ids."""
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = load_tokenizer(directory)
-        self._template = ChatTemplate(directory)
 
     def encode_text(self, text: str, special: bool = True) -> Int32:
         """The ids of a text; with `special`, those that the tokenizer adds by itself too."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=special).ids, np.int32)
 
-    def describe_template(self) -> TemplateFacts:
-        """What the chat template can do."""
-        return self._template.describe()
-
-    def render(self, messages: list[Any], options: Mapping[str, Any]) -> str:
-        """The prompt of a conversation; its template writes all special tokens itself."""
-        return self._template.render(messages, options)
-
-    def encode_chat(self, messages: list[Any], options: Mapping[str, Any]) -> Int32:
-        """The ids of a conversation."""
-        text = self.render(messages, options)
+    def encode_rendered(self, text: str) -> Int32:
+        """The ids of a conversation: its template has written all special tokens itself."""
         try:
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
         except (TypeError, UnicodeError) as error:

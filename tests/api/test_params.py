@@ -138,6 +138,7 @@ BAD_OPTIONS = {
     "placement": ["everywhere", None, []],
     "transport": ["tcp", None],
     "check_weights": FLAG,
+    "template_timeout": SECONDS,
     "stall_timeout": [0.5, -1, NAN, "1", True],
     "start_timeout": SECONDS,
     "stop_timeout": SECONDS,

@@ -8,6 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from nanoactor.models.batch import SamplingBatch
+from nanoactor.models.limits import NO_TOKEN
 from nanoactor.models.philox import gumbel_noise, gumbel_noise_at, philox
 from nanoactor.models.sampling import CANDIDATES, sample, truncation
 
@@ -386,3 +387,20 @@ def test_truncation_does_not_change_the_noise_of_the_tokens_it_keeps():
 
 def test_no_rows_give_no_ids():
     assert choose(torch.empty(0, VOCABULARY), []).tolist() == []
+
+
+def test_rows_whose_logits_are_not_finite_get_no_token_and_harm_no_other():
+    kinds = [row(temperature=0), row(seed=3), row(top_k=5), row(top_k=300), row(top_p=0.5)]
+    generator = torch.Generator().manual_seed(1)
+    good = torch.randn(len(kinds), VOCABULARY, generator=generator)
+    expected = sample(good.clone(), batch(kinds)).tolist()
+    for value in (math.nan, math.inf, -math.inf):
+        for broken in range(len(kinds)):
+            logits = good.clone()
+            if value == -math.inf:
+                logits[broken] = value
+            else:
+                logits[broken, 7] = value
+            chosen = sample(logits, batch(kinds)).tolist()
+            assert chosen == [NO_TOKEN if i == broken else e for i, e in enumerate(expected)]
+    assert sample(torch.full((2, 9), math.nan), batch([kinds[0]] * 2)).tolist() == [NO_TOKEN] * 2

@@ -11,6 +11,7 @@ from nanoactor.errors import EngineDead, InvalidRequest
 from nanoactor.models.errors import ModelError
 from nanoactor.server import desk as module
 from nanoactor.server.desk import Desk
+from nanoactor.text.renderer import RenderLimits
 from tests.conftest import children
 from tests.text.test_chat import DEMO
 
@@ -32,7 +33,7 @@ async def until(check):
 def test_a_desk_that_cannot_start_says_why_and_leaves_nothing(model):
     async def main():
         (model / "tokenizer.json").write_text("{}")
-        desk = Desk(model, 10_000)
+        desk = Desk(model, 10_000, RenderLimits(5.0, 10_000))
         with pytest.raises(ModelError, match="not a tokenizer"):
             await desk.start()
         await asyncio.sleep(0.2)
@@ -46,7 +47,7 @@ def test_a_desk_that_cannot_start_says_why_and_leaves_nothing(model):
 
 def test_a_desk_is_started_again_as_often_as_it_takes_and_only_once(model):
     async def main():
-        desk = Desk(model, 10_000)
+        desk = Desk(model, 10_000, RenderLimits(5.0, 10_000))
         await desk.start()
         ids = await desk.encode("To be", True)
         asked = asyncio.ensure_future(desk.encode("to be " * 1000, True))

@@ -275,12 +275,13 @@ def test_names_of_fields_do_not_write_the_log(fast_server):
     for name in (forged, "y" * 500_000):
         lines = written(fast_server)
         answer = fast_server.post("/v1/completions", {**COMPLETION, name: 1})
-        assert answer.status_code == 400
-        assert len(answer.content) < 1000
+        assert answer.status_code == 200
         end = written(fast_server) - 1
-        (line,) = fast_server.lines[lines:end]
-        assert len(line) < 500
-        assert "\x1b" not in line
+        assert "is ignored" in fast_server.lines[lines]
+        assert end - lines == 2
+        for line in fast_server.lines[lines:end]:
+            assert len(line) < 500
+            assert "\x1b" not in line
 
 
 JSON = st.recursive(

@@ -210,6 +210,20 @@ def test_a_client_that_goes_away_frees_its_blocks_within_depth_and_one_steps(dep
     asyncio.run(main())
 
 
+def test_the_start_says_what_is_served_and_keys_stay_here():
+    with served(*SIMULATED, NANOACTOR_API_KEY="secret-1") as server:
+        said = next(line for line in server.lines if "KV cache of" in line)
+        for part in ("demo (none) on a simulated device", "context 1024", "loaded in"):
+            assert part in said
+        headers = {"x-api-key": "secret-1"}
+        assert server.get("/v1/models", headers=headers).status_code == 200
+        assert server.get("/v1/models", headers={"x-api-key": "other"}).status_code == 401
+        assert len(server.family) >= 5
+        for pid in server.family:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                assert b"secret-1" not in file.read(), comm(pid)
+
+
 def test_the_server_stays_light():
     with served(*SIMULATED) as server:
         for pid in (server.process.pid, *server.family):

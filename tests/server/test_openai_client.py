@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from nanoactor import LLM, SamplingParams
-from tests.server.harness import here, served, url
+from tests.server.harness import events, here, served, url
 
 ROMEO = "ROMEO:\nBut soft, what light"
 CHAT = [{"role": "user", "content": "Speak, friend."}]
@@ -264,15 +264,8 @@ REFUSED = {
     "presence_penalty": 0.5,
     "frequency_penalty": -1,
     "response_format": {"type": "json_object"},
-    "parallel_tool_calls": False,
-    "store": True,
-    "metadata": {"a": "b"},
     "modalities": ["audio"],
-    "service_tier": "flex",
     "tool_choice": "required",
-    "reasoning_effort": "low",
-    "no_such_thing": 1,
-    "stream_options": {"include_usage": True},
     "temperature": -1,
     "top_p": 0,
     "max_tokens": 0,
@@ -321,6 +314,24 @@ def test_what_asks_for_nothing_is_accepted(client):
         client.chat.completions.create(model="demo", messages=CHAT, max_tokens=1, extra_body=values)
 
 
+IGNORED = dict(
+    store=True,
+    metadata={"a": "b"},
+    service_tier="flex",
+    reasoning_effort="low",
+    no_such_thing=1,
+    stream_options={"include_usage": True},
+    parallel_tool_calls=False,
+    tool_choice="auto",
+    prompt_logprobs=None,
+    safety_identifier="me",
+)
+
+
+def test_what_changes_nothing_is_accepted(client):
+    client.chat.completions.create(model="demo", messages=CHAT, max_tokens=1, extra_body=IGNORED)
+
+
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
@@ -337,7 +348,7 @@ def test_what_asks_for_nothing_is_accepted(client):
         ({"prompt": [4000]}, None),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": "\ud800"}, None),
-        ({"messages": CHAT}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
     ],
 )
 def test_completions_refuse_too(demo_server, extra, param):
@@ -442,3 +453,71 @@ def test_a_full_queue_is_429_at_once_and_says_when_to_come_again():
                 await second.close()
 
     asyncio.run(main())
+
+
+def test_a_stream_may_tell_its_usage_all_the_time(demo_server):
+    body = dict(model="demo", prompt=["a", "To be"], max_tokens=5, ignore_eos=True, stream=True)
+    options = dict(include_usage=True, continuous_usage_stats=True)
+    values = events(demo_server.post("/v1/completions", {**body, "stream_options": options}).text)
+    assert values[-1] == "[DONE]"
+    last, chunks = values[-2], values[:-2]
+    assert last["choices"] == []
+    said, prompts = [0, 0], [0, 0]
+    for chunk in chunks:
+        index, usage = chunk["choices"][0]["index"], chunk["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert usage["completion_tokens"] >= said[index]
+        said[index], prompts[index] = usage["completion_tokens"], usage["prompt_tokens"]
+    assert said == [5, 5]
+    assert last["usage"]["completion_tokens"] == 10
+    assert last["usage"]["prompt_tokens"] == sum(prompts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_alone_generates_nothing(demo_server, stream):
+    body = dict(model="demo", prompt=["To be", [5, 6, 7]], echo=True, max_tokens=0, stream=stream)
+    body["stream_options"] = {"include_usage": True}
+    answer = demo_server.post("/v1/completions", body)
+    assert answer.status_code == 200
+    text = demo_server.post("/detokenize", {"tokens": [5, 6, 7]}).json()["prompt"]
+    count = demo_server.post("/tokenize", {"prompt": "To be"}).json()["count"]
+    if stream:
+        *chunks, last, done = events(answer.text)
+        assert done == "[DONE]"
+        said = ["", ""]
+        for chunk in chunks:
+            (choice,) = chunk["choices"]
+            said[choice["index"]] += choice["text"]
+        usage, reasons = last["usage"], [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    else:
+        choices = answer.json()["choices"]
+        said, usage = [choice["text"] for choice in choices], answer.json()["usage"]
+        reasons = [choice["finish_reason"] for choice in choices]
+    assert said == ["To be", text]
+    assert set(reasons) - {None} == {"length"}
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (count + 3, 0)
+    too_long = demo_server.post("/v1/completions", {**body, "prompt": [5] * 1024})
+    assert too_long.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_paths_that_clients_get_slightly_wrong(demo_server):
+    for path in ("/models", "/v1/models/", "/models/"):
+        assert demo_server.get(path).json()["data"][0]["id"] == "demo"
+    assert demo_server.get("/models/demo").json()["id"] == "demo"
+    body = dict(model="demo", prompt="a", max_tokens=1)
+    for path in ("/v1/completions/", "/completions"):
+        assert demo_server.post(path, body).status_code == 200
+    wrong = demo_server.get("/v1/model")
+    assert wrong.status_code == 404
+    assert "did you mean /v1/models?" in wrong.json()["error"]["message"]
+
+
+def test_every_answer_names_the_server_and_nothing_else(demo_server):
+    assert demo_server.get("/favicon.ico").headers["Content-Type"].startswith("image/svg+xml")
+    body = dict(model="demo", prompt="a", max_tokens=1, stream=True)
+    answers = [
+        *(demo_server.get(path) for path in ("/favicon.ico", "/v1/models", "/", "/no", "/metrics")),
+        demo_server.post("/v1/completions", body),
+        demo_server.post("/v1/completions", {}),
+    ]
+    assert {answer.headers["Server"] for answer in answers} == {"nanoactor"}

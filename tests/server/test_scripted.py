@@ -250,8 +250,34 @@ def test_tools_without_a_parser_for_them_do_not_exist(tmp_path, monkeypatch, pat
                         model="m", messages=ASK, tools=TOOLS, tool_choice=choice
                     )
                 assert caught.value.param == "tool_choice"
-            strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
-            with pytest.raises(openai.BadRequestError, match="strict"):
-                await t.client.chat.completions.create(model="m", messages=ASK, tools=strict)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_alone_is_kept_where_parallel_ones_are_unwanted(tmp_path, monkeypatch, stream):
+    """And `strict` tools are accepted, though nothing enforces them yet."""
+    strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
+
+    async def main():
+        async with talk(tmp_path, monkeypatch) as t:
+            for parallel, count in ((True, 2), (False, 1)):
+                t.script.say(CALL + CALL)
+                found = await t.client.chat.completions.create(
+                    model="m",
+                    messages=ASK,
+                    tools=strict,
+                    tool_choice="auto",
+                    parallel_tool_calls=parallel,
+                    stream=stream,
+                )
+                if stream:
+                    deltas = [chunk.choices[0] async for chunk in found]
+                    indices = [c.index for d in deltas for c in d.delta.tool_calls or ()]
+                    assert set(indices) == set(range(count))
+                    assert deltas[-1].finish_reason == "tool_calls"
+                else:
+                    assert len(found.choices[0].message.tool_calls) == count
+                    assert found.choices[0].finish_reason == "tool_calls"
 
     asyncio.run(main())

@@ -335,6 +335,42 @@ MUTATIONS = [
         "if False:",
     ),
     Mutation(
+        "what a failing row computed stays in the prefix index",
+        MANAGER,
+        "        self.pool.distrust(bad | doubtful)\n",
+        "",
+    ),
+    Mutation(
+        "blocks that were read before a failure was known are indexed after it",
+        MANAGER,
+        "        if holding.distrusted:\n            return\n",
+        "",
+    ),
+    Mutation(
+        "who has read what a failing row computed goes on",
+        MANAGER,
+        "                self._answers.tainted.append(holding.uid)\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "results are told before it is known whom a failure concerns",
+        SCHEDULER,
+        "        if self._unsettled and type(event) is StepDone:",
+        "        if False:",
+    ),
+    Mutation(
+        "a failing row's token is taken",
+        SCHEDULER,
+        "        if len(event.failed):\n            done",
+        "        if False:\n            done",
+    ),
+    Mutation(
+        "a failure is blamed on whoever has the slot now",
+        MANAGER,
+        "            holding = next(left, None) or self._of(slot, event.step)",
+        "            holding = self._of(slot, event.step)",
+    ),
+    Mutation(
         "a decode row's length is counted one step late",
         BATCH,
         "        self._lengths[decode] += 1\n        token_ids",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from nanoactor.messages import (
     Tokens,
 )
 from nanoactor.scheduling.sequence import Phase, Sequence
+from tests.simulation.device import SPOILT
 from tests.simulation.reference import Answer, answer, cut_by_text, true_blocks
 from tests.simulation.stories import Stories
 
@@ -76,6 +78,8 @@ class Oracle:
         """Fences of the frees whose answer the scheduler has not handled."""
         self._wanted = 0
         self._steps_before = 0
+        self._failed: dict[int, int] = {}
+        """By request: the first position at which its logits were not finite."""
 
     def attach(self) -> None:
         """The actors are there: take a look at every block that is handed out or indexed."""
@@ -147,7 +151,8 @@ class Oracle:
         size = self._scenario.block_size
         for block, content in self._indexed.pop(step, ()):
             held = self.device.kv[block * size : (block + 1) * size]
-            assert (held == self._true[content].states).all(), f"block {block} is indexed wrongly"
+            right = (held == self._true[content].states) | (held == SPOILT)
+            assert right.all(), f"block {block} is indexed wrongly"
             self.counts["blocks indexed"] += 1
 
     # -- steps ----------------------------------------------------------------------------
@@ -165,6 +170,18 @@ class Oracle:
         found = self.answers[uid]
         assert found is not None
         return found.tokens[position]
+
+    def fails(self, uid: int, position: int) -> bool:
+        """Whether the logits after so many tokens of a request are not finite."""
+        if not self._scenario.failures:
+            return False
+        chance = random.Random(f"{self._scenario.seed} {self.positions[uid]} {position}").random()
+        # Prompts are what others share, so they fail more often.
+        prompted = position == len(self._scenario.asks[self.positions[uid]].prompt)
+        if chance >= self._scenario.failures * (5 if prompted else 1):
+            return False
+        self._failed.setdefault(uid, position)
+        return True
 
     def masked(self, uid: int, position: int) -> list[int]:
         """The tokens that must not be sampled for a position: ends before `min_tokens`."""
@@ -367,8 +384,9 @@ class Oracle:
                 self.counts["aborts that overtook"] += 1
                 self._must_abort.add(message.uid)
             case StepDone():
-                samplers = self.scheduler._in_flight[0].samplers
-                self._due = {s.uid for s in samplers if s.uid in self.scheduler.live}
+                due = self.scheduler._in_flight[len(self.scheduler._held_back)]
+                live = {s.uid for s in due.samplers if s.uid in self.scheduler.live}
+                self._due = live | (self._due if self.scheduler._held_back else set())
             case Stop():
                 self.counts["stop strings"] += len(message.uids)
                 self.counts["several stops at once"] += len(message.uids) > 1
@@ -404,7 +422,9 @@ class Oracle:
         if isinstance(message, Known):
             self._check_available()
         if target == "scheduler":
-            assert not self._due, f"results of {self._due} were dropped, though they live"
+            if not self.scheduler._held_back:
+                dropped = self._due & self.scheduler.live.keys()
+                assert not dropped, f"results of {dropped} were dropped, though they live"
             self._check_gaps(self._steps_before)
             self._check_head()
             if isinstance(message, Abort):
@@ -437,6 +457,7 @@ class Oracle:
             assert uid in self.terminals, f"request {uid} got no end"
             self._check_answer(position, entry, self.terminals[uid])
         self._check_nothing_held()
+        self._check_nothing_spoilt()
         self._count()
 
     def _check_answer(self, position: int, entry: Any, terminal: Terminal) -> None:
@@ -446,6 +467,15 @@ class Oracle:
         assert entry.terminal is terminal
         assert (terminal.tokens, terminal.characters) == (len(ids), len(text)), who
         assert terminal.preemptions == self._preemptions[terminal.uid], who
+        if terminal.reason == "failed":
+            self._check_failed(terminal, ids, text, expected)
+            return
+        failed_at = self._failed.get(terminal.uid)
+        if failed_at is not None and terminal.reason != "abort":
+            assert expected is not None
+            assert failed_at >= expected.prompt_length + len(expected.output), (
+                f"{who} was told nothing of its failure at {failed_at}"
+            )
         if not self._preemptions[terminal.uid] and terminal.reason != "abort":
             assert terminal.cached_tokens == self._first_hit.get(terminal.uid, 0), who
         assert terminal.reason == "abort" or terminal.uid not in self._must_abort, who
@@ -469,6 +499,28 @@ class Oracle:
         assert tuple(ids) == expected.output, f"{who}: {ids} where {expected.output} was due"
         assert text == expected.text, f"{who}: {text!r} where {expected.text!r} was due"
         assert (terminal.reason, terminal.stop_reason) == (expected.reason, expected.stop_reason)
+
+    def _check_failed(
+        self, terminal: Terminal, ids: list[int], text: str, expected: Answer | None
+    ) -> None:
+        """It failed, or has read what a failure left; what it was told before is right."""
+        who = f"request {terminal.uid}"
+        assert expected is not None
+        own = terminal.uid in self._failed
+        assert own or self._failed, f"{who} failed, though nothing did"
+        self.counts["failed"] += own
+        self.counts["tainted"] += not own
+        assert terminal.error, who
+        assert tuple(ids) == expected.output[: len(ids)], f"{who}: {ids}, not {expected.output}"
+        ask = self._scenario.asks[self.positions[terminal.uid]]
+        assert cut_by_text(ask, ids, hide_last=False)[1].startswith(text), who
+
+    def _check_nothing_spoilt(self) -> None:
+        """Whatever is still in the prefix index can be read."""
+        size = self._scenario.block_size
+        for content, block in self.manager.pool._index.items():
+            held = self.device.kv[block * size : (block + 1) * size]
+            assert (held == self._true[content].states).all(), f"block {block} is spoilt"
 
     def _check_nothing_held(self) -> None:
         actors: Any = self._world.actors

@@ -58,6 +58,8 @@ class Scenario:
     capacity: int = 1_000_000
     """How many messages an edge between processes holds before its outbox must wait."""
 
+    failures: float = 0.0
+    """How likely a row's logits are not finite."""
     wire: bool = False
     """Whether messages travel as bytes, overwritten as soon as they were handled."""
 
@@ -140,6 +142,8 @@ def draw(seed: int) -> Scenario:
         uneven=rng.random() < 0.5,
         capacity=rng.choice([1, 2, 8, 1_000_000]),
         wire=rng.random() < 0.15,
+        # Of a generator of its own: what it draws changes nothing else of a seed.
+        failures=random.Random(f"{seed} failures").choice([0, 0, 0, 0, 0.01, 0.05]),
     )
     return dataclasses.replace(scenario, asks=_draw_asks(rng, scenario, traffic))
 

@@ -14,6 +14,7 @@ from nanoactor.messages import (
     Match,
     Reject,
     Step,
+    StepDone,
     Stop,
     Tokens,
 )
@@ -76,6 +77,9 @@ class Stories:
                     self._add(int(uid), f"token {index} is known, step {message.step} is done")
                 for finish in message.finishes:
                     self._add(finish.uid, f"finish: {finish.reason}")
+            case StepDone():
+                for row in message.failed.tolist():
+                    self._add(-1, f"row {row} of step {message.step} fails")
             case Stop():
                 for uid in message.uids.tolist():
                     self._add(uid, "a stop string is found")

@@ -14,7 +14,8 @@ from nanoactor.messages import Sampling, Stopping, Submit, TextOptions
 from nanoactor.models.errors import ModelError
 from nanoactor.runtime import codec
 from nanoactor.text.template import ChatTemplate
-from nanoactor.text.tokenizer import TextEncoder, load_tokenizer
+from nanoactor.text.tokenizer import TextEncoder as Encoder
+from nanoactor.text.tokenizer import load_tokenizer
 from tests.text.tokenizers_for_tests import DEMO, TEXTS, llama_like
 
 CHAT = [
@@ -117,6 +118,20 @@ THINKING = """\
   {%- endif %}
 {%- endif %}
 """
+
+
+class TextEncoder(Encoder):
+    """With the template in this process; an engine renders elsewhere (test_renderer.py)."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self._template = ChatTemplate(path)
+
+    def render(self, messages, options):
+        return self._template.render(messages, options)
+
+    def encode_chat(self, messages, options):
+        return self.encode_rendered(self.render(messages, options))
 
 
 def directory(path, template=None, jinja=None, tokenizer=None, **config):

@@ -1,0 +1,183 @@
+"""What becomes of each field of a request: honoured, refused, or ignored.
+
+Every field of the two completion routes in OpenAI's API and in vLLM's stands here. `docs/server.md`
+is made from this table (`python -m nanoactor.server.fields`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from typing import Any, Literal
+
+log = logging.getLogger("nanoactor.server")
+
+_INDEX = re.compile(r"\[\d+\]")
+Status = Literal["honoured", "refused", "ignored"]
+_BOTH, _CHAT, _TEXT = ("chat", "completions"), ("chat",), ("completions",)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """A field at the top of a request."""
+
+    name: str
+    routes: tuple[str, ...]
+    status: Status
+    neutral: tuple[Any, ...] = ()
+    """The values, besides null, that ask for nothing; of a refused field they are accepted."""
+    note: str = ""
+
+
+def _honoured(routes: tuple[str, ...], *names: str, note: str = "") -> list[Field]:
+    return [Field(name, routes, "honoured", note=note) for name in names]
+
+
+def _refused(routes: tuple[str, ...], name: str, *neutral: Any, note: str = "") -> list[Field]:
+    return [Field(name, routes, "refused", neutral, note)]
+
+
+def _ignored(routes: tuple[str, ...], *names: str, note: str = "") -> list[Field]:
+    return [Field(name, routes, "ignored", note=note) for name in names]
+
+
+FIELDS: tuple[Field, ...] = (
+    *_honoured(_BOTH, "model", "stream", "max_tokens", "min_tokens", "temperature", "top_p"),
+    *_honoured(_BOTH, "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
+    *_honoured(_BOTH, "include_stop_str_in_output", "skip_special_tokens"),
+    *_honoured(_BOTH, "priority", note="a lower one goes first"),
+    *_honoured(_BOTH, "user", note="stands in the access log"),
+    *_honoured(_BOTH, "stream_options", note="`include_usage`, `continuous_usage_stats`"),
+    *_honoured(_TEXT, "prompt", note="text, token ids, or a list of either"),
+    *_honoured(_TEXT, "echo", note="with `max_tokens` 0 nothing is generated"),
+    *_honoured(_CHAT, "messages", "max_completion_tokens", "tools", "chat_template_kwargs"),
+    *_honoured(_CHAT, "add_generation_prompt", "continue_final_message", "separate_reasoning"),
+    *_honoured(_CHAT, "tool_choice", note="`auto`, `none`; a call cannot be forced"),
+    *_honoured(_CHAT, "parallel_tool_calls", note="false keeps the first call"),
+    *_honoured(
+        _CHAT,
+        *("reasoning_effort", "verbosity", "enable_thinking", "thinking"),
+        note="given to the chat template, if that reads it; else ignored",
+    ),
+    *_refused(_BOTH, "n", 1),
+    *_refused(_BOTH, "logit_bias", {}),
+    *_refused(_BOTH, "presence_penalty", 0),
+    *_refused(_BOTH, "frequency_penalty", 0),
+    *_refused(_BOTH, "repetition_penalty", 1),
+    *_refused(_BOTH, "response_format", {"type": "text"}),
+    *_refused(_BOTH, "structured_outputs", note="as all constraints of the output"),
+    *_refused(_BOTH, "guided_json"),
+    *_refused(_BOTH, "guided_regex"),
+    *_refused(_BOTH, "guided_choice"),
+    *_refused(_BOTH, "guided_grammar"),
+    *_refused(_BOTH, "structural_tag"),
+    *_refused(_BOTH, "prompt_logprobs"),
+    *_refused(_BOTH, "logprob_token_ids", []),
+    *_refused(_BOTH, "return_token_ids", False),
+    *_refused(_BOTH, "use_beam_search", False),
+    *_refused(_BOTH, "best_of", 1),
+    *_refused(_BOTH, "allowed_token_ids"),
+    *_refused(_BOTH, "bad_words", []),
+    *_refused(_BOTH, "logits_processors", []),
+    *_refused(_BOTH, "thinking_token_budget", -1),
+    *_refused(_BOTH, "truncate_prompt_tokens"),
+    *_refused(_BOTH, "repetition_detection", {}),
+    *_refused(_BOTH, "kv_transfer_params", {}, note="may replace the prompt"),
+    *_refused(_BOTH, "mm_processor_kwargs", {}),
+    *_refused(_BOTH, "media_io_kwargs", {}),
+    *_refused(_BOTH, "return_weight_versions", False),
+    *_refused(_BOTH, "routed_experts_prompt_start", 0),
+    *_refused(_TEXT, "logprobs", False),
+    *_refused(_TEXT, "suffix", ""),
+    *_refused(_TEXT, "prompt_embeds", []),
+    *_refused(_TEXT, "add_special_tokens", True),
+    *_refused(_CHAT, "add_special_tokens", False),
+    *_refused(_CHAT, "logprobs", False),
+    *_refused(_CHAT, "top_logprobs", 0),
+    *_refused(_CHAT, "echo", False),
+    *_refused(_CHAT, "include_reasoning", True, note="see `separate_reasoning`"),
+    *_refused(_CHAT, "return_prompt_text", False),
+    *_refused(_CHAT, "documents", []),
+    *_refused(_CHAT, "chat_template", note="the model's own is used"),
+    *_refused(_CHAT, "functions", [], note="give `tools`"),
+    *_refused(_CHAT, "function_call", "none", "auto", note="give `tool_choice`"),
+    *_refused(_CHAT, "audio"),
+    *_refused(_CHAT, "modalities", ["text"]),
+    *_refused(_CHAT, "moderation"),
+    *_refused(_CHAT, "web_search_options"),
+    *_ignored(_BOTH, "guided_decoding_backend", "guided_whitespace_pattern", "length_penalty"),
+    *_ignored(_BOTH, "early_stopping", "truncation_side", "spaces_between_special_tokens"),
+    *_ignored(_BOTH, "watermarking", "stream_interval", "return_tokens_as_token_ids"),
+    *_ignored(_BOTH, "request_id", note="give the header `x-request-id`"),
+    *_ignored(_BOTH, "session_id", "vllm_xargs", "ec_transfer_params"),
+    *_ignored(_BOTH, "cache_salt", note="the prefix cache is shared by all who may call"),
+    *_ignored(_BOTH, "mm_payload", "return_mm_kwargs", "return_token_offsets"),
+    *_ignored(_CHAT, "metadata", "store", "service_tier", "prediction", "safety_identifier"),
+    *_ignored(_CHAT, "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+)
+
+TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking", "thinking")
+"""Fields that a chat template may read as variables of these names."""
+
+
+def of_route(route: str) -> dict[str, Field]:
+    """The fields of a route, by name."""
+    return {field.name: field for field in FIELDS if route in field.routes}
+
+
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value asks for nothing."""
+    return value is None or any(_same(value, other) for other in neutral)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    # To Python, true is 1 and false is 0; to a client they are not.
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+class Warned:
+    """Names that were warned of: once each, and not more of them than anybody would read."""
+
+    MOST = 200
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def warn(self, name: str, what: str = "is ignored (--strict refuses it)") -> None:
+        """Log what becomes of a field, the first time."""
+        if len(self._names) >= self.MOST:
+            return
+        name = _INDEX.sub("[*]", name[:200])[:80]
+        if name in self._names:
+            return
+        self._names.add(name)
+        log.warning("requests have the field %r, which %s", name, what)
+        if len(self._names) == self.MOST:
+            log.warning("%d names of ignored fields were logged; no more are", self.MOST)
+
+
+def table() -> str:
+    """The table, for docs/server.md."""
+    lines = ["| field | chat | completions | |", "| --- | --- | --- | --- |"]
+    names = sorted({field.name for field in FIELDS})
+    chat, text = of_route("chat"), of_route("completions")
+    for name in names:
+        pair = (chat.get(name), text.get(name))
+        notes = [_note(field) for field in pair if field is not None]
+        cells = [field.status if field is not None else "ignored" for field in pair]
+        note = "; ".join(dict.fromkeys(note for note in notes if note))
+        lines.append(f"| `{name}` | {cells[0]} | {cells[1]} | {note} |")
+    return "\n".join(lines) + "\n"
+
+
+def _note(field: Field) -> str:
+    import json
+
+    accepted = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
+    parts = [f"but for {accepted}"] if accepted and field.status == "refused" else []
+    return ", ".join([*parts, field.note] if field.note else parts)
+
+
+if __name__ == "__main__":
+    print(table(), end="")  # noqa: T201

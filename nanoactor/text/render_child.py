@@ -1,0 +1,80 @@
+"""The process in which a chat template runs: requests on standard input, answers on the output.
+
+Each is a length of 8 bytes and JSON. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import struct
+from pathlib import Path
+from typing import Any
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.models.errors import ModelError
+from nanoactor.runtime.process import die_with_parent, ignore_group_signals
+from nanoactor.text.template import ChatTemplate
+
+LENGTH = struct.Struct("<Q")
+_MOST_MEMORY = 1 << 30
+"""Bytes of address space: a template can double a text in a few steps."""
+
+
+def main(parent: int, directory: str, characters: int) -> None:
+    """Serve until the input ends; `characters` may a prompt have."""
+    ignore_group_signals()
+    die_with_parent(parent, "template")
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
+    try:
+        template = ChatTemplate(Path(directory), characters)
+    except ModelError as error:
+        _say({"model_error": str(error)})
+        return
+    except Exception as error:  # a template can be wrong in any way
+        _say({"model_error": f"the model's chat template is malformed: {error!r}"})
+        return
+    _say({"value": None})
+    while head := os.read(0, LENGTH.size):
+        (length,) = LENGTH.unpack(head)
+        _say(_answer(template, json.loads(_read(length))))
+
+
+def _answer(template: ChatTemplate, request: list[Any]) -> dict[str, Any]:
+    try:
+        return {"value": _value(template, request)}
+    except InvalidRequest as error:
+        # Whoever has met the limit once may be near it from now on.
+        return {"error": str(error), "spent": isinstance(error.__cause__, MemoryError)}
+    except Exception as error:  # what came is no conversation
+        return {"error": f"the prompt cannot be tokenized: {error!r}", "spent": True}
+
+
+def _value(template: ChatTemplate, request: list[Any]) -> Any:
+    match request:
+        case ["facts"]:
+            return dataclasses.asdict(template.facts())
+        case ["probe"]:
+            return template.probe()
+        case _:
+            _, messages, options = request
+            return template.render(json.loads(messages), json.loads(options))
+
+
+def _read(length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        part = os.read(0, length - len(data))
+        if not part:
+            raise SystemExit(0)
+        data += part
+    return bytes(data)
+
+
+def _say(value: dict[str, Any]) -> None:
+    body = json.dumps(value).encode()
+    data = memoryview(LENGTH.pack(len(body)) + body)
+    while data:
+        data = data[os.write(1, data) :]

@@ -1,0 +1,329 @@
+"""Chat templates rendered in a process that can be thrown away.
+
+A template is a program that comes with a model: a sandbox keeps it from doing harm, but not from
+running for ever or filling the memory. So it runs in a child of whoever renders, with limits on its
+processor time, its memory and its output; past one of them the child is killed and another started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.models.errors import ModelError
+from nanoactor.text.render_child import LENGTH
+from nanoactor.text.template import TemplateFacts, has_template
+
+_LOOK = 0.02
+"""Seconds between two looks at how long a child has computed."""
+_WALL = 10.0
+"""How many times its limit a child may take by the clock: it may have to wait for a processor."""
+_START = 5.0
+"""Seconds more that it may take to start."""
+_FIRST = 0.5
+"""Seconds after which a conversation lets those behind it go first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RenderLimits:
+    """What a template may take for one conversation."""
+
+    seconds: float
+    """Of processor time."""
+    characters: int
+    """Of output."""
+
+
+class Overdue(Exception):
+    """The template takes too long."""
+
+
+class _Ended(Exception):
+    """The child is gone."""
+
+
+class _Child:
+    """The process, and how it is asked."""
+
+    def __init__(self, directory: Path, limits: RenderLimits) -> None:
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        program = (
+            f"import sys; sys.path[:] = {path!r}; "
+            "from nanoactor.text.render_child import main; "
+            f"main({os.getpid()}, {str(directory)!r}, {limits.characters})"
+        )
+        self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def send(self, request: list[str]) -> None:
+        """Hand it work; that it is gone shows when it is to answer."""
+        assert self.process.stdin is not None
+        body = json.dumps(request).encode()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(LENGTH.pack(len(body)) + body)
+            self.process.stdin.flush()
+
+    def answer(self, limit: float) -> Any:
+        """Wait for what it says, for so many seconds of its processor time.
+
+        Raises `Overdue` where it takes longer, `_Ended` where it says nothing any more.
+        """
+        begin, used = time.monotonic(), self._cpu_seconds()
+
+        def check() -> None:
+            if self._cpu_seconds() - used > limit or time.monotonic() - begin > _WALL * limit:
+                raise Overdue
+
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, check))
+        return json.loads(self._read(length, check))
+
+    def _read(self, size: int, check: Callable[[], None]) -> bytes:
+        assert self.process.stdout is not None
+        descriptor, data = self.process.stdout.fileno(), bytearray()
+        while len(data) < size:
+            if not select.select([descriptor], [], [], _LOOK)[0]:
+                check()
+                continue
+            part = os.read(descriptor, size - len(data))
+            if not part:
+                raise _Ended
+            data += part
+        return bytes(data)
+
+    def _cpu_seconds(self) -> float:
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def end(self) -> None:
+        """Kill it, and leave nothing."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+
+class Renderer:
+    """Renders a model's template. It blocks, and the child's life is tied to the calling thread."""
+
+    def __init__(self, directory: Path, limits: RenderLimits) -> None:
+        """Starts nothing yet."""
+        self._directory, self._limits = directory, limits
+        self._child: _Child | None = None
+        self._lock = threading.Lock()
+        self.cancelled = False
+        """Whether the rendering at hand is to end; for the next one it is set back."""
+
+    def describe(self) -> tuple[TemplateFacts, str]:
+        """What the template can do, and what went wrong when it was tried, if anything did.
+
+        Raises `ModelError` where it is malformed, `InvalidRequest` where it cannot even be read in
+        time.
+        """
+        if not has_template(self._directory):
+            return TemplateFacts(), ""
+        try:
+            found = self._ask(["facts"], self._limits.seconds)
+        except Overdue:
+            raise self.stopped() from None
+        facts = TemplateFacts(**{**found, "variables": tuple(found["variables"])})
+        try:
+            shows_tools, opens_thoughts = self._ask(["probe"], self._limits.seconds)
+        except Overdue:
+            return facts, str(self.stopped())
+        except InvalidRequest as error:
+            return facts, str(error)
+        tried = {"shows_tools": shows_tools, "opens_thoughts": opens_thoughts}
+        return dataclasses.replace(facts, **tried), ""
+
+    def render(self, messages: str, options: str, seconds: float) -> str:
+        """The prompt for a conversation, both given as JSON, within so many seconds of processor
+        time; raises `InvalidRequest`, or `Overdue` where it takes longer."""
+        text: str = self._ask(["render", messages, options], seconds)
+        return text
+
+    def stopped(self) -> InvalidRequest:
+        """The error of who has taken all the time that there is."""
+        seconds = self._limits.seconds
+        return InvalidRequest(f"the chat template was stopped: it takes longer than {seconds:g} s")
+
+    def _ask(self, request: list[str], seconds: float) -> Any:
+        try:
+            try:
+                answer = self._asked(request, seconds)
+            except _Ended:  # perhaps by a cancellation that came too late for the one before
+                self.end()
+                answer = self._asked(request, seconds)
+        except Overdue:
+            self.end()
+            raise
+        except _Ended:
+            self.end()
+            raise InvalidRequest("the chat template was stopped: its process has ended") from None
+        if "model_error" in answer:
+            self.end()
+            raise ModelError(answer["model_error"])
+        if "error" in answer:
+            if answer["spent"]:
+                self.end()
+            raise InvalidRequest(answer["error"])
+        return answer["value"]
+
+    def _asked(self, request: list[str], seconds: float) -> Any:
+        with self._lock:
+            if self.cancelled:
+                raise _Ended
+            fresh = self._child is None
+            self._child = self._child or _Child(self._directory, self._limits)
+            child = self._child
+        if fresh:
+            ready = child.answer(self._limits.seconds + _START)
+            if "model_error" in ready:
+                return ready
+        child.send(request)
+        return child.answer(seconds)
+
+    def cancel(self) -> None:
+        """End the rendering at hand with an error; from any thread."""
+        with self._lock:
+            self.cancelled = True
+            if self._child is not None:
+                self._child.process.kill()
+
+    def end(self) -> None:
+        """End the child; the next call starts another."""
+        with self._lock:
+            child, self._child = self._child, None
+        if child is not None:
+            child.end()
+
+
+Done = Callable[[str | Exception], None]
+"""Takes the prompt, or what was raised instead."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class _Job:
+    """A conversation; lower ones go first."""
+
+    turn: int
+    """0 at first, 1 once it has let others go first; negative to end."""
+    place: int
+    number: int = dataclasses.field(compare=False)
+    messages: str = dataclasses.field(compare=False)
+    options: str = dataclasses.field(compare=False)
+    done: Done = dataclasses.field(compare=False)
+
+
+class RenderQueue:
+    """A thread with a renderer: one conversation at a time, results by callback.
+
+    They go in their order, but whose template takes long starts again behind the others.
+    """
+
+    def __init__(self, directory: Path, limits: RenderLimits) -> None:
+        """Starts the thread, and the child if the model has a template."""
+        self._renderer = Renderer(directory, limits)
+        self._seconds = limits.seconds
+        self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
+        self._places = itertools.count()
+        self._described: queue.SimpleQueue[tuple[TemplateFacts, str] | Exception]
+        self._described = queue.SimpleQueue()
+        self._exists = has_template(directory)
+        self._lock = threading.Lock()
+        self._known: set[int] = set()
+        """Numbers of conversations that are not over and are wanted."""
+        self._current: int | None = None
+        self._thread = threading.Thread(target=self._run, name="render", daemon=True)
+        self._thread.start()
+
+    def describe(self) -> tuple[TemplateFacts, str]:
+        """Wait for `Renderer.describe`; once, at the start."""
+        found = self._described.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def render(self, number: int, messages: str, options: str, done: Done) -> None:
+        """Render a conversation; `done` is called on the queue's thread."""
+        if not self._exists:
+            text = "the model has no chat template; give a text prompt instead of messages"
+            done(InvalidRequest(text))
+            return
+        with self._lock:
+            self._known.add(number)
+        self._jobs.put(_Job(0, next(self._places), number, messages, options, done))
+
+    def cancel(self, number: int) -> None:
+        """Have a conversation end with `Cancelled`, unless it is over."""
+        with self._lock:
+            if number in self._known:
+                self._known.remove(number)
+                if self._current == number:
+                    self._renderer.cancel()
+
+    def _run(self) -> None:
+        try:
+            self._described.put(self._renderer.describe())
+        except Exception as error:  # raised where it is waited for
+            self._described.put(error)
+        while (job := self._jobs.get()).turn >= 0:
+            result = self._render(job)
+            if isinstance(result, Overdue):
+                again = dataclasses.replace(job, turn=1, place=next(self._places))
+                self._jobs.put(again)
+            else:
+                job.done(result)
+        self._renderer.end()
+
+    def _render(self, job: _Job) -> str | Exception:
+        with self._lock:
+            self._current = job.number if job.number in self._known else None
+            self._renderer.cancelled = False
+        if self._current is None:
+            return Cancelled()
+        seconds = self._seconds if job.turn else min(_FIRST, self._seconds)
+        result: str | Exception
+        try:
+            result = self._renderer.render(job.messages, job.options, seconds)
+        except Overdue as error:
+            result = error if seconds < self._seconds else self._renderer.stopped()
+        except Exception as error:  # a template is a program: it can fail in any way
+            result = error
+        with self._lock:
+            self._current = None
+            if job.number not in self._known:
+                return Cancelled()
+            if not isinstance(result, Overdue):
+                self._known.remove(job.number)
+        return result
+
+    def close(self) -> None:
+        """End the child and the thread."""
+        with self._lock:
+            self._known.clear()
+        self._jobs.put(_Job(-1, 0, 0, "", "", lambda result: None))
+        self._renderer.cancel()
+        self._thread.join(timeout=2.0)
+
+
+class Cancelled(Exception):
+    """Nobody wants the conversation's prompt any more."""

@@ -1,0 +1,41 @@
+"""What a child process of the library does before anything else; imports next to nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+GROUP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+"""What terminals and supervisors send to every process of a group; children ignore it."""
+EXIT_ORPHANED = 70
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+
+def ignore_group_signals() -> None:
+    """Leave it to the parent what a signal to the whole group means: it may let work end first."""
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
+
+
+def occupy_standard_descriptors() -> None:
+    """Open /dev/null where one of the descriptors 0 to 2 is closed.
+
+    Else a ring or a socket would take its number, and whatever prints to standard error would
+    write into it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def die_with_parent(parent: int, name: str) -> None:
+    """Have the kernel end this process when the thread that started it ends; take a title."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(_PR_SET_NAME, f"na:{name}"[:15].encode(), 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call above took effect
+        os._exit(EXIT_ORPHANED)

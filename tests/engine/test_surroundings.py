@@ -1,0 +1,180 @@
+"""What surrounds an engine: its errors' common base, other loops, users who drop it, odd names."""
+
+import asyncio
+import gc
+import inspect
+import sys
+import time
+
+import pytest
+
+import nanoactor.models.errors as model_errors
+import nanoactor.runtime.errors as runtime_errors
+from nanoactor import LLM, AsyncLLM, SamplingParams
+from nanoactor.errors import EngineClosed, NanoactorError, StartupFailed, translated
+from tests.conftest import children, descriptors
+from tests.engine.harness import collect
+
+FAST = dict(device="simulated:1", max_num_seqs=4)
+FEW, LONG = SamplingParams(max_tokens=3), SamplingParams(max_tokens=900, ignore_eos=True)
+ERRORS = [
+    cls
+    for module in (model_errors, runtime_errors)
+    for _, cls in inspect.getmembers(module, inspect.isclass)
+    if issubclass(cls, model_errors.ModelError | runtime_errors.RuntimeFault)
+]
+
+
+@pytest.mark.parametrize("cls", ERRORS)
+def test_whatever_leaves_the_engine_has_one_base_and_is_what_it_was(cls):
+    error = cls("why")
+    error.__cause__ = KeyError("deeper")
+    made = translated(error)
+    assert isinstance(made, NanoactorError)
+    known = next(parent for parent in cls.__mro__ if parent in type(made).__mro__)
+    assert known not in (Exception, ValueError, object)
+    assert (str(made), made.__cause__) == (str(error), error.__cause__)
+    assert translated(made) is made
+
+
+@pytest.mark.parametrize(
+    ("options", "cls"),
+    [
+        (dict(model="demo", device="tpu"), model_errors.UnsupportedModel),
+        (dict(model="demo", num_kv_blocks=1), model_errors.NotEnoughMemory),
+        (dict(model="./nowhere"), model_errors.ModelError),
+        (dict(model="demo", device="simulated:1", start_timeout=0.001), StartupFailed),
+    ],
+)
+def test_a_start_that_fails_raises_the_one_base(options, cls):
+    async def main():
+        with pytest.raises(NanoactorError) as caught:
+            await AsyncLLM(**options).start()
+        assert isinstance(caught.value, cls)
+
+    asyncio.run(main())
+    assert not children()
+
+
+def test_an_engine_may_be_closed_from_another_loop():
+    async def main():
+        llm = AsyncLLM("demo", **FAST)
+        await llm.start()
+        waiting = asyncio.ensure_future(collect(llm, "a", LONG))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(lambda: asyncio.run(llm.close()))
+        with pytest.raises(EngineClosed):
+            await waiting
+
+    before = descriptors()
+    asyncio.run(main())
+    llm = AsyncLLM("demo", **FAST)
+    asyncio.run(llm.start())
+    assert children()
+    asyncio.run(llm.close())
+    assert not children()
+    assert descriptors() == before
+
+
+def test_an_engine_that_is_dropped_ends_with_a_warning():
+    def drop():
+        llm = LLM("demo", **FAST)
+        assert llm.generate("a", FEW, use_tqdm=False)
+
+    async def main():
+        llm = AsyncLLM("demo", **FAST)
+        await llm.start()
+        assert await collect(llm, "a", FEW)
+        waste = [llm]
+        del llm
+        with pytest.warns(ResourceWarning, match="use `async with`"):
+            waste.clear()
+        await until_gone()
+
+    asyncio.run(main())
+    with pytest.warns(ResourceWarning, match="call close"):
+        drop()
+    asyncio.run(until_gone())
+
+
+async def until_gone():
+    deadline = time.monotonic() + 30
+    while children():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def test_requests_keep_their_engine_alive():
+    async def main():
+        llm = AsyncLLM("demo", **FAST)
+        await llm.start()
+        (request,) = llm.submit(["a"], SamplingParams(max_tokens=40, ignore_eos=True))
+        stopping = llm.close
+        del llm
+        gc.collect()
+        outputs = [output async for output in request]
+        assert outputs[-1].finished
+        await stopping()
+
+    asyncio.run(main())
+
+
+def test_names_of_requests_do_not_collide():
+    async def main():
+        async with AsyncLLM("demo", **FAST) as llm:
+            one = collect(llm, "a", FEW)
+            mine = await one
+            number = int(mine.request_id.rpartition("-")[2])
+            theirs = f"request-{number + 1}", mine.request_id
+            named = [asyncio.ensure_future(collect(llm, "a", LONG, request_id=n)) for n in theirs]
+            await asyncio.sleep(0.05)
+            others = [asyncio.ensure_future(collect(llm, "a", LONG)) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            for name in theirs:
+                await llm.abort(name)
+            ended = [await task for task in named]
+            assert [o.outputs[0].finish_reason for o in ended] == ["abort", "abort"]
+            ids = {(await task).request_id for task in others}
+            assert len(ids) == 3
+            assert not ids & set(theirs)
+
+    asyncio.run(main())
+
+
+def test_looking_for_a_name_costs_no_look_at_the_others():
+    """A thousand living requests, each with a name: finding one asks for no other's."""
+
+    async def main():
+        async with AsyncLLM("demo", **FAST) as llm:
+            frontend, asked = llm._running(), 0
+
+            class Named(str):
+                def __eq__(self, other):
+                    nonlocal asked
+                    asked += 1
+                    return str.__eq__(self, other)
+
+                __hash__ = str.__hash__
+
+            names = [Named(f"name-{n}") for n in range(1000)]
+            streams = [llm.generate("a", FEW, request_id=name) for name in names]
+            tasks = [asyncio.ensure_future(anext(stream)) for stream in streams]
+            await asyncio.sleep(0)
+            assert frontend.entry_of("name-500") is not None
+            assert asked < 20, f"{asked} comparisons for 1000 names"
+            await asyncio.gather(*tasks)
+            for stream in streams:
+                await stream.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_path_that_is_no_text_does_not_keep_an_engine_from_starting(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+
+    async def main():
+        async with AsyncLLM("demo", **FAST) as llm:
+            messages = [{"role": "user", "content": "a"}]
+            assert (await collect(llm, messages, FEW)).finished
+
+    asyncio.run(main())

@@ -1,0 +1,244 @@
+"""Every field that clients of OpenAI or vLLM send is honoured, refused or ignored on purpose."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import openai.types.chat.completion_create_params as chat_params
+import openai.types.completion_create_params as completion_params
+import pytest
+
+from nanoactor.server.errors import APIError
+from nanoactor.server.fields import FIELDS, TEMPLATE_FIELDS, Warned, of_route, table
+from nanoactor.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Decoder,
+    TokenizeRequest,
+    conversation,
+    template_options,
+)
+
+KINDS = {"chat": ChatRequest, "completions": CompletionRequest}
+BODIES = {
+    "chat": {"model": "m", "messages": [{"role": "user", "content": "a"}]},
+    "completions": {"model": "m", "prompt": "a"},
+}
+
+# Of vLLM 0.33's two protocols, and those that older versions had.
+VLLM = json.loads(Path(__file__).with_name("vllm_fields.json").read_text())
+
+
+def of_openai(module):
+    """All that the official client may send."""
+    found = set()
+    for name in ("Base", "NonStreaming", "Streaming"):
+        found |= set(getattr(module, f"CompletionCreateParams{name}").__annotations__)
+    return found
+
+
+def test_every_field_of_both_schemas_stands_in_the_table():
+    chat, text = of_route("chat").keys(), of_route("completions").keys()
+    assert not of_openai(chat_params) - chat
+    assert not of_openai(completion_params) - text
+    assert not {*VLLM["both"], *VLLM["chat"]} - chat
+    assert not {*VLLM["both"], *VLLM["completions"]} - text
+
+
+@pytest.mark.parametrize("route", KINDS)
+def test_the_table_says_once_what_becomes_of_each(route):
+    names = [field.name for field in FIELDS if route in field.routes]
+    assert len(set(names)) == len(names)
+    honoured = {name for name, field in of_route(route).items() if field.status == "honoured"}
+    assert honoured == set(KINDS[route].__struct_fields__)
+
+
+def test_the_documentation_is_made_from_the_table():
+    document = Path(__file__).parents[2] / "docs" / "server.md"
+    assert table() in document.read_text(), "run python -m nanoactor.server.fields"
+
+
+def decode(route, strict=False, **extra):
+    body = json.dumps({**BODIES[route], **extra}).encode()
+    return Decoder(strict).decode(KINDS[route], body)
+
+
+STATUS = [(route, f) for route in KINDS for f in of_route(route).values()]
+
+
+@pytest.mark.parametrize(("route", "field"), STATUS, ids=lambda v: getattr(v, "name", v))
+def test_each_field_is_treated_as_the_table_says(route, field):
+    if field.status == "honoured":
+        assert hasattr(decode(route), field.name)
+        return
+    for value in (None, *field.neutral):
+        for strict in (False, True):
+            assert not hasattr(decode(route, strict, **{field.name: value}), field.name)
+    if field.status == "ignored":
+        decode(route, strict=True, **{field.name: {"any": ["thing"]}})
+        return
+    with pytest.raises(APIError, match=field.name) as caught:
+        decode(route, **{field.name: {"any": ["thing"]}})
+    assert (caught.value.status, caught.value.param) == (400, field.name)
+
+
+# -- what nobody knows --------------------------------------------------------------------
+
+ODD = [
+    (dict(no_such_thing=1), "no_such_thing"),
+    (dict(messages=[{"role": "user", "content": "a", "parsed": {}}]), "messages[*].parsed"),
+    (
+        dict(messages=[{"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}]}]),
+        "messages[*].content[*].cache",
+    ),
+    (
+        dict(tools=[{"type": "function", "function": {"name": "f"}, "extra": 1}]),
+        "tools[*].extra",
+    ),
+    (
+        dict(tools=[{"type": "function", "function": {"name": "f", "extra": 1}}]),
+        "tools[*].function.extra",
+    ),
+    (
+        dict(
+            messages=[
+                {"role": "user", "content": "a"},
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {
+                            "id": "x",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}},
+                        }
+                    ],
+                },
+            ]
+        ),
+        "messages[*].tool_calls[*].function.parsed_arguments",
+    ),
+    (dict(stream_options={"include_usage": True, "chunks": 3}), "stream_options.chunks"),
+]
+
+
+@pytest.mark.parametrize(("extra", "path"), ODD, ids=[path for _, path in ODD])
+def test_unknown_fields_are_ignored_with_one_warning_and_refused_where_it_is_strict(
+    extra, path, caplog
+):
+    decoder, body = Decoder(), json.dumps({**BODIES["chat"], **extra}).encode()
+    with caplog.at_level(logging.WARNING, "nanoactor.server"):
+        for _ in range(3):
+            decoder.decode(ChatRequest, body)
+    assert len(caplog.records) == 1
+    assert repr(path) in caplog.text
+    with pytest.raises(APIError) as caught:
+        Decoder(strict=True).decode(ChatRequest, body)
+    assert re.sub(r"\[\d+\]", "[*]", caught.value.param) == path
+    assert "not a parameter that this server knows" in caught.value.message
+
+
+def test_the_rest_of_a_request_with_unknown_fields_is_what_it_was():
+    extra = ODD[5][0]
+    plain = decode("chat")
+    odd = Decoder().decode(ChatRequest, json.dumps({**BODIES["chat"], **extra}).encode())
+    assert conversation(odd.messages)[0] == conversation(plain.messages)[0]
+    call = conversation(odd.messages)[1]["tool_calls"][0]["function"]
+    assert call == {"name": "f", "arguments": {}}
+
+
+def test_unknown_fields_that_are_null_say_nothing(caplog):
+    for strict in (False, True):
+        decode("chat", strict, no_such_thing=None, messages=[BODIES["chat"]["messages"][0]])
+    assert not caplog.records
+
+
+def test_hostile_names_neither_fill_the_memory_nor_the_log(caplog):
+    warned = Warned()
+    with caplog.at_level(logging.WARNING, "nanoactor.server"):
+        for number in range(5 * Warned.MOST):
+            warned.warn(f"{number}" + "\n" * 1000)
+    assert len(warned._names) == Warned.MOST
+    assert len(caplog.records) == Warned.MOST + 1
+    assert max(len(record.getMessage()) for record in caplog.records) < 400
+    assert not any("\n" in record.getMessage() for record in caplog.records)
+
+
+# -- what is said of values ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:"}}, "images"),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "audio"),
+        ({"type": "video_url", "video_url": {"url": ""}}, "videos"),
+        ({"type": "file", "file": {"file_id": "x"}}, "files"),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_parts_that_the_model_cannot_take_are_said_to_be_that(part, what, strict):
+    messages = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, part]},
+    ]
+    with pytest.raises(APIError, match=f"this model takes no {what}") as caught:
+        decode("chat", strict, messages=messages)
+    assert caught.value.param == "messages[1].content[1].type"
+
+
+def test_what_was_refused_before_may_stand_in_the_history():
+    messages = [
+        {"role": "assistant", "content": None, "refusal": "no"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "user", "content": "a", "name": "ann"},
+    ]
+    said = conversation(decode("chat", messages=messages).messages)
+    assert [message["content"] for message in said] == ["", "no", "a"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        (dict(messages=[{"role": "user", "content": "a"}, {"role": "x"}]), "messages[1].role"),
+        (dict(temperature="hot"), "temperature"),
+        (dict(tools=[{"type": "function", "function": {}}]), "tools[0].function"),
+        (dict(stream_options={"include_usage": "yes"}), "stream_options.include_usage"),
+    ],
+)
+def test_the_whole_path_of_the_offender_is_named(extra, param):
+    with pytest.raises(APIError) as caught:
+        decode("chat", **extra)
+    assert caught.value.param == param
+
+
+def test_options_without_effect_are_accepted():
+    decode("chat", tool_choice="auto")
+    decode("chat", tool_choice="auto", tools=[])
+    decode("chat", stream_options={"include_usage": True})
+    decode("chat", stream_options={})
+
+
+def test_fields_for_templates_reach_those_that_read_them():
+    body = decode("chat", reasoning_effort="low", verbosity="high")
+    assert template_options(body) == {}
+    assert template_options(body, ("reasoning_effort",)) == {"reasoning_effort": "low"}
+    assert template_options(body, TEMPLATE_FIELDS) == {
+        "reasoning_effort": "low",
+        "verbosity": "high",
+        "enable_thinking": True,
+    }
+    body = decode("chat", reasoning_effort="none", chat_template_kwargs={"verbosity": "low"})
+    assert template_options(body, ("enable_thinking", "verbosity")) == {
+        "enable_thinking": False,
+        "verbosity": "low",
+    }
+    body = decode("chat", enable_thinking=False)
+    assert template_options(body, ("enable_thinking",)) == {"enable_thinking": False}
+
+
+def test_tokenizing_ignores_what_it_does_not_know_too():
+    body = {"messages": BODIES["chat"]["messages"], "return_token_strs": False, "other": 1}
+    assert Decoder().decode(TokenizeRequest, json.dumps(body).encode()).messages
+    with pytest.raises(APIError):
+        Decoder(strict=True).decode(TokenizeRequest, json.dumps(body).encode())
