@@ -130,7 +130,9 @@ def test_arrows_follow_every_step_and_every_request_through_all_lanes(tmp_path, 
         arrows = [e for e in events if e.get("cat") == category and e["ph"] in "stf"]
         numbers = {e["id"] for e in arrows}
         assert len(numbers) == (4 if category == "request" else trace.ledger().steps)
-        for number in numbers if category == "request" else [30]:
+        # What a late frontend is told of several steps merges, and goes by the number of one.
+        told = sorted({e["id"] for e in arrows if names[e["pid"], e["tid"]] == "frontend"})
+        for number in numbers if category == "request" else [told[len(told) // 2]]:
             mine = [e for e in arrows if e["id"] == number]
             assert {names[e["pid"], e["tid"]] for e in mine} >= {*lanes, "runner.0 device"}
             assert [e["ph"] for e in mine] == ["s", *"t" * (len(mine) - 2), "f"]
