@@ -84,18 +84,18 @@ def mixed_params(tokens):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_executor_gives_the_cpus_tokens(interpreted, monkeypatch, tmp_path, eager):
-    """Five sequences at a time, a cache too small for them, graphs with padded rows."""
+    """Four sequences at a time, a cache too small for them, graphs with padded rows."""
     model = make_checkpoint(tmp_path, num_attention_heads=2, num_key_value_heads=1)
-    prompts = ragged_prompts(VOCABULARY, [5, 9, 7, 15, 3, 6])
-    limits = dict(max_num_seqs=5, max_num_batched_tokens=9, block_size=4, max_model_len=28)
+    prompts = ragged_prompts(VOCABULARY, [5, 9, 7, 11, 3, 6])
+    limits = dict(max_num_seqs=4, max_num_batched_tokens=9, block_size=4, max_model_len=20)
 
     async def outputs(**changes):
         async with engine(tmp_path, placement="single", **limits, **changes) as llm:
-            requests = zip(prompts, mixed_params(5), strict=True)
+            requests = zip(prompts, mixed_params(4), strict=True)
             found = await asyncio.gather(*(collect(llm, ids(p), q) for p, q in requests))
             return [output.outputs[0] for output in found], await llm.statistics()
 
-    found, figures = asyncio.run(outputs(num_kv_blocks=7, enforce_eager=eager))
+    found, figures = asyncio.run(outputs(num_kv_blocks=5, enforce_eager=eager))
     assert figures["scheduler"]["actor"]["mixed_steps"] > 0
     assert figures["scheduler"]["actor"]["preemptions"] > 0
     monkeypatch.undo()

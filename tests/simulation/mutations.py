@@ -356,7 +356,7 @@ MUTATIONS = [
         "results are told before it is known whom a failure concerns",
         SCHEDULER,
         "        if self._unsettled and type(event) is StepDone:",
-        "        if False:",
+        "        if self._held_back and type(event) is StepDone:",
     ),
     Mutation(
         "a failing row's token is taken",
