@@ -344,7 +344,7 @@ MUTATIONS = [
         "blocks that were read before a failure was known are indexed after it",
         MANAGER,
         "        if holding.distrusted:\n            return\n",
-        "",
+        "        if False:\n            return\n",
     ),
     Mutation(
         "who has read what a failing row computed goes on",
