@@ -572,19 +572,19 @@ def fresh(program):
 
 
 IMPORT = """
-import sys, time
-begin = time.perf_counter()
+import sys
+before = len(sys.modules)
 import nanoactor
-print(time.perf_counter() - begin)
+print(len(sys.modules) - before)
 heavy = {"torch", "transformers", "tokenizers", "aiohttp", "numpy", "jinja2", "huggingface_hub"}
 print(*sorted(heavy & set(sys.modules)))
 """
 
 
 def test_importing_the_package_is_light():
-    runs = [fresh(IMPORT).split("\n") for _ in range(3)]
-    assert min(float(seconds) for seconds, *_ in runs) < 0.3
-    assert [heavy for _, heavy, *_ in runs] == ["", "", ""]
+    modules, heavy, *_ = fresh(IMPORT).split("\n")
+    assert int(modules) < 100
+    assert heavy == ""
 
 
 def test_the_users_process_imports_neither_torch_nor_transformers():
