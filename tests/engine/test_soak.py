@@ -148,7 +148,7 @@ async def user(directory, requests):
         debug=False,
         max_num_seqs=16,
         max_num_batched_tokens=96,
-        num_kv_blocks=64,
+        num_kv_blocks=48,
         max_model_len=512,
     )
     load = list(jobs(requests))

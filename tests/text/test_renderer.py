@@ -69,7 +69,7 @@ def test_a_template_that_goes_too_far_is_an_error_and_the_next_conversation_is_r
         # A doubled text may take all the time before it takes all the memory.
         with pytest.raises((InvalidRequest, Overdue), match=text):
             renderer.render(said("go"), "{}", 0.3)
-        assert renderer.render(said("a"), "{}", 0.3) == "well"
+        assert renderer.render(said("a"), "{}", 30) == "well"
 
 
 def test_a_template_that_hangs_when_it_is_compiled_is_an_error(rendering, monkeypatch):
@@ -95,7 +95,7 @@ def test_a_malformed_template_is_the_models_fault(rendering):
 def test_a_child_that_dies_is_replaced(rendering):
     renderer = rendering("{{ messages[-1].content }}")
     for content in "abc":
-        assert renderer.render(said(content), "{}", 0.3) == content
+        assert renderer.render(said(content), "{}", 30) == content
         os.kill(renderer._child.process.pid, signal.SIGKILL)
 
 
