@@ -183,7 +183,7 @@ def test_sampled_tokens_are_those_of_the_reference(device, vocabulary):
 TRUNCATED = [
     (v, k) for v in (3, 211, 1500, 9001) for k in ("random", "ties", "flat", "peaked", "few")
 ]
-QUICK = [(211, "ties"), (1500, "random")]
+QUICK = [(211, "ties")]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ CHECKS = (
 @pytest.mark.parametrize(
     ("examples", "phases", "least"),
     [
-        (12, "fuzzing", 50),
+        (8, "fuzzing", 35),
         pytest.param(
             300, "coverage,fuzzing", 2500, marks=[pytest.mark.long, pytest.mark.timeout(1800)]
         ),
