@@ -55,7 +55,7 @@ log = logging.getLogger("nanoactor.system")
 _MOST_UNANSWERED = 64
 _LATE = 30.0
 """Seconds after which the log tells for whom a start waits."""
-_LAST_WORDS = 0.1
+_LAST_WORDS = 0.25
 """Share of the stall timeout that stacks may take to arrive."""
 
 

@@ -382,7 +382,8 @@ async def alive(run):
 @pytest.mark.parametrize("what", ["stop", "sleep 60", "work 0.1"])
 def test_a_stall_ends_the_system_and_logs_all_stacks(what, caplog):
     async def main():
-        async with Running(stall_timeout=PATIENT) as run:
+        # A quarter of it is left for the stacks to arrive.
+        async with Running(stall_timeout=3 * PATIENT) as run:
             if what == "stop":
                 os.kill(run.system.pids["child"], signal.SIGSTOP)
             else:
