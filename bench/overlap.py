@@ -195,7 +195,8 @@ class InProcessLoop:
 
     def admit(self, number: int) -> None:
         from nanoactor.kv.hashing import block_hashes
-        from nanoactor.messages import Admit, Sampling, Stopping, TextOptions
+        from nanoactor.messages import Admit, Stopping, TextOptions
+        from nanoactor.models.columns import pack
 
         ids = np.array(prompt_of(number), np.int32)
         self.handle(
@@ -206,7 +207,7 @@ class InProcessLoop:
                 len(ids),
                 block_hashes(ids, 16, b"overlap"),
                 0,
-                Sampling(1.0, 0, 1.0, 0.0, number),
+                pack({"seed": number}),
                 Stopping(30_000, 0, (), ()),
                 TextOptions((), False, True, 0),
                 {},
@@ -223,7 +224,7 @@ class InProcessLoop:
                 match message:
                     case Plan():
                         step = self.manager.stamp(message)
-                        self.pending = step.step, self.executor.submit(step)
+                        self.pending = step.step, self.executor.prepare(step)
                     case Match():
                         self.manager.match(message)
                     case Known():

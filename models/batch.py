@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nanoactor.models.columns import SamplingColumns, columns_of
 from nanoactor.models.lengths import HostLengths
 
 
@@ -22,42 +23,16 @@ class KVCache:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PrefillRow:
-    """A chunk of one prompt: its queries attend to the cached prefix and to themselves."""
-
-    first: int
-    """Where its tokens begin in the step."""
-    tokens: int
-    context: int
-    """Length of the sequence at the end of the chunk: the last query sees so many positions."""
-    blocks: torch.Tensor
-    """int64, the blocks that hold the context, in order."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Where each token's key and value go, and what each row attends to."""
+    """Where each token's key and value go, and what each row attends to: prefill tokens, then one
+    token for each decode row. Block tables stay on the device, indexed by slot. Captured steps see
+    nothing of the host."""
 
     slot_mapping: torch.Tensor
     """int64 (tokens,): block * block_size + offset of each token."""
-    prefills: tuple[PrefillRow, ...]
-    decode_first: int
-    """Where the decode rows' tokens begin, one each, up to the end of the step."""
-    decode_tables: torch.Tensor
-    """int64 (decode rows, most blocks): past a row's context any block of the cache may stand."""
-    decode_contexts: torch.Tensor
-    """int64 (decode rows,): each row's length, its new token included."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ResidentBatch:
-    """The same where block tables stay on the device, indexed by slot: prefill tokens, then one
-    token for each decode row. Captured steps see nothing of the host."""
-
-    slot_mapping: torch.Tensor
-    """int64 (tokens,)."""
     tables: torch.Tensor
     """int32 (slots, blocks of the longest sequence)."""
+    block_size: int
     prefill_tokens: int
     prefill_rows: torch.Tensor
     """int32 (4, rows): slot, first token, tokens, context at the end of the chunk."""
@@ -69,11 +44,8 @@ class ResidentBatch:
     """int32 (decode rows,): each row's length, its new token included."""
     lengths: HostLengths
     """What the host knows of the same, where the device asks for it."""
-    scratch: Any
-    """The device's own, which `Accelerator.plan` makes: what the attention of all layers shares."""
-
-
-Batch = AttentionBatch | ResidentBatch
+    plan: Any = None
+    """The device's own, which `Device.plan` makes: what the attention of all layers shares."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,22 +59,20 @@ class SlotTables:
     of the next token."""
     last_tokens: torch.Tensor
     """int32 (slots,)."""
-    temperature: torch.Tensor
-    """float32 (slots,): 0 for greedy."""
-    top_k: torch.Tensor
-    """int32 (slots,): 0 for no limit."""
-    top_p: torch.Tensor
-    """float32 (slots,)."""
-    min_p: torch.Tensor
-    """float32 (slots,)."""
-    seeds: torch.Tensor
-    """int32 (2, slots): low and high words."""
+    words: torch.Tensor
+    """int32 (columns.WORDS, slots): how each slot samples, ..."""
     block_size: int
+    sampling: SamplingColumns[torch.Tensor] = dataclasses.field(init=False)
+    """... by column, (slots,) each."""
+
+    def __post_init__(self) -> None:
+        """Look at the words by column."""
+        object.__setattr__(self, "sampling", columns_of(self.words, torch.float32))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowBuffers:
-    """What `Accelerator.advance` fills in for each decode row."""
+    """What `Device.advance` fills in for each decode row."""
 
     token_ids: torch.Tensor
     """int32 (rows,)."""
@@ -115,29 +85,44 @@ class RowBuffers:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """How to choose the rows' tokens; row indices are prepared on the host, so none is synced."""
+class SamplingGroups:
+    """Which rows sample how. Indices are prepared on the host, so that no step waits for the
+    device; all are int64."""
 
-    temperature: torch.Tensor
-    """float32 (rows,)."""
-    top_k: torch.Tensor
-    """int64 (rows,): 0 for no limit."""
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    seeds: torch.Tensor
-    """int64 (rows,): the bits of an unsigned 64-bit seed."""
+    greedy: torch.Tensor
+    """Rows with temperature 0."""
+    plain: torch.Tensor
+    """Rows that sample from the whole vocabulary."""
+    limited: torch.Tensor
+    """Rows with a top-k of at most `limits.CANDIDATES`."""
+    unlimited: torch.Tensor
+    """Rows with another top-k."""
+    nucleus: torch.Tensor
+    """Rows with top-p or min-p alone."""
+    masked_rows: torch.Tensor
+    """With `masked_ids`, logits that must not be chosen (`min_tokens`)."""
+    masked_ids: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How to choose the rows' tokens."""
+
+    sampling: SamplingColumns[torch.Tensor]
+    """(rows,) each."""
     positions: torch.Tensor
     """int64 (rows,): the position that the sampled token will have."""
-    greedy: torch.Tensor
-    """int64: the rows with temperature 0."""
-    plain: torch.Tensor
-    """int64: rows that sample from the whole vocabulary."""
-    limited: torch.Tensor
-    """int64: rows with a top-k of at most `limits.CANDIDATES`."""
-    unlimited: torch.Tensor
-    """int64: rows with another top-k."""
-    nucleus: torch.Tensor
-    """int64: rows with top-p or min-p alone."""
-    masked_rows: torch.Tensor
-    """int64: with `masked_ids`, logits that must not be chosen (`min_tokens`)."""
-    masked_ids: torch.Tensor
+    groups: SamplingGroups
+
+    @classmethod
+    def of(cls, tables: SlotTables, slots: torch.Tensor, groups: SamplingGroups) -> SamplingBatch:
+        """The rows of these slots, int64 (rows,), as the device's tables have them."""
+        words = tables.words.index_select(1, slots)
+        positions = tables.lengths.index_select(0, slots).long()
+        return cls(columns_of(words, torch.float32), positions, groups)
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        """int64 (rows,): the bits of the unsigned 64-bit seeds."""
+        low, high = self.sampling.seed.long().unbind()
+        return (low & 0xFFFFFFFF) | (high << 32)

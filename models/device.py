@@ -1,5 +1,5 @@
-"""What a model needs from an accelerator. A port is one file in `devices/` that offers this
-and passes `tests/models/test_device.py`."""
+"""What a model and an executor need from an accelerator. A port is a file in `devices/` that offers
+this and passes `tests/models/test_device.py`; docs/extending.md says where it is named."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import torch
 
 from nanoactor.models.batch import (
-    Batch,
+    AttentionBatch,
     KVCache,
-    ResidentBatch,
     RowBuffers,
     SamplingBatch,
     SlotTables,
 )
 from nanoactor.models.lengths import HostLengths
+from nanoactor.models.options import FusedSampling
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,25 +29,41 @@ class Memory:
     free: int
 
 
-class Event(Protocol):
-    """A point in the device's queue of work."""
+class TimedEvent(Protocol):
+    """A point in the device's queue of work, which remembers when it was passed."""
 
     def record(self) -> None:
         """Put the point behind all that is queued now."""
 
-    def done(self) -> bool:
-        """Whether the device has passed it."""
-
     def wait(self) -> None:
-        """Block the calling thread until it has."""
+        """Block the calling thread until the device has passed it."""
+
+    def milliseconds_until(self, later: Any) -> float:
+        """From here to another event of the device; both have been passed."""
 
 
 LinearOperator = Callable[[torch.Tensor], torch.Tensor]
 """(tokens, inputs) to (tokens, outputs)."""
 
+ForwardFunction = Callable[
+    [torch.Tensor, torch.Tensor, list[KVCache], AttentionBatch], torch.Tensor
+]
+"""Token ids, positions, caches and batch to hidden states."""
+
+CapturedFunction = Callable[[HostLengths], torch.Tensor]
+"""What a device can capture: queues a step's work; the lengths alone may change."""
+
+
+class Captured(Protocol):
+    """A recorded stretch of work, to be queued as one."""
+
+    def replay(self, lengths: HostLengths) -> torch.Tensor:
+        """Queue it; returns what the recorded function returned, written anew."""
+
 
 class Device(Protocol):
-    """Memory, events and the fused operators that layers call."""
+    """Memory, events, graphs, and the fused operators that layers call. The batch lives on it:
+    steps read tables that are indexed by slot, and none waits for the host."""
 
     name: str
     torch_device: torch.device
@@ -56,12 +72,20 @@ class Device(Protocol):
     default_dtype: torch.dtype
     """What `dtype="auto"` becomes where the checkpoint's own type is slow here."""
     default_block_size: int
-    keeps_batch: bool
-    """Whether it is an `Accelerator`."""
     shared_memory: bool
     """Whether the ranks of a host share one memory."""
     default_memory_utilization: float
     """The share of the memory that is free at start which weights and cache may take."""
+    asynchronous: bool
+    """Whether what is called is queued; else it is done when the call returns, and a maximal step
+    may take minutes: the warm-up runs a smaller one."""
+    captures: bool
+    """Whether `capture` gains anything, ..."""
+    captures_prompts: bool
+    """... for steps with prompts too."""
+    takes_lengths: bool
+    """Whether `plan` reads `AttentionBatch.lengths`."""
+    fused_sampling: FusedSampling
 
     def prepare_thread(self, threads: int) -> None:
         """Set up the calling thread for computing, with so many intra-operator threads."""
@@ -86,9 +110,6 @@ class Device(Protocol):
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros on the device, for the KV cache: large, contiguous, long-lived."""
-
-    def event(self) -> Event:
-        """A new event."""
 
     def synchronize(self) -> None:
         """Block until the device is idle."""
@@ -140,47 +161,12 @@ class Device(Protocol):
         """
 
     def attention(
-        self, queries: torch.Tensor, cache: KVCache, batch: Batch, scale: float
+        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
         """Causal attention of (tokens, heads, head_dim) over the paged cache, same shape."""
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Ids, int64 (rows,), chosen from logits (rows, vocabulary)."""
-
-
-class TimedEvent(Event, Protocol):
-    """One that remembers when it was passed."""
-
-    def milliseconds_until(self, later: Any) -> float:
-        """From here to another event of the device; both have been passed."""
-
-
-ForwardFunction = Callable[[torch.Tensor, torch.Tensor, list[KVCache], ResidentBatch], torch.Tensor]
-"""Token ids, positions, caches and batch to hidden states."""
-
-CapturedFunction = Callable[[HostLengths], torch.Tensor]
-"""What a device can capture: queues a step's work; the lengths alone may change."""
-
-
-class Captured(Protocol):
-    """A recorded stretch of work, to be queued as one."""
-
-    def replay(self, lengths: HostLengths) -> torch.Tensor:
-        """Queue it; returns what the recorded function returned, written anew."""
-
-
-class Accelerator(Device, Protocol):
-    """A device that keeps the batch itself: steps read tables that are indexed by slot, and none
-    waits for the host."""
-
-    captures: bool
-    """Whether `capture` gains anything, ..."""
-    captures_prompts: bool
-    """... for steps with prompts too."""
-    takes_lengths: bool
-    """Whether operators take lengths from the host: `ResidentBatch.lengths`."""
-    samples_greedily: bool
-    """Whether `sample_rows` chooses for greedy rows alone; else as it says."""
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
         """How many blocks so many padded rows may write to."""
@@ -198,7 +184,7 @@ class Accelerator(Device, Protocol):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         caches: list[KVCache],
-        batch: ResidentBatch,
+        batch: AttentionBatch,
     ) -> torch.Tensor:
         """Queue a model's forward pass, perhaps as compiled before."""
 
@@ -209,7 +195,7 @@ class Accelerator(Device, Protocol):
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
         """How many tokens of a prompt a program of the prefill kernel has: what
-        `ResidentBatch.prefill_tiles` counts in."""
+        `AttentionBatch.prefill_tiles` counts in."""
 
     def scratch(self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> Any:
         """The kernels' memory for so many decode rows."""
@@ -227,8 +213,8 @@ class Accelerator(Device, Protocol):
     ) -> None:
         """Fill in the places int64 (tokens,) of tokens at positions of slots, int32 (tokens,)."""
 
-    def plan(self, scratch: Any, batch: ResidentBatch) -> ResidentBatch:
-        """The batch with a scratch of its own."""
+    def plan(self, scratch: Any, batch: AttentionBatch) -> AttentionBatch:
+        """The batch with its `plan`: what the attention of all layers shares."""
 
     def sample_rows(
         self,
@@ -238,6 +224,6 @@ class Accelerator(Device, Protocol):
         scratch: Any,
         chosen: torch.Tensor,
     ) -> None:
-        """Choose by each row's slot, int32 (rows,): greedily, from the whole vocabulary, or with a
-        top-k of at most `limits.CANDIDATES`; what is chosen for other rows does not matter. Ids go
-        to `chosen` int32 (rows,) and to the table of last tokens."""
+        """Choose by each row's slot, int32 (rows,), as `fused_sampling` says: greedily, from the
+        whole vocabulary, or with a top-k of at most `limits.CANDIDATES`; what is chosen for other
+        rows does not matter. Ids go to `chosen` int32 (rows,) and to the table of last tokens."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 GRAPH_MODES = ("auto", "eager", "npugraph", "max-autotune", "reduce-overhead")
 ATTENTION_LAYOUTS = ("tnd", "bnsd")
 WEIGHT_FORMATS = ("nd", "nz")
+FusedSampling = Literal["all", "greedy", "none"]
+"""For which rows a device's `sample_rows` chooses: those it can, greedy ones alone, or none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from nanoactor.models.batch import Batch, KVCache
+from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.collective import Alone, Group
 from nanoactor.models.config import ModelConfig
 from nanoactor.models.device import Device
@@ -57,7 +57,7 @@ class Attention:
         self._eps = config.rms_norm_eps
 
     def __call__(
-        self, x: torch.Tensor, rotation: Rotation, cache: KVCache, batch: Batch
+        self, x: torch.Tensor, rotation: Rotation, cache: KVCache, batch: AttentionBatch
     ) -> torch.Tensor:
         """(tokens, hidden) to the same."""
         heads = self._qkv(x).view(len(x), self._heads + 2 * self._kv_heads, self._head_dim)
@@ -103,7 +103,7 @@ class DecoderLayer:
         residual: torch.Tensor | None,
         rotation: Rotation,
         cache: KVCache,
-        batch: Batch,
+        batch: AttentionBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(this layer's contribution, the residual stream without it)."""
         if residual is None:
@@ -158,7 +158,7 @@ class Qwen3ForCausalLM:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         caches: list[KVCache],
-        batch: Batch,
+        batch: AttentionBatch,
     ) -> torch.Tensor:
         """Hidden states (tokens, hidden) of ids and positions (tokens,); writes the caches."""
         x = self._embedding(token_ids)

@@ -21,18 +21,18 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
     A row whose highest logit is NaN, or infinite, gets `limits.NO_TOKEN`.
     """
-    logits = logits.float()
-    if batch.masked_rows.numel():
-        logits[batch.masked_rows, batch.masked_ids] = float("-inf")
+    logits, groups = logits.float(), batch.groups
+    if groups.masked_rows.numel():
+        logits[groups.masked_rows, groups.masked_ids] = float("-inf")
     highest, chosen = logits.max(-1)  # NaN comes through, and the first of equals wins
-    if batch.greedy.numel() == len(logits):
+    if groups.greedy.numel() == len(logits):
         return where_finite(highest, chosen)
-    if batch.plain.numel():
-        chosen[batch.plain] = _sample_plain(logits, batch, batch.plain)
-    if batch.limited.numel():
+    if groups.plain.numel():
+        chosen[groups.plain] = _sample_plain(logits, batch, groups.plain)
+    if groups.limited.numel():
         candidates = min(CANDIDATES, logits.shape[-1])
-        chosen[batch.limited] = _sample_truncated(logits, batch, batch.limited, candidates)
-    for rows in (batch.unlimited, batch.nucleus):
+        chosen[groups.limited] = _sample_truncated(logits, batch, groups.limited, candidates)
+    for rows in (groups.unlimited, groups.nucleus):
         if rows.numel():
             chosen[rows] = _sample_truncated(logits, batch, rows, logits.shape[-1])
     return where_finite(highest, chosen)
@@ -49,7 +49,7 @@ def scores_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 
 
 def _sample_plain(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
-    scores = scores_of(logits[rows], batch.temperature[rows])
+    scores = scores_of(logits[rows], batch.sampling.temperature[rows])
     noise = gumbel_noise(batch.seeds[rows], batch.positions[rows], scores.shape[-1])
     return (scores + noise).argmax(-1)
 
@@ -57,7 +57,7 @@ def _sample_plain(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
 def _sample_truncated(
     logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor, candidates: int
 ) -> torch.Tensor:
-    scores = scores_of(logits[rows], batch.temperature[rows])
+    scores = scores_of(logits[rows], batch.sampling.temperature[rows])
     ids = torch.arange(scores.shape[-1], device=scores.device)
     keys = sort_keys(scores, ids).topk(candidates).values
     return choose_truncated(*from_keys(keys), batch, rows)
@@ -85,7 +85,8 @@ def choose_truncated(
     scores: torch.Tensor, ids: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
 ) -> torch.Tensor:
     """Ids (rows,) from the best scores (rows, candidates), in descending order, and their ids."""
-    keep = truncation(scores, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows])
+    by = batch.sampling
+    keep = truncation(scores, by.top_k[rows], by.top_p[rows], by.min_p[rows])
     noise = gumbel_noise_at(batch.seeds[rows], batch.positions[rows], ids)
     best = (scores + noise).masked_fill(~keep, float("-inf")).argmax(-1, keepdim=True)
     return ids.gather(-1, best).squeeze(-1)

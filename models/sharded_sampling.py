@@ -30,12 +30,13 @@ class ShardedSampler:
         overwritten."""
         logits = self._masked(logits.float(), batch)
         best, chosen = self._best(logits, torch.arange(logits.shape[-1], device=logits.device))
-        if batch.plain.numel():
-            chosen[batch.plain] = self._plain(logits, best, batch)
+        groups = batch.groups
+        if groups.plain.numel():
+            chosen[groups.plain] = self._plain(logits, best, batch)
         for rows, candidates in (
-            (batch.limited, min(CANDIDATES, self._vocabulary)),
-            (batch.unlimited, self._vocabulary),
-            (batch.nucleus, self._vocabulary),
+            (groups.limited, min(CANDIDATES, self._vocabulary)),
+            (groups.unlimited, self._vocabulary),
+            (groups.nucleus, self._vocabulary),
         ):
             if rows.numel():
                 chosen[rows] = self._truncated(logits[rows], best[rows], batch, rows, candidates)
@@ -45,12 +46,13 @@ class ShardedSampler:
         """Minus infinity for padding, and for what `min_tokens` rules out."""
         mine = max(0, min(logits.shape[-1], self._vocabulary - self._start))
         logits[:, mine:] = float("-inf")
-        if batch.masked_rows.numel():
-            local, width = batch.masked_ids - self._start, logits.shape[-1]
+        masked_rows, masked_ids = batch.groups.masked_rows, batch.groups.masked_ids
+        if masked_rows.numel():
+            local, width = masked_ids - self._start, logits.shape[-1]
             here = (local >= 0) & (local < width)
             # Other ranks' ids go to one more column: to leave them out would wait for the device.
             logits = F.pad(logits, (0, 1))
-            logits[batch.masked_rows, torch.where(here, local, width)] = float("-inf")
+            logits[masked_rows, torch.where(here, local, width)] = float("-inf")
             logits = logits[:, :width]
         return logits
 
@@ -66,9 +68,9 @@ class ShardedSampler:
     def _plain(
         self, logits: torch.Tensor, best: torch.Tensor, batch: SamplingBatch
     ) -> torch.Tensor:
-        rows = batch.plain
+        rows = batch.groups.plain
         ids = torch.arange(logits.shape[-1], device=logits.device)
-        scores = self._scores(logits[rows], best[rows], batch.temperature[rows])
+        scores = self._scores(logits[rows], best[rows], batch.sampling.temperature[rows])
         all_ids = (ids + self._start).expand(len(rows), -1)
         noise = gumbel_noise_at(batch.seeds[rows], batch.positions[rows], all_ids)
         return self._best(scores + noise, ids)[1]
@@ -87,7 +89,7 @@ class ShardedSampler:
         candidates: int,
     ) -> torch.Tensor:
         """Every rank's best candidates hold the best of all."""
-        scores = self._scores(logits, best, batch.temperature[rows])
+        scores = self._scores(logits, best, batch.sampling.temperature[rows])
         ids = torch.arange(scores.shape[-1], device=scores.device) + self._start
         mine = sort_keys(scores, ids).topk(min(candidates, len(ids))).values
         # (ranks, rows, candidates) to (rows, candidates of all).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import random
@@ -30,7 +31,8 @@ from nanoactor.errors import (
 )
 from nanoactor.layout import engine_topology, max_prompt_bytes
 from nanoactor.meeting import MeetingPoint
-from nanoactor.messages import Int32, Sampling, Stopping, Submit, TextOptions
+from nanoactor.messages import Int32, Stopping, Submit, TextOptions
+from nanoactor.models import columns
 from nanoactor.outputs import RequestOutput
 from nanoactor.params import SamplingParams, plain_number
 from nanoactor.request import Request
@@ -418,19 +420,13 @@ class AsyncLLM:
                 "stop strings need a tokenizer, and the engine has none (skip_tokenizer_init)"
             )
 
-    def _sampling(self, params: SamplingParams) -> Sampling:
-        defaults = self.files.defaults
-
-        def pick(value: Any, default: Any) -> Any:
-            return default if value is None else value
-
-        return Sampling(
-            float(pick(params.temperature, defaults.temperature)),
-            max(0, pick(params.top_k, defaults.top_k)),
-            float(pick(params.top_p, defaults.top_p)),
-            float(pick(params.min_p, defaults.min_p)),
-            self._seeds.getrandbits(64) if params.seed is None else params.seed,
-        )
+    def _sampling(self, params: SamplingParams) -> bytes:
+        given = {name: getattr(params, name) for name in columns.NAMES}
+        values = dataclasses.asdict(self.files.defaults)
+        values |= {name: value for name, value in given.items() if value is not None}
+        if params.seed is None:
+            values["seed"] = self._seeds.getrandbits(64)
+        return columns.pack(values)
 
     def _stopping(self, params: SamplingParams) -> Stopping:
         eos = () if params.ignore_eos else self.files.eos_token_ids

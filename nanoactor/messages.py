@@ -14,18 +14,6 @@ from nanoactor.runtime.codec import NamedArrays, message
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-Float32 = NDArray[np.float32]
-
-
-@message(1)
-class Sampling:
-    """How the runner chooses a sequence's tokens."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
 
 
 @message(2)
@@ -64,7 +52,8 @@ class Submit:
     chat_options: str
     token_ids: Int32
     priority: int
-    sampling: Sampling
+    sampling: bytes
+    """How the runners choose its tokens: a row of `nanoactor.models.columns`."""
     stopping: Stopping
     text_options: TextOptions
 
@@ -83,7 +72,7 @@ class Admit:
     prompt_length: int
     hashes: NDArray[np.uint8]
     priority: int
-    sampling: Sampling
+    sampling: bytes
     stopping: Stopping
     text_options: TextOptions
     arrays: NamedArrays
@@ -127,11 +116,8 @@ class Admissions:
     """What the runners must know of sequences that run for the first time; a row each."""
 
     slots: Int32
-    temperature: Float32
-    top_k: Int32
-    top_p: Float32
-    min_p: Float32
-    seed: NDArray[np.uint64]
+    sampling: Int32
+    """(rows, columns.WORDS): see `nanoactor.models.columns`."""
     unmasked_from: Int32
     """Position from which the ids in `masked_ids` may be sampled (`min_tokens`)."""
     masked_ids: Int32

@@ -57,7 +57,7 @@ HOT = [
     *(ROOT / "models" / name for name in ("devices/cuda.py", "qwen3.py", "layers.py", "rope.py")),
     *(
         ROOT / "nanoactor" / "runner" / name
-        for name in ("accelerator.py", "resident.py", "staging.py", "captures.py", "captured.py")
+        for name in ("executor.py", "batch.py", "staging.py", "graphs.py")
     ),
 ]
 WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
@@ -69,7 +69,6 @@ MAY_WAIT |= {
     "_capture_decode",
     "_capture_mixed",
     "_host_lengths",
-    "_planned",
     "_record",
 }
 

@@ -10,27 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.device import LinearOperator, Memory
-from nanoactor.models.devices.portable import PortableOperators
+from nanoactor.models.devices.portable import HostEvent, PortableOperators
 
 log = logging.getLogger("nanoactor.models.cpu")
-
-
-class _Done:
-    """The CPU works in the calling thread: what was called is done."""
-
-    def record(self) -> None:
-        """Nothing is ever queued."""
-
-    def done(self) -> bool:
-        """Always."""
-        return True
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
 
 
 class CPUDevice(PortableOperators):
@@ -40,13 +27,12 @@ class CPUDevice(PortableOperators):
     torch_device = torch.device("cpu")
     collective_backend = "gloo"
     default_block_size = 16
-    keeps_batch = False
     shared_memory = True
+    asynchronous = False
     default_memory_utilization = 0.4
 
     def __init__(self) -> None:
         self._base = 0
-        self._decode_plan: _DecodePlan | None = None
         self._buffers: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
         native = self.supports(torch.bfloat16)
         self.default_dtype = torch.bfloat16 if native else torch.float32
@@ -96,9 +82,9 @@ class CPUDevice(PortableOperators):
         size = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
-    def event(self) -> _Done:
-        """An event that has always happened."""
-        return _Done()
+    def timed_event(self) -> HostEvent:
+        """By the host's clock."""
+        return HostEvent()
 
     def synchronize(self) -> None:
         """Nothing is ever queued."""
@@ -127,20 +113,22 @@ class CPUDevice(PortableOperators):
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def _plan_decodes(self, batch: AttentionBatch) -> _DecodePlan:
+        return _DecodePlan(batch)
+
     def _decode(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
         """Rows of similar length together, so that little is padded; the query heads that share a
         KV head stand as positions of one query, so that keys and values are read once."""
-        plan = self._decode_plan
-        if plan is None or plan.batch is not batch:
-            plan = self._decode_plan = _DecodePlan(batch, cache.keys)
+        plan: _DecodePlan = batch.plan.decodes
+        groups = plan.groups(cache.keys.dtype)
         rows, heads, size = queries.shape
         kv_heads = cache.keys.shape[2]
         grouped = queries.view(rows, kv_heads, heads // kv_heads, size)
         output = torch.empty_like(grouped)
         keys, values = self._gathered(cache.keys, plan.most_blocks)
-        for group in plan.groups:
+        for group in groups:
             blocks = len(group.blocks)
             torch.index_select(cache.keys, 0, group.blocks, out=keys[:blocks])
             torch.index_select(cache.values, 0, group.blocks, out=values[:blocks])
@@ -165,21 +153,32 @@ class CPUDevice(PortableOperators):
 
 
 class _DecodePlan:
-    """How the decode rows of a step are grouped: made once, for all of its layers."""
+    """How the decode rows of a step are grouped: by its first layer, for all of them."""
 
-    def __init__(self, batch: AttentionBatch, cache: torch.Tensor) -> None:
-        self.batch = batch
-        block_size, dtype = cache.shape[1], cache.dtype
-        order = batch.decode_contexts.argsort(descending=True)
-        self.groups: list[_DecodeGroup] = []
-        for rows in torch.split(order, _GROUP_ROWS.get(dtype, 8)):
-            contexts = batch.decode_contexts[rows]
-            blocks = -(-int(contexts[0]) // block_size)
-            past = torch.arange(blocks * block_size)[None] >= contexts[:, None]
-            mask = torch.zeros(past.shape, dtype=dtype).masked_fill_(past, float("-inf"))
-            tables = batch.decode_tables[rows, :blocks].flatten()
-            self.groups.append(_DecodeGroup(rows, tables, mask[:, None, None]))
-        self.most_blocks = max(len(group.blocks) for group in self.groups)
+    def __init__(self, batch: AttentionBatch) -> None:
+        # By the host's own figures: to ask a tensor for each group's longest costs more.
+        self._contexts = np.array(batch.lengths.decode_contexts)
+        self._tables = batch.tables.index_select(0, batch.decode_slots)
+        self._block_size = batch.block_size
+        self._groups: list[_DecodeGroup] = []
+        self.most_blocks = 0
+        """Of any group."""
+
+    def groups(self, dtype: torch.dtype) -> list[_DecodeGroup]:
+        """The groups, longest rows first; `dtype` is that of keys and values."""
+        if not self._groups:
+            order, size = np.argsort(-self._contexts, kind="stable"), _GROUP_ROWS.get(dtype, 8)
+            parts = np.split(order, range(size, len(order), size))
+            self._groups = [self._group(rows, dtype) for rows in parts]
+            self.most_blocks = max(len(group.blocks) for group in self._groups)
+        return self._groups
+
+    def _group(self, rows: NDArray[np.int64], dtype: torch.dtype) -> _DecodeGroup:
+        contexts, numbers = torch.from_numpy(self._contexts[rows]), torch.from_numpy(rows)
+        blocks = -(-int(self._contexts[rows[0]]) // self._block_size)
+        past = torch.arange(blocks * self._block_size)[None] >= contexts[:, None]
+        mask = torch.zeros(past.shape, dtype=dtype).masked_fill_(past, float("-inf"))
+        return _DecodeGroup(numbers, self._tables[numbers, :blocks].flatten(), mask[:, None, None])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

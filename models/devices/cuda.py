@@ -8,23 +8,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from nanoactor.models.batch import (
     AttentionBatch,
-    Batch,
     KVCache,
-    ResidentBatch,
     RowBuffers,
     SlotTables,
 )
-from nanoactor.models.device import CapturedFunction, ForwardFunction, Memory
+from nanoactor.models.device import CapturedFunction, Memory
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.errors import UnsupportedModel
-from nanoactor.models.lengths import NO_LENGTHS, HostLengths
+from nanoactor.models.lengths import HostLengths
+from nanoactor.models.options import FusedSampling
 
 try:
     from nanoactor.models.kernels import batch as slots_kernels
@@ -42,8 +41,8 @@ _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 class CudaEvent:
     """A CUDA event on the calling thread's current stream."""
 
-    def __init__(self, timed: bool = False) -> None:
-        self.event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def milliseconds_until(self, later: CudaEvent) -> float:
         """To about half a microsecond."""
@@ -52,10 +51,6 @@ class CudaEvent:
     def record(self) -> None:
         """Behind what is queued on the current stream."""
         self.event.record()
-
-    def done(self) -> bool:
-        """Whether the stream has passed it."""
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Spin until it has, without the interpreter's lock: to sleep would cost as long as a small
@@ -69,8 +64,8 @@ class PortableCUDADevice(PortableOperators):
     name = "cuda"
     collective_backend = "nccl"
     default_block_size = 64
-    keeps_batch = False
     shared_memory = False
+    asynchronous = True
     default_memory_utilization = 0.9
 
     def __init__(self, index: int = 0) -> None:
@@ -83,6 +78,7 @@ class PortableCUDADevice(PortableOperators):
             )
         self.torch_device = torch.device("cuda", index)
         self._base = 0
+        self._stream: torch.cuda.Stream | None = None
         self.default_dtype = torch.bfloat16 if self._has_bfloat16() else torch.float16
 
     def _has_bfloat16(self) -> bool:
@@ -123,7 +119,16 @@ class PortableCUDADevice(PortableOperators):
         """Written at once: it is meant to be used whole."""
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
-    def event(self) -> CudaEvent:
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """A stream of its own: the default one would wait for others."""
+        torch.cuda.set_device(self.torch_device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            yield
+
+    def timed_event(self) -> CudaEvent:
         """On the current stream."""
         return CudaEvent()
 
@@ -155,44 +160,17 @@ class Scratch:
 
 
 class CUDADevice(PortableCUDADevice):
-    """The same with operators in Triton, and the batch kept."""
+    """The same with operators in Triton, and steps as graphs."""
 
-    keeps_batch = True
     captures = captures_prompts = True
-    takes_lengths = samples_greedily = False
+    takes_lengths = False
+    fused_sampling: FusedSampling = "all"
 
     def __init__(self, index: int = 0) -> None:
         """Raises `UnsupportedModel` where there is no such GPU."""
         super().__init__(index)
         log.info("our Triton kernels on %s", torch.cuda.get_device_name(index))
-        self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
-
-    # -- the queue ------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def stream(self) -> Iterator[None]:
-        """A stream of its own: the default one would wait for others."""
-        torch.cuda.set_device(self.torch_device)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            yield
-
-    def timed_event(self) -> CudaEvent:
-        """On the current stream."""
-        return CudaEvent(timed=True)
-
-    def run(
-        self,
-        forward: ForwardFunction,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        caches: list[KVCache],
-        batch: ResidentBatch,
-    ) -> torch.Tensor:
-        """Operator by operator."""
-        return forward(token_ids, positions, caches, batch)
 
     def capture(
         self, function: CapturedFunction, lengths: HostLengths, turns: int
@@ -207,10 +185,6 @@ class CUDADevice(PortableCUDADevice):
         return CapturedGraph(graph, result)
 
     # -- the batch ------------------------------------------------------------------------
-
-    def dummy_blocks(self, rows: int, block_size: int) -> int:
-        """One: all may write to the same place."""
-        return 1
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
         """As the prefill kernel has it."""
@@ -238,13 +212,13 @@ class CUDADevice(PortableCUDADevice):
         """One kernel."""
         slots_kernels.locate(tables, slots, positions, slot_mapping)
 
-    def plan(self, scratch: Scratch, batch: ResidentBatch) -> ResidentBatch:
+    def plan(self, scratch: Scratch, batch: AttentionBatch) -> AttentionBatch:
         """Contexts in chunks of equal length."""
         contexts = batch.decode_contexts
         splits = scratch.splits.of(max(1, len(contexts)), scratch.kv_heads)
         if len(contexts):
             decode_attention.plan_splits(contexts, splits)
-        return dataclasses.replace(batch, scratch=dataclasses.replace(scratch, splits=splits))
+        return dataclasses.replace(batch, plan=splits)
 
     def sample_rows(
         self,
@@ -287,11 +261,9 @@ class CUDADevice(PortableCUDADevice):
         return elementwise.norm_rotate_store(qkv.contiguous(), weights, eps, rotation, cache, slots)
 
     def attention(
-        self, queries: torch.Tensor, cache: KVCache, batch: Batch, scale: float
+        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
         """Prefill and decode rows by a kernel each; neither reads past a context."""
-        if isinstance(batch, AttentionBatch):
-            batch = self.resident(batch, queries.shape[1], cache)
         output = torch.empty_like(queries)
         first = batch.prefill_tokens
         if first:
@@ -305,51 +277,8 @@ class CUDADevice(PortableCUDADevice):
                 batch.tables,
                 batch.decode_slots,
                 batch.decode_contexts,
-                batch.scratch.splits,
+                batch.plan,
                 scale,
                 output[first:],
             )
         return output
-
-    def resident(self, batch: AttentionBatch, heads: int, cache: KVCache) -> ResidentBatch:
-        """A batch that was laid out on the host, as the kernels want it."""
-        device = self.torch_device
-        rows = len(batch.decode_contexts)
-        tables = [batch.decode_tables[row] for row in range(rows)]
-        tables += [row.blocks for row in batch.prefills]
-        most = max((len(table) for table in tables), default=1)
-        resident = torch.zeros(len(tables) + 1, max(1, most), dtype=torch.int32, device=device)
-        for number, table in enumerate(tables):
-            resident[number, : len(table)] = table
-        kv_heads, head_dim = cache.keys.shape[2:]
-        each = prefill_attention.tokens_per_program(heads, kv_heads)
-        tiles = [
-            (number, tile)
-            for number, row in enumerate(batch.prefills)
-            for tile in range(-(-row.tokens // each))
-        ]
-        lines = [
-            (rows + number, row.first, row.tokens, row.context)
-            for number, row in enumerate(batch.prefills)
-        ]
-        contexts = batch.decode_contexts.int()
-        splits = decode_attention.Splits.empty(max(1, rows), heads, kv_heads, head_dim, device)
-        if rows:
-            decode_attention.plan_splits(contexts, splits)
-        return ResidentBatch(
-            batch.slot_mapping,
-            resident,
-            batch.decode_first,
-            _columns(lines, 4, device),
-            _columns(tiles, 2, device),
-            torch.arange(rows, dtype=torch.int32, device=device),
-            contexts,
-            NO_LENGTHS,
-            Scratch(splits, sampling.Partials.empty(1, 1, device), kv_heads),
-        )
-
-
-def _columns(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> torch.Tensor:
-    """int32 (width, rows)."""
-    table = torch.tensor(rows, dtype=torch.int32).view(-1, width)
-    return table.T.contiguous().to(device)

@@ -7,9 +7,7 @@ Never run on an NPU: docs/ascend.md says what has been verified, and how far.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
-import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,7 @@ from torch.nn import functional as F
 
 from nanoactor.models.batch import (
     AttentionBatch,
-    Batch,
     KVCache,
-    ResidentBatch,
     RowBuffers,
     SamplingBatch,
     SlotTables,
@@ -34,13 +30,13 @@ from nanoactor.models.device import (
     Memory,
 )
 from nanoactor.models.devices import npu_sampling
-from nanoactor.models.devices.npu_attention import MASK_SIZE, Attention, Plan, make_attention
+from nanoactor.models.devices.npu_attention import MASK_SIZE, Attention, make_attention
 from nanoactor.models.devices.npu_graphs import CompiledStep, NativeCapture, graph_cache
 from nanoactor.models.devices.npu_runtime import AscendRuntime
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.lengths import HostLengths
-from nanoactor.models.options import DeviceOptions
+from nanoactor.models.options import DeviceOptions, FusedSampling
 
 log = logging.getLogger("nanoactor.models.npu")
 
@@ -52,10 +48,9 @@ class NPUDevice(PortableOperators):
     """One NPU, and the batch kept on it."""
 
     default_block_size = 128
-    keeps_batch = True
-    captures_prompts = False
-    takes_lengths = samples_greedily = True
+    fused_sampling: FusedSampling = "greedy"
     shared_memory = False
+    asynchronous = True
     default_memory_utilization = 0.9
 
     def __init__(self, runtime: AscendRuntime, options: DeviceOptions) -> None:
@@ -72,7 +67,6 @@ class NPUDevice(PortableOperators):
         self._attention: Attention = make_attention(options.attention_layout)
         self._compiled: CompiledStep | None = None
         self._mask: torch.Tensor | None = None
-        self._threads, self._prepared = torch.get_num_threads(), set[int]()
         log.info(
             "%s, graph mode %s, attention layout %s, weights %s",
             runtime.chip,
@@ -85,8 +79,6 @@ class NPUDevice(PortableOperators):
 
     def prepare_thread(self, threads: int) -> None:
         """Choose the NPU for the calling thread."""
-        self._threads = threads
-        self._prepared = {threading.get_ident()}
         self.runtime.prepare_thread(threads)
 
     def supports(self, dtype: torch.dtype) -> bool:
@@ -133,25 +125,16 @@ class NPUDevice(PortableOperators):
         """Written at once: it is meant to be used whole."""
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
-    def event(self) -> Any:
-        """On the current stream."""
-        return self.runtime.event()
-
     def timed_event(self) -> Any:
         """On the current stream."""
-        return self.runtime.event(timed=True)
+        return self.runtime.event()
 
     def synchronize(self) -> None:
         """All streams."""
         self.runtime.synchronize()
 
     def stream(self) -> AbstractContextManager[None]:
-        """A stream of its own; the thread gets the settings of the one that loaded the model, as
-        compiled code is guarded by them."""
-        thread = threading.get_ident()
-        if thread not in self._prepared:
-            self._prepared.add(thread)
-            self.runtime.prepare_thread(self._threads)
+        """A stream of its own."""
         return self.runtime.stream()
 
     # -- graphs ---------------------------------------------------------------------------
@@ -174,12 +157,11 @@ class NPUDevice(PortableOperators):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         caches: list[KVCache],
-        batch: ResidentBatch,
+        batch: AttentionBatch,
     ) -> torch.Tensor:
         """Operator by operator, or as `capture` has compiled it."""
-        if self._compiled is not None:
-            return self._compiled(forward, token_ids, positions, caches, batch)
-        return forward(token_ids, positions, caches, batch)
+        run = self._compiled or super().run
+        return run(forward, token_ids, positions, caches, batch)
 
     def run_compiled(
         self, compiled: CompiledStep, function: CapturedFunction, lengths: HostLengths
@@ -197,49 +179,21 @@ class NPUDevice(PortableOperators):
         """A place for each: the operator that writes the cache wants no slot twice."""
         return -(-rows // block_size)
 
-    def tokens_per_program(self, heads: int, kv_heads: int) -> int:
-        """The operator divides prompts by itself."""
-        return 1 << 30
-
-    def scratch(self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> None:
-        """The operators take memory of their own."""
-
     def advance(self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
-        """Ten small operators; none reads anything back."""
-        if not len(rows):
-            return
-        torch.index_select(tables.lengths, 0, rows, out=into.positions)
-        torch.index_select(tables.last_tokens, 0, rows, out=into.token_ids)
-        torch.add(into.positions, 1, out=into.contexts)
-        self.locate(tables, rows, into.positions, into.slot_mapping)
-        # The dummy's rows: position 0 of its table, each with a place of its own behind that.
-        dummy = len(tables.lengths) - 1
+        """The dummy's rows stand at position 0 of its table, each with a place of its own behind
+        that."""
+        super().advance(tables, rows, into)
         apart = torch.arange(len(rows), device=self.torch_device)
-        into.slot_mapping.add_(apart.mul_(rows == dummy))
-        tables.lengths.index_copy_(0, rows.long(), into.contexts)
-        tables.lengths[dummy:].zero_()
+        into.slot_mapping.add_(apart.mul_(rows == len(tables.lengths) - 1))
 
-    def locate(
-        self,
-        tables: SlotTables,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """block * block_size + offset."""
-        size, width = tables.block_size, tables.blocks.shape[1]
-        at = slots * width + torch.div(positions, size, rounding_mode="floor")
-        blocks = tables.blocks.view(-1).index_select(0, at)
-        slot_mapping.copy_(blocks.long() * size + positions % size)
-
-    def plan(self, scratch: None, batch: ResidentBatch) -> ResidentBatch:
+    def plan(self, scratch: None, batch: AttentionBatch) -> AttentionBatch:
         """The block tables of the step's rows, gathered once for all layers."""
         slots = batch.decode_slots
         if batch.prefill_tokens:
             slots = torch.cat((batch.prefill_rows[0], slots))
         tables = batch.tables.index_select(0, slots)
         plan = self._attention.plan(tables, batch.lengths, batch.prefill_rows, self._causal())
-        return dataclasses.replace(batch, scratch=plan)
+        return dataclasses.replace(batch, plan=plan)
 
     def _causal(self) -> torch.Tensor:
         """int8, 1 where a query must not look: its compressed form serves every length."""
@@ -333,27 +287,10 @@ class NPUDevice(PortableOperators):
         return q
 
     def attention(
-        self, queries: torch.Tensor, cache: KVCache, batch: Batch, scale: float
+        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
         """npu_fused_infer_attention_score, in the layout that was chosen."""
-        plan = self._planned(batch) if isinstance(batch, AttentionBatch) else batch.scratch
-        assert isinstance(plan, Plan)
-        return self._attention(queries.contiguous(), cache, plan, scale)
-
-    def _planned(self, batch: AttentionBatch) -> Plan:
-        """For a batch that was laid out on the host."""
-        contexts = batch.decode_contexts.cpu().tolist()
-        tables = [*(row.blocks for row in batch.prefills), *batch.decode_tables]
-        widest = max((len(table) for table in tables), default=1)
-        padded = torch.zeros(len(tables), widest, dtype=torch.int32, device=self.torch_device)
-        for number, table in enumerate(tables):
-            padded[number, : len(table)] = table
-        tokens = [row.tokens for row in batch.prefills]
-        lengths = HostLengths(tokens, [row.context for row in batch.prefills], contexts)
-        firsts = [*itertools.accumulate(tokens, initial=0)][:-1]
-        lines = [(0, first, count, 0) for first, count in zip(firsts, tokens, strict=True)]
-        rows = torch.tensor(lines, dtype=torch.int32).view(-1, 4).T.to(self.torch_device)
-        return self._attention.plan(padded, lengths, rows, self._causal())
+        return self._attention(queries.contiguous(), cache, batch.plan, scale)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """By npu_top_k_top_p where the chip has it, else by PyTorch's operators."""

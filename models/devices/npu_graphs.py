@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nanoactor.models.batch import KVCache, ResidentBatch
+from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.device import CapturedFunction, ForwardFunction
 from nanoactor.models.devices.npu_attention import Plan
 from nanoactor.models.devices.npu_runtime import AscendRuntime, RecordedGraph
@@ -83,10 +83,10 @@ class CompiledStep:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         caches: list[KVCache],
-        batch: ResidentBatch,
+        batch: AttentionBatch,
     ) -> torch.Tensor:
         """(rows, hidden)."""
-        plan: Plan = batch.scratch
+        plan: Plan = batch.plan
         if self._module is None:
             self._module = DecodePass(forward, caches, plan)
             self._compile(self._module, len(token_ids), plan)
@@ -169,8 +169,17 @@ class DecodePass(torch.nn.Module):
             ends = torch.arange(1, len(token_ids) + 1, device=contexts.device)
         plan = Plan(tables, self._mask, ends, [], contexts)
         nothing = token_ids[:0]
-        batch = ResidentBatch(
-            slot_mapping, tables, 0, nothing, nothing, nothing, nothing, NO_LENGTHS, plan
+        batch = AttentionBatch(
+            slot_mapping,
+            tables,
+            block_size=self.caches[0].keys.shape[1],
+            prefill_tokens=0,
+            prefill_rows=nothing,
+            prefill_tiles=nothing,
+            decode_slots=nothing,
+            decode_contexts=nothing,
+            lengths=NO_LENGTHS,
+            plan=plan,
         )
         return self.forward_function(token_ids, positions, self.caches, batch)
 

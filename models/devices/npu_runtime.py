@@ -155,9 +155,9 @@ class AscendRuntime:
         """All streams."""
         self._npu.synchronize()
 
-    def event(self, timed: bool = False) -> NPUEvent:
+    def event(self) -> NPUEvent:
         """On the current stream."""
-        return NPUEvent(self._npu.Event(enable_timing=timed))
+        return NPUEvent(self._npu.Event(enable_timing=True))
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:

@@ -22,29 +22,30 @@ from nanoactor.models.sampling import scores_of
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Ids, int64 (rows,), as `nanoactor.models.sampling.sample`. Rows with a top-k beyond
     `limits.CANDIDATES` are left to that: the operator's ends at 1,024."""
-    logits = logits.float()
-    if not batch.limited.numel() and not batch.nucleus.numel():
+    logits, groups = logits.float(), batch.groups
+    if not groups.limited.numel() and not groups.nucleus.numel():
         return sample_portably(logits, batch)
-    nothing = batch.limited[:0]
-    rest = dataclasses.replace(batch, limited=nothing, nucleus=nothing)
-    chosen = sample_portably(logits, rest)  # and masks
+    nothing = groups.limited[:0]
+    rest = dataclasses.replace(groups, limited=nothing, nucleus=nothing)
+    chosen = sample_portably(logits, dataclasses.replace(batch, groups=rest))  # and masks
     broken = chosen == NO_TOKEN
-    if batch.limited.numel():
-        chosen[batch.limited] = _cut(logits, batch, batch.limited, batch.top_k)
-    if batch.nucleus.numel():
-        chosen[batch.nucleus] = _cut(logits, batch, batch.nucleus, None)
+    if groups.limited.numel():
+        chosen[groups.limited] = _cut(logits, batch, groups.limited, batch.sampling.top_k)
+    if groups.nucleus.numel():
+        chosen[groups.nucleus] = _cut(logits, batch, groups.nucleus, None)
     return chosen.masked_fill(broken, NO_TOKEN)
 
 
 def _cut(
     logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor, top_k: torch.Tensor | None
 ) -> torch.Tensor:
-    scores = scores_of(logits[rows], batch.temperature[rows])
+    by = batch.sampling
+    scores = scores_of(logits[rows], by.temperature[rows])
     kept = torch.ops.npu.npu_top_k_top_p(
-        scores, p=batch.top_p[rows], k=None if top_k is None else top_k[rows].int()
+        scores, p=by.top_p[rows], k=None if top_k is None else top_k[rows].int()
     )
     probabilities = kept.softmax(-1)
-    least = batch.min_p[rows, None] * probabilities.amax(-1, keepdim=True)
+    least = by.min_p[rows, None] * probabilities.amax(-1, keepdim=True)
     noise = gumbel_noise(batch.seeds[rows], batch.positions[rows], scores.shape[-1])
     scored: torch.Tensor = (kept + noise).masked_fill(probabilities < least, float("-inf"))
     return scored.argmax(-1)

@@ -2,16 +2,162 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
-from nanoactor.models.batch import AttentionBatch, Batch, KVCache, PrefillRow, SamplingBatch
-from nanoactor.models.device import LinearOperator
+from nanoactor.models.batch import (
+    AttentionBatch,
+    KVCache,
+    RowBuffers,
+    SamplingBatch,
+    SlotTables,
+)
+from nanoactor.models.device import Captured, CapturedFunction, ForwardFunction, LinearOperator
+from nanoactor.models.lengths import HostLengths
+from nanoactor.models.options import FusedSampling
 from nanoactor.models.sampling import sample
+
+
+class HostEvent:
+    """An event of a device that works in the calling thread."""
+
+    def __init__(self) -> None:
+        self._at = 0
+
+    def record(self) -> None:
+        """Now."""
+        self._at = time.monotonic_ns()
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def milliseconds_until(self, later: HostEvent) -> float:
+        """By the host's monotonic clock."""
+        return (later._at - self._at) * 1e-6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """A chunk of one prompt: its queries attend to the cached prefix and to themselves."""
+
+    first: int
+    """Where its tokens begin in the step."""
+    tokens: int
+    context: int
+    """Length of the sequence at the end of the chunk: the last query sees so many positions."""
+    blocks: torch.Tensor
+    """int32, the blocks that hold the context, in order."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PortablePlan:
+    """What the attention of all layers shares in a step."""
+
+    prefills: tuple[PrefillRow, ...]
+    decodes: Any
+    """What `_plan_decodes` made; None where no row decodes."""
 
 
 class PortableOperators:
     """The operator half of the device protocol."""
+
+    torch_device: torch.device
+    captures = captures_prompts = False
+    takes_lengths = True
+    fused_sampling: FusedSampling = "none"
+
+    # -- the queue and the batch ----------------------------------------------------------
+
+    def stream(self) -> AbstractContextManager[None]:
+        """Whatever is current."""
+        return torch.inference_mode()
+
+    def run(
+        self,
+        forward: ForwardFunction,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: list[KVCache],
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """Operator by operator."""
+        return forward(token_ids, positions, caches, batch)
+
+    def capture(self, function: CapturedFunction, lengths: HostLengths, turns: int) -> Captured:
+        """Raises RuntimeError: there is nothing to record with."""
+        raise RuntimeError("steps run operator by operator")
+
+    def dummy_blocks(self, rows: int, block_size: int) -> int:
+        """One: all may write to the same place."""
+        return 1
+
+    def tokens_per_program(self, heads: int, kv_heads: int) -> int:
+        """No program divides prompts."""
+        return 1 << 30
+
+    def scratch(self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> Any:
+        """The operators take memory of their own."""
+
+    def advance(self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
+        """Some small operators; none reads anything back."""
+        if not len(rows):
+            return
+        torch.index_select(tables.lengths, 0, rows, out=into.positions)
+        torch.index_select(tables.last_tokens, 0, rows, out=into.token_ids)
+        torch.add(into.positions, 1, out=into.contexts)
+        self.locate(tables, rows, into.positions, into.slot_mapping)
+        tables.lengths.index_copy_(0, rows.long(), into.contexts)
+        tables.lengths[-1:].zero_()  # the dummy's
+
+    def locate(
+        self,
+        tables: SlotTables,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """block * block_size + offset."""
+        size, width = tables.block_size, tables.blocks.shape[1]
+        at = slots * width + torch.div(positions, size, rounding_mode="floor")
+        blocks = tables.blocks.view(-1).index_select(0, at)
+        slot_mapping.copy_(blocks.long() * size + positions % size)
+
+    def plan(self, scratch: Any, batch: AttentionBatch) -> AttentionBatch:
+        """Each row's blocks, from what the host knows of lengths."""
+        lengths, size = batch.lengths, batch.block_size
+        prefills, first = [], 0
+        if lengths.prefill_tokens:
+            tables = batch.tables.index_select(0, batch.prefill_rows[0])
+            for row, (tokens, context) in enumerate(
+                zip(lengths.prefill_tokens, lengths.prefill_contexts, strict=True)
+            ):
+                blocks = tables[row, : -(-context // size)]
+                prefills.append(PrefillRow(first, tokens, context, blocks))
+                first += tokens
+        decodes = self._plan_decodes(batch) if lengths.decode_contexts else None
+        return dataclasses.replace(batch, plan=PortablePlan(tuple(prefills), decodes))
+
+    def _plan_decodes(self, batch: AttentionBatch) -> Any:
+        """The decode rows' blocks, padded to the longest with whatever is in the tables."""
+        most = -(-max(batch.lengths.decode_contexts) // batch.block_size)
+        return batch.tables[:, :most].index_select(0, batch.decode_slots)
+
+    def sample_rows(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        tables: SlotTables,
+        scratch: Any,
+        chosen: torch.Tensor,
+    ) -> None:
+        """No row is chosen in one pass."""
+
+    # -- operators ------------------------------------------------------------------------
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """They take everything."""
@@ -74,16 +220,16 @@ class PortableOperators:
         return q
 
     def attention(
-        self, queries: torch.Tensor, cache: KVCache, batch: Batch, scale: float
+        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
         """Prefill rows one by one, decode rows together over gathered, padded blocks."""
-        assert isinstance(batch, AttentionBatch)
+        plan: PortablePlan = batch.plan
         output = torch.empty_like(queries)
-        for row in batch.prefills:
+        for row in plan.prefills:
             tokens = slice(row.first, row.first + row.tokens)
             output[tokens] = self._prefill(queries[tokens], cache, row, scale)
-        if batch.decode_contexts.numel():
-            tokens = slice(batch.decode_first, None)
+        if plan.decodes is not None:
+            tokens = slice(batch.prefill_tokens, None)
             output[tokens] = self._decode(queries[tokens], cache, batch, scale)
         return output
 
@@ -113,8 +259,9 @@ class PortableOperators:
     def _decode(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        keys = cache.keys[batch.decode_tables].flatten(1, 2).transpose(1, 2)
-        values = cache.values[batch.decode_tables].flatten(1, 2).transpose(1, 2)
+        tables: torch.Tensor = batch.plan.decodes
+        keys = cache.keys[tables].flatten(1, 2).transpose(1, 2)
+        values = cache.values[tables].flatten(1, 2).transpose(1, 2)
         positions = torch.arange(keys.shape[2], device=queries.device)
         mask = positions[None] < batch.decode_contexts[:, None]
         attended = F.scaled_dot_product_attention(

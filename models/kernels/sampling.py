@@ -88,15 +88,15 @@ def sample_rows(
     _perturbed_maxima[(rows, parts)](
         logits,
         slots,
-        tables.temperature,
-        tables.seeds,
+        tables.sampling.temperature,
+        tables.sampling.seed,
         tables.lengths,
         partials.highest,
         partials.scores,
         partials.score_ids,
         vocabulary,
         logits.stride(0),
-        tables.seeds.stride(0),
+        tables.sampling.seed.stride(0),
         parts,
         padded=padded,
         part=_PART,
@@ -104,7 +104,7 @@ def sample_rows(
     )
     _winners[(rows,)](
         slots,
-        tables.temperature,
+        tables.sampling.temperature,
         partials.highest,
         partials.highest_ids,
         partials.scores,

@@ -1,4 +1,4 @@
-"""The runner's shell: prepares step N+1 on the node's loop while a thread computes step N."""
+"""The runner's shell: prepares step N+1 on the node's loop while the device computes step N."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from nanoactor.runner.deadline import StepDeadline
 from nanoactor.runtime.actor import Actor, Context, Facts, Handler, Progress
 
 if TYPE_CHECKING:
-    from nanoactor.runner.execution import Computed, Executor, Pending
+    from nanoactor.runner.protocol import Computed, Executor, Launched
 
 DEVICE = "device"
 """The lane that shows what the device computes, and when it does not."""
@@ -45,8 +45,9 @@ class RunnerActor(Actor):
 
     def __init__(self, config: RunnerConfig) -> None:
         self._config = config
-        self._submitted: queue.SimpleQueue[tuple[int, Pending] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._prepared: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[tuple[int, Launched] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._stopping = False
         self._queued: deque[int] = deque()
         """Tokens of each step that is queued or running."""
@@ -76,27 +77,35 @@ class RunnerActor(Actor):
         }
 
     def _open_on_thread(self, config: ExecutorConfig) -> Executor:
-        """Start the thread that computes; the model is loaded on it too.
+        """Start the device's thread: the model is loaded on it, and steps are launched from it.
 
         OpenMP keeps a pool for each thread that computes. With a second one, from loading, there
         would be more threads than cores, and it would no longer spin between operators: on two
         cores a normalisation of 64 rows then takes 300 us instead of 40.
         """
-        from nanoactor.runner.execution import open_executor
+        from nanoactor.runner.open import open_executor
 
         opened: Future[Executor] = Future()
 
         def work() -> None:
             try:
-                opened.set_result(open_executor(config))
+                executor = open_executor(config)
             except BaseException as error:
                 opened.set_exception(error)
                 return
-            self._compute()
+            opened.set_result(executor)
+            self._launch(executor)
 
-        self._thread = threading.Thread(target=work, name="compute", daemon=True)
-        self._thread.start()
-        return opened.result()
+        self._start_thread("device", work)
+        executor = opened.result()
+        if executor.asynchronous:
+            self._start_thread("results", self._collect)
+        return executor
+
+    def _start_thread(self, name: str, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
         """From now on steps may come."""
@@ -119,27 +128,52 @@ class RunnerActor(Actor):
     def _on_step(self, step: Step) -> None:
         """Lay out the step's inputs while the one before may still be running."""
         self._ahead += bool(self._queued)
-        pending = self._executor.submit(step)
+        prepared = self._executor.prepare(step)
         self._received = step.step
         if step.step == self._asked_for:
             self._lead += 0.2 * (self.context.now() - self._asked_at - self._lead)
         self._decoding += len(step.joins) - len(step.leaves)
         self._queued.append(len(step.token_ids) + self._decoding)
-        self._submitted.put((step.step, pending))
+        self._prepared.put((step.step, prepared))
 
-    def _compute(self) -> None:
-        """The thread that waits for the device, or is the device where that is the host."""
-        while (submitted := self._submitted.get()) is not None and not self._stopping:
-            step, pending = submitted
-            if self._config.asks:
-                self.context.call_soon(self._begun, step)
+    def _launch(self, executor: Executor) -> None:
+        """The device's thread: it hands steps to the device, or is the device where that is the
+        host."""
+        while (prepared := self._prepared.get()) is not None and not self._stopping:
+            step, inputs = prepared
+            if not executor.asynchronous:
+                self._announce(step)
             try:
-                computed = pending.wait()
+                launched = executor.launch(inputs)
             except BaseException as error:
                 self.context.call_soon(self.context.fail, error)
                 return
-            if not self._stopping:  # else the loop may be gone
-                self.context.call_soon(self._done, step, computed)
+            if executor.asynchronous:
+                self._launched.put((step, launched))
+            elif not self._report_done(step, launched):
+                return
+
+    def _collect(self) -> None:
+        """The thread that waits for a device with a queue of its own."""
+        while (launched := self._launched.get()) is not None and not self._stopping:
+            self._announce(launched[0])
+            if not self._report_done(*launched):
+                return
+
+    def _announce(self, step: int) -> None:
+        if self._config.asks:
+            self.context.call_soon(self._begun, step)
+
+    def _report_done(self, step: int, launched: Launched) -> bool:
+        """Wait for a step; False where it has failed."""
+        try:
+            computed = launched.wait()
+        except BaseException as error:
+            self.context.call_soon(self.context.fail, error)
+            return False
+        if not self._stopping:  # else the loop may be gone
+            self.context.call_soon(self._done, step, computed)
+        return True
 
     def _begun(self, step: int) -> None:
         """A step runs: ask for the next one shortly before this one will have ended."""
@@ -187,11 +221,12 @@ class RunnerActor(Actor):
         return self._completed, self._deadline.seconds(self._queued[0])
 
     def stop(self) -> None:
-        """End the thread once the step that it computes is done."""
+        """End the threads once the step under way is done."""
         self._stopping = True
-        self._submitted.put(None)
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
+        self._prepared.put(None)
+        self._launched.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
 
     def statistics(self) -> dict[str, Any]:
         """Steps received and done, those of them laid out while the device was busy with one

@@ -1,160 +1,263 @@
-"""The running batch as the runner's host sees it: what the deltas of all steps add up to."""
+"""What a step changes in a batch that lives on the device: index-value pairs, and few of them.
+
+Everything that the device knows of slots is one int32 array; a step's deltas are numbers to be
+written into it. A decode step in which nothing changed is empty.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
 import numpy as np
+from numpy.typing import NDArray
 
-from nanoactor.messages import Step
+from nanoactor.messages import Int32, Int64, Step
+from nanoactor.models.columns import WORDS
+from nanoactor.models.lengths import NO_LENGTHS, HostLengths
+from nanoactor.models.options import FusedSampling
 from nanoactor.runner.sampling_table import NO_ROWS, Long, SampledRows, SamplingTable
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Row:
-    """A prefill row: where its tokens lie in the step, and the blocks of its context."""
-
-    first: int
-    tokens: int
-    context: int
-    blocks: Long
+# To sort whole vocabularies takes 127 bytes for each logit.
+FALLBACK_AT_ONCE = 64
+_NOTHING: Int32 = np.empty(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepInputs:
-    """A step, ready to run: arrays of its own, so that the batch may move on meanwhile."""
+class StateLayout:
+    """Where each table lies in the array. The last slot is a dummy, for padded rows: its block is
+    one past the cache's last."""
+
+    slots: int
+    max_blocks: int
+
+    @property
+    def dummy(self) -> int:
+        """The slot of padded rows."""
+        return self.slots - 1
+
+    @property
+    def lengths(self) -> int:
+        """Positions computed, by slot. Before it: the block tables, a row for each slot."""
+        return self.slots * self.max_blocks
+
+    @property
+    def last_tokens(self) -> int:
+        """By slot."""
+        return self.lengths + self.slots
+
+    @property
+    def sampling(self) -> int:
+        """How each slot samples: a column after the other, see `nanoactor.models.columns`."""
+        return self.last_tokens + self.slots
+
+    @property
+    def rows(self) -> int:
+        """The slots of the decode set, ascending, then dummies."""
+        return self.sampling + WORDS * self.slots
+
+    @property
+    def size(self) -> int:
+        """Of the whole array."""
+        return self.rows + self.slots
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prefill:
+    """A step's prompt chunks; the rows that end a prompt sample, before those that decode."""
+
+    token_ids: Int32
+    positions: Int32
+    slots: Int32
+    """(tokens,): whose each token is."""
+    rows: Int32
+    """(4, rows): slot, first token, tokens, context at the end of the chunk."""
+    tiles: Int32
+    """(2, programs): row, and which of its groups of tokens."""
+    ends: Int32
+    """Which tokens are followed by a sampled one, ..."""
+    sampling: Int32
+    """... and their slots."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Update:
+    """What the device must be told for a step."""
 
     step: int
-    token_ids: Long
-    """(tokens,): the decode rows' are filled in on the device."""
-    positions: Long
-    slot_mapping: Long
-    prefills: tuple[Row, ...]
-    decode_slots: Long
-    decode_tables: Long
-    decode_contexts: Long
-    sampled: SampledRows
+    indices: Int64
+    values: Int32
+    """To be written into the state, before anything runs."""
+    prefill: Prefill | None
+    decodes: int
+    """Rows of the decode set."""
+    fallback: tuple[SampledRows, ...]
+    """Rows that the fused sampler does not do, a few at a time."""
+    lengths: HostLengths
+    """Where the device asks for them."""
+
+    @property
+    def changes(self) -> tuple[NDArray[np.integer], ...]:
+        """Indices and values, or nothing."""
+        return (self.indices, self.values) if len(self.indices) else ()
+
+    @property
+    def words(self) -> int:
+        """At most so many int32 numbers travel to the device."""
+        words = 3 * len(self.indices) + 128
+        if self.prefill:
+            words += 3 * len(self.prefill.token_ids) + 6 * self.prefill.rows.shape[1]
+            words += 2 * self.prefill.tiles.shape[1]
+        for part in self.fallback:
+            words += 8 * len(part.slots) + 4 * len(part.masked_rows) + 64
+        return words
 
 
-class BatchState:
-    """Block tables, lengths and sampling parameters by slot."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchTraits:
+    """What of a device decides how its steps are laid out; see `nanoactor.models.device.Device`."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
-        self._tables = np.zeros((max_num_seqs, max_blocks), np.int64)
-        self._lengths = np.zeros(max_num_seqs, np.int64)
+    tokens_per_program: int = 1 << 30
+    takes_lengths: bool = False
+    fused_sampling: FusedSampling = "none"
+    fallback_at_once: int = FALLBACK_AT_ONCE
+    """Rows that are sampled together without the fused sampler."""
+
+
+class HostBatch:
+    """The host's side: lengths, the decode set, and how slots sample."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, traits: BatchTraits) -> None:
+        self._traits = traits
+        self.layout = StateLayout(max_num_seqs + 1, max_blocks)
+        self.lengths = np.zeros(max_num_seqs, np.int64)
+        """By slot: positions that the steps so far compute."""
         self._decoding = np.zeros(max_num_seqs, np.bool_)
-        self._decode = NO_ROWS
-        """The slots of the decode set."""
-        self._decode_rows: SampledRows | None = None
-        """How these sample, until the set or a parameter changes."""
-        self._sampling = SamplingTable(max_num_seqs)
+        self._decode: Long = NO_ROWS
+        self.sampling = SamplingTable(max_num_seqs)
+        self._fallback: Long | None = None
+        """Decode rows that the fused sampler never does, until the set changes, ..."""
+        self._parts: tuple[SampledRows, ...] = ()
+        """... how they sample, ..."""
+        self._masked_steps = 0
+        """... and how many steps of this set there are until all of its rows are past
+        `min_tokens`."""
 
-    def prepare(self, step: Step) -> StepInputs:
-        """Apply a step's deltas and lay out its inputs. Steps must come in order."""
-        self._apply(step)
-        return self._mixed_step(step) if len(step.slots) else self._decode_step(step)
-
-    def _apply(self, step: Step) -> None:
+    def update(self, step: Step) -> Update:
+        """Apply a step. Steps must come in order."""
+        pairs: list[tuple[NDArray[np.integer], NDArray[np.integer]]] = []
         if len(step.admissions.slots):
-            self._sampling.admit(step.admissions)
-            self._decode_rows = None
-        self._update_tables(step)
-        if len(step.leaves) or len(step.joins):
-            self._decoding[step.leaves] = False
-            self._decoding[step.joins] = True
-            self._decode, self._decode_rows = np.flatnonzero(self._decoding), None
-
-    def _decode_step(self, step: Step) -> StepInputs:
-        """The same as a mixed step without prefill rows; most steps are such."""
+            self.sampling.admit(step.admissions)
+            pairs.append(self._admitted(step.admissions.slots))
+        if len(step.table_slots):
+            pairs.append((self._table_indices(step), step.table_blocks))
+        if len(step.joins) or len(step.leaves):
+            pairs.append(self._change_rows(step))
         decode = self._decode
-        positions = self._lengths[decode]
-        lengths = self._lengths[decode] = positions + 1
-        places, offsets = np.divmod(positions, self._block_size)
-        return StepInputs(
+        self.lengths[decode] += 1
+        prefill = None
+        if len(step.slots):
+            ends = (step.starts + step.counts).astype(np.int64)
+            self.lengths[step.slots] = ends
+            pairs.append((self.layout.lengths + step.slots.astype(np.int64), ends))
+            prefill = self._prefill(step)
+        indices, values = _joined(pairs)
+        return Update(
             step.step,
-            np.zeros(len(decode), np.int64),
-            positions,
-            self._tables[decode, places] * self._block_size + offsets,
-            (),
-            decode,
-            self._tables[decode, : self._blocks_of(lengths.max(initial=0))],
-            lengths,
-            self._sampled_decodes(lengths),
+            indices,
+            values,
+            prefill,
+            len(decode),
+            fallback=self._fallback_rows(prefill),
+            lengths=self._host_lengths(step) if self._traits.takes_lengths else NO_LENGTHS,
         )
 
-    def _sampled_decodes(self, positions: Long) -> SampledRows:
-        decode = self._decode
-        if self._decode_rows is None:
-            self._decode_rows = self._sampled_rows(decode, np.arange(len(decode)))
-        rows = self._decode_rows
-        return SampledRows(
-            rows.slots,
-            rows.token_index,
-            positions,
-            rows.temperature,
-            rows.top_k,
-            rows.top_p,
-            rows.min_p,
-            rows.seeds,
-            rows.greedy,
-            rows.plain,
-            rows.limited,
-            rows.unlimited,
-            rows.nucleus,
-            *self._sampling.masked_logits(decode, positions),
-        )
+    def _host_lengths(self, step: Step) -> HostLengths:
+        contexts = (step.starts + step.counts).tolist()
+        return HostLengths(step.counts.tolist(), contexts, self.lengths[self._decode].tolist())
 
-    def _mixed_step(self, step: Step) -> StepInputs:
-        decode = self._decode
-        starts, counts = step.starts.astype(np.int64), step.counts.astype(np.int64)
-        firsts = np.cumsum(counts) - counts
-        # Positions within the step's prefill tokens, minus where the row began, plus its start.
+    def _admitted(self, slots: Int32) -> tuple[Int64, Int32]:
+        columns = self.layout.sampling + np.arange(WORDS)[:, None] * self.layout.slots
+        return (columns + slots).ravel(), self.sampling.words[:, slots].ravel()
+
+    def _table_indices(self, step: Step) -> Int64:
+        firsts = step.table_slots.astype(np.int64) * self.layout.max_blocks + step.table_starts
+        if len(firsts) == len(step.table_blocks):  # each grows by one, as decodes do
+            return firsts
+        counts = step.table_counts.astype(np.int64)
+        begins = np.cumsum(counts) - counts
+        return np.repeat(firsts - begins, counts) + np.arange(len(step.table_blocks))
+
+    def _change_rows(self, step: Step) -> tuple[Int64, Long]:
+        before = len(self._decode)
+        self._decoding[step.leaves] = False
+        self._decoding[step.joins] = True
+        self._decode, self._fallback = np.flatnonzero(self._decoding), None
+        rows = np.full(max(before, len(self._decode)), self.layout.dummy, np.int64)
+        rows[: len(self._decode)] = self._decode
+        return self.layout.rows + np.arange(len(rows)), rows
+
+    def _prefill(self, step: Step) -> Prefill:
+        counts = step.counts
+        firsts = (np.cumsum(counts) - counts).astype(np.int32)
         row_of = np.repeat(np.arange(len(counts)), counts)
-        prefill_positions = np.arange(len(row_of)) - firsts[row_of] + starts[row_of]
-        slots = np.concatenate([step.slots.astype(np.int64)[row_of], decode])
-        positions = np.concatenate([prefill_positions, self._lengths[decode]])
-        blocks = self._tables[slots, positions // self._block_size]
-        self._lengths[step.slots] = starts + counts
-        self._lengths[decode] += 1
-        token_ids = np.zeros(len(positions), np.int64)
-        token_ids[: len(step.token_ids)] = step.token_ids
-        ends = (firsts + counts - 1)[step.samples]
-        prefill_tokens = len(step.token_ids)
-        return StepInputs(
-            step.step,
-            token_ids,
-            positions,
-            blocks * self._block_size + positions % self._block_size,
-            self._prefill_rows(step, firsts),
-            decode,
-            self._tables[decode, : self._blocks_of(self._lengths[decode].max(initial=0))],
-            self._lengths[decode],
-            self._sampled_rows(
-                np.concatenate([step.slots[step.samples].astype(np.int64), decode]),
-                np.concatenate([ends, np.arange(len(decode)) + prefill_tokens]),
-            ),
+        offsets = (step.starts - firsts)[row_of]
+        groups = -(-counts // self._traits.tokens_per_program)
+        tile_rows = np.repeat(np.arange(len(groups), dtype=np.int32), groups)
+        tile_numbers = np.arange(len(tile_rows)) - np.repeat(np.cumsum(groups) - groups, groups)
+        return Prefill(
+            step.token_ids.copy(),  # the record is gone when the step is launched
+            (np.arange(len(row_of)) + offsets).astype(np.int32),
+            step.slots[row_of],
+            np.stack((step.slots, firsts, counts, step.starts + counts)).astype(np.int32),
+            np.stack((tile_rows, tile_numbers)).astype(np.int32),
+            (firsts + counts - 1)[step.samples].astype(np.int32),
+            step.slots[step.samples],
         )
 
-    def _blocks_of(self, tokens: int) -> int:
-        return -(-int(tokens) // self._block_size)
+    def _fallback_rows(self, prefill: Prefill | None) -> tuple[SampledRows, ...]:
+        """Rows of the step that `Device.sample_rows` does not do."""
+        rows, masking = self._fallback_decodes()
+        ended = prefill.sampling.astype(np.int64) if prefill is not None else NO_ROWS
+        if not len(ended) and not masking:
+            return self._parts  # most steps are such
+        if len(ended):
+            cut = self._never_fused(ended) | self.sampling.masking(ended, self.lengths[ended])
+            rows = np.concatenate((np.flatnonzero(cut), rows + len(ended)))
+        parts = self._sampled(np.concatenate((ended, self._decode)), rows)
+        return tuple(self.sampling.masked(part, self.lengths[part.slots]) for part in parts)
 
-    def _update_tables(self, step: Step) -> None:
-        at = 0
-        changes = (step.table_slots, step.table_starts, step.table_counts)
-        for slot, start, count in zip(*(array.tolist() for array in changes), strict=True):
-            self._tables[slot, start : start + count] = step.table_blocks[at : at + count]
-            at += count
+    def _sampled(self, slots: Long, rows: Long) -> tuple[SampledRows, ...]:
+        """How these of the sampling rows' slots do it, a few at a time."""
+        most = self._traits.fallback_at_once
+        parts = (rows[at : at + most] for at in range(0, len(rows), most))
+        return tuple(self.sampling.rows(slots[part], part) for part in parts)
 
-    def _prefill_rows(self, step: Step, firsts: Long) -> tuple[Row, ...]:
-        rows = []
-        for slot, first, count in zip(
-            step.slots.tolist(), firsts.tolist(), step.counts.tolist(), strict=True
-        ):
-            context = int(self._lengths[slot])
-            blocks = self._tables[slot, : self._blocks_of(context)].copy()
-            rows.append(Row(first, count, context, blocks))
-        return tuple(rows)
+    def _never_fused(self, slots: Long) -> NDArray[np.bool_]:
+        fused = self._traits.fused_sampling
+        if fused == "none":
+            return np.ones(len(slots), np.bool_)
+        return self.sampling.never_fused(slots, greedy_alone=fused == "greedy")
 
-    def _sampled_rows(self, slots: Long, token_index: Long) -> SampledRows:
-        return self._sampling.rows(slots, token_index, self._lengths[slots])
+    def _fallback_decodes(self) -> tuple[Long, bool]:
+        """Rows of the decode set that are not fused in this step, and whether some of the set may
+        not sample some ids yet."""
+        decode = self._decode
+        if self._fallback is None:
+            self._fallback = np.flatnonzero(self._never_fused(decode))
+            self._parts = self._sampled(decode, self._fallback)
+            self._masked_steps = self.sampling.masked_steps(decode, self.lengths[decode])
+        if self._masked_steps <= 0:
+            return self._fallback, False
+        self._masked_steps -= 1
+        masking = self.sampling.masking(decode, self.lengths[decode])
+        masking[self._fallback] = True
+        return np.flatnonzero(masking), True
+
+
+def _joined(
+    pairs: list[tuple[NDArray[np.integer], NDArray[np.integer]]],
+) -> tuple[Int64, Int32]:
+    if not pairs:
+        return NO_ROWS, _NOTHING
+    indices = np.concatenate([pair[0] for pair in pairs]).astype(np.int64)
+    return indices, np.concatenate([pair[1] for pair in pairs]).astype(np.int32)

@@ -1,209 +1,454 @@
-"""Steps laid out on the host and computed operator by operator, on the thread that waits."""
+"""Steps on a device: the batch lives there, and a decode step is the replay of one graph where the
+device records graphs.
+
+A step is laid out on the node's loop (NumPy alone) and launched on the device's thread: a copy of
+what changed, a graph or operators, a copy of the ids to page-locked memory, an event. Where the
+device has a queue of its own, another thread waits for the event.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from tqdm import tqdm
 
-from nanoactor.messages import Int32, Step
-from nanoactor.models.batch import AttentionBatch, KVCache, PrefillRow, SamplingBatch
-from nanoactor.models.device import Device
-from nanoactor.runner.batch import BatchState, Row, StepInputs
+from nanoactor.messages import Step
+from nanoactor.models.batch import (
+    AttentionBatch,
+    KVCache,
+    RowBuffers,
+    SamplingBatch,
+    SamplingGroups,
+    SlotTables,
+)
+from nanoactor.models.columns import WORDS
+from nanoactor.models.device import Device, TimedEvent
+from nanoactor.models.lengths import HostLengths
+from nanoactor.runner.batch import FALLBACK_AT_ONCE, BatchTraits, HostBatch, Prefill, Update
+from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.config import ExecutorConfig
-from nanoactor.runner.execution import Computed
+from nanoactor.runner.graphs import PREFILL_ROWS, CapturedSteps, MixedSizes, decode_sizes
 from nanoactor.runner.model import LoadedModel
+from nanoactor.runner.protocol import Computed
 from nanoactor.runner.sampling_table import SampledRows
+from nanoactor.runner.staging import DevicePrefill, FixedPrefill, Staging
+from nanoactor.runner.warmup import decode_update, longest_lengths, prefill_step
 
 log = logging.getLogger("nanoactor.runner")
 
-# A warm-up pass of the full budget would take minutes for a large model on a CPU; the memory
-# that it needs grows in proportion to its tokens.
-_WARMUP_TOKENS = 256
-_WARMUP_ROWS = 16
+_MIB = 1 << 20
+# What the driver takes for a captured step beside its tensors, and for itself: generous estimates.
+_GRAPH_BYTES = 4 * _MIB
+_DRIVER_BYTES = 256 * _MIB
+# Where a step is done when its call returns, a maximal one would take minutes for a large model;
+# the memory that it needs grows in proportion to its tokens.
+_SMALL_WARMUP_TOKENS, _SMALL_WARMUP_ROWS = 256, 16
+
+
+@dataclasses.dataclass(slots=True)
+class _Turn:
+    """What a step under way has for itself."""
+
+    begin: TimedEvent
+    forwarded: TimedEvent
+    sampled: TimedEvent
+    end: TimedEvent
+    ids: torch.Tensor
+    """int32 (rows,), page-locked."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Queued:
-    """A step that the waiting thread computes, where the device is that thread itself."""
+class _Launched:
+    """A step in the device's queue, or done."""
 
-    executor: TorchExecutor
-    inputs: StepInputs
+    executor: DeviceExecutor
+    turn: _Turn
+    rows: int
 
     def wait(self) -> Computed:
-        """Compute it."""
-        return self.executor.run(self.inputs)
+        """Block until the ids are on the host."""
+        return self.executor.collect(self.turn, self.rows)
 
 
-class TorchExecutor:
-    """Runs steps, one after the other, on the thread that waits for them."""
-
-    uncaptured = 0
+class DeviceExecutor:
+    """One rank on one device."""
 
     def __init__(self, config: ExecutorConfig, device: Device) -> None:
-        """Load the weights, size and allocate the KV cache, run both kinds of step once.
+        """Load the weights, size and allocate the cache, capture the decode steps.
 
         Raises `ModelError` where the model's files are wrong or memory does not suffice.
         """
-        self._config = config
-        self._device = device
-        self.device_name = device.name
-        self._model = LoadedModel(config, device)
-        self.dtype_name, self.block_size = self._model.dtype_name, self._model.block_size
-        self._caches: list[KVCache] = []
-        self._last_tokens = torch.zeros(
-            config.max_num_seqs, dtype=torch.int64, device=device.torch_device
-        )
-        used, peak = self._warm_up(self._model.free)
-        self.num_blocks = self._model.size_cache(used, peak)
-        self._caches = self._model.allocate(self.num_blocks)
-        most = -(-config.max_model_len // self.block_size)
-        self._batch = BatchState(config.max_num_seqs, most, self.block_size)
+        self._config, self._device = config, device
+        self.device_name, self.asynchronous = device.name, device.asynchronous
+        # Ranks decide together, outside of any kernel.
+        self._fused = device.fused_sampling if config.ranks == 1 else "none"
+        self._captures = device.captures and not config.enforce_eager
+        self.uncaptured = 0
+        with device.stream():
+            self._model = LoadedModel(config, device)
+            self.dtype_name, self.block_size = self._model.dtype_name, self._model.block_size
+            self._turns: deque[_Turn] = deque()
+            self._last: _Turn | None = None
+            """Whose end the clock counts from; its turn comes again after the next step's."""
+            self._sizes = decode_sizes(config.max_num_seqs)
+            self._mixed_sizes = MixedSizes.of(config.max_num_batched_tokens, config.max_num_seqs)
+            self._captured = CapturedSteps(device, self._model.group, config.depth)
+            self._clock = self._make_clock()
+            used, peak = self._warm_up()
+            self.num_blocks = self._model.size_cache(used, peak)
+            self._make_state(self.num_blocks)
+            if self._captures:
+                self._capture()
+            device.synchronize()
 
-    def submit(self, step: Step) -> _Queued:
-        """Lay out the inputs; whoever waits computes."""
-        return _Queued(self, self._batch.prepare(step))
+    def _make_turn(self) -> _Turn:
+        event, rows = self._device.timed_event, self._config.max_num_seqs
+        ids = self._device.pinned(rows, dtype=torch.int32)
+        return _Turn(event(), event(), event(), event(), ids)
+
+    def _make_clock(self) -> DeviceClock:
+        reference = self._device.timed_event()
+        reference.record()
+        reference.wait()
+        return DeviceClock(reference)
+
+    # -- the state on the device ----------------------------------------------------------
+
+    def _make_state(self, blocks: int) -> None:
+        """Tables, buffers and a cache of so many blocks, and more that padded rows write to."""
+        config, model, device = self._config, self._model, self._device
+        most = -(-config.max_model_len // self.block_size)
+        heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
+        self._traits = BatchTraits(
+            device.tokens_per_program(heads, kv_heads),
+            device.takes_lengths,
+            self._fused,
+            FALLBACK_AT_ONCE if device.asynchronous else config.max_num_seqs,
+        )
+        self._batch = HostBatch(config.max_num_seqs, most, self._traits)
+        layout = self._batch.layout
+        dummies = device.dummy_blocks(config.max_num_seqs, self.block_size)
+        self._caches: list[KVCache] = model.allocate(blocks + dummies)
+        self._state = device.zeros(layout.size, dtype=torch.int32)
+
+        def column(start: int, columns: int = 1) -> torch.Tensor:
+            return self._state[start : start + columns * layout.slots]
+
+        self._tables = SlotTables(
+            self._state[: layout.lengths].view(layout.slots, most),
+            column(layout.lengths),
+            column(layout.last_tokens),
+            column(layout.sampling, WORDS).view(WORDS, layout.slots),
+            self.block_size,
+        )
+        self._tables.blocks[layout.dummy] = blocks
+        self._rows = column(layout.rows)
+        self._rows.fill_(layout.dummy)
+        self._make_buffers(heads, kv_heads)
+
+    def _make_buffers(self, heads: int, kv_heads: int) -> None:
+        config, device = self._config, self._device
+        tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
+        self._buffers = RowBuffers(
+            device.zeros(tokens + rows, dtype=torch.int32),
+            device.zeros(tokens + rows, dtype=torch.int32),
+            device.zeros(tokens + rows, dtype=torch.int64),
+            device.zeros(rows, dtype=torch.int32),
+        )
+        self._chosen = device.zeros(rows + PREFILL_ROWS, dtype=torch.int32)
+        self._fixed: dict[int, FixedPrefill] = {}
+        self._nothing = device.zeros(4, 1, dtype=torch.int32)[:, :0]
+        model = self._model.config
+        self._scratch = device.scratch(
+            rows + PREFILL_ROWS, heads, kv_heads, model.head_dim, model.vocab_size
+        )
+        self._staging = Staging(device, config.depth + 2)
 
     # -- memory ---------------------------------------------------------------------------
 
-    def _warm_up(self, free: int) -> tuple[int, int]:
-        """Run both kinds of step; returns what the weights take, and a maximal step on top.
-
-        `free` is what the device had before the weights were loaded. The first pass, of one
-        token, touches all weights, which until then may lie in their files, and makes what
-        libraries make once; only then can a step's own memory be told apart.
-        """
-        config, size = self._config, self.block_size
+    def _warm_up(self) -> tuple[int, int]:
+        """Run large steps of both kinds on a small cache: (bytes of weights, of a maximal step)."""
+        config, device = self._config, self._device
         begin = time.monotonic()
-        tokens = min(config.max_num_batched_tokens, config.max_model_len - 1, _WARMUP_TOKENS)
-        rows = min(config.max_num_seqs, _WARMUP_ROWS)
-        blocks = -(-(tokens + 1) // size)
-        self._caches = self._model.allocate(blocks)
-        self.run(_warmup_prefill(1, np.arange(blocks), size))
-        self._device.synchronize()
-        used = max(0, free - self._device.memory().free)
-        self._device.reset_peak()
-        seconds = self._timed(_warmup_prefill(tokens, np.arange(blocks), size))
-        peak = self._device.peak() * config.max_num_batched_tokens // max(tokens, 1)
-        decoding = self._timed(_warmup_decode(tokens, rows, np.arange(blocks), size))
-        self.warmed_up: tuple[tuple[int, float], ...] = ((tokens, seconds), (rows, decoding))
+        device.synchronize()
+        free = device.memory().free
+        used = max(0, self._model.free - free)
+        longest = config.max_model_len - 1
+        rows = min(-(-config.max_num_batched_tokens // longest), config.max_num_seqs)
+        most = min(config.max_num_batched_tokens, rows * longest)
+        tokens, decoding = most, config.max_num_seqs
+        if not device.asynchronous:
+            tokens, decoding = min(most, _SMALL_WARMUP_TOKENS), min(decoding, _SMALL_WARMUP_ROWS)
+        prefill = prefill_step(tokens, min(rows, tokens), self.block_size)
+        blocks = int(prefill.table_blocks.max()) + 1
+        self._make_state(blocks)
+        self._run_once(prefill)  # compiles
+        # What stays beside the cache: buffers, and what libraries keep for themselves.
+        dummies = device.dummy_blocks(config.max_num_seqs, self.block_size)
+        cache = (blocks + dummies) * self._model.block_bytes()
+        kept = max(0, free - device.memory().free - cache)
+        prompted, peak = self._measured(lambda: self._run_once(prefill))
+        decoded, captured = self._measured(lambda: self._decode_once(decoding))
+        self.warmed_up: tuple[tuple[int, float], ...] = ((tokens, prompted), (decoding, decoded))
+        _, cut = self._measured(lambda: self._decode_once(decoding, top_p=0.9))
+        captured = max(captured, peak)
+        peak = max(peak * most // tokens, captured, cut)
+        if self._captures:
+            peak += captured + _GRAPH_BYTES * self._count_captures()
+        log.info("warm-up took %.1f s", time.monotonic() - begin)
         self._caches = []
-        self._last_tokens.zero_()
-        log.info("warm-up of prefill and decode took %.2f s", time.monotonic() - begin)
-        return used, peak
+        return used, peak + kept + (_DRIVER_BYTES if device.asynchronous else 0)
 
-    def _timed(self, inputs: StepInputs) -> float:
-        """Run a step; returns its seconds."""
+    def _measured(self, work: Callable[[], None]) -> tuple[float, int]:
+        """(the seconds that it takes, the bytes)."""
+        self._device.reset_peak()
         begin = time.monotonic()
-        self.run(inputs)
+        work()
+        return time.monotonic() - begin, self._device.peak()
+
+    def _count_captures(self) -> int:
+        mixed = self._mixed_sizes if self._device.captures_prompts else MixedSizes((), ())
+        # Lengths that the host writes into a graph: one graph for each step under way.
+        turns = self._config.depth if self._device.takes_lengths else 1
+        return turns * len(self._sizes) + len(mixed.tokens) * len(mixed.rows)
+
+    def _run_once(self, step: Step) -> None:
+        self.launch(self.prepare(step)).wait()
         self._device.synchronize()
-        return time.monotonic() - begin
+
+    def _decode_once(self, rows: int, top_p: float = 1.0) -> None:
+        update = decode_update(rows, self._batch.layout.dummy, top_p, self._traits)
+        self.launch(update).wait()
+        self._device.synchronize()
+
+    # -- graphs ---------------------------------------------------------------------------
+
+    def _capture(self) -> None:
+        """Largest first, so that the smaller ones find room in what it took."""
+        begin, before = time.monotonic(), self._device.memory().free
+        work: list[Callable[[], None]] = []
+        if self._device.captures_prompts:
+            work += self._mixed_captures()
+        work += [functools.partial(self._capture_decode, rows) for rows in self._sizes[::-1]]
+        for capture in tqdm(work, desc="capturing steps", disable=None, leave=False):
+            capture()
+        seconds, taken = time.monotonic() - begin, before - self._device.memory().free
+        log.info(
+            "captured %d of %d steps in %.1f s: decode up to %d rows%s; they take %d MiB",
+            len(work) - self._captured.failed,
+            len(work),
+            seconds,
+            self._sizes[-1],
+            f", prompts up to {max(self._fixed)} tokens" if self._fixed else "",
+            taken // _MIB,
+        )
+
+    def _mixed_captures(self) -> Iterator[Callable[[], None]]:
+        dummy, each = self._batch.layout.dummy, self._traits.tokens_per_program
+        for tokens in self._mixed_sizes.tokens[::-1]:
+            turns = self._config.depth + 2
+            self._fixed[tokens] = FixedPrefill(self._device, tokens, each, dummy, turns)
+            for rows in self._mixed_sizes.rows[::-1]:
+                yield functools.partial(self._capture_mixed, tokens, rows)
+
+    def _capture_decode(self, rows: int) -> None:
+        longest = longest_lengths(
+            rows, self.num_blocks, self.block_size, self._config.max_model_len
+        )
+        self._captured.add_decode(rows, functools.partial(self._decode, rows), longest)
+
+    def _capture_mixed(self, tokens: int, rows: int) -> None:
+        run = functools.partial(self._mixed, self._fixed[tokens].inputs, rows)
+        self._captured.add_mixed((tokens, rows), run)
+
+    def _decode(self, rows: int, lengths: HostLengths) -> torch.Tensor:
+        """A whole step of so many rows of the decode set, dummies included; returns their hidden
+        states. (Logits would be kept for each capture: gigabytes.)"""
+        device, slots = self._device, self._rows[:rows]
+        buffers = self._sliced(0, rows)
+        device.advance(self._tables, slots, buffers)
+        batch = AttentionBatch(
+            buffers.slot_mapping,
+            self._tables.blocks,
+            self.block_size,
+            prefill_tokens=0,
+            prefill_rows=self._nothing,
+            prefill_tiles=self._nothing[:2],
+            decode_slots=slots,
+            decode_contexts=buffers.contexts,
+            lengths=lengths,
+        )
+        hidden = self._forward(buffers, batch)
+        self._choose(hidden, slots)
+        return hidden
+
+    def _forward(self, buffers: RowBuffers, batch: AttentionBatch) -> torch.Tensor:
+        batch = self._device.plan(self._scratch, batch)
+        forward = self._model.network.forward
+        return self._device.run(forward, buffers.token_ids, buffers.positions, self._caches, batch)
+
+    def _sliced(self, first: int, rows: int) -> RowBuffers:
+        buffers, at = self._buffers, slice(first, first + rows)
+        return RowBuffers(
+            buffers.token_ids[at],
+            buffers.positions[at],
+            buffers.slot_mapping[at],
+            buffers.contexts[:rows],
+        )
+
+    def _choose(self, hidden: torch.Tensor, slots: torch.Tensor) -> None:
+        if self._fused != "none":
+            chosen = self._chosen[: len(slots)]
+            logits = self._model.network.logits(hidden)
+            self._device.sample_rows(logits, slots, self._tables, self._scratch, chosen)
 
     # -- running --------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def run(self, inputs: StepInputs) -> Computed:
-        """Compute a step; the ids come in the order of its sampling rows."""
-        begin = time.monotonic_ns()
-        token_ids = self._tensor(inputs.token_ids)
-        decode_first = len(inputs.token_ids) - len(inputs.decode_slots)
-        token_ids[decode_first:] = self._last_tokens[self._tensor(inputs.decode_slots)]
+    def prepare(self, step: Step) -> Update:
+        """Lay a step out; NumPy alone."""
+        return self._batch.update(step)
+
+    def launch(self, prepared: Update) -> _Launched:
+        """Queue a step, or compute it."""
+        with self._device.stream():
+            return self._launch(prepared)
+
+    def _launch(self, update: Update) -> _Launched:
+        turn = self._turns.popleft() if self._turns else self._make_turn()
+        prefill = update.prefill
+        fits = self._fitting(prefill, update.decodes) if prefill else None
+        staging = self._staging
+        staging.begin(update.words)
+        changes = [staging.put(array) for array in update.changes]
+        staged = self._staged(prefill) if prefill and not fits else None
+        fallback = [self._staged_sampling(part) for part in update.fallback]
+        staging.send()
+        if prefill and fits:
+            self._fixed[fits[0]].fill(prefill)
+        turn.begin.record()
+        if changes:
+            self._state[changes[0]] = changes[1]
+        if staged is not None:
+            hidden = self._mixed(staged, update.decodes, update.lengths)
+        elif fits:
+            hidden = self._captured.mixed(fits)
+        else:
+            hidden = self._decode_step(update)
+        self._mark(turn.forwarded)
+        prompts = len(prefill.sampling) if prefill else 0
+        padded = PREFILL_ROWS if fits else prompts
+        for part in fallback:
+            self._choose_fallback(update.step, hidden, part, (prompts, padded))
+        self._mark(turn.sampled)
+        count = prompts + update.decodes
+        if prompts:
+            turn.ids[:prompts].copy_(self._chosen[:prompts], non_blocking=True)
+        if update.decodes:
+            decoded = self._chosen[padded : padded + update.decodes]
+            turn.ids[prompts:count].copy_(decoded, non_blocking=True)
+        turn.end.record()
+        return _Launched(self, turn, count)
+
+    def _mark(self, event: TimedEvent) -> None:
+        """Record where a step is; one graph holds both, where the device has a queue."""
+        if not self.asynchronous:
+            event.record()
+
+    def _decode_step(self, update: Update) -> torch.Tensor:
+        replayed = self._captured.decode(update.decodes, update.lengths)
+        if replayed is not None:
+            return replayed
+        self.uncaptured += self._captured.failed > 0
+        return self._decode(update.decodes, update.lengths)
+
+    def _fitting(self, prefill: Prefill, rows: int) -> tuple[int, int] | None:
+        """The captured mixed step that holds this one."""
+        if not self._fixed:
+            return None
+        fits = self._mixed_sizes.fit(len(prefill.token_ids), prefill.rows.shape[1], rows)
+        if fits is not None and not self._captured.has_mixed(fits):
+            self.uncaptured += 1
+            return None
+        return fits
+
+    def _staged(self, prefill: Prefill) -> DevicePrefill:
+        fields = dataclasses.fields(Prefill)
+        return DevicePrefill(*(self._staging.put(getattr(prefill, field.name)) for field in fields))
+
+    def _mixed(self, prefill: DevicePrefill, rows: int, lengths: HostLengths) -> torch.Tensor:
+        """A step with prompt chunks; returns the hidden states of the rows that sample: prompts
+        that end here, then the decode set."""
+        device, first = self._device, len(prefill.token_ids)
+        every, decodes = self._sliced(0, first + rows), self._rows[:rows]
+        every.token_ids[:first] = prefill.token_ids
+        every.positions[:first] = prefill.positions
+        device.locate(self._tables, prefill.slots, prefill.positions, every.slot_mapping[:first])
+        buffers = self._sliced(first, rows)
+        device.advance(self._tables, decodes, buffers)
         batch = AttentionBatch(
-            self._tensor(inputs.slot_mapping),
-            tuple(self._prefill_row(row) for row in inputs.prefills),
-            decode_first,
-            self._tensor(inputs.decode_tables),
-            self._tensor(inputs.decode_contexts),
+            every.slot_mapping,
+            self._tables.blocks,
+            self.block_size,
+            prefill_tokens=first,
+            prefill_rows=prefill.rows,
+            prefill_tiles=prefill.tiles,
+            decode_slots=decodes,
+            decode_contexts=buffers.contexts,
+            lengths=lengths,
         )
-        positions = self._tensor(inputs.positions)
-        hidden = self._model.network.forward(token_ids, positions, self._caches, batch)
-        sampled = inputs.sampled
-        forwarded = time.monotonic_ns()
-        if not len(sampled.slots):
-            return Computed(np.empty(0, np.int32), begin, forwarded, forwarded, forwarded)
-        logits = self._model.network.logits(hidden[self._tensor(sampled.token_index)])
-        chosen = self._model.sample(logits, self._sampling_batch(sampled))
-        if self._config.debug:
-            self._model.check_agreement(inputs.step, chosen)
-        self._last_tokens[self._tensor(sampled.slots)] = chosen.clamp_min(0)
-        sampled_at = time.monotonic_ns()
-        ids: Int32 = chosen.to("cpu", torch.int32).numpy()
-        return Computed(ids, begin, forwarded, sampled_at, time.monotonic_ns())
+        hidden = self._forward(every, batch)
+        sampling = hidden.index_select(0, prefill.ends)
+        if rows:
+            sampling = torch.cat((sampling, hidden[first:]))
+        self._choose(sampling, torch.cat((prefill.sampling, decodes)))
+        return sampling
 
-    def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device.torch_device, non_blocking=True)
+    def _staged_sampling(
+        self, rows: SampledRows
+    ) -> tuple[torch.Tensor, torch.Tensor, SamplingGroups]:
+        put = self._staging.put
+        fields = [field.name for field in dataclasses.fields(SamplingGroups)]
+        groups = SamplingGroups(**{name: put(getattr(rows, name)) for name in fields})
+        return put(rows.index), put(rows.slots), groups
 
-    def _prefill_row(self, row: Row) -> PrefillRow:
-        return PrefillRow(row.first, row.tokens, row.context, self._tensor(row.blocks))
+    def _choose_fallback(
+        self,
+        step: int,
+        hidden: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor, SamplingGroups],
+        prompts: tuple[int, int],
+    ) -> None:
+        """Choose for rows that the fused sampler does not do; or for all, where there is none.
 
-    def _sampling_batch(self, rows: SampledRows) -> SamplingBatch:
-        return SamplingBatch(
-            temperature=self._tensor(rows.temperature),
-            top_k=self._tensor(rows.top_k),
-            top_p=self._tensor(rows.top_p),
-            min_p=self._tensor(rows.min_p),
-            seeds=self._tensor(rows.seeds),
-            positions=self._tensor(rows.positions),
-            greedy=self._tensor(rows.greedy),
-            plain=self._tensor(rows.plain),
-            limited=self._tensor(rows.limited),
-            unlimited=self._tensor(rows.unlimited),
-            nucleus=self._tensor(rows.nucleus),
-            masked_rows=self._tensor(rows.masked_rows),
-            masked_ids=self._tensor(rows.masked_ids),
-        )
+        `prompts` are the rows that end a prompt, and as many as that is padded to.
+        """
+        index, slots, groups = rows
+        ended, padded = prompts
+        if padded > ended:
+            index = torch.where(index < ended, index, index + (padded - ended))
+        logits = self._model.network.logits(hidden.index_select(0, index))
+        chosen = self._model.sample(logits, SamplingBatch.of(self._tables, slots, groups))
+        if self._config.debug and self._config.ranks > 1:
+            self._model.check_agreement(step, chosen)
+        self._chosen[index] = chosen.int()
+        self._tables.last_tokens[slots] = chosen.int().clamp_min(0)
 
-
-def _warmup_prefill(tokens: int, blocks: NDArray[np.int64], size: int) -> StepInputs:
-    positions = np.arange(tokens)
-    none = np.empty(0, np.int64)
-    return StepInputs(
-        0,
-        np.zeros(tokens, np.int64),
-        positions,
-        blocks[positions // size] * size + positions % size,
-        (Row(0, tokens, tokens, blocks[: -(-tokens // size)]),),
-        none,
-        np.empty((0, 0), np.int64),
-        none,
-        _greedy_rows(none, np.array([tokens - 1]), 1),
-    )
-
-
-def _warmup_decode(tokens: int, rows: int, blocks: NDArray[np.int64], size: int) -> StepInputs:
-    slots = np.arange(rows)
-    positions = np.full(rows, tokens)
-    return StepInputs(
-        0,
-        np.zeros(rows, np.int64),
-        positions,
-        blocks[positions // size] * size + positions % size,
-        (),
-        slots,
-        np.tile(blocks, (rows, 1)),
-        positions + 1,
-        _greedy_rows(slots, slots, rows),
-    )
-
-
-def _greedy_rows(
-    slots: NDArray[np.int64], token_index: NDArray[np.int64], rows: int
-) -> SampledRows:
-    ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
-    whole, none = np.zeros(rows, np.int64), np.empty(0, np.int64)
-    return SampledRows(
-        slots if len(slots) else whole,
-        token_index,
-        whole,
-        ones,
-        whole,
-        ones,
-        zeros,
-        whole,
-        np.arange(rows),
-        *[none] * 6,
-    )
+    def collect(self, turn: _Turn, rows: int) -> Computed:
+        """Wait for a step."""
+        turn.end.wait()
+        begin, end = self._clock.step(turn.begin, turn.end)
+        ids = turn.ids[:rows].numpy().copy()
+        forwarded = sampled = end
+        if not self.asynchronous:
+            forwarded = begin + round(turn.begin.milliseconds_until(turn.forwarded) * 1e6)
+            sampled = begin + round(turn.begin.milliseconds_until(turn.sampled) * 1e6)
+        if self._last is not None:
+            self._turns.append(self._last)
+        self._last = turn
+        return Computed(ids, begin, forwarded, sampled, end)

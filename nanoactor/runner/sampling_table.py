@@ -1,4 +1,4 @@
-"""How each slot samples, as the runner's host knows it."""
+"""How each slot samples, as the runner's host knows it, and how a step's rows are grouped by it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.messages import Admissions
+from nanoactor.messages import Admissions, Int32
+from nanoactor.models.columns import NEUTRAL, NOT_FUSED, WORDS, columns_of
 from nanoactor.models.limits import CANDIDATES
 
 Long = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 NO_ROWS: Long = np.empty(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampledRows:
-    """How the rows that sample do it; see `nanoactor.models.batch.SamplingBatch`."""
+    """The rows of a step that sample, or some of them, and how: but for the first two fields, see
+    `nanoactor.models.batch.SamplingGroups`."""
 
     slots: Long
-    token_index: Long
-    """Which token of the step each row samples after."""
-    positions: Long
-    temperature: NDArray[np.float32]
-    top_k: Long
-    top_p: NDArray[np.float32]
-    min_p: NDArray[np.float32]
-    seeds: Long
+    index: Long
+    """Which of the step's sampling rows each is."""
     greedy: Long
     plain: Long
     limited: Long
@@ -40,22 +37,16 @@ class SamplingTable:
     """Sampling parameters by slot."""
 
     def __init__(self, max_num_seqs: int) -> None:
-        self.temperature = np.zeros(max_num_seqs, np.float32)
-        self.seeds = np.zeros(max_num_seqs, np.int64)
-        self.top_k = np.zeros(max_num_seqs, np.int64)
-        self.top_p = np.ones(max_num_seqs, np.float32)
-        self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.words: Int32 = np.zeros((WORDS, max_num_seqs), np.int32)
+        """By column, see `nanoactor.models.columns`."""
+        self.columns = columns_of(self.words, np.float32)
         self._unmasked_from = np.zeros(max_num_seqs, np.int64)
         self._masked: dict[int, Long] = {}
 
     def admit(self, new: Admissions) -> None:
         """Take the parameters of new sequences."""
         slots = new.slots
-        self.temperature[slots] = new.temperature
-        self.top_k[slots] = new.top_k
-        self.top_p[slots] = new.top_p
-        self.min_p[slots] = new.min_p
-        self.seeds[slots] = new.seed.astype(np.int64)
+        self.words[:, slots] = new.sampling.T
         # What masks nothing needs no masking.
         self._unmasked_from[slots] = np.where(new.masked_counts > 0, new.unmasked_from, 0)
         ends = np.cumsum(new.masked_counts)
@@ -64,61 +55,71 @@ class SamplingTable:
         ):
             self._masked[slot] = new.masked_ids[end - count : end].astype(np.int64)
 
-    def rows(self, slots: Long, token_index: Long, positions: Long) -> SampledRows:
-        """How these sample the tokens that will have these positions."""
-        temperature, top_k = self.temperature[slots], self.top_k[slots]
-        top_p, min_p = self.top_p[slots], self.min_p[slots]
-        greedy = temperature == 0
-        limited = ~greedy & (top_k > 0) & (top_k <= CANDIDATES)
-        unlimited = ~greedy & (top_k > CANDIDATES)
-        nucleus = ~greedy & (top_k == 0) & ((top_p < 1) | (min_p > 0))
+    def seeds(self, slots: Long) -> Long:
+        """The bits of the unsigned 64-bit seeds."""
+        low, high = self.columns.seed[:, slots].astype(np.int64)
+        seeds: Long = (low & 0xFFFFFFFF) | (high << 32)
+        return seeds
+
+    def rows(self, slots: Long, index: Long) -> SampledRows:
+        """How these sample, but for masks."""
+        greedy = self.columns.temperature[slots] == 0
+        few, cut = self._few(slots), self._cut(slots)
+        unlimited = self.columns.top_k[slots] > CANDIDATES
         return SampledRows(
             slots,
-            token_index,
-            positions,
-            np.where(greedy, np.float32(1), temperature),
-            top_k,
-            top_p,
-            min_p,
-            self.seeds[slots],
-            np.flatnonzero(greedy),
-            np.flatnonzero(~(greedy | limited | unlimited | nucleus)),
-            np.flatnonzero(limited),
-            np.flatnonzero(unlimited),
-            np.flatnonzero(nucleus),
-            *self.masked_logits(slots, positions),
+            index,
+            greedy=np.flatnonzero(greedy),
+            plain=np.flatnonzero(~greedy & ~few & ~cut),
+            limited=np.flatnonzero(~greedy & few),
+            unlimited=np.flatnonzero(~greedy & unlimited),
+            nucleus=np.flatnonzero(~greedy & ~few & ~unlimited & cut),
+            masked_rows=NO_ROWS,
+            masked_ids=NO_ROWS,
         )
 
-    def cut_from_all(self, slots: Long) -> NDArray[np.bool_]:
-        """Which of these are cut, but by no top-k that leaves few candidates."""
-        top_k = self.top_k[slots]
-        cut = (top_k > CANDIDATES) | (self.top_p[slots] < 1) | (self.min_p[slots] > 0)
-        few = (top_k > 0) & (top_k <= CANDIDATES)
-        kept: NDArray[np.bool_] = cut & ~few & (self.temperature[slots] > 0)
-        return kept
+    def _few(self, slots: Long) -> Flags:
+        """Which are cut to few candidates first."""
+        top_k = self.columns.top_k[slots]
+        few: Flags = (top_k > 0) & (top_k <= CANDIDATES)
+        return few
 
-    def sampling(self, slots: Long) -> NDArray[np.bool_]:
-        """Which of these are not greedy."""
-        drawn: NDArray[np.bool_] = self.temperature[slots] > 0
-        return drawn
+    def _cut(self, slots: Long) -> Flags:
+        """Which are cut otherwise, however many candidates that leaves."""
+        columns = self.columns
+        cut: Flags = columns.top_k[slots] > CANDIDATES
+        return cut | (columns.top_p[slots] < 1) | (columns.min_p[slots] > 0)
 
-    def masking(self, slots: Long, positions: Long) -> NDArray[np.bool_]:
+    def never_fused(self, slots: Long, greedy_alone: bool) -> Flags:
+        """Which the fused sampler does not do, whatever the step: all that draw, or those that are
+        cut from too many candidates or use a column it does not read."""
+        drawn: Flags = self.columns.temperature[slots] > 0
+        if greedy_alone:
+            return drawn
+        fallback = self._cut(slots) & ~self._few(slots) & drawn
+        for name in NOT_FUSED:
+            fallback |= getattr(self.columns, name)[slots] != NEUTRAL[name]
+        return fallback
+
+    def masking(self, slots: Long, positions: Long) -> Flags:
         """Which of these may not sample some ids yet (`min_tokens`)."""
-        early: NDArray[np.bool_] = positions < self._unmasked_from[slots]
+        early: Flags = positions < self._unmasked_from[slots]
         return early
 
     def masked_steps(self, slots: Long, positions: Long) -> int:
         """How many more tokens until all of these may sample every id."""
         return max(0, int((self._unmasked_from[slots] - positions).max(initial=0)))
 
-    def masked_logits(self, slots: Long, positions: Long) -> tuple[Long, Long]:
-        """(row, id) of each logit that must not be chosen."""
-        masking = self.masking(slots, positions)
+    def masked(self, rows: SampledRows, positions: Long) -> SampledRows:
+        """The rows with the logits that must not be chosen."""
+        masking = self.masking(rows.slots, positions)
         if not masking.any():
-            return NO_ROWS, NO_ROWS
-        rows, ids = [], []
+            return rows
+        numbers, ids = [], []
         for row in np.flatnonzero(masking).tolist():
-            masked = self._masked[int(slots[row])]
-            rows.append(np.full(len(masked), row, np.int64))
+            masked = self._masked[int(rows.slots[row])]
+            numbers.append(np.full(len(masked), row, np.int64))
             ids.append(masked)
-        return np.concatenate(rows), np.concatenate(ids)
+        return dataclasses.replace(
+            rows, masked_rows=np.concatenate(numbers), masked_ids=np.concatenate(ids)
+        )

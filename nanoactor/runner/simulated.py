@@ -14,14 +14,15 @@ import numpy as np
 
 from nanoactor.messages import Int32, Step
 from nanoactor.models.config import read_config
-from nanoactor.runner.batch import BatchState
+from nanoactor.runner.batch import BatchTraits, HostBatch
 from nanoactor.runner.config import SIMULATED, ExecutorConfig, check_cache
-from nanoactor.runner.execution import Computed
-from nanoactor.runner.sampling_table import SampledRows
+from nanoactor.runner.protocol import Computed
+from nanoactor.runner.sampling_table import Long, SampledRows
 
 _BLOCK_SIZE = 16
 # Knuth's multiplicative hash: tokens that look random, so that there is text to decode.
 _SPREAD = 2654435761
+_NO_TOKENS: Int32 = np.empty(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class SimulatedExecutor:
 
     dtype_name = "none"
     device_name = "a simulated device"
+    asynchronous = False
     uncaptured = 0
 
     def __init__(self, config: ExecutorConfig) -> None:
@@ -56,16 +58,27 @@ class SimulatedExecutor:
         self.num_blocks = config.num_kv_blocks or config.max_num_seqs * each
         check_cache(self.num_blocks, config, self.block_size, "num_kv_blocks")
         self._free_at = 0
-        self._batch = BatchState(config.max_num_seqs, each, self.block_size)
+        self._batch = HostBatch(
+            config.max_num_seqs, each, BatchTraits(fallback_at_once=config.max_num_seqs)
+        )
 
-    def submit(self, step: Step) -> _Promise:
+    def prepare(self, step: Step) -> _Promise:
         """Put the step behind those before it."""
-        inputs = self._batch.prepare(step)
+        update = self._batch.update(step)
         begin = max(time.monotonic_ns(), self._free_at)
         self._free_at = begin + self._nanoseconds
-        return _Promise(self._tokens(inputs.sampled), begin, self._free_at)
+        ids = [self._sampled(part) for part in update.fallback]
+        return _Promise(np.concatenate([*ids, _NO_TOKENS]), begin, self._free_at)
 
-    def _tokens(self, sampled: SampledRows) -> Int32:
+    def launch(self, prepared: _Promise) -> _Promise:
+        """Its time runs already."""
+        return prepared
+
+    def _sampled(self, rows: SampledRows) -> Int32:
+        batch = self._batch
+        return self._tokens(batch.lengths[rows.slots], batch.sampling.seeds(rows.slots))
+
+    def _tokens(self, positions: Long, seeds: Long) -> Int32:
         """Tokens that depend on position and seed alone, like those of a real sampler."""
-        mixed = (sampled.positions * 7919 + sampled.seeds % 65521) * _SPREAD
+        mixed = (positions * 7919 + seeds % 65521) * _SPREAD
         return ((mixed >> 16) % self._vocabulary).astype(np.int32)

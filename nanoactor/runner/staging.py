@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from nanoactor.models.device import Device
-from nanoactor.runner.captures import PREFILL_ROWS
-from nanoactor.runner.resident import Prefill
+from nanoactor.runner.batch import Prefill
+from nanoactor.runner.graphs import PREFILL_ROWS
 
 _FIRST_WORDS = 1 << 16
 _ALIGNMENT = 4

@@ -7,22 +7,19 @@ import dataclasses
 import numpy as np
 
 from nanoactor.messages import Admissions, Int32, Step
+from nanoactor.models.columns import WORDS, pack
 from nanoactor.models.lengths import HostLengths
-from nanoactor.runner.resident import SPECIAL_AT_ONCE, Update
-from nanoactor.runner.sampling_table import SamplingTable
+from nanoactor.runner.batch import BatchTraits, Update
+from nanoactor.runner.sampling_table import SampledRows, SamplingTable
 
 _NONE: Int32 = np.empty(0, np.int32)
 
 
 def admissions(slots: Int32, top_p: float = 1.0) -> Admissions:
-    """Sequences that sample with this top-p."""
-    count = len(slots)
-    zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
-    whole = np.zeros(count, np.int32)
-    seeds = np.zeros(count, np.uint64)
-    return Admissions(
-        slots, ones, whole, ones * np.float32(top_p), zeros, seeds, whole, _NONE, whole
-    )
+    """Sequences that sample with this top-p, and otherwise in the neutral way."""
+    sampling = np.frombuffer(pack({"top_p": top_p}) * len(slots), np.int32)
+    whole = np.zeros(len(slots), np.int32)
+    return Admissions(slots, sampling.reshape(-1, WORDS), whole, _NONE, whole)
 
 
 def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
@@ -34,42 +31,35 @@ def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
     blocks = (counts // block_size + 1).astype(np.int32)
     return Step(
         1,
-        slots,
-        np.zeros(rows, np.int32),
-        counts,
-        np.ones(rows, np.bool_),
-        np.zeros(tokens, np.int32),
-        _NONE,
-        _NONE,
-        slots,
-        np.zeros(rows, np.int32),
-        blocks,
-        np.arange(int(blocks.sum()), dtype=np.int32),
-        admissions(slots),
+        slots=slots,
+        starts=np.zeros(rows, np.int32),
+        counts=counts,
+        samples=np.ones(rows, np.bool_),
+        token_ids=np.zeros(tokens, np.int32),
+        joins=_NONE,
+        leaves=_NONE,
+        table_slots=slots,
+        table_starts=np.zeros(rows, np.int32),
+        table_counts=blocks,
+        table_blocks=np.arange(int(blocks.sum()), dtype=np.int32),
+        admissions=admissions(slots),
     )
 
 
-def decode_update(rows: int, dummy: int, top_p: float = 1.0) -> Update:
+def decode_update(rows: int, dummy: int, top_p: float, traits: BatchTraits) -> Update:
     """One token for each of so many rows, all of them the dummy's, which write to places of their
-    own; `dummy` is its slot. With a top-p below 1 all are sampled behind the graph, a few at a
-    time."""
-    table = SamplingTable(rows)
-    slots = np.arange(rows)
+    own; `dummy` is its slot. With a top-p below 1 all are sampled without the fused sampler."""
+    table, slots = SamplingTable(rows), np.arange(rows)
     table.admit(admissions(slots.astype(np.int32), top_p))
-    special = (
-        ()
-        if top_p == 1
-        else tuple(
-            dataclasses.replace(
-                table.rows(part, part, np.zeros(len(part), np.int64)),
-                slots=np.full(len(part), dummy),
-            )
-            for part in np.split(slots, range(SPECIAL_AT_ONCE, rows, SPECIAL_AT_ONCE))
-        )
-    )
+    fallback: list[SampledRows] = []
+    if top_p < 1 or traits.fused_sampling == "none":
+        for at in range(0, rows, traits.fallback_at_once):
+            part = slots[at : at + traits.fallback_at_once]
+            sampled = table.rows(part, part)
+            fallback.append(dataclasses.replace(sampled, slots=np.full(len(part), dummy)))
     none = np.empty(0, np.int64)
     lengths = HostLengths([], [], [1] * rows)
-    return Update(none, _NONE, None, rows, special, lengths)
+    return Update(0, none, _NONE, None, rows, tuple(fallback), lengths)
 
 
 def longest_lengths(rows: int, blocks: int, block_size: int, most: int) -> HostLengths:

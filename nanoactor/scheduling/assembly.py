@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from nanoactor.messages import Admissions, Int32, Int64, Plan
+from nanoactor.models.columns import WORDS
 from nanoactor.scheduling.sequence import Sequence
 from nanoactor.scheduling.table import Slots
 
@@ -79,14 +80,10 @@ def _admissions(sequences: list[Sequence]) -> Admissions:
         masked = [*stopping.eos_ids, *stopping.stop_ids] if stopping.min_tokens else []
         masked_ids += masked
         masked_counts.append(len(masked))
-    sampling = [sequence.sampling for sequence in sequences]
+    sampling = np.frombuffer(b"".join(sequence.sampling for sequence in sequences), np.int32)
     return Admissions(
         as_int32(sequence.slot for sequence in sequences),
-        np.array([s.temperature for s in sampling], np.float32),
-        as_int32(s.top_k for s in sampling),
-        np.array([s.top_p for s in sampling], np.float32),
-        np.array([s.min_p for s in sampling], np.float32),
-        np.array([s.seed for s in sampling], np.uint64),
+        sampling.reshape(-1, WORDS),
         as_int32(s.prompt_length + s.stopping.min_tokens for s in sequences),
         as_int32(masked_ids),
         as_int32(masked_counts),

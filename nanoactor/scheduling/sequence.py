@@ -8,7 +8,7 @@ import enum
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.messages import Admit, Int32, Sampling, Stopping
+from nanoactor.messages import Admit, Int32, Stopping
 from nanoactor.scheduling.table import RunningTable
 
 
@@ -41,7 +41,7 @@ class Sequence:
     limit: int
     """How many tokens it may have in all."""
     hashes: NDArray[np.uint8]
-    sampling: Sampling
+    sampling: bytes
     stopping: Stopping
     phase: Phase = Phase.WAITING
     slot: int = -1

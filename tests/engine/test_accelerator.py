@@ -17,14 +17,15 @@ import torch
 import nanoactor.models.devices as devices
 from nanoactor import SamplingParams
 from nanoactor.messages import Step
-from nanoactor.models.batch import AttentionBatch, PrefillRow
+from nanoactor.models.columns import pack
 from nanoactor.models.errors import NotEnoughMemory
 from nanoactor.runner.config import ExecutorConfig
-from nanoactor.runner.execution import open_executor
 from nanoactor.runner.model import LoadedModel
+from nanoactor.runner.open import open_executor
 from nanoactor.runner.warmup import admissions, prefill_step
 from tests.engine.harness import Reference, collect, engine, greedy, ids, ragged_prompts
 from tests.engine.test_matrix import MATRIX, covering, loads, run
+from tests.models.batches import attention_batch
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.models.interpreted import InterpretedDevice
 
@@ -44,19 +45,24 @@ def decode_step(rows, before):
     none, ones = np.empty(0, np.int32), np.ones(len(new), np.int32)
     return Step(
         2,
-        none,
-        none,
-        none,
-        np.empty(0, np.bool_),
-        none,
-        slots,
-        none,
-        new,
-        0 * ones,
-        ones,
-        0 * ones,
-        admissions(slots),
+        slots=none,
+        starts=none,
+        counts=none,
+        samples=np.empty(0, np.bool_),
+        token_ids=none,
+        joins=slots,
+        leaves=none,
+        table_slots=new,
+        table_starts=0 * ones,
+        table_counts=ones,
+        table_blocks=0 * ones,
+        admissions=admissions(slots),
     )
+
+
+def submit(executor, step):
+    """What the runner's loop and the device's thread do with a step."""
+    return executor.launch(executor.prepare(step))
 
 
 # -- anywhere ----------------------------------------------------------------------------------
@@ -127,7 +133,7 @@ def test_without_triton_the_portable_device_is_taken():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "from nanoactor.models.devices.cuda import HAS_TRITON, PortableCUDADevice\n"
-        "assert not HAS_TRITON and not PortableCUDADevice.keeps_batch"
+        "assert not HAS_TRITON and not PortableCUDADevice.captures"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -226,7 +232,7 @@ def test_no_step_waits_for_the_device(executor):
         torch.cuda.set_sync_debug_mode("error")
     try:
         for step in steps:
-            pending.append(executor.submit(step))
+            pending.append(submit(executor, step))
             if len(pending) > 1:
                 pending[-2].wait()
     finally:
@@ -237,12 +243,11 @@ def test_no_step_waits_for_the_device(executor):
 
 def cut_short(step):
     """The same with top-k, top-p and min-p."""
-    admissions = dataclasses.replace(
-        step.admissions,
-        top_k=step.admissions.slots % 3 * 9,
-        top_p=np.full(len(step.admissions.slots), 0.9, np.float32),
+    packed = [pack({"top_k": slot % 3 * 9, "top_p": 0.9}) for slot in step.admissions.slots]
+    words = np.frombuffer(b"".join(packed), np.int32).reshape(len(packed), -1)
+    return dataclasses.replace(
+        step, admissions=dataclasses.replace(step.admissions, sampling=words)
     )
-    return dataclasses.replace(step, admissions=admissions)
 
 
 def nothing_new(step):
@@ -261,17 +266,17 @@ def test_host_time_does_not_grow_with_the_batch(wide):
     taken = {}
     for rows in (1, 64, 256, 1024):
         prompts = prefill_step(rows, rows, 64)
-        executor.submit(prompts).wait()
+        submit(executor, prompts).wait()
         join = decode_step(rows, prompts)
-        executor.submit(join).wait()
+        submit(executor, join).wait()
         steady, times = nothing_new(join), []
         for _ in range(200):
             begin = time.perf_counter()
-            pending = executor.submit(steady)
+            pending = submit(executor, steady)
             times.append(time.perf_counter() - begin)
             pending.wait()
         taken[rows] = statistics.median(times) * 1e6
-        executor.submit(dataclasses.replace(steady, leaves=join.joins)).wait()
+        submit(executor, dataclasses.replace(steady, leaves=join.joins)).wait()
     print("host time per decode step, us:", {rows: round(us, 1) for rows, us in taken.items()})
     assert taken[1024] < 2 * taken[1] + 20
 
@@ -286,14 +291,13 @@ def our_logits(directory, dtype, tokens):
         length, half = len(tokens), len(tokens) // 2
         ids_ = torch.tensor(tokens, device="cuda")
         positions = torch.arange(length, device="cuda")
-        blocks = torch.arange(64, device="cuda")
-        none = torch.empty(0, dtype=torch.int64, device="cuda")
-        row = PrefillRow(0, half, half, blocks[: -(-half // 16)])
-        chunk = AttentionBatch(positions[:half], (row,), half, none[:, None], none)
+        table = [list(range(64))]
+        heads = model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
+        chunk = attention_batch(device, table, [(half, half)], [], heads, 16, places=range(half))
         hidden = [model.network.forward(ids_[:half], positions[:half], caches, chunk)]
         for at in range(half, length):
             one = positions[at : at + 1]
-            step = AttentionBatch(one, (), 0, blocks[None, : at // 16 + 1], one + 1)
+            step = attention_batch(device, table, [], [at + 1], heads, 16, places=[at])
             hidden.append(model.network.forward(ids_[at : at + 1], one, caches, step))
         return model.network.logits(torch.cat(hidden)).double().cpu()
 

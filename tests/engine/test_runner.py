@@ -9,7 +9,7 @@ import pytest
 from nanoactor import AsyncLLM, SamplingParams
 from nanoactor.errors import InvalidConfig
 from nanoactor.models.errors import NotEnoughMemory
-from nanoactor.runner.executor import TorchExecutor
+from nanoactor.runner.executor import DeviceExecutor
 from tests.engine.harness import collect, engine, greedy, ids, settled
 from tests.models.checkpoints import make_checkpoint
 
@@ -24,21 +24,21 @@ def checkpoint(tmp_path_factory):
 def test_one_thread_loads_and_computes(checkpoint, monkeypatch):
     """OpenMP has a pool for each thread that computes: with two it would hardly spin."""
     threads = set()
-    for name in ("__init__", "run"):
-        original = getattr(TorchExecutor, name)
+    for name in ("__init__", "launch", "collect"):
+        original = getattr(DeviceExecutor, name)
 
         def noted(self, *arguments, original=original):
             threads.add(threading.current_thread().name)
             return original(self, *arguments)
 
-        monkeypatch.setattr(TorchExecutor, name, noted)
+        monkeypatch.setattr(DeviceExecutor, name, noted)
 
     async def main():
         async with engine(checkpoint, placement="single") as llm:
             await collect(llm, ids([1, 2, 3]), greedy(5))
 
     asyncio.run(main())
-    assert threads == {"compute"}
+    assert threads == {"device"}
 
 
 def test_a_simulated_device_keeps_its_own_time():

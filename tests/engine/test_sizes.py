@@ -18,7 +18,6 @@ from nanoactor.messages import (
     Open,
     Opened,
     Plan,
-    Sampling,
     Step,
     StepDone,
     Stop,
@@ -27,6 +26,7 @@ from nanoactor.messages import (
     TextOptions,
     Tokens,
 )
+from nanoactor.models import columns
 from nanoactor.params import MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from nanoactor.runtime.codec import encode
 from nanoactor.text.detokenizer import Detokenizer
@@ -44,14 +44,12 @@ def worst_messages(config, files):
     blocks = -(-length // (config.block_size or 16))
     hashes = np.zeros((blocks, HASH_BYTES), np.uint8)
     options = TextOptions(("\U0001f600" * MAX_STOP_LENGTH,) * MAX_STOP_STRINGS, True, True, 0)
-    sampling = Sampling(1.0, 2**31 - 1, 1.0, 0.0, 2**64 - 1)
+    sampling = columns.pack({"seed": 2**64 - 1})
     eos = tuple(range(2**30, 2**30 + len(files.eos_token_ids)))
     stopping = Stopping(1, 1, eos, tuple(range(2**30, 2**30 + MAX_STOP_IDS)))
     masked = i32(seqs * (MAX_STOP_IDS + len(eos)))
-    f32 = np.zeros(seqs, np.float32)
-    seeds = np.zeros(seqs, np.uint64)
     rows = i32(seqs)
-    admissions = Admissions(rows, f32, rows, f32, f32, seeds, rows, masked, rows)
+    admissions = Admissions(rows, i32(seqs, columns.WORDS), rows, masked, rows)
     flags = np.zeros(seqs, np.bool_)
     text = "x" * max_prompt_bytes(files)
     longs = np.zeros(seqs, np.int64)

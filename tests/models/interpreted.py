@@ -10,8 +10,8 @@ import torch
 
 from nanoactor.models.device import Memory
 from nanoactor.models.devices.cuda import CUDADevice
+from nanoactor.models.devices.portable import HostEvent
 from nanoactor.models.lengths import NO_LENGTHS
-from tests.models.host_event import HostEvent
 
 
 class Rerun:
@@ -63,9 +63,6 @@ class InterpretedDevice(CUDADevice):
             yield
 
     def timed_event(self):
-        return HostEvent()
-
-    def event(self):
         return HostEvent()
 
     def capture(self, function, lengths, turns):

@@ -11,11 +11,12 @@ import random
 import pytest
 import torch
 
-from nanoactor.models.batch import AttentionBatch, KVCache, PrefillRow, SamplingBatch
+from nanoactor.models.batch import KVCache
 from nanoactor.models.devices import KNOWN, cpu, open_device
 from nanoactor.models.devices.npu import NPUDevice
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.options import DeviceOptions
+from tests.models.batches import attention_batch, sampling_batch
 from tests.models.interpreted import InterpretedDevice
 from tests.npu.emulation import HostRuntime, relaxed
 
@@ -209,25 +210,18 @@ class Case:
         self.prefills = len(prefills)
         self.on = make.device.torch_device
 
-    def batch(self, padding=0):
-        firsts = [sum(self.counts[:row]) for row in range(len(self.counts))]
-        rows = list(zip(firsts, self.counts, self.contexts, self.tables, strict=True))
-        tables = self.tables[self.prefills :]
-        width = max(map(len, tables), default=0)
-        padded = [table + [padding] * (width - len(table)) for table in tables]
-        return AttentionBatch(
-            torch.empty(0, dtype=torch.int64),
-            tuple(
-                PrefillRow(first, count, context, torch.tensor(table, device=self.on))
-                for first, count, context, table in rows[: self.prefills]
-            ),
-            sum(self.counts[: self.prefills]),
-            torch.tensor(padded, dtype=torch.int64, device=self.on).reshape(len(tables), width),
-            torch.tensor(self.contexts[self.prefills :], dtype=torch.int64, device=self.on),
-        )
+    def batch(self, device, padding=0, rows=slice(None)):
+        """All rows, or a part of them."""
+        numbers = range(len(self.counts))[rows]
+        prefills = [(self.counts[r], self.contexts[r]) for r in numbers if r < self.prefills]
+        decodes = [self.contexts[r] for r in numbers if r >= self.prefills]
+        tables = [self.tables[r] for r in numbers]
+        heads = self.queries.shape[1], *self.cache.keys.shape[2:]
+        return attention_batch(device, tables, prefills, decodes, heads, self.size, padding=padding)
 
     def run(self, device, padding=0):
-        return device.attention(self.queries, self.cache, self.batch(padding), self.scale)
+        batch = self.batch(device, padding)
+        return device.attention(self.queries, self.cache, batch, self.scale)
 
     def expected(self):
         outputs = []
@@ -292,28 +286,10 @@ def test_rows_give_alone_what_they_give_together(device, make, dtype):
     together = case.run(device)
     counts = case.counts
     parts, queries = together.split(counts), case.queries.split(counts)
-    batch = case.batch()
-    for row, prefill in enumerate(batch.prefills):
-        only = AttentionBatch(
-            batch.slot_mapping,
-            (PrefillRow(0, prefill.tokens, prefill.context, prefill.blocks),),
-            prefill.tokens,
-            batch.decode_tables[:0],
-            batch.decode_contexts[:0],
-        )
+    for row in range(len(counts)):
+        only = case.batch(device, rows=slice(row, row + 1))
         found = device.attention(queries[row], case.cache, only, case.scale)
         assert_close(found, wide(parts[row]), dtype)
-    for row in range(len(batch.decode_contexts)):
-        used = len(case.tables[case.prefills + row])
-        only = AttentionBatch(
-            batch.slot_mapping,
-            (),
-            0,
-            batch.decode_tables[row : row + 1, :used],
-            batch.decode_contexts[row : row + 1],
-        )
-        found = device.attention(queries[case.prefills + row], case.cache, only, case.scale)
-        assert_close(found, wide(parts[case.prefills + row]), dtype)
 
 
 def test_attention_survives_scores_of_hundreds(device, make, dtype):
@@ -327,31 +303,12 @@ def test_attention_survives_scores_of_hundreds(device, make, dtype):
 # -- sampling ----------------------------------------------------------------------------------
 
 
-def sampling_batch(device, kinds):
-    rows = len(kinds)
-
-    def longs(values):
-        return torch.tensor(values, dtype=torch.int64, device=device.torch_device)
-
-    def where(kind):
-        return longs([row for row, k in enumerate(kinds) if k == kind])
-
-    ones = torch.ones(rows, device=device.torch_device)
-    return SamplingBatch(
-        ones,
-        longs([1] * rows),
-        ones,
-        0 * ones,
-        longs(range(rows)),
-        longs([5] * rows),
-        where("greedy"),
-        where("plain"),
-        where("limited"),
-        where("unlimited"),
-        where("nucleus"),
-        longs([row for row, k in enumerate(kinds) if k == "greedy"][:1]),
-        longs([3][: kinds.count("greedy")]),
-    )
+def of_kinds(device, kinds):
+    """The first greedy row may not choose id 3."""
+    rows = [dict(top_k=1, seed=row) for row in range(len(kinds))]
+    masked = [(row, 3) for row, kind in enumerate(kinds) if kind == "greedy"][:1]
+    where = device.torch_device
+    return sampling_batch(rows, [5] * len(rows), masked, kinds, where)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +317,7 @@ def sampling_batch(device, kinds):
 def test_sample_chooses_one_id_for_each_row(device, make, kinds):
     logits = make(len(kinds), 211)
     logits[:, 3] = 50
-    chosen = device.sample(logits, sampling_batch(device, kinds))
+    chosen = device.sample(logits, of_kinds(device, kinds))
     assert chosen.dtype == torch.int64
     assert chosen.device.type == device.torch_device.type
     # One row is masked; all others have hardly a choice.
@@ -372,8 +329,8 @@ def test_sample_chooses_one_id_for_each_row(device, make, kinds):
 def test_devices_sample_the_same_tokens_from_the_same_logits(device):
     logits = Maker(open_device("cpu"), torch.float32)(300, 211, scale=2.0)
     kinds = ["plain"] * 300
-    expected = open_device("cpu").sample(logits.clone(), sampling_batch(open_device("cpu"), kinds))
-    found = device.sample(logits.to(device.torch_device), sampling_batch(device, kinds))
+    expected = open_device("cpu").sample(logits.clone(), of_kinds(open_device("cpu"), kinds))
+    found = device.sample(logits.to(device.torch_device), of_kinds(device, kinds))
     # Logarithms may differ in the last bit, and hardly ever the choice with them.
     assert (found.cpu() == expected).float().mean() > 0.99
 
@@ -443,16 +400,15 @@ def test_pinned_tensors_are_host_memory_of_the_shape_and_type_asked_for(device):
         assert torch.equal(there.cpu(), pinned)
 
 
-def test_events_are_done_once_waited_for(device):
-    event = device.event()
+def test_events_say_how_long_work_took(device):
+    begin, end = device.timed_event(), device.timed_event()
     x = torch.ones(64, 64, device=device.torch_device)
-    x = x @ x
-    event.record()
-    event.wait()
-    assert event.done()
-    event.record()  # an event may be used again
-    device.synchronize()
-    assert event.done()
+    for _ in range(2):  # an event may be used again
+        begin.record()
+        x = x @ x
+        end.record()
+        end.wait()
+        assert 0 <= begin.milliseconds_until(end) < 60_000
 
 
 def test_preparing_a_thread_sets_its_number_of_threads(device):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from nanoactor.models.batch import KVCache, ResidentBatch, RowBuffers, SamplingBatch, SlotTables
+from nanoactor.models.batch import KVCache, RowBuffers, SamplingBatch, SamplingGroups, SlotTables
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.portable import PortableOperators
-from nanoactor.models.lengths import HostLengths
 from nanoactor.models.limits import NO_TOKEN
 from nanoactor.models.sampling import sample
+from tests.models.batches import attention_batch, words_of
 from tests.models.interpreted import InterpretedDevice
 
 # What is poisoned on purpose makes NumPy, in which the interpreter computes, warn.
@@ -40,19 +40,21 @@ def poisoned(device, *shape, dtype=torch.int32):
     return torch.full(shape, -99, dtype=dtype, device=device.torch_device)
 
 
-def make_tables(device, temperature=None, seeds=None, top_k=None, top_p=None, min_p=None):
+def make_tables(device, rows=None):
+    """Tables whose slots sample as `rows` say, greedily if they do not."""
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randperm(SLOTS * 6, generator=generator).int().view(SLOTS, 6)
     lengths = torch.arange(SLOTS).int() * 2
     last = torch.arange(SLOTS).int() + 100
-    temperature = torch.zeros(SLOTS) if temperature is None else temperature
-    words = np.zeros((2, SLOTS), np.int32) if seeds is None else seeds
-    top_k = torch.zeros(SLOTS, dtype=torch.int32) if top_k is None else top_k
-    top_p = torch.ones(SLOTS) if top_p is None else top_p
-    min_p = torch.zeros(SLOTS) if min_p is None else min_p
-    columns = (blocks, lengths, last, temperature, top_k, top_p, min_p)
-    there = (x.to(device.torch_device) for x in columns)
-    return SlotTables(*there, torch.from_numpy(words).to(device.torch_device), SIZE)
+    words = words_of(rows or [dict(temperature=0.0)] * SLOTS)
+    return SlotTables(*(x.to(device.torch_device) for x in (blocks, lengths, last, words)), SIZE)
+
+
+def by_slot(temperature, top_k=(0,) * SLOTS, top_p=(1.0,) * SLOTS, min_p=(0.0,) * SLOTS):
+    """Sampling parameters of all slots, with seeds at the edges of 64 bits."""
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    values = zip(temperature, top_k, top_p, min_p, SEEDS, strict=True)
+    return [dict(zip(names, row, strict=True)) for row in values]
 
 
 # -- where tokens stand ------------------------------------------------------------------------
@@ -133,28 +135,16 @@ def test_heads_are_normed_rotated_and_stored_as_one_operator_after_the_other(
 def sampled_by_hand(logits, tables, slots):
     """By the reference, on the same device."""
     at = slots.to(logits.device).long()
-    temperature, top_k = tables.temperature[at], tables.top_k[at].long()
-    top_p, min_p = tables.top_p[at], tables.min_p[at]
-    seeds = tables.seeds.T.contiguous().view(torch.int64)[:, 0][at]
-    greedy, limited = temperature == 0, (temperature > 0) & (top_k > 0)
+    columns = tables.sampling
+    greedy = columns.temperature[at] == 0
+    limited = ~greedy & (columns.top_k[at] > 0)
     none = torch.empty(0, dtype=torch.int64, device=logits.device)
-    batch = SamplingBatch(
-        torch.where(greedy, 1.0, temperature),
-        top_k,
-        top_p,
-        min_p,
-        seeds,
-        tables.lengths[at].long(),
-        greedy.nonzero()[:, 0],
-        (~greedy & ~limited).nonzero()[:, 0],
-        limited.nonzero()[:, 0],
-        *[none] * 4,
-    )
+    groups = (rows.nonzero()[:, 0] for rows in (greedy, ~greedy & ~limited, limited))
+    batch = SamplingBatch.of(tables, at, SamplingGroups(*groups, *[none] * 4))
     return sample(logits.clone(), batch)
 
 
-SEEDS = np.array([0, 1, 2**63, 2**64 - 1, 5, 6, 7, 8, 9], np.uint64)
-WORDS = SEEDS.view(np.int32).reshape(-1, 2).T.copy()
+SEEDS = [0, 1, 2**63, 2**64 - 1, 5, 6, 7, 8, 9]
 ROWS = torch.tensor([5, 0, 1, 2, 4, 3, 7, 6, 1, 8, 8])
 
 
@@ -173,10 +163,10 @@ def check_sampling(device, tables, logits, slots=ROWS):
 @pytest.mark.parametrize("vocabulary", [3, 211, 4096, 9001])
 def test_sampled_tokens_are_those_of_the_reference(device, vocabulary):
     generator = torch.Generator().manual_seed(vocabulary)
-    temperature = torch.tensor([0.0, 0.6, 1.0, 0.0, 1e-30, 3.0, 0.8, 50.0, 0.0])
+    temperature = [0.0, 0.6, 1.0, 0.0, 1e-30, 3.0, 0.8, 50.0, 0.0]
     logits = torch.randn(len(ROWS), vocabulary, generator=generator) * 4
     logits[2], logits[0, 1:] = 7.0, -math.inf  # ties, and hardly a choice
-    tables = make_tables(device, temperature, WORDS)
+    tables = make_tables(device, by_slot(temperature))
     check_sampling(device, tables, logits.to(device.torch_device))
 
 
@@ -202,11 +192,11 @@ def test_truncated_tokens_are_those_of_the_reference(device, vocabulary, kind):
         logits[:, 100:400] += 50
     elif kind == "few":
         logits[:, 5:] = -math.inf
-    top_k = torch.tensor([0, 1, 2, 20, 256, 50, 255, 7, 20]).int()
-    top_p = torch.tensor([1.0, 1.0, 0.5, 0.93, 1.0, 0.89, 1e-9, 1.0, 0.3])
-    min_p = torch.tensor([0.0, 0.0, 0.0, 0.05, 0.0, 0.0, 0.0, 0.5, 1.0])
-    temperature = torch.tensor([0.7, 0.6, 1.0, 0.6, 1.5, 3.0, 0.8, 50.0, 0.0])
-    tables = make_tables(device, temperature, WORDS, top_k, top_p, min_p)
+    top_k = [0, 1, 2, 20, 256, 50, 255, 7, 20]
+    top_p = [1.0, 1.0, 0.5, 0.93, 1.0, 0.89, 1e-9, 1.0, 0.3]
+    min_p = [0.0, 0.0, 0.0, 0.05, 0.0, 0.0, 0.0, 0.5, 1.0]
+    temperature = [0.7, 0.6, 1.0, 0.6, 1.5, 3.0, 0.8, 50.0, 0.0]
+    tables = make_tables(device, by_slot(temperature, top_k, top_p, min_p))
     check_sampling(device, tables, logits.to(device.torch_device))
 
 
@@ -225,9 +215,7 @@ def test_without_rows_nothing_is_sampled(device):
     ],
 )
 def test_rows_whose_logits_are_not_finite_get_no_token_and_harm_no_other(device, vocabulary, top_k):
-    limits = torch.full((SLOTS,), top_k, dtype=torch.int32)
-    temperature = torch.tensor([0.0, 1.0] * 4 + [0.0])
-    tables = make_tables(device, temperature, WORDS, limits)
+    tables = make_tables(device, by_slot([0.0, 1.0] * 4 + [0.0], [top_k] * SLOTS))
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(SLOTS, vocabulary, generator=generator)
     logits[:2], logits[2:4], logits[4:6] = math.nan, -math.inf, math.inf
@@ -248,10 +236,8 @@ def test_rows_whose_logits_are_not_finite_get_no_token_and_harm_no_other(device,
 def test_a_large_vocabulary_in_bfloat16(top_k):
     device = open_device("cuda")
     device.prepare_thread(1)
-    limits = torch.full((SLOTS,), top_k, dtype=torch.int32)
-    top_p = torch.full((SLOTS,), 0.95 if top_k else 1.0)
-    temperature = torch.tensor([0.6] * 8 + [0.0])
-    tables = make_tables(device, temperature, WORDS, limits, top_p)
+    top_p = [0.95 if top_k else 1.0] * SLOTS
+    tables = make_tables(device, by_slot([0.6] * 8 + [0.0], [top_k] * SLOTS, top_p))
     logits = torch.randn(256, 151_936, device="cuda", dtype=torch.bfloat16)
     slots = torch.arange(256, device="cuda").int() % SLOTS
     chosen = poisoned(device, 256)
@@ -308,27 +294,10 @@ class Ragged:
         drawn = torch.randn(sum(self.counts), heads, dim, generator=generator)
         self.queries = drawn.to(where, dtype)
         self.firsts = np.cumsum([0, *self.counts]).tolist()
-        self.batch = self._batch(prefills, decodes, heads, kv_heads, dim)
-
-    def _batch(self, prefills, decodes, heads, kv_heads, dim):
-        device, rows = self.device, len(prefills)
-        each = device.tokens_per_program(heads, kv_heads)
-        tiles = [(r, t) for r, (_, n) in enumerate(prefills) for t in range(-(-n // each))]
-        lines = [[r, self.firsts[r], self.counts[r], self.contexts[r]] for r in range(rows)]
-        contexts = int32(device, decodes)
-        scratch = device.scratch(len(decodes), heads, kv_heads, dim, 10)
-        batch = ResidentBatch(
-            torch.empty(0),
-            self.tables.to(device.torch_device),
-            sum(tokens for _, tokens in prefills),
-            int32(device, lines).T.contiguous(),
-            int32(device, [*tiles, (-1, 0)]).T.contiguous(),
-            int32(device, range(rows, len(self.contexts))),
-            contexts,
-            HostLengths([*self.counts[:rows]], [*self.contexts[:rows]], [*self.contexts[rows:]]),
-            None,
-        )
-        return device.plan(scratch, batch)
+        tables = [t[:n].tolist() for t, n in zip(self.tables, self.blocks, strict=True)]
+        prompts = [(tokens, context) for context, tokens in prefills]
+        shape = (heads, kv_heads, dim)
+        self.batch = attention_batch(device, tables, prompts, decodes, shape, block)
 
     def errors(self):
         """The relative error of each row."""
@@ -346,7 +315,7 @@ def test_contexts_in_chunks(device):
     """One, two and four chunks to a row; prompts with a prefix of some tiles."""
     prefills = [(150, 90), (70, 1), (129, 65)]
     case = Ragged(device, torch.float32, 4, 2, 24, 16, prefills, [1, 64, 65, 200, 130])
-    assert len({int(first) for first in case.batch.scratch.splits.firsts}) == 5
+    assert len({int(first) for first in case.batch.plan.firsts}) == 5
     assert max(case.errors()) < 2e-6
 
 

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoactor.models.batch import SamplingBatch
 from nanoactor.models.config import parse_config, read_config
 from nanoactor.models.devices import open_device
 from nanoactor.models.errors import UnsupportedModel
@@ -17,6 +16,7 @@ from nanoactor.models.qwen3 import Qwen3ForCausalLM
 from nanoactor.models.sampling import sample
 from nanoactor.models.sharded_sampling import ShardedSampler
 from nanoactor.models.weights import Weights
+from tests.models.batches import sampling_batch
 from tests.models.checkpoints import make_checkpoint
 
 
@@ -184,21 +184,22 @@ def batch_of(rows, seed):
     def draw(low, high):
         return torch.randint(low, high, (rows,), generator=generator)
 
-    kinds = torch.arange(rows) % 5
-    top_k = torch.where(kinds == 2, draw(1, 40), torch.where(kinds == 3, draw(257, 400), 0))
-    top_p = torch.where(kinds == 4, 0.7, 1.0)
-    index = [torch.nonzero(kinds == kind).flatten() for kind in range(5)]
-    return SamplingBatch(
-        torch.where(kinds == 0, 1.0, 0.5 + torch.rand(rows, generator=generator)),
-        top_k,
-        top_p,
-        torch.where(kinds == 4, 0.01, 0.0),
-        draw(0, 2**62),
-        draw(1, 1000),
-        *index,
-        torch.tensor([0, 0, 1, rows - 1]),
-        torch.tensor([0, 5, 100, 200]),
+    temperature = (0.5 + torch.rand(rows, generator=generator)).tolist()
+    few, many = draw(1, 40).tolist(), draw(257, 400).tolist()
+    seeds, positions = draw(0, 2**62).tolist(), draw(1, 1000).tolist()
+    kinds = (
+        lambda row: dict(temperature=0.0),
+        lambda row: dict(),
+        lambda row: dict(top_k=few[row]),
+        lambda row: dict(top_k=many[row]),
+        lambda row: dict(top_p=0.7, min_p=0.01),
     )
+    columns = [
+        dict(temperature=temperature[row], seed=seeds[row]) | kinds[row % 5](row)
+        for row in range(rows)
+    ]
+    masked = [(0, 0), (0, 5), (1, 100), (rows - 1, 200)]
+    return sampling_batch(columns, positions, masked)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])

@@ -7,12 +7,13 @@ import random
 import pytest
 import torch
 
-from nanoactor.models.batch import AttentionBatch, KVCache, PrefillRow
+from nanoactor.models.batch import KVCache
 from nanoactor.models.config import RopeConfig, parse_config, read_config
 from nanoactor.models.devices import open_device
 from nanoactor.models.registry import build_model
 from nanoactor.models.rope import RotaryEmbedding
 from nanoactor.models.weights import Weights
+from tests.models.batches import attention_batch
 from tests.models.checkpoints import CONFIGURATIONS, SMALL, make_checkpoint
 
 TOLERANCE = 2e-4
@@ -46,6 +47,7 @@ class Driver:
         with Weights(directory, dtype, self.device.torch_device) as weights:
             self.model = build_model(config, weights, self.device, config.max_positions)
         self.block_size = block_size
+        self.heads = config.num_heads, config.num_kv_heads, config.head_dim
         shape = (blocks, block_size, config.num_kv_heads, config.head_dim)
         self.caches = [
             KVCache(torch.full(shape, 1e3, dtype=dtype), torch.full(shape, -1e3, dtype=dtype))
@@ -55,14 +57,11 @@ class Driver:
 
     def step(self, prefills, decodes=()):
         """Run one step: `prefills` are (sequence, tokens), `decodes` sequences."""
-        rows, tokens, positions, slots, prefill_rows = [], [], [], [], []
+        rows, tokens, positions, slots = [], [], [], []
         for sequence, count in [*prefills, *((sequence, 1) for sequence in decodes)]:
             begin, end = sequence.done, sequence.done + count
             while len(sequence.blocks) * self.block_size < end:
                 sequence.blocks.append(self.free.pop())
-            if len(rows) < len(prefills):
-                table = torch.tensor(sequence.blocks)
-                prefill_rows.append(PrefillRow(len(tokens), count, end, table))
             tokens += sequence.tokens[begin:end].tolist()
             positions += range(begin, end)
             slots += [
@@ -71,13 +70,14 @@ class Driver:
             ]
             sequence.done = end
             rows.append((sequence, count))
-        width = max((len(s.blocks) for s in decodes), default=0)
-        batch = AttentionBatch(
-            torch.tensor(slots),
-            tuple(prefill_rows),
-            len(tokens) - len(decodes),
-            torch.tensor([s.blocks + [0] * (width - len(s.blocks)) for s in decodes]).long(),
-            torch.tensor([s.done for s in decodes]).long(),
+        batch = attention_batch(
+            self.device,
+            [sequence.blocks for sequence, _ in rows],
+            [(count, sequence.done) for sequence, count in prefills],
+            [sequence.done for sequence in decodes],
+            self.heads,
+            self.block_size,
+            places=slots,
         )
         with torch.inference_mode():
             hidden = self.model.forward(

@@ -7,10 +7,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from nanoactor.models.batch import SamplingBatch
 from nanoactor.models.limits import NO_TOKEN
 from nanoactor.models.philox import gumbel_noise, gumbel_noise_at, philox
 from nanoactor.models.sampling import CANDIDATES, sample, truncation
+from tests.models.batches import sampling_batch
 
 VOCABULARY = 211
 
@@ -39,42 +39,10 @@ def row(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0, mask
     )
 
 
-KINDS = ("greedy", "plain", "limited", "unlimited", "nucleus")
-
-
-def kind(r):
-    if r["temperature"] == 0:
-        return "greedy"
-    if 0 < r["top_k"] <= CANDIDATES:
-        return "limited"
-    if r["top_k"] > 0:
-        return "unlimited"
-    return "nucleus" if r["top_p"] < 1 or r["min_p"] > 0 else "plain"
-
-
 def batch(rows):
     """Rows as a runner would lay them out."""
-    kinds = [kind(r) for r in rows]
-    which = [[i for i, k in enumerate(kinds) if k == name] for name in KINDS]
     masked = [(i, token) for i, r in enumerate(rows) for token in r["masked"]]
-
-    def floats(values):
-        return torch.tensor(values, dtype=torch.float32)
-
-    def longs(values):
-        return torch.tensor(values, dtype=torch.int64)
-
-    return SamplingBatch(
-        floats([r["temperature"] or 1.0 for r in rows]),
-        longs([r["top_k"] for r in rows]),
-        floats([r["top_p"] for r in rows]),
-        floats([r["min_p"] for r in rows]),
-        longs([signed(r["seed"]) for r in rows]),
-        longs([r["position"] for r in rows]),
-        *(longs(rows) for rows in which),
-        longs([i for i, _ in masked]),
-        longs([token for _, token in masked]),
-    )
+    return sampling_batch(rows, [r["position"] for r in rows], masked)
 
 
 def random_logits(rows, seed, spread=3.0, vocabulary=VOCABULARY):

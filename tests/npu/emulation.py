@@ -12,11 +12,18 @@ import nanoactor.models.devices as devices
 from nanoactor.models.device import Memory
 from nanoactor.models.devices.npu import NPUDevice
 from nanoactor.models.devices.npu_runtime import RecordedGraph
+from nanoactor.models.devices.portable import HostEvent
 from nanoactor.models.options import DeviceOptions
-from tests.models.host_event import HostEvent
 from tests.npu import reference
 from tests.npu.recorder import HostGraph
 from tests.npu.reference import contract
+
+
+class DoneEvent(HostEvent):
+    """One of a queue that is the calling thread."""
+
+    def done(self):
+        return True
 
 
 class HostRuntime:
@@ -63,8 +70,8 @@ class HostRuntime:
     def synchronize(self):
         pass
 
-    def event(self, timed=False):
-        return HostEvent()
+    def event(self):
+        return DoneEvent()
 
     @contextlib.contextmanager
     def stream(self):

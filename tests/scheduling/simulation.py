@@ -23,7 +23,6 @@ from nanoactor.messages import (
     Match,
     Plan,
     Reject,
-    Sampling,
     Step,
     StepDone,
     StepWanted,
@@ -31,6 +30,7 @@ from nanoactor.messages import (
     Stopping,
     TextOptions,
 )
+from nanoactor.models.columns import pack
 from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
 
 SALT = b"0123456789abcdef"
@@ -166,7 +166,7 @@ class Simulation:
             len(tokens),
             block_hashes(tokens, self.config.block_size, SALT),
             priority,
-            Sampling(0.0, 0, 1.0, 0.0, uid),
+            pack({"temperature": 0.0, "seed": uid}),
             Stopping(max_tokens, min_tokens, tuple(stop_ids), ()),
             TextOptions((), False, True, 0),
             {},

@@ -42,9 +42,9 @@ class Script:
         self._tokens = [token for tokens in found for token in tokens] + [END]
         self._begins = {}
 
-    def _sampled(self, rows):
+    def _sampled(self, positions, seeds):
         tokens = []
-        for seed, position in zip(rows.seeds.tolist(), rows.positions.tolist(), strict=True):
+        for seed, position in zip(seeds.tolist(), positions.tolist(), strict=True):
             at = position - self._begins.setdefault(seed, position)
             tokens.append(self._tokens[min(at, len(self._tokens) - 1)])
         return np.array(tokens, np.int32)

@@ -14,10 +14,9 @@ import numpy as np
 
 from nanoactor.actors.runner import RunnerActor, RunnerConfig
 from nanoactor.models.limits import NO_TOKEN
-from nanoactor.runner.batch import BatchState, StepInputs
-from nanoactor.runner.execution import Computed
+from nanoactor.runner.protocol import Computed
 from nanoactor.runtime.actor import Actor, Context, Facts
-from tests.simulation.resident import ResidentTwin
+from tests.simulation.resident import ResidentState, StepInputs
 from tests.simulation.scenario import VOCABULARY
 
 if TYPE_CHECKING:
@@ -55,8 +54,7 @@ class SimulatedRunner(RunnerActor):
         scenario = self._world.scenario
         most = -(-scenario.max_model_len // scenario.block_size)
         self._executor: Any = self
-        self._batch = BatchState(scenario.max_num_seqs, most, scenario.block_size)
-        self._resident = ResidentTwin(scenario.max_num_seqs, most, scenario.block_size)
+        self._resident = ResidentState(scenario.max_num_seqs, most, scenario.block_size)
         return {
             "num_blocks": scenario.blocks,
             "block_size": scenario.block_size,
@@ -72,19 +70,17 @@ class SimulatedRunner(RunnerActor):
         super()._on_step(step)
         self._pump()
 
-    def submit(self, step: Any) -> StepInputs:
+    def prepare(self, step: Any) -> StepInputs:
         """The runner's executor is the runner itself: a step waits for `_pump`."""
-        inputs = self._batch.prepare(step)
-        self._resident.check(step, inputs)
-        return inputs
+        return self._resident.apply(step)
 
     def _pump(self) -> None:
-        if self._busy or self._submitted.empty():
+        if self._busy or self._prepared.empty():
             return
         self._busy = True
-        submitted = self._submitted.get()
-        assert submitted is not None
-        inputs: Any = submitted[1]
+        prepared = self._prepared.get()
+        assert prepared is not None
+        inputs: Any = prepared[1]
         if self._config.asks:
             self.context.call_soon(self._begun, inputs.step)
         scenario = self._world.scenario
@@ -109,7 +105,7 @@ class SimulatedRunner(RunnerActor):
         """All prefill rows, then all decode rows; in this order they sample."""
         oracle = self._world.oracle
         owners = oracle.owners(inputs.step)
-        self._samplers = set(oracle.owners_of_slots(inputs.step, inputs.sampled.slots.tolist()))
+        self._samplers = set(oracle.owners_of_slots(inputs.step, inputs.sampling_slots))
         assert len(inputs.prefills) + len(inputs.decode_slots) == len(owners)
         for row, uid in zip(inputs.prefills, owners, strict=False):
             at = slice(row.first, row.first + row.tokens)
@@ -153,18 +149,17 @@ class SimulatedRunner(RunnerActor):
         self._ends[uid] = context
 
     def _sample(self, inputs: StepInputs) -> Any:
-        sampled = inputs.sampled
-        owners = self._world.oracle.owners_of_slots(inputs.step, sampled.slots.tolist())
+        owners = self._world.oracle.owners_of_slots(inputs.step, inputs.sampling_slots)
         ids = [self._token(uid) for uid in owners]
-        assert sampled.positions.tolist() == [self._ends[uid] for uid in owners]
-        assert sampled.token_index.tolist() == [self._last[uid] for uid in owners]
-        assert sampled.seeds.tolist() == [self._world.oracle.positions[uid] for uid in owners]
+        assert inputs.sampling_positions == [self._ends[uid] for uid in owners]
+        assert inputs.token_index == [self._last[uid] for uid in owners]
+        assert inputs.seeds == [self._world.oracle.positions[uid] for uid in owners]
         masked: dict[int, list[int]] = {}
-        for row, token in zip(sampled.masked_rows, sampled.masked_ids, strict=True):
-            masked.setdefault(int(row), []).append(int(token))
+        for row, token in inputs.masked:
+            masked.setdefault(row, []).append(token)
         for row, uid in enumerate(owners):
             assert masked.get(row, []) == self._world.oracle.masked(uid, self._ends[uid])
-        self._next_token[sampled.slots] = ids
+        self._next_token[inputs.sampling_slots] = ids
         return np.array(ids, np.int32)
 
     def _token(self, uid: int) -> int:

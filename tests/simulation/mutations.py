@@ -295,8 +295,8 @@ MUTATIONS = [
     Mutation(
         "a row samples after its first token",
         BATCH,
-        "        ends = (firsts + counts - 1)[step.samples]",
-        "        ends = firsts[step.samples]",
+        "(firsts + counts - 1)[step.samples].astype(np.int32)",
+        "firsts[step.samples].astype(np.int32)",
     ),
     Mutation(
         "a steady decode set stays one step too long",
@@ -373,8 +373,8 @@ MUTATIONS = [
     Mutation(
         "a decode row's length is counted one step late",
         BATCH,
-        "        self._lengths[decode] += 1\n        token_ids",
-        "        self._lengths[decode[1:]] += 1\n        token_ids",
+        "        self.lengths[decode] += 1\n",
+        "        self.lengths[decode[1:]] += 1\n",
     ),
 ]
 

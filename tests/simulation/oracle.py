@@ -26,6 +26,7 @@ from nanoactor.messages import (
 from nanoactor.scheduling.sequence import Phase, Sequence
 from tests.simulation.device import SPOILT
 from tests.simulation.reference import Answer, answer, cut_by_text, true_blocks
+from tests.simulation.scenario import sampling_of
 from tests.simulation.stories import Stories
 
 if TYPE_CHECKING:
@@ -219,9 +220,10 @@ class Oracle:
             position = self.positions[by_slot[slot]]
             ask = self._scenario.asks[position]
             ends = masked + int(new.masked_counts[row])
-            told = (int(new.seed[row]), int(new.unmasked_from[row]), *new.masked_ids[masked:ends])
+            assert new.sampling[row].tobytes() == sampling_of(position)
+            told = (int(new.unmasked_from[row]), *new.masked_ids[masked:ends])
             ids = (*ask.eos_ids, *ask.stop_ids) if ask.min_tokens else ()
-            assert told == (position, len(ask.prompt) + ask.min_tokens, *ids)
+            assert told == (len(ask.prompt) + ask.min_tokens, *ids)
             self._introduced[slot], masked = by_slot[slot], ends
         assert masked == len(new.masked_ids)
         for slot, uid in by_slot.items():

@@ -1,38 +1,110 @@
-"""A device that keeps the batch itself, told nothing but deltas: it must come to the same inputs as
-the batch that the host lays out anew for every step."""
+"""What a device holds, told nothing but deltas, and what its kernels would read from it."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 
-from nanoactor.runner.batch import StepInputs
-from nanoactor.runner.resident import HostBatch, Prefill, Update
+from nanoactor.models.columns import columns_of
+from nanoactor.models.limits import CANDIDATES
+from nanoactor.runner.batch import BatchTraits, HostBatch, Prefill, Update
 
 _TOKENS_PER_PROGRAM = 3
 
 
-class ResidentTwin:
-    """The array that an accelerator holds, and what its kernels read from it."""
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A prompt's chunk: where its tokens lie, its context, and all blocks of its table."""
+
+    first: int
+    tokens: int
+    context: int
+    blocks: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class StepInputs:
+    """All that a step runs on. The decode rows' token ids are the device's own."""
+
+    step: int
+    token_ids: Any
+    positions: Any
+    slot_mapping: Any
+    prefills: list[Row]
+    decode_slots: Any
+    decode_tables: Any
+    decode_contexts: Any
+    sampling_slots: list[int]
+    token_index: list[int]
+    """After which token of the step each of these samples, ..."""
+    sampling_positions: list[int]
+    """... the position that the sampled token will have, ..."""
+    seeds: list[int]
+    masked: list[tuple[int, int]]
+    """... and (row, id) of each logit that must not be chosen."""
+
+
+class ResidentState:
+    """The array that a device holds. Two hosts lay the steps out: for a device whose fused sampler
+    does what it can, and for one without; they must tell the device the same."""
 
     def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
-        self._host = HostBatch(max_num_seqs, max_blocks, _TOKENS_PER_PROGRAM)
-        self._layout = self._host.layout
+        fused = BatchTraits(_TOKENS_PER_PROGRAM, takes_lengths=True, fused_sampling="all")
+        plain = BatchTraits(fused_sampling="none", fallback_at_once=2)
+        self._fused = HostBatch(max_num_seqs, max_blocks, fused)
+        self._plain = HostBatch(max_num_seqs, max_blocks, plain)
+        self._layout = self._fused.layout
         self._block_size = block_size
         self._state = np.zeros(self._layout.size, np.int32)
         self._state[self._layout.rows :] = self._layout.dummy
 
-    def check(self, step: Any, inputs: StepInputs) -> None:
-        """Apply a step's deltas and compare all that it runs on."""
-        update = self._host.update(step)
+    def apply(self, step: Any) -> StepInputs:
+        """Apply a step's deltas; what it runs on then."""
+        update, plain = self._fused.update(step), self._plain.update(step)
         assert len(np.unique(update.indices)) == len(update.indices), "one place written twice"
+        assert update.indices.tolist() == plain.indices.tolist()
+        assert update.values.tolist() == plain.values.tolist()
         assert update.words >= self._words(update)
+        assert plain.words >= self._words(plain)
         self._state[update.indices] = update.values
-        rows = self._check_rows(update, inputs)
-        if update.prefill is not None:
-            self._check_prefill(update.prefill, inputs)
-        self._check_sampling(update, inputs, rows)
+        return self._inputs(update, plain)
+
+    def _inputs(self, update: Update, plain: Update) -> StepInputs:
+        decodes, positions, contexts = self._advance(update)
+        prefill = update.prefill
+        token_ids, places = np.empty(0, np.int32), np.empty(0, np.int64)
+        rows, ends, slots = [], [], []
+        own_positions = token_ids
+        if prefill is not None:
+            token_ids, own_positions = prefill.token_ids, prefill.positions
+            places = self._places(prefill.slots, prefill.positions)
+            rows, ends, slots = (
+                self._rows(prefill),
+                prefill.ends.tolist(),
+                prefill.sampling.tolist(),
+            )
+        first = len(token_ids)
+        slots = [*slots, *decodes.tolist()]
+        lengths = self._column(self._layout.lengths)[slots]
+        self._check_lengths(update, rows, contexts)
+        masked = self._check_fallback(update, plain, slots)
+        return StepInputs(
+            update.step,
+            token_ids=np.concatenate((token_ids, np.zeros(len(decodes), np.int32))),
+            positions=np.concatenate((own_positions, positions)),
+            slot_mapping=np.concatenate((places, self._places(decodes, positions))),
+            prefills=rows,
+            decode_slots=decodes,
+            decode_tables=self._tables[decodes],
+            decode_contexts=contexts,
+            sampling_slots=slots,
+            token_index=[*ends, *range(first, first + len(decodes))],
+            sampling_positions=lengths.tolist(),
+            seeds=self._seeds(slots),
+            masked=masked,
+        )
 
     def _words(self, update: Update) -> int:
         words = 3 * len(update.indices)
@@ -41,72 +113,86 @@ class ResidentTwin:
             arrays = (prefill.token_ids, prefill.positions, prefill.slots, prefill.rows)
             words += sum(array.size for array in arrays) + prefill.tiles.size
             words += 2 * len(prefill.ends)
-        for part in update.special:
+        for part in update.fallback:
             words += sum(getattr(part, name).nbytes // 4 for name in part.__dataclass_fields__)
-        return words + 3 * (2 + 7 + 15 * len(update.special))  # each is aligned to 4 words
+        return words + 3 * (2 + 7 + 9 * len(update.fallback))  # each is aligned to 4 words
 
     def _column(self, start: int) -> Any:
         return self._state[start : start + self._layout.slots]
 
-    def _places(self, slots: Any, positions: Any) -> Any:
-        tables = self._state[: self._layout.lengths].reshape(self._layout.slots, -1)
-        size = self._block_size
-        return tables[slots, positions // size].astype(np.int64) * size + positions % size
+    @property
+    def _tables(self) -> Any:
+        return self._state[: self._layout.lengths].reshape(self._layout.slots, -1)
 
-    def _check_rows(self, update: Update, inputs: StepInputs) -> Any:
-        """As `advance` lays them out."""
+    @property
+    def _columns(self) -> Any:
+        words = self._state[self._layout.sampling : self._layout.rows]
+        return columns_of(words.reshape(-1, self._layout.slots), np.float32)
+
+    def _seeds(self, slots: list[int]) -> list[int]:
+        low, high = self._columns.seed[:, slots].view(np.uint32).tolist()
+        return [a | b << 32 for a, b in zip(low, high, strict=True)]
+
+    def _places(self, slots: Any, positions: Any) -> Any:
+        size = self._block_size
+        return self._tables[slots, positions // size].astype(np.int64) * size + positions % size
+
+    def _advance(self, update: Update) -> Any:
+        """As `Device.advance`: (slots, positions, contexts) of the decode rows."""
         listed = self._column(self._layout.rows)
-        rows = listed[: update.decodes]
-        assert rows.tolist() == inputs.decode_slots.tolist()
+        rows = listed[: update.decodes].copy()
         assert (listed[update.decodes :] == self._layout.dummy).all()
         lengths = self._column(self._layout.lengths)
         positions = lengths[rows]
-        first = len(inputs.token_ids) - len(rows)
-        assert positions.tolist() == inputs.positions[first:].tolist()
-        assert (self._places(rows, positions) == inputs.slot_mapping[first:]).all()
         lengths[rows] += 1
-        assert lengths[rows].tolist() == inputs.decode_contexts.tolist()
+        return rows, positions, lengths[rows]
+
+    def _rows(self, prefill: Prefill) -> list[Row]:
+        rows, tiles = [], []
+        for number, (slot, first, tokens, context) in enumerate(prefill.rows.T.tolist()):
+            rows.append(Row(first, tokens, context, self._tables[slot]))
+            assert (prefill.slots[first : first + tokens] == slot).all()
+            groups = -(-tokens // _TOKENS_PER_PROGRAM)
+            tiles += [[number, group] for group in range(groups)]
+        assert prefill.tiles.T.tolist() == tiles
         return rows
 
-    def _check_prefill(self, prefill: Prefill, inputs: StepInputs) -> None:
-        tokens = len(prefill.token_ids)
-        assert prefill.token_ids.tolist() == inputs.token_ids[:tokens].tolist()
-        assert prefill.positions.tolist() == inputs.positions[:tokens].tolist()
-        places = self._places(prefill.slots, prefill.positions)
-        assert (places == inputs.slot_mapping[:tokens]).all()
-        tiles = []
-        tables = self._state[: self._layout.lengths].reshape(self._layout.slots, -1)
-        for number, row in enumerate(inputs.prefills):
-            slot, *rest = prefill.rows[:, number].tolist()
-            assert rest == [row.first, row.tokens, row.context]
-            assert tables[slot, : len(row.blocks)].tolist() == row.blocks.tolist()
-            groups = -(-row.tokens // _TOKENS_PER_PROGRAM)
-            tiles += [(number, group) for group in range(groups)]
-        assert prefill.tiles.T.tolist() == [list(tile) for tile in tiles]
+    def _check_lengths(self, update: Update, rows: list[Row], contexts: Any) -> None:
+        known = update.lengths
+        assert known.prefill_tokens == [row.tokens for row in rows]
+        assert known.prefill_contexts == [row.context for row in rows]
+        assert known.decode_contexts == contexts.tolist()
 
-    def _check_sampling(self, update: Update, inputs: StepInputs, rows: Any) -> None:
-        prefill, sampled = update.prefill, inputs.sampled
-        slots = [*(prefill.sampling.tolist() if prefill else []), *rows.tolist()]
-        assert slots == sampled.slots.tolist()
-        if prefill:
-            ends = len(prefill.ends)
-            assert prefill.ends.tolist() == sampled.token_index[:ends].tolist()
-        layout = self._layout
-        assert self._column(layout.lengths)[slots].tolist() == sampled.positions.tolist()
-        temperature = self._column(layout.temperature).view(np.float32)[slots]
-        greedy = np.zeros(len(slots), np.bool_)
-        greedy[sampled.greedy] = True
-        assert ((temperature == 0) == greedy).all()
-        assert (temperature[~greedy] == sampled.temperature[~greedy]).all()
-        seeds = np.stack(
-            (self._column(layout.seeds), self._column(layout.seeds + layout.slots)), axis=-1
-        )
-        assert (np.ascontiguousarray(seeds[slots]).view(np.int64)[:, 0] == sampled.seeds).all()
-        for name in ("top_k", "top_p", "min_p"):
-            held = self._column(getattr(layout, name))[slots]
-            given = getattr(sampled, name)
-            held = held if given.dtype.kind == "i" else held.view(np.float32)
-            assert (held == given).all()
-        special = {*sampled.unlimited, *sampled.nucleus, *sampled.masked_rows}
-        found = [row for part in update.special for row in part.token_index.tolist()]
-        assert found == sorted(special)
+    def _check_fallback(
+        self, update: Update, plain: Update, slots: list[int]
+    ) -> list[tuple[int, int]]:
+        """Without a fused sampler all rows are listed, each in one group; else those that it does
+        not do. Returns (row, id) of each logit that must not be chosen."""
+        masked = self._masked(plain)
+        assert [s for part in plain.fallback for s in part.slots.tolist()] == slots
+        assert [i for part in plain.fallback for i in part.index] == [*range(len(slots))]
+        assert set(self._masked(update)) == set(masked)
+        columns = self._columns
+        fallback = {row for row, _ in masked}
+        greedy = set()
+        for row, slot in enumerate(slots):
+            if columns.temperature[slot] == 0:
+                greedy.add(row)
+            elif not 0 < columns.top_k[slot] <= CANDIDATES and (
+                columns.top_k[slot] or columns.top_p[slot] < 1 or columns.min_p[slot] > 0
+            ):
+                fallback.add(row)
+        assert [i for part in update.fallback for i in part.index] == sorted(fallback)
+        found = [part.index[part.greedy].tolist() for part in plain.fallback]
+        assert {row for rows in found for row in rows} == greedy
+        for part in (*update.fallback, *plain.fallback):
+            groups = (part.greedy, part.plain, part.limited, part.unlimited, part.nucleus)
+            assert sorted(np.concatenate(groups)) == [*range(len(part.slots))]
+        return masked
+
+    def _masked(self, update: Update) -> list[tuple[int, int]]:
+        return [
+            (int(part.index[row]), int(token))
+            for part in update.fallback
+            for row, token in zip(part.masked_rows, part.masked_ids, strict=True)
+        ]

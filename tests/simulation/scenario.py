@@ -5,8 +5,26 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from nanoactor.models.columns import pack
+
 VOCABULARY = 50
 EOS = 7
+
+
+# All ways to sample; what is sampled is the oracle's, whatever they are.
+_WAYS: tuple[dict[str, float], ...] = (
+    dict(temperature=0.0),
+    dict(),
+    dict(top_k=20, min_p=0.1),
+    dict(temperature=0.5, top_k=400),
+    dict(top_p=0.9),
+    dict(temperature=0.0, top_p=0.5),
+)
+
+
+def sampling_of(position: int) -> bytes:
+    """The columns of the request that is asked at this position; its seed tells whose they are."""
+    return pack({**_WAYS[position % len(_WAYS)], "seed": position})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from nanoactor.actors.tokenizer import TokenizerActor
 from nanoactor.config import EngineConfig, ModelFiles, SamplingDefaults
 from nanoactor.errors import EngineOverloaded
 from nanoactor.layout import engine_topology
-from nanoactor.messages import Sampling, Stopping, Submit, TextOptions
+from nanoactor.messages import Stopping, Submit, TextOptions
 from nanoactor.outputs import RequestOutputKind
 from nanoactor.runtime.actor import Actor, Context
 from nanoactor.runtime.codec import copied, decode, encode
@@ -33,7 +33,7 @@ from nanoactor.text.detokenizer import Detokenizer
 from tests.simulation.device import SimulatedRunner
 from tests.simulation.oracle import Oracle
 from tests.simulation.reference import SALT, LetterDecoders
-from tests.simulation.scenario import VOCABULARY, Ask, Scenario
+from tests.simulation.scenario import VOCABULARY, Ask, Scenario, sampling_of
 
 M = TypeVar("M")
 
@@ -225,7 +225,7 @@ class World:
         frontend: Any = self.actors["frontend"]
         stopping = Stopping(ask.max_tokens, ask.min_tokens, ask.eos_ids, ask.stop_ids)
         options = TextOptions(ask.stop, ask.include_stop, True, ask.min_tokens)
-        sampling = Sampling(0.0, 0, 1.0, 0.0, position)
+        sampling = sampling_of(position)
 
         def make(uid: int) -> Entry:
             self.uid_of[position] = uid

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.messages import Sampling, Stopping, Submit, TextOptions
+from nanoactor.messages import Stopping, Submit, TextOptions
+from nanoactor.models.columns import pack
 from nanoactor.models.errors import ModelError
 from nanoactor.runtime import codec
 from nanoactor.text.template import ChatTemplate
@@ -329,7 +330,7 @@ def test_a_conversation_that_travelled_between_processes_is_rendered_the_same(tm
         {"role": "user", "parts": ["a", "b"], "calls": [{"arguments": {"days": [1, 2]}}]},
         {"role": "user", "parts": [], "calls": [{"arguments": {}}]},
     ]
-    sampling, stopping = Sampling(1.0, 0, 1.0, 0.0, 0), Stopping(1, 0, (), ())
+    sampling, stopping = pack({}), Stopping(1, 0, (), ())
     options = TextOptions((), False, True, 0)
     none = np.empty(0, np.int32)
     chat, given = json.dumps(messages), json.dumps({"tools": TOOLS})

@@ -47,7 +47,7 @@ def streams_and_events(rig: Rig) -> str:
     """Work on a stream of its own, an event behind it."""
     x = rig.to(torch.ones(256, 256))
     with rig.device.stream():
-        event = rig.device.event()
+        event = rig.device.runtime.event()
         y = x @ x
         event.record()
         event.wait()
@@ -83,7 +83,7 @@ def pinned_memory(rig: Rig) -> str:
     with rig.device.stream():
         there = source.to(rig.where, non_blocking=True)
         target.copy_(there + 1, non_blocking=True)
-        event = rig.device.event()
+        event = rig.device.timed_event()
         event.record()
         event.wait()
     same("pinned memory", target, torch.arange(1, (1 << 16) + 1, dtype=torch.int32))

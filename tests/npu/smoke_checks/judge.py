@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from nanoactor.models.batch import AttentionBatch, KVCache, PrefillRow
+from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.config import read_config
 from nanoactor.models.device import Device
 from nanoactor.models.devices.cpu import CPUDevice
+from nanoactor.models.lengths import HostLengths
 from nanoactor.models.registry import build_model
 from nanoactor.models.weights import Weights
 from tests.npu.smoke_checks.frame import BLOCK, Failed, Rig
@@ -61,10 +62,21 @@ class Model:
                 KVCache(*(torch.zeros(sizes, dtype=self._dtype, device=where) for _ in range(2)))
                 for _ in range(config.num_layers)
             ]
-            places, none = torch.arange(count, device=where), torch.zeros(0, dtype=torch.int64)
-            row = PrefillRow(0, count, count, torch.arange(blocks, device=where))
-            empty = none.to(where)
-            batch = AttentionBatch(places, (row,), count, empty.view(0, 0), empty)
+            places = torch.arange(count, device=where)
+            rows = torch.tensor([[0], [0], [count], [count]], dtype=torch.int32, device=where)
+            none = rows[0, :0]
+            batch = AttentionBatch(
+                places,
+                torch.arange(blocks, dtype=torch.int32, device=where)[None],
+                BLOCK,
+                prefill_tokens=count,
+                prefill_rows=rows,
+                prefill_tiles=rows[:2],
+                decode_slots=none,
+                decode_contexts=none,
+                lengths=HostLengths([count], [count], []),
+            )
+            batch = self._device.plan(None, batch)
             ids = torch.tensor(tokens, device=where)
             hidden = self._network.forward(ids, places, caches, batch)
             return self._network.logits(hidden).float().cpu()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import TypeVar
 
 import torch
 
-from nanoactor.models.batch import RowBuffers, SamplingBatch, SlotTables
+from nanoactor.models.batch import RowBuffers, SamplingBatch, SamplingGroups, SlotTables
+from nanoactor.models.columns import WORDS, columns_of, pack
 from nanoactor.models.philox import gumbel_noise, gumbel_noise_at, philox
 from nanoactor.models.sampling import from_keys, sample, sort_keys
 from tests.npu.reference.registry import KERNELS
@@ -14,6 +17,7 @@ from tests.npu.smoke_checks.frame import Check, Failed, Rig, Skipped, noise, sam
 
 VOCABULARY = 151936
 _TOP = 0xFFFFFFFF
+T = TypeVar("T")
 
 
 def words(seed: int, count: int) -> torch.Tensor:
@@ -158,22 +162,29 @@ def sampling_batch(rows: int) -> SamplingBatch:
     """Rows of every kind, on the host."""
     numbers = torch.arange(rows)
     kinds = [numbers[numbers % 5 == kind] for kind in range(5)]
-    top_k = torch.where(numbers % 5 == 2, 20, 0) + torch.where(numbers % 5 == 3, 5000, 0)
-    return SamplingBatch(
-        temperature=torch.where(numbers % 5 == 0, 0.0, 0.8),
-        top_k=top_k,
-        top_p=torch.where(numbers % 5 >= 2, 0.9, 1.0),
-        min_p=torch.where(numbers % 10 == 4, 0.02, 0.0),
-        seeds=numbers * 1234567891011,
-        positions=numbers + 17,
-        greedy=kinds[0],
-        plain=kinds[1],
-        limited=kinds[2],
-        unlimited=kinds[3],
-        nucleus=kinds[4],
-        masked_rows=numbers[:2],
-        masked_ids=torch.tensor([3, 4]),
-    )
+    words = [
+        pack(
+            dict(
+                temperature=0.0 if row % 5 == 0 else 0.8,
+                top_k={2: 20, 3: 5000}.get(row % 5, 0),
+                top_p=0.9 if row % 5 >= 2 else 1.0,
+                min_p=0.02 if row % 10 == 4 else 0.0,
+                seed=row * 1234567891011,
+            )
+        )
+        for row in range(rows)
+    ]
+    table = torch.frombuffer(bytearray(b"".join(words)), dtype=torch.int32).view(rows, WORDS).T
+    columns = columns_of(table.contiguous(), torch.float32)
+    groups = SamplingGroups(*kinds, masked_rows=numbers[:2], masked_ids=torch.tensor([3, 4]))
+    return SamplingBatch(columns, numbers + 17, groups)
+
+
+def moved(rig: Rig, value: T) -> T:
+    """A dataclass of tensors, or of such dataclasses, on the device."""
+    fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    there = [rig.to(f) if isinstance(f, torch.Tensor) else moved(rig, f) for f in fields]
+    return type(value)(*there)
 
 
 def sampling(rig: Rig) -> str:
@@ -181,8 +192,7 @@ def sampling(rig: Rig) -> str:
     rows = 40 if rig.quick else 200
     logits = noise(rows, 4096, dtype=torch.float32, scale=3.0)
     batch = sampling_batch(rows)
-    fields = {name: rig.to(getattr(batch, name)) for name in SamplingBatch.__slots__}
-    found = rig.device.sample(rig.to(logits), SamplingBatch(**fields)).cpu()
+    found = rig.device.sample(rig.to(logits), moved(rig, batch)).cpu()
     expected = sample(logits.clone(), batch)
     wrong = (found != expected).nonzero().flatten().tolist()
     if len(wrong) > rows // 50:

@@ -19,10 +19,10 @@ from torchair._ge_concrete_graph.ge_ir_pb2 import ModelDef
 from nanoactor.models.devices import npu_graphs
 from nanoactor.models.options import DeviceOptions
 from nanoactor.runner.config import ExecutorConfig
-from nanoactor.runner.execution import open_executor
+from nanoactor.runner.open import open_executor
 from nanoactor.runner.warmup import prefill_step
 from tests.engine.harness import collect, engine, greedy, ids, ragged_prompts
-from tests.engine.test_accelerator import decode_step
+from tests.engine.test_accelerator import decode_step, submit
 from tests.models.checkpoints import make_checkpoint
 from tests.npu.recorder import Recorder
 from tests.npu.wheel.support import emulate, without_cann
@@ -74,13 +74,13 @@ def test_nothing_is_compiled_while_sequences_grow(model, monkeypatch, tmp_path, 
     with without_cann(run_eagerly=True):
         runs = executor(model, mode, layout, tmp_path)
         prompts = prefill_step(60, 2, 128)
-        runs.submit(prompts).wait()
+        submit(runs, prompts).wait()
         joined = decode_step(2, prompts)
-        runs.submit(joined).wait()
+        submit(runs, joined).wait()
         compiled = counters["stats"]["unique_graphs"]
         assert compiled >= 2, "one for each size"
         for number in range(100):
-            runs.submit(following(number, joined)).wait()
+            submit(runs, following(number, joined)).wait()
         assert runs._batch._lengths.tolist() == [131, 131]
         assert counters["stats"]["unique_graphs"] == compiled
 
@@ -174,14 +174,14 @@ def test_beside_the_compiled_pass_so_many_operators_are_launched(
     with without_cann():
         made = executor(model, "max-autotune", layout, tmp_path)
         prompts = greedily(prefill_step(60, 2, 128))
-        made.submit(prompts).wait()
+        submit(made, prompts).wait()
         joined = greedily(decode_step(2, prompts))
-        made.submit(joined).wait()
+        submit(made, joined).wait()
         # The pass itself is left out: nothing is compiled beneath a mode that looks on.
         hidden = torch.zeros(2, 32)
         monkeypatch.setattr(npu_graphs.DecodePass, "forward", lambda self, *arguments: hidden)
         with Recorder() as recorder:
-            made.submit(following(0, joined)).wait()
+            submit(made, following(0, joined)).wait()
     assert runs[-1] == 2
     names = Counter(call.function._schema.name for call in recorder.calls)
     copies = 1  # the ids, to the host

@@ -13,10 +13,10 @@ from nanoactor.models.devices.npu import NPUDevice
 from nanoactor.models.devices.npu_runtime import AscendRuntime
 from nanoactor.models.options import DeviceOptions
 from nanoactor.runner.config import ExecutorConfig
-from nanoactor.runner.execution import open_executor
+from nanoactor.runner.open import open_executor
 from nanoactor.runner.warmup import prefill_step
 from tests.engine.harness import Reference, collect, engine, ids, ragged_prompts
-from tests.engine.test_accelerator import decode_step
+from tests.engine.test_accelerator import decode_step, submit
 from tests.models.checkpoints import make_checkpoint
 from tests.npu.emulation import emulate_everywhere
 from tests.npu.test_engine import kinds
@@ -120,9 +120,9 @@ def steady(directory, mode, layout, sampling=greedily):
     """Two sequences that decode; returns the executor, and the step in which they joined."""
     runs = executor(directory, mode, layout)
     prompts = sampling(prefill_step(60, 2, 128))
-    runs.submit(prompts).wait()
+    submit(runs, prompts).wait()
     joined = sampling(decode_step(2, prompts))
-    runs.submit(joined).wait()
+    submit(runs, joined).wait()
     return runs, joined
 
 
@@ -139,7 +139,7 @@ def test_a_captured_step_is_updates_of_lengths_and_one_launch(
         monkeypatch.setenv("CANN_STUB_TRACE", str(trace))
         mode.launched.clear()
         mode.copies.clear()
-        pending = runs.submit(step)
+        pending = submit(runs, step)
         monkeypatch.delenv("CANN_STUB_TRACE")
         pending.wait()
         calls = [c for c in trace.read_text().split() if c.startswith(("aclmdlRI", "aclrtMemcpy"))]
@@ -160,7 +160,7 @@ def test_steps_in_flight_have_graphs_of_their_own(model, opened):
     log = opened[-1].runtime.log
     del log[:]
     for number in range(6):
-        runs.submit(following(number, joined)).wait()
+        submit(runs, following(number, joined)).wait()
     graphs = [graph for _, graph in log[::2]]
     assert [kind for kind, _ in log] == ["update", "replay"] * 6
     assert log[::2] == [("update", graph) for graph in graphs]
@@ -179,7 +179,7 @@ def test_an_eager_step_launches_so_many_operators(model, opened, layout):
     mode = opened[-1].runtime.mode
     mode.launched.clear()
     mode.copies.clear()
-    runs.submit(following(0, joined)).wait()
+    submit(runs, following(0, joined)).wait()
     each, once = EAGER_LAUNCHES
     assert len(mode.launched) == LAYERS * each + once, Counter(mode.launched)
     assert mode.copies == [("aten::copy_", "copies")], "the chosen ids, to the host"
@@ -193,7 +193,7 @@ def test_sampled_rows_launch_so_many_operators_more(model, opened):
     runs, joined = steady(model[0], "eager", "tnd", lambda step: step)
     mode = opened[-1].runtime.mode
     mode.launched.clear()
-    runs.submit(following(0, joined)).wait()
+    submit(runs, following(0, joined)).wait()
     each, once = EAGER_LAUNCHES
     assert len(mode.launched) == LAYERS * each + once + SAMPLED_LAUNCHES, Counter(mode.launched)
 

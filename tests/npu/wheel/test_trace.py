@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from nanoactor.models.batch import KVCache, ResidentBatch, RowBuffers, SamplingBatch, SlotTables
+from nanoactor.models.batch import (
+    AttentionBatch,
+    KVCache,
+    RowBuffers,
+    SamplingBatch,
+    SamplingGroups,
+    SlotTables,
+)
+from nanoactor.models.columns import WORDS, columns_of
 from nanoactor.models.config import parse_config
 from nanoactor.models.devices import npu_sampling
 from nanoactor.models.devices.npu import NPUDevice
@@ -53,17 +61,11 @@ class Traced:
         return torch.empty(shape, dtype=dtype, device=self.device.torch_device)
 
     def tables(self, slots):
-        columns = [self.whole(slots) for _ in range(3)]
-        floats = [self.whole(slots, dtype=torch.float32) for _ in range(3)]
         return SlotTables(
             self.whole(slots, WIDEST),
-            columns[0],
-            columns[1],
-            floats[0],
-            columns[2],
-            floats[1],
-            floats[2],
-            self.whole(2, slots),
+            self.whole(slots),
+            self.whole(slots),
+            self.whole(WORDS, slots),
             SIZE,
         )
 
@@ -85,16 +87,16 @@ class Traced:
             of_tokens = self.whole(first)
             self.device.locate(tables, of_tokens, of_tokens, buffers.slot_mapping[:first])
         lengths = HostLengths([n for n, _ in prompts], [c for _, c in prompts], decodes)
-        batch = ResidentBatch(
+        batch = AttentionBatch(
             buffers.slot_mapping,
             tables.blocks,
-            first,
-            self.whole(4, len(prompts)),
-            self.whole(2, len(prompts)),
-            slots,
-            buffers.contexts,
-            lengths,
-            None,
+            SIZE,
+            prefill_tokens=first,
+            prefill_rows=self.whole(4, len(prompts)),
+            prefill_tiles=self.whole(2, len(prompts)),
+            decode_slots=slots,
+            decode_contexts=buffers.contexts,
+            lengths=lengths,
         )
         batch = self.device.plan(None, batch)
         forward = self.network.forward
@@ -177,10 +179,9 @@ def sampled(limited, nucleus):
     def whole(*shape, dtype=torch.int64):
         return torch.empty(shape, dtype=dtype, device="npu:0")
 
-    floats = [whole(6, dtype=torch.float32) for _ in range(3)]
-    index = [whole(n) for n in (1, 1, limited, 0, nucleus)]
-    columns = floats[0], whole(6), floats[1], floats[2], whole(6), whole(6)
-    batch = SamplingBatch(*columns, *index, whole(1), whole(1))
+    index = [whole(n) for n in (1, 1, limited, 0, nucleus, 1, 1)]
+    columns = columns_of(whole(WORDS, 6, dtype=torch.int32), torch.float32)
+    batch = SamplingBatch(columns, whole(6), SamplingGroups(*index))
     return npu_sampling.sample(whole(6, 1000, dtype=HALF), batch)
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoactor.runner.captures import PREFILL_ROWS, MixedSizes, decode_sizes, smallest
+from nanoactor.runner.graphs import PREFILL_ROWS, MixedSizes, decode_sizes, smallest
 
 
 @given(st.integers(1, 2000), st.data())

@@ -1,18 +1,64 @@
-"""Steps that a device has recorded, by size: what fits is replayed, padded."""
+"""Steps that a device records: their sizes, and what it has recorded. A step is padded to the next
+size and replayed."""
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import logging
 
 import torch
 
 from nanoactor.models.collective import Group
-from nanoactor.models.device import Accelerator, Captured, CapturedFunction
-from nanoactor.models.lengths import HostLengths
-from nanoactor.runner.captures import smallest
+from nanoactor.models.device import Captured, CapturedFunction, Device
+from nanoactor.models.lengths import NO_LENGTHS, HostLengths
 
 log = logging.getLogger("nanoactor.runner")
+
+
+PREFILL_ROWS = 16
+"""Prompt chunks that a captured mixed step has at most."""
+_PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+# Between these a mixed step pads its decode rows: to compute a few more rows costs less than many
+# captures.
+_FEW_ROWS = 32
+
+
+def decode_sizes(most: int) -> list[int]:
+    """The numbers of rows for which a decode step is captured, ascending."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, most, 64)]
+    return [*(size for size in sizes if size < most), most]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MixedSizes:
+    """The sizes of mixed steps; larger ones keep the device busy while the host launches them."""
+
+    tokens: tuple[int, ...]
+    """Of prompts."""
+    rows: tuple[int, ...]
+    """That decode."""
+
+    @classmethod
+    def of(cls, max_num_batched_tokens: int, max_num_seqs: int) -> MixedSizes:
+        """Those that an engine of these limits can meet."""
+        tokens = [size for size in _PREFILL_TOKENS if size < max_num_batched_tokens]
+        if max_num_batched_tokens <= _PREFILL_TOKENS[-1]:
+            tokens.append(max_num_batched_tokens)
+        few = (_FEW_ROWS,) if max_num_seqs > 2 * _FEW_ROWS else ()
+        return cls(tuple(tokens), (0, *few, max_num_seqs))
+
+    def fit(self, tokens: int, prompts: int, rows: int) -> tuple[int, int] | None:
+        """The least (tokens, rows) that hold a step; None where there are none."""
+        at = bisect.bisect_left(self.tokens, tokens)
+        if at == len(self.tokens) or prompts > PREFILL_ROWS:
+            return None
+        return self.tokens[at], self.rows[bisect.bisect_left(self.rows, rows)]
+
+
+def smallest(sizes: list[int], wanted: int) -> int:
+    """The least of ascending sizes that is no less than what is wanted."""
+    return sizes[bisect.bisect_left(sizes, wanted)]
 
 
 class CapturedSteps:
@@ -22,7 +68,7 @@ class CapturedSteps:
     by operator where there is none.
     """
 
-    def __init__(self, device: Accelerator, group: Group, turns: int) -> None:
+    def __init__(self, device: Device, group: Group, turns: int) -> None:
         """So many steps may be under way at once. What one rank cannot capture none replays: they
         must be of the same size everywhere."""
         self._device, self._group, self._turns = device, group, turns
@@ -41,7 +87,7 @@ class CapturedSteps:
     def add_mixed(self, size: tuple[int, int], function: CapturedFunction) -> None:
         """Record a mixed step."""
         name = f"steps of {size[0]} prompt tokens and {size[1]} decode rows"
-        captured = self._record(name, function, HostLengths([], [], []))
+        captured = self._record(name, function, NO_LENGTHS)
         if captured is not None:
             self._mixed[size] = captured
 
@@ -82,4 +128,4 @@ class CapturedSteps:
 
     def mixed(self, size: tuple[int, int]) -> torch.Tensor:
         """Queue a mixed step."""
-        return self._mixed[size].replay(HostLengths([], [], []))
+        return self._mixed[size].replay(NO_LENGTHS)

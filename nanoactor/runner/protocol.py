@@ -1,0 +1,51 @@
+"""What a runner actor needs from whatever computes its steps; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from nanoactor.messages import Int32, Step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Computed:
+    """A step's result, and when the device did what, in ns of the host's monotonic clock."""
+
+    token_ids: Int32
+    """Of the rows that sample, in their order; negative where the logits are not finite."""
+    begin: int
+    forwarded: int
+    """The layers are through, ..."""
+    sampled: int
+    """... the tokens are chosen, ..."""
+    end: int
+    """... and they are on the host."""
+
+
+class Launched(Protocol):
+    """A step that was handed to the device."""
+
+    def wait(self) -> Computed:
+        """Block until it is done. Called once, in the order of steps, from one thread."""
+
+
+class Executor(Protocol):
+    """A device with a model on it; made on the thread that will call `launch`."""
+
+    num_blocks: int
+    block_size: int
+    dtype_name: str
+    device_name: str
+    asynchronous: bool
+    """Whether `launch` returns before the step is done: then another thread calls `wait`."""
+    uncaptured: int
+    """How many steps were launched operator by operator because they could not be captured."""
+    warmed_up: tuple[tuple[int, float], ...]
+    """(tokens, seconds) of steps that ran before the first."""
+
+    def prepare(self, step: Step) -> Any:
+        """Lay a step out, in the order of steps, on the node's loop while the device is busy."""
+
+    def launch(self, prepared: Any) -> Launched:
+        """Queue, or compute, what `prepare` returned, in the same order."""
