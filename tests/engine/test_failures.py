@@ -80,6 +80,19 @@ def test_what_a_failing_request_computed_is_computed_again_for_the_next(checkpoi
     asyncio.run(main())
 
 
+def sound(reference, common):
+    """Prompts whose exact answers do not come to the broken token themselves."""
+    import torch
+
+    prompts = tokens = torch.tensor([[*common, 9 + n] for n in range(12)])
+    with torch.inference_mode():
+        for _ in range(6):
+            best = reference.model(tokens).logits[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, best), 1)
+    kept = (tokens[:, prompts.shape[1] :] != BROKEN).all(1)
+    return prompts[kept][:4].tolist()
+
+
 def test_who_hits_it_meanwhile_fails_or_is_exact(checkpoint):
     directory, reference = checkpoint
     options = dict(check_weights=False, block_size=4, max_num_seqs=8, pipeline_depth=3)
@@ -89,7 +102,7 @@ def test_who_hits_it_meanwhile_fails_or_is_exact(checkpoint):
             failed = 0
             for round_ in range(6):
                 common = [100 + round_, *COMMON]
-                prompts = [[*common, BROKEN], *([*common, 9 + n] for n in range(4))]
+                prompts = [[*common, BROKEN], *sound(reference, common)]
                 outputs = await asyncio.gather(
                     *(collect(llm, ids(prompt), greedy(6)) for prompt in prompts),
                     return_exceptions=True,
