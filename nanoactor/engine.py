@@ -29,10 +29,10 @@ from nanoactor.errors import (
     only_ours,
 )
 from nanoactor.layout import engine_topology, max_prompt_bytes
-from nanoactor.meeting import MeetingPoint
 from nanoactor.messages import Int32, Sampling, Stopping, Submit, TextOptions
 from nanoactor.outputs import RequestOutput
 from nanoactor.params import SamplingParams, plain_number
+from nanoactor.rendezvous import Rendezvous
 from nanoactor.request import Request
 from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.wiring import Options
@@ -72,11 +72,11 @@ class AsyncLLM:
         for name in self.files.ignored:
             log.warning("generation_config.json sets %s, which is not applied", name)
         ranks = self.config.tensor_parallel_size
-        self._meeting = MeetingPoint(ranks) if ranks > 1 else None
-        if self._meeting is not None:  # for an engine that is never started
-            weakref.finalize(self, self._meeting.close)
+        self._rendezvous = Rendezvous(ranks) if ranks > 1 else None
+        if self._rendezvous is not None:  # for an engine that is never started
+            weakref.finalize(self, self._rendezvous.close)
         salt = secrets.token_bytes(16)
-        topology = engine_topology(self.config, self.files, salt, self._meeting)
+        topology = engine_topology(self.config, self.files, salt, self._rendezvous)
         self._frontend: FrontendActor | None = None
         self._seeds = random.Random(self.config.seed)
         # Unguessable, so that no caller's own id can be one of ours.
@@ -137,8 +137,8 @@ class AsyncLLM:
             self._closed = True
             raise
         finally:
-            if self._meeting is not None:
-                self._meeting.close()
+            if self._rendezvous is not None:
+                self._rendezvous.close()
         frontend = self._system.actor("frontend")
         assert isinstance(frontend, FrontendActor)
         self._frontend = frontend
@@ -169,8 +169,8 @@ class AsyncLLM:
         if self._frontend is not None and self._system.is_here:
             self._frontend.fail_all(EngineClosed("the engine was closed"))
         await self._system.close()
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
     def _on_death(self, error: BaseException) -> None:
         self._died.set()
@@ -301,9 +301,9 @@ class AsyncLLM:
         frontend.abort(entry.submit.uid)
         await entry.ended.wait()
 
-    async def room(self) -> None:
-        """Wait until a waiting request makes room at the door, after `EngineOverloaded`."""
-        await self._running().room()
+    async def wait_for_capacity(self) -> None:
+        """Wait until the queue may take another request, after `EngineOverloaded`."""
+        await self._running().wait_for_capacity()
 
     async def statistics(self) -> dict[str, dict[str, Any]]:
         """Figures of every actor, its mailbox and its edges."""

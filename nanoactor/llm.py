@@ -155,7 +155,7 @@ class LLM:
         progress = Progress(len(prompts), enabled=use_tqdm)
 
         tasks = [
-            asyncio.ensure_future(self._when_room(prompt, its, progress, template))
+            asyncio.ensure_future(self._when_accepted(prompt, its, progress, template))
             for prompt, its in zip(prompts, params, strict=True)
         ]
         try:
@@ -166,19 +166,19 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
             progress.close()
 
-    async def _when_room(
+    async def _when_accepted(
         self,
         prompt: Any,
         params: SamplingParams,
         progress: Progress,
         template: Mapping[str, Any] | None,
     ) -> RequestOutput:
-        """A batch may be larger than the queue: what finds no room at the door waits outside."""
+        """Finish a request, however long the queue is full: a batch may be larger than it."""
         while True:
             try:
                 return await self._finish(prompt, params, progress, template)
             except EngineOverloaded:
-                await self._llm.room()
+                await self._llm.wait_for_capacity()
 
     async def _finish(
         self,
