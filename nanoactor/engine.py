@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from nanoactor.actors.frontend import Entry, FrontendActor
 from nanoactor.actors.tokenizer import no_tokens
-from nanoactor.config import EngineConfig, read_model_files
+from nanoactor.config import EngineConfig
 from nanoactor.errors import (
     EngineClosed,
     EngineDead,
@@ -28,10 +28,11 @@ from nanoactor.errors import (
     InvalidRequest,
     only_ours,
 )
-from nanoactor.layout import engine_topology, max_prompt_bytes
+from nanoactor.layout import engine_topology
 from nanoactor.messages import Int32, Sampling, Stopping, Submit, TextOptions
+from nanoactor.model_files import max_prompt_bytes, read_model_files
 from nanoactor.outputs import RequestOutput
-from nanoactor.params import SamplingParams, plain_number
+from nanoactor.params import NEUTRAL, SamplingParams, plain_number
 from nanoactor.rendezvous import Rendezvous
 from nanoactor.request import Request
 from nanoactor.runtime.system import System, run_on
@@ -419,18 +420,13 @@ class AsyncLLM:
             )
 
     def _sampling(self, params: SamplingParams) -> Sampling:
-        defaults = self.files.defaults
-
-        def pick(value: Any, default: Any) -> Any:
-            return default if value is None else value
-
-        return Sampling(
-            float(pick(params.temperature, defaults.temperature)),
-            max(0, pick(params.top_k, defaults.top_k)),
-            float(pick(params.top_p, defaults.top_p)),
-            float(pick(params.min_p, defaults.min_p)),
-            self._seeds.getrandbits(64) if params.seed is None else params.seed,
-        )
+        values: dict[str, Any] = {}
+        for name, neutral in NEUTRAL.items():
+            given = getattr(params, name)
+            values[name] = type(neutral)(self.files.defaults[name] if given is None else given)
+        values["top_k"] = max(0, values["top_k"])  # -1 means no limit too
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        return Sampling(**values, seed=seed)
 
     def _stopping(self, params: SamplingParams) -> Stopping:
         eos = () if params.ignore_eos else self.files.eos_token_ids

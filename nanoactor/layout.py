@@ -10,7 +10,8 @@ from nanoactor.actors.frontend import FrontendConfig
 from nanoactor.actors.runner import RunnerConfig
 from nanoactor.actors.scheduler import SchedulerActorConfig
 from nanoactor.actors.tokenizer import TokenizerConfig
-from nanoactor.config import EngineConfig, ModelFiles
+from nanoactor.config import EngineConfig
+from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.params import MAX_STOP_IDS
 from nanoactor.rendezvous import Rendezvous
 from nanoactor.runner.config import SIMULATED, ExecutorConfig
@@ -224,12 +225,3 @@ def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tu
 def render_limits(config: EngineConfig, files: ModelFiles) -> RenderLimits:
     """What the model's chat template may take."""
     return RenderLimits(config.template_timeout, max_prompt_bytes(files))
-
-
-def max_prompt_bytes(files: ModelFiles) -> int:
-    """The longest text that is accepted for tokenizing.
-
-    Prose has 3 to 5 bytes to a token, code with deep indentation perhaps 10; what has more
-    than 32 throughout (runs of nothing but spaces) is refused unread.
-    """
-    return max(1 << 16, 32 * files.max_model_len)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanoactor.errors import InvalidRequest
@@ -21,12 +21,12 @@ class SamplingParams:
     what the one before left. Raises `InvalidRequest` on construction, naming the value.
     """
 
-    temperature: float | None = None
+    temperature: float | None = dataclasses.field(default=None, metadata={"neutral": 1.0})
     """0 is greedy. Default: the model's `generation_config.json`, else 1."""
-    top_p: float | None = None
-    top_k: int | None = None
+    top_p: float | None = dataclasses.field(default=None, metadata={"neutral": 1.0})
+    top_k: int | None = dataclasses.field(default=None, metadata={"neutral": 0})
     """0 or -1: no limit."""
-    min_p: float | None = None
+    min_p: float | None = dataclasses.field(default=None, metadata={"neutral": 0.0})
     """Drop tokens less likely than this share of the likeliest."""
     seed: int | None = None
     """The stream of random numbers; drawn at the door if none is given."""
@@ -65,6 +65,13 @@ class SamplingParams:
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
 
+
+NEUTRAL: Mapping[str, float] = {
+    field.name: field.metadata["neutral"]
+    for field in dataclasses.fields(SamplingParams)
+    if "neutral" in field.metadata
+}
+"""The parameters that `generation_config.json` may set, with the values that change nothing."""
 
 # Counts and ids travel as int32.
 _MOST = 2**31 - 1

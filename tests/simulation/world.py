@@ -19,11 +19,13 @@ from nanoactor.actors.detokenizer import DetokenizerActor, DetokenizerConfig
 from nanoactor.actors.frontend import Entry, FrontendActor
 from nanoactor.actors.scheduler import SchedulerActor
 from nanoactor.actors.tokenizer import TokenizerActor
-from nanoactor.config import EngineConfig, ModelFiles, SamplingDefaults
+from nanoactor.config import EngineConfig
 from nanoactor.errors import EngineOverloaded
 from nanoactor.layout import engine_topology
 from nanoactor.messages import Sampling, Stopping, Submit, TextOptions
+from nanoactor.model_files import ModelFiles
 from nanoactor.outputs import RequestOutputKind
+from nanoactor.params import NEUTRAL
 from nanoactor.runtime.actor import Actor, Context
 from nanoactor.runtime.codec import copied, decode, encode
 from nanoactor.runtime.errors import OutboxOverflow
@@ -286,4 +288,11 @@ def _config(scenario: Scenario) -> EngineConfig:
 
 def _files(scenario: Scenario) -> ModelFiles:
     sizes: Any = SimpleNamespace(vocab_size=VOCABULARY)
-    return ModelFiles(Path(), sizes, SamplingDefaults(), (), scenario.max_model_len, ())
+    return ModelFiles(
+        directory=Path(),
+        config=sizes,
+        defaults=NEUTRAL,
+        eos_token_ids=(),
+        max_model_len=scenario.max_model_len,
+        ignored=(),
+    )
