@@ -60,7 +60,7 @@ def _actors(
     tokenizers: list[str],
     rendezvous: Rendezvous | None,
 ) -> tuple[ActorSpec, ...]:
-    text_directory = None if config.skip_tokenizer_init else files.directory
+    text_directory = files.tokenizer_directory
     vocabulary = files.config.vocab_size
     tokenizer = TokenizerConfig(
         text_directory, vocabulary, files.max_model_len, salt, render_limits(config, files)

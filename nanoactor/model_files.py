@@ -20,6 +20,7 @@ from nanoactor.models.config import (
 from nanoactor.models.errors import ModelError
 from nanoactor.models.parallel import check_parallel
 from nanoactor.params import NEUTRAL, SamplingParams
+from nanoactor.text.huggingface import find_tokenizer
 
 DEMO = "demo"
 
@@ -36,10 +37,12 @@ class ModelFiles:
     max_model_len: int
     ignored: tuple[str, ...]
     """Settings of `generation_config.json` that are not applied."""
+    tokenizer_directory: Path | None
+    """Where `tokenizer.json` and the chat template lie; None where only token ids are served."""
 
 
 def read_model_files(config: EngineConfig) -> ModelFiles:
-    """Find the model and read its configuration.
+    """Find the model and read its configuration; convert its tokenizer, where that must be.
 
     Raises `ModelError` where files are missing or wrong, `InvalidConfig` where the engine's
     options do not fit the model.
@@ -59,14 +62,19 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
         )
     if length < 2:
         raise InvalidConfig("max_model_len must be at least 2: a token of prompt, one of output")
-    if not config.skip_tokenizer_init and not (directory / "tokenizer.json").exists():
-        raise ModelError(
-            f"{directory} has no tokenizer.json; add one, or serve token ids alone with "
-            "skip_tokenizer_init=True"
-        )
     eos = as_ids(raw.get("eos_token_id")) or model.eos_token_ids
     _check_eos(eos, model.vocab_size, directory)
-    return ModelFiles(directory, model, _defaults(raw), eos, length, _ignored(raw))
+    defaults = _defaults(raw)
+    skips = config.skip_tokenizer_init
+    return ModelFiles(
+        directory=directory,
+        config=model,
+        defaults=defaults,
+        eos_token_ids=eos,
+        max_model_len=length,
+        ignored=_ignored(raw),
+        tokenizer_directory=None if skips else find_tokenizer(directory, config.start_timeout),
+    )
 
 
 def _check_eos(ids: tuple[int, ...], vocabulary: int, directory: Path) -> None:
@@ -119,7 +127,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
+    wanted = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
     try:
         found = Path(snapshot_download(name, local_files_only=True))
         if any(found.glob("*.safetensors")):

@@ -295,4 +295,5 @@ def _files(scenario: Scenario) -> ModelFiles:
         eos_token_ids=(),
         max_model_len=scenario.max_model_len,
         ignored=(),
+        tokenizer_directory=None,
     )
