@@ -8,11 +8,12 @@ import logging
 import random
 import secrets
 import sys
+import threading
 import time
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,11 @@ from nanoactor.request import Request
 from nanoactor.request_builder import RequestBuilder
 from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.wiring import Options
+from nanoactor.text.huggingface import load_pretrained
 from nanoactor.tracing.trace import Trace
+
+if TYPE_CHECKING:
+    from nanoactor.text.huggingface import PreTrainedTokenizerBase
 
 log = logging.getLogger("nanoactor.engine")
 
@@ -52,7 +57,8 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | EngineConfig, **options: Any) -> None:
-        """`options` are those of `EngineConfig`. Nothing starts yet.
+        """`options` are those of `EngineConfig`. Nothing starts yet, but a model without a
+        tokenizer.json has its tokenizer converted, once.
 
         Raises `InvalidConfig` for an unknown or impossible option, `ModelError` where the
         model's files are missing or wrong.
@@ -79,6 +85,8 @@ class AsyncLLM:
         self._frontend: FrontendActor | None = None
         seeds = random.Random(self.config.seed)
         self._requests = RequestBuilder(self.config, self.files, seeds)
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._tokenizer_lock = threading.Lock()
         # Unguessable, so that no caller's own id can be one of ours.
         self._ids = f"request-{secrets.token_hex(4)}"
         self._died = asyncio.Event()
@@ -310,6 +318,24 @@ class AsyncLLM:
         figures = await self._system.statistics()
         tokens = figures.get("scheduler", {}).get("actor", {}).get("output_tokens", 0)
         return Trace(tuple(nodes), tokens)
+
+    async def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer as transformers loads it, the same object each time.
+
+        It needs no running engine. The first call imports transformers into this process, which
+        imports torch where that is installed: some seconds, on another thread. Raises
+        `InvalidRequest` where the engine has no tokenizer (skip_tokenizer_init), `ModelError` where
+        transformers cannot load it.
+        """
+        if self.config.skip_tokenizer_init:
+            raise InvalidRequest("the engine has no tokenizer (skip_tokenizer_init)")
+        return await asyncio.to_thread(self._load_tokenizer)
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        with self._tokenizer_lock, only_ours():
+            if self._tokenizer is None:
+                self._tokenizer = load_pretrained(self.files.directory)
+            return self._tokenizer
 
     @property
     def pids(self) -> dict[str, int]:

@@ -8,13 +8,16 @@ import sys
 import threading
 import warnings
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanoactor.engine import AsyncLLM, Prompt
 from nanoactor.errors import EngineClosed, EngineOverloaded, InvalidRequest, NotUsableHere
 from nanoactor.outputs import RequestOutput, RequestOutputKind
 from nanoactor.params import SamplingParams
 from nanoactor.progress import Progress
+
+if TYPE_CHECKING:
+    from nanoactor.text.huggingface import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -140,6 +143,10 @@ class LLM:
             messages = [messages]
         coroutine = self._generate(list(messages), sampling_params, use_tqdm, chat_template_kwargs)
         return self._call(coroutine)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer as transformers loads it; see `AsyncLLM.get_tokenizer`."""
+        return self._call(self._llm.get_tokenizer())
 
     async def _generate(
         self,
