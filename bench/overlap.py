@@ -31,7 +31,8 @@ import uvloop
 
 import nanoactor
 from nanoactor import AsyncLLM, RequestOutputKind, SamplingParams
-from nanoactor.config import DEMO, EngineConfig, resolve_model
+from nanoactor.config import EngineConfig
+from nanoactor.model_files import DEMO, resolve_model
 from nanoactor.runtime.tracing import nanoseconds_per_span
 
 PROMPT = 32
@@ -169,9 +170,9 @@ class InProcessLoop:
     """Schedule, run, postprocess, in turn; the engine's own logic without its actors."""
 
     def __init__(self, directory: Path, sequences: int, milliseconds: float) -> None:
-        from nanoactor.config import read_model_files
         from nanoactor.kv.manager import BlockManager
         from nanoactor.layout import executor_config
+        from nanoactor.model_files import read_model_files
         from nanoactor.runner.simulated import SimulatedExecutor
         from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
         from nanoactor.text.decoding import DecoderFactory

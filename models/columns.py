@@ -42,6 +42,8 @@ WORDS = _ROW.size // 4
 NAMES = tuple(field.name for field in _FIELDS)
 NEUTRAL: dict[str, float] = {field.name: field.metadata["neutral"] for field in _FIELDS}
 """The value of each column that changes nothing."""
+DEFAULTS = {name: neutral for name, neutral in NEUTRAL.items() if name != "seed"}
+"""Those that a model's `generation_config.json` may set, each with its neutral value."""
 NOT_FUSED = tuple(field.name for field in _FIELDS if not field.metadata["fused"])
 
 

@@ -1,32 +1,21 @@
-"""Everything that can be set about an engine, and what a model's directory says about it."""
+"""Everything that can be set about an engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from nanoactor.errors import InvalidConfig, InvalidRequest
-from nanoactor.models.config import (
-    DTYPES,
-    ModelConfig,
-    as_ids,
-    check_architecture,
-    read_config,
-    read_json,
-)
-from nanoactor.models.errors import ModelError
+from nanoactor.errors import InvalidConfig
+from nanoactor.models.config import DTYPES
 from nanoactor.models.options import (
     ATTENTION_LAYOUTS,
     GRAPH_MODES,
     WEIGHT_FORMATS,
     DeviceOptions,
 )
-from nanoactor.models.parallel import check_parallel
-from nanoactor.params import SamplingParams, make_numbers_plain
+from nanoactor.params import make_numbers_plain
 
-DEMO = "demo"
 _LEAST_STALL_TIMEOUT = 1.0
 Placement = Literal["default", "split", "single"]
 
@@ -249,118 +238,3 @@ class EngineConfig:
         value = getattr(self, name)
         if value not in choices:
             raise InvalidConfig(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What `generation_config.json` says, or the neutral values."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """A model's directory and what its JSON files say."""
-
-    directory: Path
-    config: ModelConfig
-    defaults: SamplingDefaults
-    eos_token_ids: tuple[int, ...]
-    max_model_len: int
-    ignored: tuple[str, ...]
-    """Settings of `generation_config.json` that are not applied."""
-
-
-def read_model_files(config: EngineConfig) -> ModelFiles:
-    """Find the model and read its configuration.
-
-    Raises `ModelError` where files are missing or wrong, `InvalidConfig` where the engine's
-    options do not fit the model.
-    """
-    directory = resolve_model(config.model)
-    model = read_config(directory)
-    check_architecture(model.architecture)
-    check_parallel(model, config.tensor_parallel_size)
-    raw: dict[str, Any] = {}
-    if (directory / "generation_config.json").exists():
-        raw = read_json(directory / "generation_config.json")
-    length = config.max_model_len or model.max_positions
-    if length > model.max_positions:
-        raise InvalidConfig(
-            f"max_model_len {length} exceeds the model's max_position_embeddings, "
-            f"{model.max_positions}"
-        )
-    if length < 2:
-        raise InvalidConfig("max_model_len must be at least 2: a token of prompt, one of output")
-    if not config.skip_tokenizer_init and not (directory / "tokenizer.json").exists():
-        raise ModelError(
-            f"{directory} has no tokenizer.json; add one, or serve token ids alone with "
-            "skip_tokenizer_init=True"
-        )
-    eos = as_ids(raw.get("eos_token_id")) or model.eos_token_ids
-    _check_eos(eos, model.vocab_size, directory)
-    return ModelFiles(directory, model, _defaults(raw), eos, length, _ignored(raw))
-
-
-def _check_eos(ids: tuple[int, ...], vocabulary: int, directory: Path) -> None:
-    wrong = [token for token in ids if not 0 <= token < vocabulary]
-    if wrong:
-        raise ModelError(
-            f"{directory}: eos_token_id {wrong[0]} is outside the vocabulary of {vocabulary} ids"
-        )
-
-
-def _defaults(raw: dict[str, Any]) -> SamplingDefaults:
-    names = [field.name for field in dataclasses.fields(SamplingDefaults)]
-    given = {name: raw[name] for name in names if raw.get(name) is not None}
-    try:
-        SamplingParams(**given)
-    except InvalidRequest as error:
-        raise ModelError(f"generation_config.json: {error}") from error
-    if raw.get("do_sample") is False:
-        return SamplingDefaults(temperature=0.0)
-    return SamplingDefaults(**given)
-
-
-def _ignored(raw: dict[str, Any]) -> tuple[str, ...]:
-    neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0}
-    return tuple(name for name, value in neutral.items() if raw.get(name, value) != value)
-
-
-def resolve_model(name: str) -> Path:
-    """The directory of a model: as given, the demo, or from the Hugging Face cache or hub."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if name == DEMO:
-        return Path(__file__).parent / "models" / "demo"
-    looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
-    if looks_local or os.sep == "\\":
-        raise ModelError(f"{name} is neither a directory nor a name on the hub (owner/model)")
-    return _from_hub(name)
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    wanted = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
-    try:
-        found = Path(snapshot_download(name, local_files_only=True))
-        if any(found.glob("*.safetensors")):
-            return found
-    except (LocalEntryNotFoundError, ValueError):
-        pass  # not in the cache: ask the hub
-    try:
-        found = Path(snapshot_download(name, allow_patterns=wanted))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        raise ModelError(
-            f"{name} is no directory, is not in the Hugging Face cache, and cannot be "
-            f"downloaded: {error}"
-        ) from error
-    if not any(found.glob("*.safetensors")):
-        raise ModelError(f"{name} has no .safetensors files, or the cache holds it only in part")
-    return found

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import json
 import logging
 import random
 import secrets
 import sys
+import threading
 import time
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.actors.frontend import Entry, FrontendActor
-from nanoactor.actors.tokenizer import no_tokens
-from nanoactor.config import EngineConfig, read_model_files
+from nanoactor.config import EngineConfig
 from nanoactor.errors import (
     EngineClosed,
     EngineDead,
@@ -29,16 +27,20 @@ from nanoactor.errors import (
     InvalidRequest,
     only_ours,
 )
-from nanoactor.layout import engine_topology, max_prompt_bytes
-from nanoactor.meeting import MeetingPoint
-from nanoactor.messages import Int32, Stopping, Submit, TextOptions
-from nanoactor.models import columns
+from nanoactor.layout import engine_topology
+from nanoactor.model_files import read_model_files
 from nanoactor.outputs import RequestOutput
-from nanoactor.params import SamplingParams, plain_number
+from nanoactor.params import SamplingParams
+from nanoactor.rendezvous import Rendezvous
 from nanoactor.request import Request
+from nanoactor.request_builder import RequestBuilder
 from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.wiring import Options
+from nanoactor.text.huggingface import load_pretrained
 from nanoactor.tracing.trace import Trace
+
+if TYPE_CHECKING:
+    from nanoactor.text.huggingface import PreTrainedTokenizerBase
 
 log = logging.getLogger("nanoactor.engine")
 
@@ -55,7 +57,8 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | EngineConfig, **options: Any) -> None:
-        """`options` are those of `EngineConfig`. Nothing starts yet.
+        """`options` are those of `EngineConfig`. Nothing starts yet, but a model without a
+        tokenizer.json has its tokenizer converted, once.
 
         Raises `InvalidConfig` for an unknown or impossible option, `ModelError` where the
         model's files are missing or wrong.
@@ -74,13 +77,16 @@ class AsyncLLM:
         for name in self.files.ignored:
             log.warning("generation_config.json sets %s, which is not applied", name)
         ranks = self.config.tensor_parallel_size
-        self._meeting = MeetingPoint(ranks) if ranks > 1 else None
-        if self._meeting is not None:  # for an engine that is never started
-            weakref.finalize(self, self._meeting.close)
+        self._rendezvous = Rendezvous(ranks) if ranks > 1 else None
+        if self._rendezvous is not None:  # for an engine that is never started
+            weakref.finalize(self, self._rendezvous.close)
         salt = secrets.token_bytes(16)
-        topology = engine_topology(self.config, self.files, salt, self._meeting)
+        topology = engine_topology(self.config, self.files, salt, self._rendezvous)
         self._frontend: FrontendActor | None = None
-        self._seeds = random.Random(self.config.seed)
+        seeds = random.Random(self.config.seed)
+        self._requests = RequestBuilder(self.config, self.files, seeds)
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._tokenizer_lock = threading.Lock()
         # Unguessable, so that no caller's own id can be one of ours.
         self._ids = f"request-{secrets.token_hex(4)}"
         self._died = asyncio.Event()
@@ -139,8 +145,8 @@ class AsyncLLM:
             self._closed = True
             raise
         finally:
-            if self._meeting is not None:
-                self._meeting.close()
+            if self._rendezvous is not None:
+                self._rendezvous.close()
         frontend = self._system.actor("frontend")
         assert isinstance(frontend, FrontendActor)
         self._frontend = frontend
@@ -171,8 +177,8 @@ class AsyncLLM:
         if self._frontend is not None and self._system.is_here:
             self._frontend.fail_all(EngineClosed("the engine was closed"))
         await self._system.close()
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
     def _on_death(self, error: BaseException) -> None:
         self._died.set()
@@ -224,7 +230,7 @@ class AsyncLLM:
         `EngineDead` and `EngineClosed`. Closing or cancelling the iterator aborts the request.
         A lower `priority` goes first.
         """
-        make = self._request(prompt, sampling_params, request_id, priority, chat_template_kwargs)
+        make = self._request(prompt, sampling_params, priority, chat_template_kwargs, request_id)
         return self._stream(make, request_id)
 
     def submit(
@@ -241,7 +247,7 @@ class AsyncLLM:
         """
         frontend = self._running()
         makes = [
-            self._request(prompt, sampling_params, None, priority, chat_template_kwargs)
+            self._request(prompt, sampling_params, priority, chat_template_kwargs)
             for prompt in prompts
         ]
         return [Request(frontend, entry, self) for entry in frontend.submit_all(makes)]
@@ -250,30 +256,16 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None,
-        request_id: str | None,
         priority: int,
         chat_template_kwargs: Mapping[str, Any] | None,
+        request_id: str | None = None,
     ) -> Callable[[int], Entry]:
-        """Check a request; what makes it, once it has a number."""
+        """Check a request; return what makes its entry, once it has a number."""
         params = sampling_params or SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
-        priority = plain_number(priority)
-        whole = isinstance(priority, int) and not isinstance(priority, bool)
-        if not whole or not -(2**31) <= priority < 2**31:
-            raise InvalidRequest(f"priority must be a whole number of 32 bits, got {priority!r}")
-        text, chat, token_ids = self._read_prompt(prompt)
-        options = self._check_options(chat_template_kwargs)
-        if chat_template_kwargs and chat is None:
-            raise InvalidRequest("chat_template_kwargs go with a list of messages")
-        self._check_params(params)
-        stopping, text_options = self._stopping(params), _text_options(params)
-        sampling = self._sampling(params)
+        checked = self._requests.build(prompt, params, priority, chat_template_kwargs)
 
         def make(uid: int) -> Entry:
-            submit = Submit(
-                uid, 0, text, chat, options, token_ids, priority, sampling, stopping, text_options
-            )
+            submit = dataclasses.replace(checked, uid=uid)
             return Entry(request_id or f"{self._ids}-{uid}", submit, params.output_kind)
 
         return make
@@ -303,9 +295,9 @@ class AsyncLLM:
         frontend.abort(entry.submit.uid)
         await entry.ended.wait()
 
-    async def room(self) -> None:
-        """Wait until a waiting request makes room at the door, after `EngineOverloaded`."""
-        await self._running().room()
+    async def wait_for_capacity(self) -> None:
+        """Wait until the queue may take another request, after `EngineOverloaded`."""
+        await self._running().wait_for_capacity()
 
     async def statistics(self) -> dict[str, dict[str, Any]]:
         """Figures of every actor, its mailbox and its edges."""
@@ -327,6 +319,24 @@ class AsyncLLM:
         tokens = figures.get("scheduler", {}).get("actor", {}).get("output_tokens", 0)
         return Trace(tuple(nodes), tokens)
 
+    async def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer as transformers loads it, the same object each time.
+
+        It needs no running engine. The first call imports transformers into this process, which
+        imports torch where that is installed: some seconds, on another thread. Raises
+        `InvalidRequest` where the engine has no tokenizer (skip_tokenizer_init), `ModelError` where
+        transformers cannot load it.
+        """
+        if self.config.skip_tokenizer_init:
+            raise InvalidRequest("the engine has no tokenizer (skip_tokenizer_init)")
+        return await asyncio.to_thread(self._load_tokenizer)
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        with self._tokenizer_lock, only_ours():
+            if self._tokenizer is None:
+                self._tokenizer = load_pretrained(self.files.directory)
+            return self._tokenizer
+
     @property
     def pids(self) -> dict[str, int]:
         """The engine's processes."""
@@ -336,128 +346,6 @@ class AsyncLLM:
     def facts(self) -> dict[str, Any]:
         """What the runner found out: blocks of KV cache, their size, the data type."""
         return dict(self._system.facts.get("runner.0", {}))
-
-    # -- checking and translating ---------------------------------------------------------
-
-    def _read_prompt(self, prompt: Any) -> tuple[str | None, str | None, Int32]:
-        """(text, messages, token ids): exactly one of them is given."""
-        if isinstance(prompt, Mapping):
-            keys = set(prompt)
-            if keys == {"prompt_token_ids"}:
-                return None, None, self._check_ids(_token_ids(prompt["prompt_token_ids"]))
-            if keys != {"prompt"}:
-                raise InvalidRequest(
-                    "a prompt's keys must be 'prompt' or 'prompt_token_ids', got "
-                    f"{sorted(map(str, keys))}"
-                )
-            prompt = prompt["prompt"]
-        if self.config.skip_tokenizer_init:
-            raise InvalidRequest(
-                "the engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids"
-            )
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidRequest("the prompt is empty: it must have at least one token")
-            return self._check_text(prompt), None, no_tokens()
-        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            return None, self._check_chat(list(prompt)), no_tokens()
-        raise InvalidRequest(
-            "a prompt must be text, {'prompt_token_ids': [...]} or a list of messages, "
-            f"got {type(prompt).__name__}"
-        )
-
-    def _check_ids(self, ids: Int32) -> Int32:
-        limit = self.files.max_model_len
-        if len(ids) >= limit:
-            raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens, but max_model_len is {limit}: at most "
-                f"{limit - 1} leave room for one token of output"
-            )
-        return ids
-
-    def _check_text(self, text: str) -> str:
-        try:
-            size = len(text.encode())
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the prompt is not valid Unicode: {error}") from None
-        limit = max_prompt_bytes(self.files)
-        if size > limit:
-            raise InvalidRequest(
-                f"the prompt has {size} bytes; with max_model_len {self.files.max_model_len} at "
-                f"most {limit} are accepted"
-            )
-        return text
-
-    def _check_chat(self, messages: list[Any]) -> str:
-        if not messages:
-            raise InvalidRequest("the list of messages is empty")
-        for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise InvalidRequest(f"a message must be a dict with a 'role', got {message!r}")
-        return self._as_json("messages", [dict(message) for message in messages])
-
-    def _check_options(self, options: Any) -> str:
-        if options is not None and not isinstance(options, Mapping):
-            raise InvalidRequest(f"chat_template_kwargs must be a dict, got {options!r}")
-        return self._as_json("chat_template_kwargs", dict(options or {}))
-
-    def _as_json(self, name: str, value: Any) -> str:
-        try:
-            text = json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{name} must be plain values, as in JSON: {error}") from None
-        return self._check_text(text)
-
-    def _check_params(self, params: SamplingParams) -> None:
-        vocabulary = self.files.config.vocab_size
-        for token in params.stop_token_ids or ():
-            if token >= vocabulary:
-                raise InvalidRequest(
-                    f"stop_token_ids: {token} is outside the vocabulary of {vocabulary} ids"
-                )
-        if params.stop and self.config.skip_tokenizer_init:
-            raise InvalidRequest(
-                "stop strings need a tokenizer, and the engine has none (skip_tokenizer_init)"
-            )
-
-    def _sampling(self, params: SamplingParams) -> bytes:
-        given = {name: getattr(params, name) for name in columns.NAMES}
-        values = dataclasses.asdict(self.files.defaults)
-        values |= {name: value for name, value in given.items() if value is not None}
-        if params.seed is None:
-            values["seed"] = self._seeds.getrandbits(64)
-        return columns.pack(values)
-
-    def _stopping(self, params: SamplingParams) -> Stopping:
-        eos = () if params.ignore_eos else self.files.eos_token_ids
-        # 0 stands for "as many as fit": the tokenizer, which knows the prompt's length, fills in.
-        return Stopping(
-            params.max_tokens or 0, params.min_tokens, eos, tuple(params.stop_token_ids or ())
-        )
-
-
-def _text_options(params: SamplingParams) -> TextOptions:
-    return TextOptions(
-        tuple(params.stop or ()),
-        params.include_stop_str_in_output,
-        params.skip_special_tokens,
-        params.min_tokens,
-    )
-
-
-def _token_ids(values: Any) -> Int32:
-    try:
-        ids = np.asarray(values)
-    except ValueError:
-        ids = np.asarray(["ragged"])
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise InvalidRequest("prompt_token_ids must be a flat list of whole numbers")
-    if not ids.size:
-        raise InvalidRequest("the prompt is empty: it must have at least one token")
-    with contextlib.suppress(OverflowError):
-        if ids.min() >= 0 and ids.max() < 2**31:
-            return ids.astype(np.int32)
-    raise InvalidRequest(f"token ids must be from 0 to 2147483647, got {ids.min()} to {ids.max()}")
 
 
 def _dead(error: BaseException) -> EngineDead:

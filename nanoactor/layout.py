@@ -10,9 +10,10 @@ from nanoactor.actors.frontend import FrontendConfig
 from nanoactor.actors.runner import RunnerConfig
 from nanoactor.actors.scheduler import SchedulerActorConfig
 from nanoactor.actors.tokenizer import TokenizerConfig
-from nanoactor.config import EngineConfig, ModelFiles
-from nanoactor.meeting import MeetingPoint
+from nanoactor.config import EngineConfig
+from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.params import MAX_STOP_IDS
+from nanoactor.rendezvous import Rendezvous
 from nanoactor.runner.config import SIMULATED, ExecutorConfig
 from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
@@ -37,16 +38,16 @@ def cores() -> int:
 
 
 def engine_topology(
-    config: EngineConfig, files: ModelFiles, salt: bytes, meeting: MeetingPoint | None = None
+    config: EngineConfig, files: ModelFiles, salt: bytes, rendezvous: Rendezvous | None = None
 ) -> Topology:
     """The topology of an engine; see docs/architecture.md for the picture.
 
-    `meeting` is where the runners meet, where there are several.
+    `rendezvous` is where the runners meet, where there are several.
     """
     tokenizers = [f"tokenizer.{index}" for index in range(config.num_tokenizers)]
     return Topology(
-        _actors(config, files, salt, tokenizers, meeting),
-        _nodes(config, tokenizers, meeting),
+        _actors(config, files, salt, tokenizers, rendezvous),
+        _nodes(config, tokenizers, rendezvous),
         _edges(config, files, tokenizers),
         USER,
     )
@@ -57,9 +58,9 @@ def _actors(
     files: ModelFiles,
     salt: bytes,
     tokenizers: list[str],
-    meeting: MeetingPoint | None,
+    rendezvous: Rendezvous | None,
 ) -> tuple[ActorSpec, ...]:
-    text_directory = None if config.skip_tokenizer_init else files.directory
+    text_directory = files.tokenizer_directory
     vocabulary = files.config.vocab_size
     tokenizer = TokenizerConfig(
         text_directory, vocabulary, files.max_model_len, salt, render_limits(config, files)
@@ -76,7 +77,7 @@ def _actors(
     )
     asks = config.plan_lead == "late"
     runners = [
-        RunnerConfig(executor_config(config, files, rank, meeting), asks and rank == 0)
+        RunnerConfig(executor_config(config, files, rank, rendezvous), asks and rank == 0)
         for rank in range(config.tensor_parallel_size)
     ]
     detokenizer = DetokenizerConfig(text_directory, _CHUNK_BYTES)
@@ -96,7 +97,7 @@ def _actors(
 
 
 def executor_config(
-    config: EngineConfig, files: ModelFiles, rank: int = 0, meeting: MeetingPoint | None = None
+    config: EngineConfig, files: ModelFiles, rank: int = 0, rendezvous: Rendezvous | None = None
 ) -> ExecutorConfig:
     """What a rank's executor is told."""
     return ExecutorConfig(
@@ -112,8 +113,8 @@ def executor_config(
         config.memory_utilization,
         rank,
         config.tensor_parallel_size,
-        meeting.port if meeting else 0,
-        meeting.descriptor if meeting and rank == 0 else None,
+        rendezvous.port if rendezvous else 0,
+        rendezvous.descriptor if rendezvous and rank == 0 else None,
         config.pipeline_depth,
         config.enforce_eager or config.graph_mode == "eager",
         config.load_format,
@@ -124,7 +125,7 @@ def executor_config(
 
 
 def _nodes(
-    config: EngineConfig, tokenizers: list[str], meeting: MeetingPoint | None
+    config: EngineConfig, tokenizers: list[str], rendezvous: Rendezvous | None
 ) -> tuple[NodeSpec, ...]:
     if config.placement == "single":
         others = ("scheduler", "blocks", "detokenizer", "runner.0")
@@ -141,12 +142,12 @@ def _nodes(
         *(NodeSpec(name, (name,), light, _HEAVY) for name in tokenizers),
         *(NodeSpec(name, actors, {}, _HEAVY) for name, actors in control.items()),
         NodeSpec("detokenizer", ("detokenizer",), light, _HEAVY, nice=_DETOKENIZER_NICE),
-        *_runner_nodes(config, runner_blocks, meeting),
+        *_runner_nodes(config, runner_blocks, rendezvous),
     )
 
 
 def _runner_nodes(
-    config: EngineConfig, blocked: tuple[str, ...], meeting: MeetingPoint | None
+    config: EngineConfig, blocked: tuple[str, ...], rendezvous: Rendezvous | None
 ) -> list[NodeSpec]:
     # OpenMP's threads sleep when they have nothing to do, as the control actors need cores, but not
     # between the operators of a step: to wake one costs more than many an operator takes.
@@ -168,7 +169,7 @@ def _runner_nodes(
     nodes = []
     for rank in range(config.tensor_parallel_size):
         name = f"runner.{rank}"
-        inherited = (meeting.descriptor,) if meeting and rank == 0 else ()
+        inherited = (rendezvous.descriptor,) if rendezvous and rank == 0 else ()
         nodes.append(NodeSpec(name, (name,), environment, blocked, inherited))
     return nodes
 
@@ -224,12 +225,3 @@ def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tu
 def render_limits(config: EngineConfig, files: ModelFiles) -> RenderLimits:
     """What the model's chat template may take."""
     return RenderLimits(config.template_timeout, max_prompt_bytes(files))
-
-
-def max_prompt_bytes(files: ModelFiles) -> int:
-    """The longest text that is accepted for tokenizing.
-
-    Prose has 3 to 5 bytes to a token, code with deep indentation perhaps 10; what has more
-    than 32 throughout (runs of nothing but spaces) is refused unread.
-    """
-    return max(1 << 16, 32 * files.max_model_len)

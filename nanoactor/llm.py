@@ -8,13 +8,16 @@ import sys
 import threading
 import warnings
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanoactor.engine import AsyncLLM, Prompt
 from nanoactor.errors import EngineClosed, EngineOverloaded, InvalidRequest, NotUsableHere
 from nanoactor.outputs import RequestOutput, RequestOutputKind
 from nanoactor.params import SamplingParams
 from nanoactor.progress import Progress
+
+if TYPE_CHECKING:
+    from nanoactor.text.huggingface import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -141,6 +144,10 @@ class LLM:
         coroutine = self._generate(list(messages), sampling_params, use_tqdm, chat_template_kwargs)
         return self._call(coroutine)
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer as transformers loads it; see `AsyncLLM.get_tokenizer`."""
+        return self._call(self._llm.get_tokenizer())
+
     async def _generate(
         self,
         prompts: list[Any],
@@ -155,7 +162,7 @@ class LLM:
         progress = Progress(len(prompts), enabled=use_tqdm)
 
         tasks = [
-            asyncio.ensure_future(self._when_room(prompt, its, progress, template))
+            asyncio.ensure_future(self._when_accepted(prompt, its, progress, template))
             for prompt, its in zip(prompts, params, strict=True)
         ]
         try:
@@ -166,19 +173,19 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
             progress.close()
 
-    async def _when_room(
+    async def _when_accepted(
         self,
         prompt: Any,
         params: SamplingParams,
         progress: Progress,
         template: Mapping[str, Any] | None,
     ) -> RequestOutput:
-        """A batch may be larger than the queue: what finds no room at the door waits outside."""
+        """Finish a request, however long the queue is full: a batch may be larger than it."""
         while True:
             try:
                 return await self._finish(prompt, params, progress, template)
             except EngineOverloaded:
-                await self._llm.room()
+                await self._llm.wait_for_capacity()
 
     async def _finish(
         self,

@@ -48,7 +48,7 @@ def test_imports_follow_the_rooms(path):
                 assert name.startswith(f"nanoactor.{room}"), f"{room} imports the engine: {name}"
     if room == "nanoactor" and "runner/" not in str(path):
         assert "torch" not in tops
-        assert "transformers" not in tops
+        assert "transformers" not in tops or path.name == "huggingface.py"
 
 
 HOT = [

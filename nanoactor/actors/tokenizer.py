@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nanoactor.errors import InvalidRequest
 from nanoactor.kv.hashing import block_hashes
 from nanoactor.messages import Abort, Admit, Int32, Reject, Stopping, Submit
@@ -170,8 +168,3 @@ class TokenizerActor(Actor):
     def statistics(self) -> dict[str, Any]:
         """Prompts and tokens so far."""
         return {"requests": self._requests, "tokens": self._tokens}
-
-
-def no_tokens() -> Int32:
-    """The token ids of a prompt that is text."""
-    return np.empty(0, np.int32)

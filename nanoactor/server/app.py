@@ -10,7 +10,8 @@ from typing import Any
 from aiohttp import web
 
 from nanoactor.engine import AsyncLLM
-from nanoactor.layout import max_prompt_bytes, render_limits
+from nanoactor.layout import render_limits
+from nanoactor.model_files import max_prompt_bytes
 from nanoactor.server.completions import Completions
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.desk import Desk
@@ -57,10 +58,10 @@ class Server:
         self.port = listener.getsockname()[1]
         try:
             await self.llm.start()
-            if not self.llm.config.skip_tokenizer_init:
-                files = self.llm.files
+            files = self.llm.files
+            if files.tokenizer_directory is not None:
                 limits = render_limits(self.llm.config, files)
-                self._desk = Desk(files.directory, 2 * max_prompt_bytes(files), limits)
+                self._desk = Desk(files.tokenizer_directory, 2 * max_prompt_bytes(files), limits)
                 await self._desk.start()
             await self._monitor.start()
             await self._open(listener)

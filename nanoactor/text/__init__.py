@@ -1,1 +1,1 @@
-"""From text to token ids and back; imports neither torch nor transformers."""
+"""From text to token ids and back; importing it loads neither torch nor transformers."""

@@ -6,11 +6,16 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.models.config import read_json
 from nanoactor.models.errors import ModelError
+
+if TYPE_CHECKING:  # the user's process imports this module, and has no use for the library
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -206,8 +211,6 @@ def _environment() -> Any:
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    from nanoactor.text.jinja import GenerationTag
-
     def raise_exception(text: str) -> None:
         raise TemplateError(text)
 
@@ -227,9 +230,25 @@ def _environment() -> Any:
         )
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
     return environment
+
+
+def _generation_tag() -> type[Extension]:
+    """Return the one tag that chat templates use beyond jinja's own: `{% generation %}` to
+    `{% endgeneration %}` marks what an assistant wrote, for training. A prompt is rendered as if
+    the tags were not there."""
+    from jinja2.ext import Extension
+
+    class GenerationTag(Extension):
+        tags = {"generation"}  # noqa: RUF012 - the name and type that jinja asks for
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return GenerationTag

@@ -14,8 +14,8 @@ import pytest
 
 import nanoactor
 from nanoactor import AsyncLLM, EngineConfig, RequestOutputKind, SamplingParams
-from nanoactor.config import read_model_files, resolve_model
 from nanoactor.errors import InvalidConfig, InvalidRequest
+from nanoactor.model_files import read_model_files, resolve_model
 from nanoactor.models.errors import ModelError, UnsupportedModel
 from tests.conftest import children, descriptors
 from tests.text.tokenizers_for_tests import DEMO
@@ -377,14 +377,17 @@ def test_defaults_come_from_the_generation_configuration(tmp_path):
         return read_model_files(EngineConfig(str(path)))
 
     files = read({"temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "eos_token_id": [4]})
-    assert dataclasses.astuple(files.defaults) == (0.5, 7, 0.5, 0.1)
+    assert files.defaults == {"temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1}
     assert (files.eos_token_ids, files.ignored) == ((4,), ())
-    assert dataclasses.astuple(read({}).defaults) == (1.0, 0, 1.0, 0.0)
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    assert read({}).defaults == neutral
+    assert read({"temperature": None, "top_k": None}).defaults == neutral
     assert read({}).eos_token_ids == (2,)
-    assert read({"do_sample": False, "temperature": 0.7}).defaults.temperature == 0
+    greedy = read({"do_sample": False, "temperature": 0.7, "top_k": 3}).defaults
+    assert greedy == {**neutral, "temperature": 0.0}
     assert read({"repetition_penalty": 1.1}).ignored == ("repetition_penalty",)
     file.unlink()
-    assert dataclasses.astuple(read_model_files(EngineConfig(str(path))).defaults)[0] == 1.0
+    assert read_model_files(EngineConfig(str(path))).defaults == neutral
 
 
 # -- where a model is found -------------------------------------------------------------------

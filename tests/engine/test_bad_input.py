@@ -54,7 +54,9 @@ def test_nothing_in_a_prompt_ends_the_engine():
 
     async def main():
         async with engine(DEMO, skip_tokenizer_init=False, max_num_seqs=4) as llm:
-            llm._as_json = lambda name, value: "[" * 100_000 if name == "messages" else "{}"
+            llm._requests._as_json = lambda name, value: (
+                "[" * 100_000 if name == "messages" else "{}"
+            )
             with pytest.raises(InvalidRequest, match="cannot be tokenized"):
                 await collect(llm, [{"role": "user", "content": "x"}])
             assert (await collect(llm, "ROMEO:", greedy(3))).finished

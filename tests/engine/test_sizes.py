@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from nanoactor import SamplingParams
-from nanoactor.config import EngineConfig, read_model_files
+from nanoactor.config import EngineConfig
 from nanoactor.kv.hashing import HASH_BYTES
-from nanoactor.layout import engine_topology, max_prompt_bytes
+from nanoactor.layout import engine_topology
 from nanoactor.messages import (
     Admissions,
     Admit,
@@ -26,6 +26,7 @@ from nanoactor.messages import (
     TextOptions,
     Tokens,
 )
+from nanoactor.model_files import max_prompt_bytes, read_model_files
 from nanoactor.models import columns
 from nanoactor.params import MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from nanoactor.runtime.codec import encode

@@ -128,7 +128,7 @@ class Request:
                         return await self.leave(stream)
             except EngineOverloaded:
                 self.refusals += 1
-                await self.llm.room()
+                await self.llm.wait_for_capacity()
             else:
                 return None
 

@@ -19,10 +19,12 @@ from nanoactor.actors.detokenizer import DetokenizerActor, DetokenizerConfig
 from nanoactor.actors.frontend import Entry, FrontendActor
 from nanoactor.actors.scheduler import SchedulerActor
 from nanoactor.actors.tokenizer import TokenizerActor
-from nanoactor.config import EngineConfig, ModelFiles, SamplingDefaults
+from nanoactor.config import EngineConfig
 from nanoactor.errors import EngineOverloaded
 from nanoactor.layout import engine_topology
 from nanoactor.messages import Stopping, Submit, TextOptions
+from nanoactor.model_files import ModelFiles
+from nanoactor.models.columns import DEFAULTS
 from nanoactor.outputs import RequestOutputKind
 from nanoactor.runtime.actor import Actor, Context
 from nanoactor.runtime.codec import copied, decode, encode
@@ -286,4 +288,12 @@ def _config(scenario: Scenario) -> EngineConfig:
 
 def _files(scenario: Scenario) -> ModelFiles:
     sizes: Any = SimpleNamespace(vocab_size=VOCABULARY)
-    return ModelFiles(Path(), sizes, SamplingDefaults(), (), scenario.max_model_len, ())
+    return ModelFiles(
+        directory=Path(),
+        config=sizes,
+        defaults=DEFAULTS,
+        eos_token_ids=(),
+        max_model_len=scenario.max_model_len,
+        ignored=(),
+        tokenizer_directory=None,
+    )

@@ -153,6 +153,27 @@ def demo() -> Tokenizer:
     return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 
 
+def without_tokenizer_json(path: Path, **config) -> Path:
+    """The demo model as Qwen2's checkpoints are: vocab.json and merges.txt, no tokenizer.json.
+
+    `config` changes its tokenizer_config.json.
+    """
+    path.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (path / name).symlink_to(DEMO / name)
+    whole = json.loads((DEMO / "tokenizer.json").read_text())
+    (path / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in whole["model"]["merges"]
+    ]
+    (path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    added = {str(token.pop("id")): token for token in whole["added_tokens"]}
+    values = json.loads((DEMO / "tokenizer_config.json").read_text())
+    values |= {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": added} | config
+    (path / "tokenizer_config.json").write_text(json.dumps(values))
+    return path
+
+
 BYTE_LEVEL = {"demo": demo, "byte_level": byte_level, "single_bytes": single_bytes}
 OTHERS = {
     "llama_like": llama_like,

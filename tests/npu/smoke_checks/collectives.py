@@ -13,11 +13,11 @@ import sys
 
 import torch
 
-from nanoactor.meeting import MeetingPoint
 from nanoactor.models.collective import Ranks
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.npu import NPUDevice
 from nanoactor.models.options import DeviceOptions
+from nanoactor.rendezvous import Rendezvous
 from tests.npu.smoke_checks import engines
 from tests.npu.smoke_checks.frame import Check, Failed, Rig
 
@@ -43,15 +43,15 @@ def missing(rig: Rig) -> str:
 
 def sums(rig: Rig) -> str:
     """all_reduce, all_gather and the least of both, by two processes."""
-    meeting = MeetingPoint(RANKS)
+    rendezvous = Rendezvous(RANKS)
     command = [sys.executable, "-m", __name__]
     processes = []
     for rank in range(RANKS):
-        words = [str(rank), str(meeting.port), str(meeting.descriptor)]
-        inherited = (meeting.descriptor,) if rank == 0 else ()
+        words = [str(rank), str(rendezvous.port), str(rendezvous.descriptor)]
+        inherited = (rendezvous.descriptor,) if rank == 0 else ()
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         processes.append(subprocess.Popen([*command, *words], pass_fds=inherited, **pipes))
-    meeting.close()
+    rendezvous.close()
     try:
         said = [process.communicate(timeout=SECONDS)[0] for process in processes]
     finally:

@@ -6,7 +6,7 @@ import os
 import socket
 
 
-class MeetingPoint:
+class Rendezvous:
     """A socket that listens on the loopback interface alone, at a port that the kernel chose.
 
     Rank 0 inherits it; until all have met, nobody from outside of this host can reach it.

@@ -1,0 +1,147 @@
+"""What a model's directory says: where it is, its sizes, and what its users should get."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanoactor.config import EngineConfig
+from nanoactor.errors import InvalidConfig, InvalidRequest
+from nanoactor.models.columns import DEFAULTS
+from nanoactor.models.config import (
+    ModelConfig,
+    as_ids,
+    check_architecture,
+    read_config,
+    read_json,
+)
+from nanoactor.models.errors import ModelError
+from nanoactor.models.parallel import check_parallel
+from nanoactor.params import SamplingParams
+from nanoactor.text.huggingface import find_tokenizer
+
+DEMO = "demo"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model's directory and what its JSON files say."""
+
+    directory: Path
+    config: ModelConfig
+    defaults: Mapping[str, float]
+    """What a sampling parameter is unless a request gives it, for those in `columns.DEFAULTS`."""
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    ignored: tuple[str, ...]
+    """Settings of `generation_config.json` that are not applied."""
+    tokenizer_directory: Path | None
+    """Where `tokenizer.json` and the chat template lie; None where only token ids are served."""
+
+
+def read_model_files(config: EngineConfig) -> ModelFiles:
+    """Find the model and read its configuration; convert its tokenizer, where that must be.
+
+    Raises `ModelError` where files are missing or wrong, `InvalidConfig` where the engine's
+    options do not fit the model.
+    """
+    directory = resolve_model(config.model)
+    model = read_config(directory)
+    check_architecture(model.architecture)
+    check_parallel(model, config.tensor_parallel_size)
+    raw: dict[str, Any] = {}
+    if (directory / "generation_config.json").exists():
+        raw = read_json(directory / "generation_config.json")
+    length = config.max_model_len or model.max_positions
+    if length > model.max_positions:
+        raise InvalidConfig(
+            f"max_model_len {length} exceeds the model's max_position_embeddings, "
+            f"{model.max_positions}"
+        )
+    if length < 2:
+        raise InvalidConfig("max_model_len must be at least 2: a token of prompt, one of output")
+    eos = as_ids(raw.get("eos_token_id")) or model.eos_token_ids
+    _check_eos(eos, model.vocab_size, directory)
+    defaults = _defaults(raw)
+    skips = config.skip_tokenizer_init
+    return ModelFiles(
+        directory=directory,
+        config=model,
+        defaults=defaults,
+        eos_token_ids=eos,
+        max_model_len=length,
+        ignored=_ignored(raw),
+        tokenizer_directory=None if skips else find_tokenizer(directory, config.start_timeout),
+    )
+
+
+def _check_eos(ids: tuple[int, ...], vocabulary: int, directory: Path) -> None:
+    wrong = [token for token in ids if not 0 <= token < vocabulary]
+    if wrong:
+        raise ModelError(
+            f"{directory}: eos_token_id {wrong[0]} is outside the vocabulary of {vocabulary} ids"
+        )
+
+
+def _defaults(raw: dict[str, Any]) -> Mapping[str, float]:
+    given = {name: raw[name] for name in DEFAULTS if raw.get(name) is not None}
+    try:
+        SamplingParams(**given)
+    except InvalidRequest as error:
+        raise ModelError(f"generation_config.json: {error}") from error
+    if raw.get("do_sample") is False:
+        return {**DEFAULTS, "temperature": 0.0}
+    return {**DEFAULTS, **given}
+
+
+def _ignored(raw: dict[str, Any]) -> tuple[str, ...]:
+    neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0}
+    return tuple(name for name, value in neutral.items() if raw.get(name, value) != value)
+
+
+def max_prompt_bytes(files: ModelFiles) -> int:
+    """Return the length of the longest text that is accepted for tokenizing.
+
+    Prose has 3 to 5 bytes to a token, code with deep indentation perhaps 10; what has more
+    than 32 throughout (runs of nothing but spaces) is refused unread.
+    """
+    return max(1 << 16, 32 * files.max_model_len)
+
+
+def resolve_model(name: str) -> Path:
+    """Return a model's directory: as given, the demo, or from the Hugging Face cache or hub."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if name == DEMO:
+        return Path(__file__).parent / "models" / "demo"
+    looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
+    if looks_local or os.sep == "\\":
+        raise ModelError(f"{name} is neither a directory nor a name on the hub (owner/model)")
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+    try:
+        found = Path(snapshot_download(name, local_files_only=True))
+        if any(found.glob("*.safetensors")):
+            return found
+    except (LocalEntryNotFoundError, ValueError):
+        pass  # not in the cache: ask the hub
+    try:
+        found = Path(snapshot_download(name, allow_patterns=wanted))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{name} is no directory, is not in the Hugging Face cache, and cannot be "
+            f"downloaded: {error}"
+        ) from error
+    if not any(found.glob("*.safetensors")):
+        raise ModelError(f"{name} has no .safetensors files, or the cache holds it only in part")
+    return found

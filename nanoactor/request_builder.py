@@ -1,0 +1,193 @@
+"""What a user asks for, checked and translated into the message that submits it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nanoactor.config import EngineConfig
+from nanoactor.errors import InvalidRequest
+from nanoactor.messages import Int32, Stopping, Submit, TextOptions
+from nanoactor.model_files import ModelFiles, max_prompt_bytes
+from nanoactor.models import columns
+from nanoactor.params import SamplingParams, plain_number
+
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+class RequestBuilder:
+    """Makes requests for one engine; every method raises `InvalidRequest`, naming what is wrong.
+
+    What only the tokenizer can tell (how many tokens a text has, say) is checked there.
+    """
+
+    def __init__(self, config: EngineConfig, files: ModelFiles, seeds: random.Random) -> None:
+        """`seeds` gives requests without a seed theirs."""
+        self._skips_tokenizer = config.skip_tokenizer_init
+        self._files = files
+        self._seeds = seeds
+
+    def build(
+        self,
+        prompt: Any,
+        params: Any,
+        priority: Any = 0,
+        chat_template_kwargs: Any = None,
+    ) -> Submit:
+        """Return the request; its uid is 0 until the frontend numbers it."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
+        priority = _check_priority(priority)
+        text, chat, token_ids = self._read_prompt(prompt)
+        options = self._check_options(chat_template_kwargs)
+        if chat_template_kwargs and chat is None:
+            raise InvalidRequest("chat_template_kwargs go with a list of messages")
+        self._check_params(params)
+        return Submit(
+            uid=0,
+            epoch=0,
+            text=text,
+            chat=chat,
+            chat_options=options,
+            token_ids=token_ids,
+            priority=priority,
+            sampling=self._sampling(params),
+            stopping=self._stopping(params),
+            text_options=_text_options(params),
+        )
+
+    def _read_prompt(self, prompt: Any) -> tuple[str | None, str | None, Int32]:
+        """Return (text, messages, token ids), of which one is given."""
+        if isinstance(prompt, Mapping):
+            keys = set(prompt)
+            if keys == {"prompt_token_ids"}:
+                return None, None, self._check_ids(_token_ids(prompt["prompt_token_ids"]))
+            if keys != {"prompt"}:
+                raise InvalidRequest(
+                    "a prompt's keys must be 'prompt' or 'prompt_token_ids', got "
+                    f"{sorted(map(str, keys))}"
+                )
+            prompt = prompt["prompt"]
+        if self._skips_tokenizer:
+            raise InvalidRequest(
+                "the engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids"
+            )
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequest("the prompt is empty: it must have at least one token")
+            return self._check_text(prompt), None, _NO_TOKENS
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+            return None, self._check_chat(list(prompt)), _NO_TOKENS
+        raise InvalidRequest(
+            "a prompt must be text, {'prompt_token_ids': [...]} or a list of messages, "
+            f"got {type(prompt).__name__}"
+        )
+
+    def _check_ids(self, ids: Int32) -> Int32:
+        limit = self._files.max_model_len
+        if len(ids) >= limit:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens, but max_model_len is {limit}: at most "
+                f"{limit - 1} leave room for one token of output"
+            )
+        return ids
+
+    def _check_text(self, text: str) -> str:
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the prompt is not valid Unicode: {error}") from None
+        limit = max_prompt_bytes(self._files)
+        if size > limit:
+            raise InvalidRequest(
+                f"the prompt has {size} bytes; with max_model_len {self._files.max_model_len} at "
+                f"most {limit} are accepted"
+            )
+        return text
+
+    def _check_chat(self, messages: list[Any]) -> str:
+        if not messages:
+            raise InvalidRequest("the list of messages is empty")
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise InvalidRequest(f"a message must be a dict with a 'role', got {message!r}")
+        return self._as_json("messages", [dict(message) for message in messages])
+
+    def _check_options(self, options: Any) -> str:
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidRequest(f"chat_template_kwargs must be a dict, got {options!r}")
+        return self._as_json("chat_template_kwargs", dict(options or {}))
+
+    def _as_json(self, name: str, value: Any) -> str:
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{name} must be plain values, as in JSON: {error}") from None
+        return self._check_text(text)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocabulary = self._files.config.vocab_size
+        for token in params.stop_token_ids or ():
+            if token >= vocabulary:
+                raise InvalidRequest(
+                    f"stop_token_ids: {token} is outside the vocabulary of {vocabulary} ids"
+                )
+        if params.stop and self._skips_tokenizer:
+            raise InvalidRequest(
+                "stop strings need a tokenizer, and the engine has none (skip_tokenizer_init)"
+            )
+
+    def _sampling(self, params: SamplingParams) -> bytes:
+        given = {name: getattr(params, name) for name in columns.NAMES}
+        values = {**self._files.defaults}
+        values |= {name: value for name, value in given.items() if value is not None}
+        values["top_k"] = max(0, values["top_k"])  # -1 means no limit too
+        if params.seed is None:
+            values["seed"] = self._seeds.getrandbits(64)
+        return columns.pack(values)
+
+    def _stopping(self, params: SamplingParams) -> Stopping:
+        return Stopping(
+            # 0: as many as fit; the tokenizer fills it in, as it knows the prompt's length.
+            max_tokens=params.max_tokens or 0,
+            min_tokens=params.min_tokens,
+            eos_ids=() if params.ignore_eos else self._files.eos_token_ids,
+            stop_ids=tuple(params.stop_token_ids or ()),
+        )
+
+
+def _check_priority(priority: Any) -> int:
+    number = plain_number(priority)
+    whole = isinstance(number, int) and not isinstance(number, bool)
+    if not whole or not -(2**31) <= number < 2**31:
+        raise InvalidRequest(f"priority must be a whole number of 32 bits, got {number!r}")
+    return int(number)
+
+
+def _text_options(params: SamplingParams) -> TextOptions:
+    return TextOptions(
+        stop=tuple(params.stop or ()),
+        include_stop=params.include_stop_str_in_output,
+        skip_special=params.skip_special_tokens,
+        min_tokens=params.min_tokens,
+    )
+
+
+def _token_ids(values: Any) -> Int32:
+    try:
+        ids = np.asarray(values)
+    except ValueError:
+        ids = np.asarray(["ragged"])
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise InvalidRequest("prompt_token_ids must be a flat list of whole numbers")
+    if not ids.size:
+        raise InvalidRequest("the prompt is empty: it must have at least one token")
+    with contextlib.suppress(OverflowError):
+        if ids.min() >= 0 and ids.max() < 2**31:
+            return ids.astype(np.int32)
+    raise InvalidRequest(f"token ids must be from 0 to 2147483647, got {ids.min()} to {ids.max()}")

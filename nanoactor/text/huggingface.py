@@ -1,0 +1,163 @@
+"""What transformers does here: a tokenizer for users, and a `tokenizer.json` for models without.
+
+No other module of the engine imports transformers, and none of the engine's processes loads it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import importlib.metadata
+import itertools
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanoactor.models.errors import ModelError
+from nanoactor.runtime.process import die_with_parent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
+
+log = logging.getLogger("nanoactor.tokenizer")
+
+_TOKENIZER = "tokenizer.json"
+_SOURCES = (("tokenizer.model",), ("vocab.json", "merges.txt"))
+"""Of what transformers makes a `tokenizer.json`: each a set of files that belong together."""
+_DESCRIPTIONS = (
+    "config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""What it reads beside them."""
+_MADE = ("tokenizer_config.json", _TOKENIZER)
+"""What a conversion writes: special tokens and chat templates are in the first."""
+
+
+def load_pretrained(directory: Path) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer with transformers, from local files alone.
+
+    Raises `ModelError` where transformers cannot.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # a tokenizer's files can be wrong in any way
+        text = f"transformers cannot load the tokenizer of {directory}: {error}"
+        raise ModelError(text) from error
+    return tokenizer
+
+
+def find_tokenizer(directory: Path, timeout: float) -> Path:
+    """Return where a model's `tokenizer.json`, special tokens and chat template lie.
+
+    That is the model's own directory, or, where it has no `tokenizer.json`, one in the user's cache
+    with what transformers has made of its other files: now, within `timeout` seconds, or for an
+    engine before. Raises `ModelError` where that cannot be done.
+    """
+    if (directory / _TOKENIZER).exists():
+        return directory
+    _check_sources(directory)
+    try:
+        kept = _cache() / _fingerprint(directory)
+        if (kept / _TOKENIZER).exists():
+            return kept
+        kept.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=kept)
+    except (OSError, RuntimeError) as error:  # read-only, full, or there is no home at all
+        log.warning("converted tokenizers cannot be kept, but for this process: %s", error)
+        kept = Path(tempfile.mkdtemp(prefix="nanoactor-tokenizer-"))
+        atexit.register(shutil.rmtree, kept, ignore_errors=True)
+        scratch = tempfile.TemporaryDirectory(dir=kept)
+    log.warning(
+        "%s has no tokenizer.json: converting its tokenizer, once; this takes some seconds",
+        directory,
+    )
+    with scratch as made:
+        _run_conversion(directory, made, timeout)
+        # Other engines may do the same now. The last file's presence says that all are whole.
+        for name in _MADE:
+            os.replace(Path(made) / name, kept / name)
+    return kept
+
+
+def _check_sources(directory: Path) -> None:
+    if not any(all((directory / name).exists() for name in source) for source in _SOURCES):
+        others = " nor ".join(" with ".join(source) for source in _SOURCES)
+        raise ModelError(
+            f"{directory} has no tokenizer.json, and neither {others} to make one of: add one of "
+            "them, or serve token ids alone with skip_tokenizer_init=True"
+        )
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "nanoactor" / "tokenizers"
+
+
+def _fingerprint(directory: Path) -> str:
+    """Hash what a conversion depends on."""
+    found = hashlib.sha256(importlib.metadata.version("transformers").encode())
+    for name in (*itertools.chain(*_SOURCES), *_DESCRIPTIONS):
+        path = directory / name
+        if path.exists():
+            content = path.read_bytes()
+            found.update(f"\n{name} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:32]
+
+
+def _run_conversion(directory: Path, target: str, timeout: float) -> None:
+    """Convert in a process of its own, so that none that stays has to load transformers."""
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    program = (
+        f"import sys; sys.path[:] = {path!r}; from nanoactor.text.huggingface import convert; "
+        f"convert({os.getpid()}, {str(directory)!r}, {target!r})"
+    )
+    cannot = f"the tokenizer of {directory} cannot be converted into a tokenizer.json"
+    try:
+        done = subprocess.run(  # noqa: S603 - our own interpreter and program
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"{cannot} within start_timeout, {timeout:g} s") from None
+    if done.returncode:
+        said = done.stderr.strip() or f"the process ended with status {done.returncode}"
+        needs = "A tokenizer.model may need the packages sentencepiece and protobuf. "
+        raise ModelError(
+            f"{cannot}: {said.splitlines()[-1].rstrip('.')}. "
+            + (needs if (directory / "tokenizer.model").exists() else "")
+            + "Add a tokenizer.json, or serve token ids alone with skip_tokenizer_init=True"
+        ) from RuntimeError(said)
+
+
+def convert(parent: int, directory: str, target: str) -> None:
+    """Write `_MADE` into a directory; the entry of a process. Its last words say what is wrong."""
+    die_with_parent(parent, "convert")
+    # As if it were not installed: it takes seconds to load, and tokenizers do without.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        tokenizer = load_pretrained(Path(directory))
+    except ModelError as error:
+        raise SystemExit(" ".join(str(error.__cause__).split())) from error
+    kind = type(tokenizer).__name__
+    if len(tokenizer.get_vocab()) == len(tokenizer.get_added_vocab()):  # it reads other files
+        raise SystemExit(f"transformers' {kind} finds no vocabulary in the model's files")
+    tokenizer.save_pretrained(target, save_jinja_files=False)
+    if not (Path(target) / _TOKENIZER).exists():
+        raise SystemExit(f"transformers' {kind} has no form that the tokenizers library reads")

@@ -1,0 +1,136 @@
+"""What a user asks for, as the message that the tokenizer gets."""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanoactor import EngineConfig, SamplingParams
+from nanoactor.errors import InvalidRequest
+from nanoactor.model_files import ModelFiles, max_prompt_bytes, read_model_files
+from nanoactor.models import columns
+from nanoactor.models.columns import pack, unpack
+from nanoactor.request_builder import RequestBuilder
+
+DEFAULTS = {"temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125}
+CHAT = [{"role": "user", "content": "和"}]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return read_model_files(EngineConfig("demo"))
+
+
+def builder(files: ModelFiles, seed=0, **options):
+    config = EngineConfig("demo", **options)
+    return RequestBuilder(config, dataclasses.replace(files, **CHANGES), random.Random(seed))
+
+
+CHANGES = dict(directory=Path(), defaults=DEFAULTS, eos_token_ids=(2, 0), max_model_len=64)
+
+
+def test_a_prompt_comes_in_one_of_three_forms(demo):
+    build = builder(demo).build
+    params = SamplingParams()
+    text, chat = build("To be", params), build(CHAT, params)
+    ids = build({"prompt_token_ids": [3, 4]}, params)
+    assert build({"prompt": "To be"}, params).text == text.text == "To be"
+    assert json.loads(chat.chat) == CHAT
+    assert (ids.token_ids.tolist(), ids.token_ids.dtype) == ([3, 4], np.int32)
+    for submit in (text, chat, ids):
+        given = (submit.text is not None, submit.chat is not None, len(submit.token_ids) > 0)
+        assert sum(given) == 1
+        assert (submit.uid, submit.epoch, submit.priority) == (0, 0, 0)
+
+
+def test_template_options_travel_as_json(demo):
+    build = builder(demo).build
+    assert build("x", SamplingParams()).chat_options == "{}"
+    submit = build(CHAT, SamplingParams(), 3, {"enable_thinking": False, "tools": [{"a": "和"}]})
+    assert json.loads(submit.chat_options) == {"enable_thinking": False, "tools": [{"a": "和"}]}
+    assert submit.priority == 3
+
+
+def test_what_a_request_leaves_open_the_models_files_say(demo):
+    build = builder(demo).build
+    assert build("x", SamplingParams(seed=9)).sampling == pack({**DEFAULTS, "seed": 9})
+    for name, value in (("temperature", 0), ("top_k", 3), ("top_p", 1), ("min_p", 0)):
+        sampling = build("x", SamplingParams(seed=9, **{name: value})).sampling
+        assert sampling == pack({**DEFAULTS, name: value, "seed": 9})
+
+
+def test_minus_one_means_no_limit(demo):
+    build = builder(demo).build
+    assert unpack(build("x", SamplingParams(top_k=-1)).sampling).top_k == 0
+    files = dataclasses.replace(demo, defaults={**columns.DEFAULTS, "top_k": -1})
+    without = RequestBuilder(EngineConfig("demo"), files, random.Random())
+    assert unpack(without.build("x", SamplingParams()).sampling).top_k == 0
+
+
+def test_every_column_is_a_parameter_of_its_name():
+    assert {*columns.NAMES} <= {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_seeds_are_drawn_for_requests_without_one(demo):
+    def seeds(builder, *given):
+        submits = [builder.build("x", SamplingParams(seed=seed)) for seed in given]
+        return [unpack(submit.sampling).seed for submit in submits]
+
+    drawn = seeds(builder(demo, seed=5), None, None)
+    assert drawn[0] != drawn[1]
+    assert seeds(builder(demo, seed=5), 1, None, 0, None) == [1, drawn[0], 0, drawn[1]]
+    assert all(0 <= seed < 2**64 for seed in drawn)
+
+
+def test_when_a_request_ends(demo):
+    build = builder(demo).build
+    assert values(build("x", SamplingParams()).stopping) == (0, 0, (2, 0), ())
+    params = SamplingParams(max_tokens=9, min_tokens=2, ignore_eos=True, stop_token_ids=[5, 6])
+    assert values(build("x", params).stopping) == (9, 2, (), (5, 6))
+
+
+def test_how_text_is_made(demo):
+    build = builder(demo).build
+    assert values(build("x", SamplingParams()).text_options) == ((), False, True, 0)
+    params = SamplingParams(
+        stop=["a", "b"], include_stop_str_in_output=True, skip_special_tokens=False, min_tokens=4
+    )
+    assert values(build("x", params).text_options) == (("a", "b"), True, False, 4)
+
+
+def test_limits_are_the_models(demo):
+    made = builder(demo)
+    made.build({"prompt_token_ids": [1] * 63}, SamplingParams())
+    with pytest.raises(InvalidRequest, match="64 tokens, but max_model_len is 64: at most 63"):
+        made.build({"prompt_token_ids": [1] * 64}, SamplingParams())
+    most = max_prompt_bytes(dataclasses.replace(demo, **CHANGES))
+    made.build("x" * most, SamplingParams())
+    with pytest.raises(InvalidRequest, match=f"{most + 1} bytes"):
+        made.build("x" * (most + 1), SamplingParams())
+    with pytest.raises(InvalidRequest, match="5000 is outside the vocabulary of 2048"):
+        made.build("x", SamplingParams(stop_token_ids=[5000]))
+
+
+def test_without_a_tokenizer_there_are_token_ids_alone(demo):
+    made = builder(demo, skip_tokenizer_init=True)
+    made.build({"prompt_token_ids": [1]}, SamplingParams())
+    for prompt in ("x", {"prompt": "x"}, CHAT):
+        with pytest.raises(InvalidRequest, match="skip_tokenizer_init"):
+            made.build(prompt, SamplingParams())
+    with pytest.raises(InvalidRequest, match="stop strings need a tokenizer"):
+        made.build({"prompt_token_ids": [1]}, SamplingParams(stop="x"))
+
+
+def test_bad_arguments_beside_the_prompt_are_named(demo):
+    build = builder(demo).build
+    for priority in (1.5, True, 2**31, "1"):
+        with pytest.raises(InvalidRequest, match="priority"):
+            build("x", SamplingParams(), priority)
+    assert build("x", SamplingParams(), np.int64(-(2**31))).priority == -(2**31)
+    with pytest.raises(InvalidRequest, match="sampling_params"):
+        build("x", {"temperature": 0})
+    with pytest.raises(InvalidRequest, match="go with a list of messages"):
+        build("x", SamplingParams(), 0, {"enable_thinking": False})
