@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoactor.actors.config import ActorConfig, max_prompt_bytes
 from nanoactor.actors.frontend import Entry, FrontendActor
 from nanoactor.actors.tokenizer import no_tokens
 from nanoactor.config import EngineConfig, read_model_files
@@ -28,7 +29,7 @@ from nanoactor.errors import (
     InvalidRequest,
     only_ours,
 )
-from nanoactor.layout import engine_topology, max_prompt_bytes
+from nanoactor.layout import engine_topology
 from nanoactor.meeting import MeetingPoint
 from nanoactor.messages import Int32, Sampling, Stopping, Submit, TextOptions
 from nanoactor.outputs import RequestOutput
@@ -75,8 +76,8 @@ class AsyncLLM:
         self._meeting = MeetingPoint(ranks) if ranks > 1 else None
         if self._meeting is not None:  # for an engine that is never started
             weakref.finalize(self, self._meeting.close)
-        salt = secrets.token_bytes(16)
-        topology = engine_topology(self.config, self.files, salt, self._meeting)
+        shared = ActorConfig(self.config, self.files, salt=secrets.token_bytes(16))
+        topology = engine_topology(shared, self._meeting)
         self._frontend: FrontendActor | None = None
         self._seeds = random.Random(self.config.seed)
         # Unguessable, so that no caller's own id can be one of ours.

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 
-from nanoactor.actors.blocks import BlocksConfig
-from nanoactor.actors.detokenizer import DetokenizerConfig
-from nanoactor.actors.frontend import FrontendConfig
+from nanoactor.actors.config import CHUNK_BYTES, ActorConfig, max_prompt_bytes
 from nanoactor.actors.runner import RunnerConfig
-from nanoactor.actors.scheduler import SchedulerActorConfig
-from nanoactor.actors.tokenizer import TokenizerConfig
 from nanoactor.config import EngineConfig, ModelFiles
 from nanoactor.meeting import MeetingPoint
 from nanoactor.params import MAX_STOP_IDS
 from nanoactor.runner.config import SIMULATED, ExecutorConfig
 from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
-from nanoactor.text.renderer import RenderLimits
 
 USER = "user"
 # What has no place in a control process: torch alone would take 200 MB and a second to import.
@@ -27,7 +22,6 @@ _MIB = 1 << 20
 _DETOKENIZER_NICE = 10
 # Gloo's and NCCL's stay on this host unless the environment names another interface.
 _LOOPBACK = "lo"
-_CHUNK_BYTES = _MIB // 4
 _SMALLEST_DEFAULT_BLOCK = 16
 
 
@@ -36,62 +30,41 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def engine_topology(
-    config: EngineConfig, files: ModelFiles, salt: bytes, meeting: MeetingPoint | None = None
-) -> Topology:
-    """The topology of an engine; see docs/architecture.md for the picture.
+def engine_topology(config: ActorConfig, meeting: MeetingPoint | None = None) -> Topology:
+    """Return the topology of an engine; see docs/architecture.md for the picture.
 
     `meeting` is where the runners meet, where there are several.
     """
-    tokenizers = [f"tokenizer.{index}" for index in range(config.num_tokenizers)]
+    engine, files = config.engine, config.files
+    tokenizers = [f"tokenizer.{index}" for index in range(engine.num_tokenizers)]
     return Topology(
-        _actors(config, files, salt, tokenizers, meeting),
-        _nodes(config, tokenizers, meeting),
-        _edges(config, files, tokenizers),
+        _actors(config, tokenizers, meeting),
+        _nodes(engine, tokenizers, meeting),
+        _edges(engine, files, tokenizers),
         USER,
     )
 
 
 def _actors(
-    config: EngineConfig,
-    files: ModelFiles,
-    salt: bytes,
-    tokenizers: list[str],
-    meeting: MeetingPoint | None,
+    config: ActorConfig, tokenizers: list[str], meeting: MeetingPoint | None
 ) -> tuple[ActorSpec, ...]:
-    text_directory = None if config.skip_tokenizer_init else files.directory
-    vocabulary = files.config.vocab_size
-    tokenizer = TokenizerConfig(
-        text_directory, vocabulary, files.max_model_len, salt, render_limits(config, files)
-    )
-    frontend = FrontendConfig(
-        config.num_tokenizers, config.max_waiting_requests, config.max_waiting_tokens
-    )
-    blocks = BlocksConfig(
-        config.max_num_seqs,
-        files.max_model_len,
-        salt,
-        config.enable_prefix_caching,
-        config.debug,
-    )
-    asks = config.plan_lead == "late"
+    engine = config.engine
+    asks = engine.plan_lead == "late"
     runners = [
-        RunnerConfig(executor_config(config, files, rank, meeting), asks and rank == 0)
-        for rank in range(config.tensor_parallel_size)
+        RunnerConfig(executor_config(engine, config.files, rank, meeting), asks and rank == 0)
+        for rank in range(engine.tensor_parallel_size)
     ]
-    detokenizer = DetokenizerConfig(text_directory, _CHUNK_BYTES)
-    scheduler = SchedulerActorConfig(config, files.max_model_len)
     home = "nanoactor.actors"
     return (
-        ActorSpec("frontend", f"{home}.frontend:FrontendActor", frontend),
-        *(ActorSpec(name, f"{home}.tokenizer:TokenizerActor", tokenizer) for name in tokenizers),
-        ActorSpec("scheduler", f"{home}.scheduler:SchedulerActor", scheduler),
-        ActorSpec("blocks", f"{home}.blocks:BlockManagerActor", blocks),
+        ActorSpec("frontend", f"{home}.frontend:FrontendActor", config),
+        *(ActorSpec(name, f"{home}.tokenizer:TokenizerActor", config) for name in tokenizers),
+        ActorSpec("scheduler", f"{home}.scheduler:SchedulerActor", config),
+        ActorSpec("blocks", f"{home}.blocks:BlockManagerActor", config),
         *(
             ActorSpec(f"runner.{rank}", f"{home}.runner:RunnerActor", runner)
             for rank, runner in enumerate(runners)
         ),
-        ActorSpec("detokenizer", f"{home}.detokenizer:DetokenizerActor", detokenizer),
+        ActorSpec("detokenizer", f"{home}.detokenizer:DetokenizerActor", config),
     )
 
 
@@ -100,26 +73,26 @@ def executor_config(
 ) -> ExecutorConfig:
     """What a rank's executor is told."""
     return ExecutorConfig(
-        files.directory,
-        config.device,
-        config.dtype,
-        config.threads or max(1, cores() // config.tensor_parallel_size),
-        files.max_model_len,
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        config.block_size,
-        config.num_kv_blocks,
-        config.memory_utilization,
-        rank,
-        config.tensor_parallel_size,
-        meeting.port if meeting else 0,
-        meeting.descriptor if meeting and rank == 0 else None,
-        config.pipeline_depth,
-        config.enforce_eager or config.graph_mode == "eager",
-        config.load_format,
-        config.debug,
-        config.device_options,
-        config.check_weights,
+        directory=files.directory,
+        device=config.device,
+        dtype=config.dtype,
+        threads=config.threads or max(1, cores() // config.tensor_parallel_size),
+        max_model_len=files.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_kv_blocks=config.num_kv_blocks,
+        memory_utilization=config.memory_utilization,
+        rank=rank,
+        ranks=config.tensor_parallel_size,
+        meeting_port=meeting.port if meeting else 0,
+        meeting_socket=meeting.descriptor if meeting and rank == 0 else None,
+        depth=config.pipeline_depth,
+        enforce_eager=config.enforce_eager or config.graph_mode == "eager",
+        load_format=config.load_format,
+        debug=config.debug,
+        options=config.device_options,
+        check_weights=config.check_weights,
     )
 
 
@@ -202,7 +175,7 @@ def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tu
     row = 128 + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
     step = ring_capacity(seqs * row + 4 * config.max_num_batched_tokens + 64 * 1024)
     tokens = ring_capacity(512 * seqs + 64 * 1024)
-    chunk = ring_capacity(4 * _CHUNK_BYTES + 4 * length)
+    chunk = ring_capacity(4 * CHUNK_BYTES + 4 * length)
     small = ring_capacity(64 * 1024 + 64 * seqs)
     runners = tuple(f"runner.{rank}" for rank in range(config.tensor_parallel_size))
     # Each cycle has an edge whose outbox the protocol bounds: one message that merges what is
@@ -219,17 +192,3 @@ def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tu
         EdgeSpec("detokenizer", ("scheduler",), prompt, bound=1),
         EdgeSpec("detokenizer", ("frontend",), chunk, bound=1, paced=True),
     )
-
-
-def render_limits(config: EngineConfig, files: ModelFiles) -> RenderLimits:
-    """What the model's chat template may take."""
-    return RenderLimits(config.template_timeout, max_prompt_bytes(files))
-
-
-def max_prompt_bytes(files: ModelFiles) -> int:
-    """The longest text that is accepted for tokenizing.
-
-    Prose has 3 to 5 bytes to a token, code with deep indentation perhaps 10; what has more
-    than 32 throughout (runs of nothing but spaces) is refused unread.
-    """
-    return max(1 << 16, 32 * files.max_model_len)

@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from nanoactor.actors.config import ActorConfig
 from nanoactor.kv.manager import BlockManager
 from nanoactor.messages import Free, Known, Match, Plan
 from nanoactor.runtime.actor import Actor, Context, Facts, Handler
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlocksConfig:
-    """What the block manager is told; the cache's size comes from the runners."""
-
-    max_num_seqs: int
-    max_model_len: int
-    salt: bytes
-    prefix_caching: bool
-    debug: bool = False
-    """Check all books whenever figures are asked for: a look at every block."""
-
-
 class BlockManagerActor(Actor):
     """Stamps plans into steps and answers with credits, merged while the edge is busy."""
 
-    def __init__(self, config: BlocksConfig) -> None:
+    def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._step_at = 0
 
     def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
         """Make the block manager, now that the runners have sized the cache."""
         super().start(context, facts)
-        config, cache = self._config, facts["runner.0"]
+        engine, cache = self._config.engine, facts["runner.0"]
         self._manager = BlockManager(
-            cache["num_blocks"],
-            cache["block_size"],
-            config.max_num_seqs,
-            config.max_model_len,
-            config.salt,
-            config.prefix_caching,
+            blocks=cache["num_blocks"],
+            block_size=cache["block_size"],
+            max_seqs=engine.max_num_seqs,
+            max_model_len=self._config.files.max_model_len,
+            salt=self._config.salt,
+            prefix_caching=engine.enable_prefix_caching,
         )
         self._runners = context.outbox("runners")
         self._scheduler = context.outbox("scheduler")
@@ -89,7 +77,7 @@ class BlockManagerActor(Actor):
         step left, in ns of the monotonic clock.
         """
         manager = self._manager
-        if self._config.debug:
+        if self._config.engine.debug:  # a look at every block
             manager.check()
         return {
             "available": manager.pool.available,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoactor import messages as m
-from nanoactor.config import EngineConfig
+from nanoactor.actors.config import ActorConfig
 from nanoactor.runtime.actor import Actor, Context, Facts, Handler, Progress
 from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -17,18 +17,10 @@ LOAD, ENTERS, LEAVES = "load", "enters", "leaves"
 goes."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SchedulerActorConfig:
-    """The engine's options and the length limit; sizes of the cache come from the runners."""
-
-    engine: EngineConfig
-    max_model_len: int
-
-
 class SchedulerActor(Actor):
     """Events to the logic, messages to their edges."""
 
-    def __init__(self, config: SchedulerActorConfig) -> None:
+    def __init__(self, config: ActorConfig) -> None:
         self._config = config
 
     def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
@@ -40,20 +32,7 @@ class SchedulerActor(Actor):
         self._leaves = self._load.kind(LEAVES, "uid")
         self._busy_since = 0
         self._live_since = self._load_ns = self._step_at = self._tokens_at = 0
-        engine, cache = self._config.engine, facts["runner.0"]
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                cache["num_blocks"],
-                cache["block_size"],
-                engine.max_num_seqs,
-                engine.max_num_batched_tokens,
-                self._config.max_model_len,
-                engine.pipeline_depth,
-                engine.plan_lead,
-                engine.enable_prefix_caching,
-                engine.priority_window,
-            )
-        )
+        self._scheduler = Scheduler(_scheduler_config(self._config, facts["runner.0"]))
 
     def handlers(self) -> Mapping[type, Handler]:
         """Everything goes to the logic."""
@@ -130,3 +109,19 @@ class SchedulerActor(Actor):
             "live_since": self._live_since,
             "tokens_at": self._tokens_at,
         }
+
+
+def _scheduler_config(config: ActorConfig, cache: Facts) -> SchedulerConfig:
+    """Return the limits of an engine whose cache the runners have sized."""
+    engine = config.engine
+    return SchedulerConfig(
+        blocks=cache["num_blocks"],
+        block_size=cache["block_size"],
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_model_len=config.files.max_model_len,
+        depth=engine.pipeline_depth,
+        plan_lead=engine.plan_lead,
+        prefix_caching=engine.enable_prefix_caching,
+        priority_window=engine.priority_window,
+    )

@@ -9,8 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
+from nanoactor.actors.config import max_prompt_bytes, render_limits
 from nanoactor.engine import AsyncLLM
-from nanoactor.layout import max_prompt_bytes, render_limits
 from nanoactor.server.completions import Completions
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.desk import Desk

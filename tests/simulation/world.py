@@ -15,7 +15,8 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from nanoactor.actors.blocks import BlockManagerActor
-from nanoactor.actors.detokenizer import DetokenizerActor, DetokenizerConfig
+from nanoactor.actors.config import ActorConfig
+from nanoactor.actors.detokenizer import DetokenizerActor
 from nanoactor.actors.frontend import Entry, FrontendActor
 from nanoactor.actors.scheduler import SchedulerActor
 from nanoactor.actors.tokenizer import TokenizerActor
@@ -179,15 +180,15 @@ class World:
     def __init__(self, scenario: Scenario, record: bool = False) -> None:
         self.scenario = scenario
         self.loop = VirtualLoop(scenario.seed)
-        config, files = _config(scenario), _files(scenario)
-        topology = engine_topology(config, files, SALT)
+        config = ActorConfig(_config(scenario), _files(scenario), SALT)
+        topology = engine_topology(config)
         specs = {spec.name: spec.config for spec in topology.actors}
         self.actors: dict[str, Actor] = {
             "frontend": FrontendActor(specs["frontend"]),
             "scheduler": SchedulerActor(specs["scheduler"]),
             "blocks": BlockManagerActor(specs["blocks"]),
             "runner.0": SimulatedRunner(specs["runner.0"], self),
-            "detokenizer": DetokenizerActor(DetokenizerConfig(None, scenario.chunk_bytes)),
+            "detokenizer": DetokenizerActor(specs["detokenizer"]),
         }
         for index in range(scenario.tokenizers):
             self.actors[f"tokenizer.{index}"] = TokenizerActor(specs[f"tokenizer.{index}"])
@@ -205,6 +206,7 @@ class World:
         facts = {name: actor.setup() for name, actor in self.actors.items()}
         detokenizer: Any = self.actors["detokenizer"]
         detokenizer._detokenizer = Detokenizer(LetterDecoders())  # type: ignore[arg-type]
+        detokenizer._chunk_bytes = self.scenario.chunk_bytes
         self.edges: dict[tuple[str, str], Edge] = {}
         for spec in specs:
             between = {spec.source, *spec.targets}
