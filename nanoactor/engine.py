@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import random
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.actors.config import ActorConfig, max_prompt_bytes
+from nanoactor.actors.config import ActorConfig, RunnerReady, max_prompt_bytes
 from nanoactor.actors.frontend import Entry, FrontendActor
 from nanoactor.actors.tokenizer import no_tokens
 from nanoactor.config import EngineConfig, read_model_files
@@ -334,7 +335,8 @@ class AsyncLLM:
     @property
     def facts(self) -> dict[str, Any]:
         """What the runner found out: blocks of KV cache, their size, the data type."""
-        return dict(self._system.facts.get("runner.0", {}))
+        ready = self._system.ready
+        return dataclasses.asdict(RunnerReady.find(ready)) if "runner.0" in ready else {}
 
     # -- checking and translating ---------------------------------------------------------
 

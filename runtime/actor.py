@@ -22,8 +22,9 @@ from nanoactor.runtime.tracing import Lane
 
 M = TypeVar("M")
 Handler = Callable[[Any], None]
-Facts = dict[str, Any]
-"""What an actor makes known to all others when it is ready: plain picklable values."""
+ReadyInfo = object
+"""What an actor tells all others when it is ready: a picklable record, or None. The runtime only
+carries it."""
 Progress = tuple[int, float]
 """A number that changes with each piece of work done, and the seconds that the piece at hand may
 take."""
@@ -111,15 +112,15 @@ class Actor:
     def __init__(self, config: Any) -> None:
         """`config` is what the topology holds for this actor."""
 
-    def setup(self) -> Facts:
-        """Get ready, as long as it takes; runs before any message. Returns what others need.
+    def setup(self) -> ReadyInfo:
+        """Get ready, as long as it takes; runs before any message. Return what others need.
 
         An exception here becomes the caller's, if its class says `travels = True`.
         """
-        return {}
+        return None
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
-        """All actors are ready: take the context, and what every actor made known."""
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
+        """Take the context, and what every actor told when it was ready: by now all are."""
         self.context = context
 
     def handlers(self) -> Mapping[type, Handler]:

@@ -82,11 +82,11 @@ class _Child:
         asyncio.set_event_loop(self._loop)
         threading.Thread(target=self._listen, name="control", daemon=True).start()
         try:
-            facts = self._node.setup(self._note_culprit)
+            ready = self._node.setup(self._note_culprit)
             # What is set up stays: the collector need not look at it again and again.
             gc.collect()
             gc.freeze()
-            self._send(control.Ready(facts, schema_hashes()))
+            self._send(control.Ready(ready, schema_hashes()))
         except BaseException as error:
             self._fail(self._culprit, error)
         self._loop.run_forever()
@@ -119,9 +119,9 @@ class _Child:
 
     def _obey(self, message: Any) -> None:
         match message:
-            case control.Start(facts):
+            case control.Start(ready):
                 try:
-                    self._node.start(self._loop, facts)
+                    self._node.start(self._loop, ready)
                 except BaseException as error:
                     self._fail(self._culprit, error)
                 self._send(control.Started())

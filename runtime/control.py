@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from nanoactor.runtime.actor import Facts, Progress
+from nanoactor.runtime.actor import Progress, ReadyInfo
 from nanoactor.runtime.node import NodePlan
 
 
@@ -37,7 +37,8 @@ class Bootstrap:
 class Start:
     """Parent to child: every node is ready, let messages flow."""
 
-    facts: Mapping[str, Facts]
+    ready: Mapping[str, ReadyInfo]
+    """By actor, of all nodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ class Stop:
 class Ready:
     """Child to parent: all actors are set up."""
 
-    facts: Mapping[str, Facts]
+    actors: Mapping[str, ReadyInfo]
+    """What each of the node's has to tell."""
     schema: Mapping[int, str]
     """The digests of the message classes that it knows."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.runtime.actor import Actor, Context, Facts, Progress
+from nanoactor.runtime.actor import Actor, Context, Progress, ReadyInfo
 from nanoactor.runtime.mailbox import DelayedDelivery, Mailbox
 from nanoactor.runtime.outbox import LocalOutbox, MixedOutbox, Outbox, RemoteOutbox
 from nanoactor.runtime.recording import RecordedOutbox, Recorder
@@ -62,17 +62,17 @@ class Node:
         self._unopened = set(plan.descriptors)
         """Descriptors that no sender or receiver has taken over."""
 
-    def setup(self, on_culprit: Callable[[str], None] = lambda name: None) -> dict[str, Facts]:
-        """Import, make and set up every actor; returns what each makes known."""
-        facts = {}
+    def setup(self, on_culprit: Callable[[str], None] = lambda name: None) -> dict[str, ReadyInfo]:
+        """Import, make and set up every actor; return what each tells the others."""
+        ready = {}
         for spec in self.plan.actors:
             on_culprit(spec.name)
             actor = spec.create()
             self.actors[spec.name] = actor
-            facts[spec.name] = actor.setup()
-        return facts
+            ready[spec.name] = actor.setup()
+        return ready
 
-    def start(self, loop: asyncio.AbstractEventLoop, facts: Mapping[str, Facts]) -> None:
+    def start(self, loop: asyncio.AbstractEventLoop, ready: Mapping[str, ReadyInfo]) -> None:
         """Open the edges, start the actors, then begin to receive."""
         for spec in self.plan.actors:
             context = Context(
@@ -81,7 +81,7 @@ class Node:
             actor = self.actors[spec.name]
             handlers = actor.handlers()
             if self.plan.record_dir is not None:
-                recorder = Recorder(self.plan.record_dir, spec, facts)
+                recorder = Recorder(self.plan.record_dir, spec, ready)
                 self._recorders[spec.name] = recorder
                 handlers = recorder.handlers(handlers)
             names = actor.span_names()
@@ -92,7 +92,7 @@ class Node:
             self._outboxes[edge.source][edge.label] = outbox
         self._cpu_before = time.process_time()
         for spec in self.plan.actors:
-            self.actors[spec.name].start(self.actors[spec.name].context, facts)
+            self.actors[spec.name].start(self.actors[spec.name].context, ready)
         inputs: dict[str, list[Receiver]] = {}
         for source, outbox in self._remote:
             outbox.follow(inputs.setdefault(source, []))

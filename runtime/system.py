@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.runtime import control
-from nanoactor.runtime.actor import Actor, Facts
+from nanoactor.runtime.actor import Actor, ReadyInfo
 from nanoactor.runtime.codec import schema_hashes
 from nanoactor.runtime.errors import (
     NodeDied,
@@ -89,7 +89,8 @@ class System:
         """The closing, once it has begun."""
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
-        self.facts: dict[str, Facts] = {}
+        self.ready: dict[str, ReadyInfo] = {}
+        """What each actor told when it was ready."""
 
     async def start(self) -> None:
         """Start every node and wait until all are ready.
@@ -151,15 +152,15 @@ class System:
         if self._children:
             self._thread = _ReaperThread(self._children, self._hear, self._loop)
             self._thread.start()
-        self.facts |= self._node.setup()
+        self.ready |= self._node.setup()
         for child in self._children.values():
             report = await child.ready
             _check_schema(child.name, report.schema)
-            self.facts |= report.facts
+            self.ready |= report.actors
         for child in self._children.values():
             self._loop.add_reader(child.pidfd, self._child_died, child)
-            child.send(control.Start(self.facts))
-        self._node.start(self._loop, self.facts)
+            child.send(control.Start(self.ready))
+        self._node.start(self._loop, self.ready)
         for child in self._children.values():
             await child.started
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from nanoactor.actors.config import ActorConfig
+from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.kv.manager import BlockManager
 from nanoactor.messages import Free, Known, Match, Plan
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 
 
 class BlockManagerActor(Actor):
@@ -19,13 +19,13 @@ class BlockManagerActor(Actor):
         self._config = config
         self._step_at = 0
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Make the block manager, now that the runners have sized the cache."""
-        super().start(context, facts)
-        engine, cache = self._config.engine, facts["runner.0"]
+        super().start(context, ready)
+        engine, cache = self._config.engine, RunnerReady.find(ready)
         self._manager = BlockManager(
-            blocks=cache["num_blocks"],
-            block_size=cache["block_size"],
+            blocks=cache.num_blocks,
+            block_size=cache.block_size,
             max_seqs=engine.max_num_seqs,
             max_model_len=self._config.files.max_model_len,
             salt=self._config.salt,

@@ -1,12 +1,17 @@
-"""What every actor is given, and what follows from it; imports no torch."""
+"""What every actor is given, what follows from it, and what runners report; imports no torch."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanoactor.config import EngineConfig, ModelFiles
-from nanoactor.text.renderer import RenderLimits
+from nanoactor.runtime.actor import ReadyInfo
+
+if TYPE_CHECKING:
+    from nanoactor.text.renderer import RenderLimits
 
 CHUNK_BYTES = 1 << 18
 """The most text that one `Chunk` carries to the frontend."""
@@ -27,6 +32,26 @@ class ActorConfig:
         return None if self.engine.skip_tokenizer_init else self.files.directory
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunnerReady:
+    """What a runner tells all others once the model is loaded."""
+
+    num_blocks: int
+    """KV blocks in the cache."""
+    block_size: int
+    """Tokens in a block."""
+    dtype: str
+    device: str
+    """For people: what computes."""
+
+    @classmethod
+    def find(cls, ready: Mapping[str, ReadyInfo]) -> RunnerReady:
+        """Return what rank 0 told; the ranks agree on the cache's size."""
+        found = ready["runner.0"]
+        assert isinstance(found, cls)
+        return found
+
+
 def max_prompt_bytes(files: ModelFiles) -> int:
     """Return the size of the longest text that is accepted for tokenizing.
 
@@ -38,4 +63,6 @@ def max_prompt_bytes(files: ModelFiles) -> int:
 
 def render_limits(config: EngineConfig, files: ModelFiles) -> RenderLimits:
     """Return what the model's chat template may take."""
+    from nanoactor.text.renderer import RenderLimits  # few processes render
+
     return RenderLimits(config.template_timeout, max_prompt_bytes(files))

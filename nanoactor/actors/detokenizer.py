@@ -10,7 +10,7 @@ import numpy as np
 
 from nanoactor.actors.config import CHUNK_BYTES, ActorConfig
 from nanoactor.messages import Open, Stop, Tokens
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.text.detokenizer import Detokenizer
 
 
@@ -22,7 +22,7 @@ class DetokenizerActor(Actor):
         self._chunk_bytes = CHUNK_BYTES
         self._step_at = 0
 
-    def setup(self) -> Facts:
+    def setup(self) -> None:
         """Read the tokenizer and build its tables."""
         decoders = None
         if self._directory is not None:
@@ -31,11 +31,10 @@ class DetokenizerActor(Actor):
 
             decoders = DecoderFactory(load_tokenizer(self._directory))
         self._detokenizer = Detokenizer(decoders)
-        return {}
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Find the edges."""
-        super().start(context, facts)
+        super().start(context, ready)
         self._frontend = context.outbox("frontend")
         self._scheduler = context.outbox("scheduler")
 

@@ -11,7 +11,7 @@ from nanoactor.actors.config import ActorConfig
 from nanoactor.errors import ComputationFailed, EngineOverloaded, InvalidRequest, NanoactorError
 from nanoactor.messages import Abort, Chunk, Submit, Terminal
 from nanoactor.outputs import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 
 # A tokenizer other than the first takes prompts longer than this, where there are several.
 _LONG_PROMPT_BYTES = 64 * 1024
@@ -137,9 +137,9 @@ class FrontendActor(Actor):
         self._progress: asyncio.Event | None = None
         """Set, and forgotten, when a request no longer waits; None where nobody wants to know."""
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Find the edges."""
-        super().start(context, facts)
+        super().start(context, ready)
         self._tokenizers = [
             context.outbox(f"tokenizer.{index}") for index in range(self._config.num_tokenizers)
         ]

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanoactor.actors.config import RunnerReady
 from nanoactor.messages import Step, StepDone, StepWanted
 from nanoactor.runner.config import ExecutorConfig
 from nanoactor.runner.deadline import StepDeadline
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler, Progress
+from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 
 if TYPE_CHECKING:
     from nanoactor.runner.execution import Computed, Executor, Pending
@@ -63,17 +64,17 @@ class RunnerActor(Actor):
         self._asked_for = 0
         self._busy_ns = self._idle_ns = self._device_free_at = 0
 
-    def setup(self) -> Facts:
+    def setup(self) -> RunnerReady:
         """Load the model; what the cache's size became is for everyone to know."""
         self._executor = self._open_on_thread(self._config.executor)
         for tokens, seconds in self._executor.warmed_up:
             self._deadline.note(tokens, seconds)
-        return {
-            "num_blocks": self._executor.num_blocks,
-            "block_size": self._executor.block_size,
-            "dtype": self._executor.dtype_name,
-            "device": self._executor.device_name,
-        }
+        return RunnerReady(
+            num_blocks=self._executor.num_blocks,
+            block_size=self._executor.block_size,
+            dtype=self._executor.dtype_name,
+            device=self._executor.device_name,
+        )
 
     def _open_on_thread(self, config: ExecutorConfig) -> Executor:
         """Start the thread that computes; the model is loaded on it too.
@@ -98,9 +99,9 @@ class RunnerActor(Actor):
         self._thread.start()
         return opened.result()
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """From now on steps may come."""
-        super().start(context, facts)
+        super().start(context, ready)
         self._open_lanes()
 
     def _open_lanes(self) -> None:

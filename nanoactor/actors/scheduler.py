@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoactor import messages as m
-from nanoactor.actors.config import ActorConfig
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler, Progress
+from nanoactor.actors.config import ActorConfig, RunnerReady
+from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
 
 LOAD, ENTERS, LEAVES = "load", "enters", "leaves"
@@ -23,16 +23,16 @@ class SchedulerActor(Actor):
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Make the scheduler, now that the runners have sized the cache."""
-        super().start(context, facts)
+        super().start(context, ready)
         self._load = context.new_lane(LOAD)
         self._busy = self._load.kind("requests")
         self._enters = self._load.kind(ENTERS, "uid")
         self._leaves = self._load.kind(LEAVES, "uid")
         self._busy_since = 0
         self._live_since = self._load_ns = self._step_at = self._tokens_at = 0
-        self._scheduler = Scheduler(_scheduler_config(self._config, facts["runner.0"]))
+        self._scheduler = Scheduler(_limits(self._config, RunnerReady.find(ready)))
 
     def handlers(self) -> Mapping[type, Handler]:
         """Everything goes to the logic."""
@@ -111,12 +111,12 @@ class SchedulerActor(Actor):
         }
 
 
-def _scheduler_config(config: ActorConfig, cache: Facts) -> SchedulerConfig:
+def _limits(config: ActorConfig, cache: RunnerReady) -> SchedulerConfig:
     """Return the limits of an engine whose cache the runners have sized."""
     engine = config.engine
     return SchedulerConfig(
-        blocks=cache["num_blocks"],
-        block_size=cache["block_size"],
+        blocks=cache.num_blocks,
+        block_size=cache.block_size,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=config.files.max_model_len,

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from nanoactor.actors.config import ActorConfig, render_limits
+from nanoactor.actors.config import ActorConfig, RunnerReady, render_limits
 from nanoactor.errors import InvalidRequest
 from nanoactor.kv.hashing import block_hashes
 from nanoactor.messages import Abort, Admit, Int32, Reject, Stopping, Submit
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.text.renderer import Cancelled, RenderQueue
 
 log = logging.getLogger("nanoactor.tokenizer")
@@ -32,7 +32,7 @@ class TokenizerActor(Actor):
         self._tokens = 0
         self._templates: RenderQueue | None = None
 
-    def setup(self) -> Facts:
+    def setup(self) -> None:
         """Read the tokenizer and the template, so that a broken one is found at the start."""
         directory = self._config.text_directory
         if directory is not None:
@@ -42,7 +42,6 @@ class TokenizerActor(Actor):
             self._templates = RenderQueue(directory, limits)
             self._encoder = TextEncoder(directory)
             self._check_template(self._templates)
-        return {}
 
     def _check_template(self, templates: RenderQueue) -> None:
         try:
@@ -52,10 +51,10 @@ class TokenizerActor(Actor):
         if problem:
             log.warning("%s: conversations may be refused", problem)
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Learn the block size, for the hashes."""
-        super().start(context, facts)
-        self._block_size: int = facts["runner.0"]["block_size"]
+        super().start(context, ready)
+        self._block_size = RunnerReady.find(ready).block_size
 
     def handlers(self) -> Mapping[type, Handler]:
         """Requests, and that one is wanted no more."""

@@ -203,7 +203,7 @@ class World:
             self.loop.call_at(ask.at, self._submit, position, ask)
 
     def _start(self, specs: tuple[EdgeSpec, ...]) -> None:
-        facts = {name: actor.setup() for name, actor in self.actors.items()}
+        ready = {name: actor.setup() for name, actor in self.actors.items()}
         detokenizer: Any = self.actors["detokenizer"]
         detokenizer._detokenizer = Detokenizer(LetterDecoders())  # type: ignore[arg-type]
         detokenizer._chunk_bytes = self.scenario.chunk_bytes
@@ -217,7 +217,7 @@ class World:
         self._handlers = {}
         for name, actor in self.actors.items():
             outboxes = {label: edge for (who, label), edge in self.edges.items() if who == name}
-            actor.start(SimulatedContext(name, self.loop, outboxes), facts)
+            actor.start(SimulatedContext(name, self.loop, outboxes), ready)
             self._handlers[name] = actor.handlers()
         self.oracle.attach()
 
