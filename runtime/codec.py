@@ -277,14 +277,14 @@ def _describe_array(array: Any, arrays: list[Array], inline: int) -> Any:
     return (number, *array.shape)
 
 
-def decode(record: Any, expected_sequence: int, checksum: bool = False, offset: int = 0) -> Any:
-    """Read one record from a buffer; arrays are read-only views that keep `record` alive.
+def decode(record: Any, expected_sequence: int, checksum: bool = False) -> Any:
+    """Read a record from the buffer that holds it; arrays are read-only views that keep it alive.
 
     Raises `RingCorrupted` where the header contradicts what the edge must carry next, and
     `CodecError` where the msgpack part does not follow the schema.
     """
-    header = HEADER.unpack_from(record, offset)
-    return decode_body(record, memoryview(record), header, expected_sequence, checksum, offset)
+    header = HEADER.unpack_from(record)
+    return decode_body(record, memoryview(record), header, expected_sequence, checksum, offset=0)
 
 
 def decode_body(

@@ -35,9 +35,6 @@ class Outbox(Protocol):
         called back (`Actor.on_ready`), so it asks only when it has something to say.
         """
 
-    def break_off(self, reason: str) -> None:
-        """The other side is dead: forget what waits, refuse what comes."""
-
     def statistics(self) -> dict[str, int]:
         """Messages, bytes, waits, the present depth and the highest."""
 
@@ -181,36 +178,6 @@ class LocalOutbox:
         for put in self._puts:
             put(message)
 
-    def break_off(self, reason: str) -> None:
-        """A neighbour cannot die alone: nothing to break."""
-
     def statistics(self) -> dict[str, int]:
         """How many messages passed; what waits, waits in the mailbox."""
         return _figures(self._statistics, 0, 0)
-
-
-class MixedOutbox:
-    """An edge whose targets live partly in this node and partly in others."""
-
-    def __init__(self, label: str, parts: list[Outbox]) -> None:
-        self.label = label
-        self._parts = parts
-
-    def send(self, message: Any) -> None:
-        """Send on every part."""
-        for part in self._parts:
-            part.send(message)
-
-    @property
-    def ready(self) -> bool:
-        """Whether every part is."""
-        return all(part.ready for part in self._parts)
-
-    def break_off(self, reason: str) -> None:
-        """Break every part."""
-        for part in self._parts:
-            part.break_off(reason)
-
-    def statistics(self) -> dict[str, int]:
-        """The first part's figures: all parts carry the same messages."""
-        return self._parts[0].statistics()

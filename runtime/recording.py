@@ -95,10 +95,6 @@ class RecordedOutbox:
         self._recorder.write(READY if ready else NOT_READY, self.label)
         return ready
 
-    def break_off(self, reason: str) -> None:
-        """As the outbox does."""
-        self._outbox.break_off(reason)
-
     def statistics(self) -> dict[str, int]:
         """The outbox's."""
         return self._outbox.statistics()
@@ -210,9 +206,6 @@ class _ScriptedOutbox:
     def ready(self) -> bool:
         found = self._script.expect((READY, self.label, b""), (NOT_READY, self.label, b""))
         return found[0] == READY
-
-    def break_off(self, reason: str) -> None:
-        raise ReplayDiverged(f"nobody dies in a replay, but {self.label} did: {reason}")
 
     def statistics(self) -> dict[str, int]:
         return {}

@@ -156,7 +156,7 @@ class FrontendActor(Actor):
 
     # -- from the user --------------------------------------------------------------------
 
-    def check_room(self, charge: int, requests: int = 1) -> None:
+    def _check_room(self, charge: int, requests: int) -> None:
         """Raise `EngineOverloaded` where the queue's bounds leave no room for so many more."""
         config = self._config
         if requests > config.max_waiting_requests:
@@ -184,7 +184,7 @@ class FrontendActor(Actor):
     def submit_all(self, makes: Sequence[Callable[[int], Entry]]) -> list[Entry]:
         """The same for several, which find room all together or not at all."""
         entries = [make(uid) for uid, make in enumerate(makes, self._next_uid)]
-        self.check_room(sum(entry.charge for entry in entries), len(entries))
+        self._check_room(sum(entry.charge for entry in entries), len(entries))
         for entry in entries:
             self._send(entry)
         return entries
