@@ -127,9 +127,9 @@ class _Child:
                 self._send(control.Started())
             case control.Ping():
                 self._send(control.Pong(self._node.progress()))
-            case control.Query(number, what, arguments):
+            case control.Query(what, arguments):
                 try:
-                    self._send(control.Reply(number, getattr(self._node, what)(*arguments)))
+                    self._send(control.Reply(getattr(self._node, what)(*arguments)))
                 except BaseException as error:
                     self._fail(self._culprit, error)
             case control.Stop():

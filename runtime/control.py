@@ -45,7 +45,6 @@ class Start:
 class Query:
     """Parent to child: report your statistics, or what your actors did when."""
 
-    number: int
     what: Literal["statistics", "trace", "activity"]
     arguments: tuple[int, ...] = ()
     """Of the node's method of this name."""
@@ -111,9 +110,8 @@ class Failed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reply:
-    """Child to parent: the answer to a `Query`."""
+    """Child to parent: the answer to the oldest `Query` that has none."""
 
-    number: int
     answer: Any
     """Figures by actor, or a `NodeTrace`."""
 
