@@ -164,7 +164,9 @@ def replay(entry: Log, node: str) -> None:
     logger = logging.getLogger(entry.name)
     if not logger.isEnabledFor(entry.level):
         return
-    record = logger.makeRecord(entry.name, entry.level, "", 0, "%s", (entry.text,), None)
+    record = logger.makeRecord(
+        entry.name, entry.level, fn="", lno=0, msg="%s", args=(entry.text,), exc_info=None
+    )
     record.created, record.process, record.processName = entry.created, entry.pid, node
     try:
         logger.handle(record)

@@ -67,11 +67,11 @@ class SchedulerActor(Actor):
 
     def _note_load(self) -> None:
         """Remember from when to when there was something to do: only then can a device idle."""
-        if bool(self._scheduler.live) != bool(self._busy_since):
-            now = time.monotonic_ns()
-            if self._busy_since:
-                self._add_load(now)
-            self._busy_since = self._live_since = 0 if self._busy_since else now
+        if self._scheduler.live and not self._busy_since:
+            self._busy_since = self._live_since = time.monotonic_ns()
+        elif self._busy_since and not self._scheduler.live:
+            self._add_load(time.monotonic_ns())
+            self._busy_since = self._live_since = 0
 
     def _add_load(self, now: int) -> None:
         self._load.add(self._busy, 0, self._busy_since, now)

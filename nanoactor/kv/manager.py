@@ -106,7 +106,8 @@ class BlockManager:
             block = self.pool.find(content) if self._prefix_caching else None
             if block is None:
                 break
-            refund += self.pool.share(block)
+            if self.pool.share(block):
+                refund += 1
             table.append(block)
         hits = len(table)
         table += [self.pool.allocate() for _ in range(event.blocks - hits)]
@@ -146,19 +147,19 @@ class BlockManager:
         self._advance_decoders(plan.step)
         slots, starts, counts, blocks = self._announce([*prefill, *plan.grows.tolist()])
         return Step(
-            plan.step,
-            plan.slots,
-            plan.starts,
-            plan.counts,
-            plan.samples,
-            token_ids,
-            plan.joins,
-            plan.leaves,
-            slots,
-            starts,
-            counts,
-            blocks,
-            plan.admissions,
+            step=plan.step,
+            slots=plan.slots,
+            starts=plan.starts,
+            counts=plan.counts,
+            samples=plan.samples,
+            token_ids=token_ids,
+            joins=plan.joins,
+            leaves=plan.leaves,
+            table_slots=slots,
+            table_starts=starts,
+            table_counts=counts,
+            table_blocks=blocks,
+            admissions=plan.admissions,
         )
 
     def _advance_decoders(self, step: int) -> None:
@@ -310,13 +311,13 @@ class BlockManager:
         if not answers.uids and not answers.freed and not answers.settled:
             return None
         return Credits(
-            np.array(answers.uids, np.int64),
-            np.array(answers.hits, np.int32),
-            np.array(answers.refunds, np.int32),
-            np.array(answers.freed, np.int32),
-            np.array(answers.fences, np.int32),
-            answers.settled,
-            np.array(answers.tainted, np.int64),
+            uids=np.array(answers.uids, np.int64),
+            hits=_int32(answers.hits),
+            refunds=_int32(answers.refunds),
+            freed=_int32(answers.freed),
+            fences=_int32(answers.fences),
+            settled=answers.settled,
+            tainted=np.array(answers.tainted, np.int64),
         )
 
     # -- looking on -----------------------------------------------------------------------

@@ -9,8 +9,7 @@ import numpy as np
 
 from nanoactor.actors.runner import DEVICE
 from nanoactor.actors.scheduler import LOAD
-from nanoactor.runtime.intervals import Cover
-from nanoactor.runtime.tracing import LaneTrace, NodeTrace
+from nanoactor.runtime.tracing import Cover, LaneTrace, NodeTrace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

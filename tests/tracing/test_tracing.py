@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor import AsyncLLM, SamplingParams
-from nanoactor.runtime.intervals import Cover
-from nanoactor.runtime.tracing import SPAN_DTYPE, Lane, LaneTrace, NodeTrace
+from nanoactor.runtime.tracing import SPAN_DTYPE, Cover, Lane, LaneTrace, NodeTrace
 from nanoactor.tracing.export import joined
 from nanoactor.tracing.ledger import make_ledger
 from nanoactor.tracing.trace import Trace
