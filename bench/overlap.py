@@ -171,12 +171,12 @@ class InProcessLoop:
     def __init__(self, directory: Path, sequences: int, milliseconds: float) -> None:
         from nanoactor.config import read_model_files
         from nanoactor.kv.manager import BlockManager
-        from nanoactor.layout import executor_config
         from nanoactor.runner.simulated import SimulatedExecutor
         from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
         from nanoactor.text.decoding import DecoderFactory
         from nanoactor.text.detokenizer import Detokenizer
         from nanoactor.text.tokenizer import load_tokenizer
+        from nanoactor.topology import executor_config
 
         options = options_of(sequences, milliseconds, Mode("", depth=1))
         config = EngineConfig(str(directory), **options)
@@ -222,7 +222,7 @@ class InProcessLoop:
             for _, message in self.scheduler.handle(events.pop(0)):
                 match message:
                     case Plan():
-                        step = self.manager.stamp(message)
+                        step = self.manager.bind_blocks(message)
                         self.pending = step.step, self.executor.submit(step)
                     case Match():
                         self.manager.match(message)

@@ -30,7 +30,6 @@ from nanoactor.errors import (
     InvalidRequest,
     only_ours,
 )
-from nanoactor.layout import engine_topology
 from nanoactor.meeting import MeetingPoint
 from nanoactor.messages import Int32, Sampling, Stopping, Submit, TextOptions
 from nanoactor.outputs import RequestOutput
@@ -38,6 +37,7 @@ from nanoactor.params import SamplingParams, plain_number
 from nanoactor.request import Request
 from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.wiring import Options
+from nanoactor.topology import engine_topology
 from nanoactor.tracing.trace import Trace
 
 log = logging.getLogger("nanoactor.engine")
@@ -305,7 +305,7 @@ class AsyncLLM:
 
     async def room(self) -> None:
         """Wait until a waiting request makes room at the door, after `EngineOverloaded`."""
-        await self._running().room()
+        await self._running().wait_for_capacity()
 
     async def statistics(self) -> dict[str, dict[str, Any]]:
         """Figures of every actor, its mailbox and its edges."""

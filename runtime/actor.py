@@ -115,7 +115,7 @@ class Actor:
     def setup(self) -> ReadyInfo:
         """Get ready, as long as it takes; runs before any message. Return what others need.
 
-        An exception here becomes the caller's, if its class says `travels = True`.
+        An exception here becomes the caller's, if its class says `picklable = True`.
         """
         return None
 

@@ -94,17 +94,17 @@ class Failed:
     actor: str
     trace: str
     exception: bytes
-    """The pickled exception where its class says `travels = True`, else empty."""
+    """The pickled exception where its class says `picklable = True`, else empty."""
 
     @classmethod
     def of(cls, actor: str, error: BaseException) -> Failed:
         """Describe an exception so that it can be raised, or at least read, elsewhere."""
         trace = "".join(traceback.format_exception(error))
-        travels = getattr(type(error), "travels", False)
-        return cls(actor, trace, pickle.dumps(error) if travels else b"")
+        picklable = getattr(type(error), "picklable", False)
+        return cls(actor, trace, pickle.dumps(error) if picklable else b"")
 
     def original(self) -> BaseException | None:
-        """The exception itself, where it travelled."""
+        """The exception itself, where it is picklable."""
         return pickle.loads(self.exception) if self.exception else None  # noqa: S301 - our child
 
 

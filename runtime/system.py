@@ -65,7 +65,7 @@ class System:
     async def start(self) -> None:
         """Start every node and wait until all are ready.
 
-        Raises what an actor's set-up raised, if its class travels, else `StartupFailed` with
+        Raises what an actor's set-up raised, if its class is `picklable`, else `StartupFailed` with
         the name of the actor or node and its traceback. Nothing is left running then.
         """
         if self._loop is not None:

@@ -25,7 +25,7 @@ class ActorSpec:
     factory: str
     """"package.module:Class", a subclass of `Actor`; called with `config`."""
     config: Any
-    """Picklable; travels once, at start."""
+    """Picklable; sent once, at start."""
 
     def create(self) -> Actor:
         """Import the class and make the actor, not set up yet."""

@@ -117,11 +117,11 @@ class Lane:
         """The busy share of each of `bins` stretches of `width` ns from `begin` on."""
         spans = self.spans(begin)
         edges = begin + width * np.arange(bins + 1, dtype=np.int64)
-        until = Cover(spans["begin"], spans["end"]).until(edges)
+        until = IntervalSet(spans["begin"], spans["end"]).until(edges)
         return (np.diff(until) / width).astype(np.float32)
 
 
-class Cover:
+class IntervalSet:
     """The union of intervals."""
 
     def __init__(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
@@ -149,15 +149,15 @@ class Cover:
         values: NDArray[np.float64] = np.interp(times, self._knots, self._measure)
         return values
 
-    def overlap(self, other: Cover) -> float:
+    def overlap(self, other: IntervalSet) -> float:
         """How long both are."""
         return float((self.until(other.ends) - self.until(other.begins)).sum())
 
-    def within(self, begin: int, end: int) -> Cover:
+    def within(self, begin: int, end: int) -> IntervalSet:
         """The part between two times."""
         begins, ends = self.begins.clip(begin, end), self.ends.clip(begin, end)
         kept = ends > begins
-        return Cover(begins[kept], ends[kept])
+        return IntervalSet(begins[kept], ends[kept])
 
 
 def nanoseconds_per_span(repetitions: int = 200_000) -> float:

@@ -1,6 +1,6 @@
 """The watchdog: asks every node at intervals what it is at, and gives up a system that has stalled.
 
-How it judges is `runtime.watch`.
+How it judges is `runtime.stall`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nanoactor.runtime.actor import Progress
 from nanoactor.runtime.children import Children
 from nanoactor.runtime.errors import NodeStalled
 from nanoactor.runtime.node import Node
-from nanoactor.runtime.watch import Stall, Watch
+from nanoactor.runtime.stall import Stall, StallDetector
 
 log = logging.getLogger("nanoactor.system")
 
@@ -43,7 +43,7 @@ class Watchdog:
         self._timeout = timeout
         self._has_work = has_work
         self._give_up = give_up
-        self._watch = Watch((*children.by_name, ""), timeout)
+        self._detector = StallDetector((*children.by_name, ""), timeout)
         self._loop = asyncio.get_running_loop()
         self._check()
 
@@ -53,12 +53,12 @@ class Watchdog:
 
     def heard(self, node: str, progress: Mapping[str, Progress]) -> None:
         """Note what a node is at."""
-        self._watch.heard(node, progress)
+        self._detector.heard(node, progress)
 
     def _check(self) -> None:
         stall = self._judge()
         if stall is None:
-            self._timer = self._loop.call_later(self._watch.interval, self._check)
+            self._timer = self._loop.call_later(self._detector.interval, self._check)
         else:
             error = self._report(stall)
             last_words = _LAST_WORDS * self._timeout
@@ -66,13 +66,13 @@ class Watchdog:
 
     def _judge(self) -> Stall | None:
         """Judge by what was heard, then ask again."""
-        if self._children.is_deaf(self._watch.interval) or not self._has_work():
-            self._watch.rest()
+        if self._children.is_deaf(self._detector.interval) or not self._has_work():
+            self._detector.rest()
             return None
         # This process's own node, whose name is not needed: its loop turns, as we are here.
-        self._watch.heard("", self._node.progress())
+        self._detector.heard("", self._node.progress())
         cpu = {child.name: child.cpu_seconds() for child in self._children}
-        stall = self._watch.tick(time.monotonic(), cpu)
+        stall = self._detector.tick(time.monotonic(), cpu)
         if stall is None:
             self._children.send(control.Ping())
         return stall

@@ -13,7 +13,7 @@ from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 
 
 class BlockManagerActor(Actor):
-    """Stamps plans into steps and answers with credits, merged while the edge is busy."""
+    """Turns plans into steps and answers with credits, merged while the edge is busy."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
@@ -39,15 +39,15 @@ class BlockManagerActor(Actor):
         return {Match: self._match, Plan: self._plan, Known: self._known, Free: self._free}
 
     def span_names(self) -> Mapping[type, str]:
-        """Stamping is what a step waits for."""
-        return {Match: "match", Plan: "stamp", Known: "index", Free: "free"}
+        """Binding blocks is what a step waits for."""
+        return {Match: "match", Plan: "bind", Known: "index", Free: "free"}
 
     def _match(self, event: Match) -> None:
         self._manager.match(event)
         self._send_credits()
 
     def _plan(self, event: Plan) -> None:
-        self._runners.send(self._manager.stamp(self.context.own(event)))
+        self._runners.send(self._manager.bind_blocks(self.context.own(event)))
         self._step_at = time.monotonic_ns()
         self._manager.index()
 

@@ -201,7 +201,7 @@ class FrontendActor(Actor):
         self._waiting_tokens += entry.charge
         self.context.lane.add(self._submit_kind, uid, begin, time.monotonic_ns())
 
-    async def room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Wait until a waiting request has got its first token, or is over."""
         if self._waiting_requests:
             self._progress = self._progress or asyncio.Event()

@@ -1,4 +1,4 @@
-"""The block manager's logic: block tables, prefix matches, and the stamping of plans.
+"""The block manager's logic: block tables, prefix matches, and how plans become steps.
 
 Events in, messages out; no I/O and no clock. It trusts the scheduler's credits, so it never
 has to say no; where it would have to, an invariant is broken and the story is told.
@@ -133,10 +133,10 @@ class BlockManager:
 
     # -- planning -------------------------------------------------------------------------
 
-    def stamp(self, plan: Plan) -> Step:
+    def bind_blocks(self, plan: Plan) -> Step:
         """Turn a plan into a step: add block ids and the prompts' tokens."""
         prefill: list[int] = plan.slots.tolist()
-        token_ids = self._stamp_prefill(plan, prefill)
+        token_ids = self._bind_prefill(plan, prefill)
         if len(plan.leaves) or len(plan.joins):
             self._decoding[plan.leaves] = False
             self._decoding[plan.joins] = True
@@ -173,7 +173,7 @@ class BlockManager:
             self._of(slot, step)
             raise ProtocolBug(f"step {step} writes past the blocks of {self._story(slot)}")
 
-    def _stamp_prefill(self, plan: Plan, slots: list[int]) -> Int32:
+    def _bind_prefill(self, plan: Plan, slots: list[int]) -> Int32:
         chunks: list[Int32] = []
         for slot, start, count in zip(
             slots, plan.starts.tolist(), plan.counts.tolist(), strict=True

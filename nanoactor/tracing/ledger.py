@@ -9,7 +9,7 @@ import numpy as np
 
 from nanoactor.actors.runner import DEVICE
 from nanoactor.actors.scheduler import LOAD
-from nanoactor.runtime.tracing import Cover, LaneTrace, NodeTrace
+from nanoactor.runtime.tracing import IntervalSet, LaneTrace, NodeTrace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def make_ledger(nodes: Sequence[NodeTrace], tokens: int) -> Ledger:
     begin, end = _stretch(lanes)
     covers = {lane.lane: _cover(lane).within(begin, end) for lane in [*devices, *actors]}
     length = max(1, end - begin)
-    device = covers[devices[0].lane] if devices else Cover(*_no_spans())
+    device = covers[devices[0].lane] if devices else IntervalSet(*_no_spans())
     load = _union([_cover(lane).within(begin, end) for lane in loads])
     work = sum(covers[lane.lane].length for lane in actors)
     hidden = sum(device.overlap(covers[lane.lane]) for lane in actors)
@@ -92,15 +92,15 @@ def _no_spans() -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
     return np.empty(0, np.int64), np.empty(0, np.int64)
 
 
-def _cover(lane: LaneTrace) -> Cover:
-    return Cover(lane.spans["begin"], lane.spans["end"])
+def _cover(lane: LaneTrace) -> IntervalSet:
+    return IntervalSet(lane.spans["begin"], lane.spans["end"])
 
 
-def _union(covers: list[Cover]) -> Cover:
+def _union(covers: list[IntervalSet]) -> IntervalSet:
     if not covers:
-        return Cover(*_no_spans())
+        return IntervalSet(*_no_spans())
     begins, ends = ([getattr(c, name) for c in covers] for name in ("begins", "ends"))
-    return Cover(np.concatenate(begins), np.concatenate(ends))
+    return IntervalSet(np.concatenate(begins), np.concatenate(ends))
 
 
 def _stretch(lanes: list[LaneTrace]) -> tuple[int, int]:
@@ -118,7 +118,9 @@ def _steps(device: LaneTrace, begin: int) -> set[int]:
     return set(spans["number"].tolist())
 
 
-def _cpu(nodes: Sequence[NodeTrace], covers: dict[str, Cover], tokens: int) -> dict[str, float]:
+def _cpu(
+    nodes: Sequence[NodeTrace], covers: dict[str, IntervalSet], tokens: int
+) -> dict[str, float]:
     """Processor time per token by actor, in µs; the lanes of a device count for its actor."""
     shares: dict[str, float] = {}
     for node in nodes:

@@ -8,7 +8,7 @@ import pytest
 
 from nanoactor.actors.config import ActorConfig
 from nanoactor.config import EngineConfig, read_model_files
-from nanoactor.layout import engine_topology
+from nanoactor.topology import engine_topology
 from tests.engine.conftest import DEMO
 
 READ = """

@@ -9,7 +9,6 @@ from nanoactor import SamplingParams
 from nanoactor.actors.config import CHUNK_BYTES, ActorConfig, max_prompt_bytes
 from nanoactor.config import EngineConfig, read_model_files
 from nanoactor.kv.hashing import HASH_BYTES
-from nanoactor.layout import engine_topology
 from nanoactor.messages import (
     Admissions,
     Admit,
@@ -31,6 +30,7 @@ from nanoactor.messages import (
 from nanoactor.params import MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from nanoactor.runtime.codec import encode
 from nanoactor.text.detokenizer import Detokenizer
+from nanoactor.topology import engine_topology
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, greedy, ids
 

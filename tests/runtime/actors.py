@@ -118,4 +118,4 @@ class Adder(Actor):
 
 
 class Travelling(Exception):
-    travels = True
+    picklable = True

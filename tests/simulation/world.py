@@ -22,7 +22,6 @@ from nanoactor.actors.scheduler import SchedulerActor
 from nanoactor.actors.tokenizer import TokenizerActor
 from nanoactor.config import EngineConfig, ModelFiles, SamplingDefaults
 from nanoactor.errors import EngineOverloaded
-from nanoactor.layout import engine_topology
 from nanoactor.messages import Sampling, Stopping, Submit, TextOptions
 from nanoactor.outputs import RequestOutputKind
 from nanoactor.runtime.actor import Actor, Context
@@ -31,6 +30,7 @@ from nanoactor.runtime.errors import OutboxOverflow
 from nanoactor.runtime.topology import EdgeSpec
 from nanoactor.scheduling.assembly import as_int32
 from nanoactor.text.detokenizer import Detokenizer
+from nanoactor.topology import engine_topology
 from tests.simulation.device import SimulatedRunner
 from tests.simulation.oracle import Oracle
 from tests.simulation.reference import SALT, LetterDecoders

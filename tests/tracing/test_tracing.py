@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor import AsyncLLM, SamplingParams
-from nanoactor.runtime.tracing import SPAN_DTYPE, Cover, Lane, LaneTrace, NodeTrace
+from nanoactor.runtime.tracing import SPAN_DTYPE, IntervalSet, Lane, LaneTrace, NodeTrace
 from nanoactor.tracing.export import joined
 from nanoactor.tracing.ledger import make_ledger
 from nanoactor.tracing.trace import Trace
@@ -24,7 +24,7 @@ spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12)
 
 def cover(pairs):
     begins = np.array([b for b, _ in pairs], np.int64)
-    return Cover(begins, begins + np.array([d for _, d in pairs], np.int64))
+    return IntervalSet(begins, begins + np.array([d for _, d in pairs], np.int64))
 
 
 def points(pairs):
@@ -114,7 +114,7 @@ async def traced(tmp_path, **options):
 
 
 LANES = {"frontend", "tokenizer.0", "scheduler", "blocks", "detokenizer", "runner.0"}
-WORK = {"submit", "tokenize", "admit", "match", "schedule", "stamp", "prepare", "forward"}
+WORK = {"submit", "tokenize", "admit", "match", "schedule", "bind", "prepare", "forward"}
 WORK |= {"report", "detokenize", "deliver", "index"}
 
 
@@ -212,7 +212,8 @@ def test_an_engine_tells_how_busy_its_actors_and_its_device_are():
     for node_ in trace.nodes:
         for lane_ in node_.lanes:
             assert (lane_.spans["end"] > begin).all()
-            busy = np.diff(Cover(lane_.spans["begin"], lane_.spans["end"]).until(edges)) / width
+            covered = IntervalSet(lane_.spans["begin"], lane_.spans["end"])
+            busy = np.diff(covered.until(edges)) / width
             assert shares[lane_.lane] == pytest.approx(busy, abs=1e-6), lane_.lane
     means = {name: lane_.mean() for name, lane_ in shares.items() if name != "scheduler load"}
     assert max(means, key=means.get) == "runner.0 device"
