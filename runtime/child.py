@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
+import uvloop
+
 from nanoactor.runtime import control
 from nanoactor.runtime.codec import schema_hashes
 from nanoactor.runtime.node import Node
@@ -70,7 +72,7 @@ class _Child:
         self._connection = connection
         self._lock = threading.Lock()
         self._culprit = bootstrap.plan.actors[0].name
-        self._loop = _new_loop()
+        self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._node = Node(bootstrap.plan, self._fail)
         self._name = bootstrap.plan.name
         root = logging.getLogger()
@@ -137,10 +139,3 @@ class _Child:
                 # interpreter's own end saves a torch process half a second.
                 self._node.stop()
                 os._exit(0)
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    import uvloop
-
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop

@@ -37,13 +37,20 @@ _MOST_UNANSWERED = 64
 
 
 class Children:
-    """All of them, and the thread that starts them; empty until `launch`."""
+    """All of them, and the thread that starts them, hears what they say, and lives until the last
+    one is reaped; empty until `launch`."""
 
     def __init__(self, hear: Callable[[ChildProcess, Any], None]) -> None:
         """`hear` is called on the loop with what a child says; None is its end."""
         self.by_name: dict[str, ChildProcess] = {}
         self._hear = hear
-        self._thread: _ReaperThread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread | None = None
+        self._gone: asyncio.Future[None]
+        """Resolved when no child is left."""
+        self._open: dict[Any, ChildProcess] = {}
+        """By connection: those that may have more to say."""
+        self._replaying_since = 0.0
 
     def __iter__(self) -> Iterator[ChildProcess]:
         """Iterate in the order in which they are started."""
@@ -56,14 +63,56 @@ class Children:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         """Start a process for each plan."""
+        self._loop, self._gone = loop, loop.create_future()
         self.by_name = {name: ChildProcess(specs[name], plan, loop) for name, plan in plans.items()}
+        self._open = {child.connection: child for child in self}
         if self.by_name:
-            self._thread = _ReaperThread(list(self), self._hear, loop)
+            # A daemon: where the user's program ends without close(), the children end with it.
+            self._thread = threading.Thread(
+                target=self._run, name="nanoactor-supervisor", daemon=True
+            )
             self._thread.start()
 
+    def _run(self) -> None:
+        """Start, then listen until every channel is closed, then reap."""
+        # Children inherit the mask: nothing can reach them before they ignore it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+        try:
+            for child in self:
+                child.spawn()
+            while self._open:
+                for connection in wait(list(self._open)):
+                    self._receive(self._open[connection])
+        finally:
+            for child in self:
+                if self._open:  # this thread failed, and without it nobody hears them
+                    child.kill()
+                child.reap(None)
+            self._tell(_resolve, self._gone, None)
+
+    def _receive(self, child: ChildProcess) -> None:
+        try:
+            message = child.connection.recv()
+        except (EOFError, OSError):
+            del self._open[child.connection]
+            message = None
+            child.reap(1.0)
+        if isinstance(message, control.Log):
+            self._replaying_since = time.monotonic()
+            control.replay(message, child.name)
+            self._replaying_since = 0.0
+        else:
+            self._tell(self._hear, child, message)
+
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the user's loop is closed
+            self._loop.call_soon_threadsafe(function, *arguments)
+
     def is_deaf(self, seconds: float) -> bool:
-        """Tell whether nobody has been heard for so long for a reason of this process's own."""
-        return self._thread is not None and self._thread.is_deaf(seconds)
+        """Tell whether a logging handler of the user's has held up the thread for longer than
+        this: then it hears nobody's answers."""
+        since = self._replaying_since
+        return bool(since) and time.monotonic() - since > seconds
 
     def send(self, message: Any) -> None:
         """Tell all of them."""
@@ -84,10 +133,10 @@ class Children:
         self._stop()
         if self._thread is not None:
             try:
-                await asyncio.wait_for(asyncio.shield(self._thread.done), seconds)
+                await asyncio.wait_for(asyncio.shield(self._gone), seconds)
             except TimeoutError:
                 self.kill()
-                await self._thread.done
+                await self._gone
             self._thread.join()
 
     def end_without_loop(self, seconds: float) -> None:
@@ -249,68 +298,6 @@ class ChildProcess:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
-
-
-class _ReaperThread(threading.Thread):
-    """Starts the children, hears what they say, and lives until the last one is reaped."""
-
-    def __init__(
-        self,
-        children: list[ChildProcess],
-        hear: Callable[[ChildProcess, Any], None],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        # A daemon: where the user's program ends without close(), the children end with it.
-        super().__init__(name="nanoactor-supervisor", daemon=True)
-        self._children = children
-        self._hear = hear
-        self._loop = loop
-        self.done: asyncio.Future[None] = loop.create_future()
-        """Resolved when no child is left."""
-        self._open = {child.connection: child for child in children}
-        self._replaying_since = 0.0
-
-    def is_deaf(self, seconds: float) -> bool:
-        """Whether a logging handler of the user's has held it up for longer than this: then it
-        hears nobody's answers."""
-        since = self._replaying_since
-        return bool(since) and time.monotonic() - since > seconds
-
-    def run(self) -> None:
-        """Start, then listen until every channel is closed, then reap."""
-        # Children inherit the mask: nothing can reach them before they ignore it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
-        try:
-            for child in self._children:
-                child.spawn()
-            while self._open:
-                for connection in wait(list(self._open)):
-                    assert isinstance(connection, Connection)
-                    self._receive(self._open[connection])
-        finally:
-            for child in self._children:
-                if self._open:  # this thread failed, and without it nobody hears them
-                    child.kill()
-                child.reap(None)
-            self._tell(_resolve, self.done, None)
-
-    def _receive(self, child: ChildProcess) -> None:
-        try:
-            message = child.connection.recv()
-        except (EOFError, OSError):
-            del self._open[child.connection]
-            message = None
-            child.reap(1.0)
-        if isinstance(message, control.Log):
-            self._replaying_since = time.monotonic()
-            control.replay(message, child.name)
-            self._replaying_since = 0.0
-        else:
-            self._tell(self._hear, child, message)
-
-    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the user's loop is closed
-            self._loop.call_soon_threadsafe(function, *arguments)
 
 
 def check_surroundings() -> None:

@@ -114,16 +114,7 @@ def _describe(number: int, cls: type, by: str) -> Schema:
     special = tuple((at, kind) for at, kind in enumerate(kinds, 1) if kind != "plain")
     if by and hints.get(by) is not int:
         raise CodecError(f"{cls.__name__}: traces link by a field of type int, not by {by!r}")
-    return Schema(
-        number=number,
-        cls=cls,
-        fields=names,
-        kinds=kinds,
-        text=text,
-        values=values,
-        special=special,
-        by=by,
-    )
+    return Schema(number, cls, names, kinds, text=text, values=values, special=special, by=by)
 
 
 def linked_by(cls: type) -> tuple[str, Callable[[Any], int]]:
