@@ -146,7 +146,7 @@ async def measure_engine(
     busy, idle, steps, tokens = (after[k] - before[k] for k in ("busy", "idle", "steps", "tokens"))
     cpu = {name: after["cpu"][name] - before["cpu"][name] for name in after["cpu"]}
     ledger = trace.ledger()
-    spans = sum(len(lane.spans) for node in trace.nodes for lane in node.lanes)
+    spans = sum(len(track.spans) for node in trace.nodes for track in node.tracks)
     return {
         "idle": idle / (busy + idle),
         "rows_per_step": tokens / steps,

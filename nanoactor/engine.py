@@ -313,7 +313,7 @@ class AsyncLLM:
         return await self._system.statistics()
 
     async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """How busy every actor and device was: by lane, its share of each of `bins` stretches of
+        """How busy every actor and device was: by track, its share of each of `bins` stretches of
         `width` ns from `begin` on, on the monotonic clock. What still goes on is left out."""
         self._running()
         return await self._system.activity(begin, width, bins)

@@ -18,7 +18,7 @@ from nanoactor.runtime.codec import copied
 from nanoactor.runtime.errors import RuntimeFault
 from nanoactor.runtime.lease import Lease
 from nanoactor.runtime.outbox import Outbox
-from nanoactor.runtime.tracing import Lane
+from nanoactor.runtime.tracing import Track
 
 M = TypeVar("M")
 Handler = Callable[[Any], None]
@@ -43,9 +43,9 @@ class Context:
         self.name = name
         self.loop = loop
         self.log = logging.getLogger(f"nanoactor.{name}")
-        self.lane = Lane(name)
+        self.track = Track(name)
         """Where the spans of this actor go."""
-        self.lanes = [self.lane]
+        self.tracks = [self.track]
         self._outboxes = outboxes
         self._fail = fail
         self._lease: Lease | None = None
@@ -59,11 +59,11 @@ class Context:
                 f"actor {self.name} has no edge {edge!r}; it has {sorted(self._outboxes)}"
             ) from None
 
-    def new_lane(self, name: str) -> Lane:
+    def new_track(self, name: str) -> Track:
         """A row of the timeline for what works on the actor's behalf: a device, a thread."""
-        lane = Lane(f"{self.name} {name}")
-        self.lanes.append(lane)
-        return lane
+        track = Track(f"{self.name} {name}")
+        self.tracks.append(track)
+        return track
 
     def now(self) -> float:
         """Seconds on the host's monotonic clock; a simulation has its own."""

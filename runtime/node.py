@@ -17,7 +17,7 @@ from nanoactor.runtime.mailbox import DelayedDelivery, Mailbox
 from nanoactor.runtime.outbox import LocalOutbox, Outbox, RemoteOutbox
 from nanoactor.runtime.recording import RecordedOutbox, Recorder
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec
-from nanoactor.runtime.tracing import Lane, NodeTrace
+from nanoactor.runtime.tracing import NodeTrace, Track
 from nanoactor.runtime.transport import Deliver, Receiver, ReceiverEnd, SenderEnd
 
 
@@ -117,7 +117,7 @@ class Node:
             bound=edge.bound,
             on_ready=actor.on_ready if recorder is None else recorder.on_ready(actor.on_ready),
             fatal=self._fatal(edge.source),
-            lane=actor.context.lane,
+            track=actor.context.track,
             paced=edge.paced,
         )
         self._remote.append((edge.source, outbox))
@@ -196,20 +196,20 @@ class Node:
         return {name: progress for name, progress in found.items() if progress is not None}
 
     def trace(self, since: int = 0) -> NodeTrace:
-        """What every lane remembers of the time after `since`, in ns of the monotonic clock."""
-        lanes = [lane.trace(self.plan.name, since) for lane in self._lanes()]
+        """What every track remembers of the time after `since`, in ns of the monotonic clock."""
+        tracks = [track.trace(self.plan.name, since) for track in self._tracks()]
         cpu = time.process_time() - self._cpu_before
-        return NodeTrace(self.plan.name, lanes, cpu, time.monotonic_ns())
+        return NodeTrace(self.plan.name, tracks, cpu, time.monotonic_ns())
 
     def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """By lane: its busy share in each of `bins` stretches of `width` ns from `begin` on."""
-        return {lane.name: lane.activity(begin, width, bins) for lane in self._lanes()}
+        """By track: its busy share in each of `bins` stretches of `width` ns from `begin` on."""
+        return {track.name: track.activity(begin, width, bins) for track in self._tracks()}
 
-    def _lanes(self) -> list[Lane]:
+    def _tracks(self) -> list[Track]:
         """All of them, up to date."""
         for actor in self.actors.values():
             actor.before_trace()
-        return [lane for actor in self.actors.values() for lane in actor.context.lanes]
+        return [track for actor in self.actors.values() for track in actor.context.tracks]
 
     def stop(self) -> None:
         """Stop the actors, latest first, then close the edges."""
@@ -223,8 +223,8 @@ class Node:
         for recorder in self._recorders.values():
             recorder.close()
         for name in self._outboxes:
-            for lane in self.actors[name].context.lanes:
-                lane.close()
+            for track in self.actors[name].context.tracks:
+                track.close()
         for descriptor in self._unopened:
             os.close(descriptor)
         self._unopened.clear()

@@ -194,7 +194,7 @@ class System:
         return [ours, *await self._ask(control.Query("trace", (since,)), 5.0)]
 
     async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """By lane: its busy share in each of `bins` stretches of `width` ns from `begin` on; a
+        """By track: its busy share in each of `bins` stretches of `width` ns from `begin` on; a
         node that does not answer in a second is left out."""
         shares = self._running_node.activity(begin, width, bins)
         for answer in await self._ask(control.Query("activity", (begin, width, bins)), 1.0):

@@ -1,7 +1,7 @@
 """Spans: what an actor did when, in a bounded buffer that costs a fraction of a microsecond.
 
-A lane is one row of a timeline: an actor, or a device or thread that works for it. A span is
-five int64 in the lane's ring buffer; nothing is allocated per span, and the oldest are
+A track is one row of a timeline: an actor, or a device or thread that works for it. A span is
+five int64 in the track's ring buffer; nothing is allocated per span, and the oldest are
 overwritten. Names stand in a table beside it and become readable only when a trace is taken.
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 _SPAN = struct.Struct("=5q")
 CAPACITY = 1 << 15
-"""Spans that a lane remembers: at ten a step and a thousand steps a second, three seconds."""
+"""Spans that a track remembers: at ten a step and a thousand steps a second, three seconds."""
 SPAN_DTYPE = np.dtype(
     [(name, np.int64) for name in ("kind", "number", "sent", "begin", "end")], align=False
 )
@@ -31,14 +31,14 @@ class Kind:
     by: str = ""
     """The message field that their `number` comes from; spans of one number belong together."""
     source: str = ""
-    """The lane that sent the message which was handled; empty for what is no handling."""
+    """The track that sent the message which was handled; empty for what is no handling."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LaneTrace:
-    """What a lane remembers."""
+class TrackTrace:
+    """What a track remembers."""
 
-    lane: str
+    track: str
     node: str
     kinds: list[Kind]
     spans: NDArray[np.void]
@@ -50,17 +50,17 @@ class LaneTrace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeTrace:
-    """What all lanes of a node remember, and the processor time of its process."""
+    """What all tracks of a node remember, and the processor time of its process."""
 
     node: str
-    lanes: list[LaneTrace]
+    tracks: list[TrackTrace]
     cpu_seconds: float
     """Of the process, since its actors were started."""
     taken_at: int
     """When, in ns of the monotonic clock."""
 
 
-class Lane:
+class Track:
     """The writing side: one for each actor, and more where it asks for them."""
 
     def __init__(self, name: str, capacity: int = CAPACITY) -> None:
@@ -104,14 +104,14 @@ class Lane:
         # They are added as they end, so each part is in that order.
         return np.concatenate([p[np.searchsorted(p["end"], since, "right") :] for p in parts])
 
-    def trace(self, node: str, since: int = 0) -> LaneTrace:
+    def trace(self, node: str, since: int = 0) -> TrackTrace:
         """What it remembers of the time after `since`."""
         spans = self.spans(since)
         capacity, cut = self._size // _SPAN.size, self._at // _SPAN.size
         lost = 0
         if len(spans) == capacity or not since:
             lost = max(0, self._rounds - 1) * capacity + (cut if self._rounds else 0)
-        return LaneTrace(self.name, node, list(self._kinds), spans, lost)
+        return TrackTrace(self.name, node, list(self._kinds), spans, lost)
 
     def activity(self, begin: int, width: int, bins: int) -> NDArray[np.float32]:
         """The busy share of each of `bins` stretches of `width` ns from `begin` on."""
@@ -162,9 +162,9 @@ class IntervalSet:
 
 def nanoseconds_per_span(repetitions: int = 200_000) -> float:
     """What a span costs here: two looks at the clock and the record."""
-    lane = Lane("measured")
-    kind, clock = lane.kind("span"), time.monotonic_ns
+    track = Track("measured")
+    kind, clock = track.kind("span"), time.monotonic_ns
     begin = clock()
     for number in range(repetitions):
-        lane.add(kind, number, clock(), clock())
+        track.add(kind, number, clock(), clock())
     return (clock() - begin) / repetitions

@@ -144,7 +144,7 @@ class FrontendActor(Actor):
             context.outbox(f"tokenizer.{index}") for index in range(self._config.num_tokenizers)
         ]
         self._scheduler = context.outbox("scheduler")
-        self._submit_kind = context.lane.kind("submit", "uid")
+        self._submit_kind = context.track.kind("submit", "uid")
 
     def handlers(self) -> Mapping[type, Handler]:
         """News from the detokenizer."""
@@ -199,7 +199,7 @@ class FrontendActor(Actor):
         self._entries[uid] = self._by_id[entry.request_id] = entry
         self._waiting_requests.add(uid)
         self._waiting_tokens += entry.charge
-        self.context.lane.add(self._submit_kind, uid, begin, time.monotonic_ns())
+        self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
 
     async def wait_for_capacity(self) -> None:
         """Wait until a waiting request has got its first token, or is over."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nanoactor.runner.execution import Computed, Executor, Pending
 
 DEVICE = "device"
-"""The lane that shows what the device computes, and when it does not."""
+"""The track that shows what the device computes, and when it does not."""
 
 _NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): its weights are damaged, or the device is"
@@ -102,12 +102,12 @@ class RunnerActor(Actor):
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """From now on steps may come."""
         super().start(context, ready)
-        self._open_lanes()
+        self._open_tracks()
 
-    def _open_lanes(self) -> None:
-        self._device = self.context.new_lane(DEVICE)
+    def _open_tracks(self) -> None:
+        self._device = self.context.new_track(DEVICE)
         self._spans = [self._device.kind(name, "step") for name in ("forward", "sample", "copy")]
-        self._report = self.context.lane.kind("report", "step")
+        self._report = self.context.track.kind("report", "step")
 
     def handlers(self) -> Mapping[type, Handler]:
         """Steps, in order."""
@@ -172,7 +172,7 @@ class RunnerActor(Actor):
             errors = [_NOT_FINITE] * len(failed)
             done = StepDone(step, computed.token_ids, seconds, failed, errors)
             self.context.outbox("scheduler").send(done)
-        self.context.lane.add(self._report, step, begin, time.monotonic_ns())
+        self.context.track.add(self._report, step, begin, time.monotonic_ns())
 
     def _trace_device(self, step: int, computed: Computed) -> None:
         """What the device did, by its own account."""

@@ -13,7 +13,7 @@ from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
 
 LOAD, ENTERS, LEAVES = "load", "enters", "leaves"
-"""A lane that tells when requests live, and, with `sent`, the step with which each comes and
+"""A track that tells when requests live, and, with `sent`, the step with which each comes and
 goes."""
 
 
@@ -26,7 +26,7 @@ class SchedulerActor(Actor):
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Make the scheduler, now that the runners have sized the cache."""
         super().start(context, ready)
-        self._load = context.new_lane(LOAD)
+        self._load = context.new_track(LOAD)
         self._busy = self._load.kind("requests")
         self._enters = self._load.kind(ENTERS, "uid")
         self._leaves = self._load.kind(LEAVES, "uid")

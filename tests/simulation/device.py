@@ -63,7 +63,7 @@ class SimulatedRunner(RunnerActor):
     def start(self, context: Context, ready: Any) -> None:
         """No thread."""
         Actor.start(self, context, ready)
-        self._open_lanes()
+        self._open_tracks()
 
     def _on_step(self, step: Any) -> None:
         super()._on_step(step)
