@@ -147,7 +147,7 @@ async def measure_engine(
     busy, idle, steps, tokens = (after[k] - before[k] for k in ("busy", "idle", "steps", "tokens"))
     cpu = {name: after["cpu"][name] - before["cpu"][name] for name in after["cpu"]}
     ledger = trace.ledger()
-    spans = sum(len(lane.spans) for node in trace.nodes for lane in node.lanes)
+    spans = sum(len(track.spans) for node in trace.nodes for track in node.tracks)
     return {
         "idle": idle / (busy + idle),
         "rows_per_step": tokens / steps,
@@ -171,13 +171,13 @@ class InProcessLoop:
 
     def __init__(self, directory: Path, sequences: int, milliseconds: float) -> None:
         from nanoactor.kv.manager import BlockManager
-        from nanoactor.layout import executor_config
         from nanoactor.model_files import read_model_files
         from nanoactor.runner.simulated import SimulatedExecutor
         from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
         from nanoactor.text.decoding import DecoderFactory
         from nanoactor.text.detokenizer import Detokenizer
         from nanoactor.text.tokenizer import load_tokenizer
+        from nanoactor.topology import executor_config
 
         options = options_of(sequences, milliseconds, Mode("", depth=1))
         config = EngineConfig(str(directory), **options)
@@ -224,7 +224,7 @@ class InProcessLoop:
             for _, message in self.scheduler.handle(events.pop(0)):
                 match message:
                     case Plan():
-                        step = self.manager.stamp(message)
+                        step = self.manager.bind_blocks(message)
                         self.pending = step.step, self.executor.prepare(step)
                     case Match():
                         self.manager.match(message)

@@ -6,7 +6,7 @@ from __future__ import annotations
 class ModelError(ValueError):
     """Base of what is raised when a model cannot be loaded."""
 
-    travels = True  # raised in the user's process when it happens in another
+    picklable = True  # raised in the user's process when it happens in another
 
 
 class UnsupportedModel(ModelError):

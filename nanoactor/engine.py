@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.actors.frontend import Entry, FrontendActor
 from nanoactor.config import EngineConfig
 from nanoactor.errors import (
@@ -27,7 +28,6 @@ from nanoactor.errors import (
     InvalidRequest,
     only_ours,
 )
-from nanoactor.layout import engine_topology
 from nanoactor.model_files import read_model_files
 from nanoactor.outputs import RequestOutput
 from nanoactor.params import SamplingParams
@@ -37,6 +37,7 @@ from nanoactor.request_builder import RequestBuilder
 from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.wiring import Options
 from nanoactor.text.huggingface import load_pretrained
+from nanoactor.topology import engine_topology
 from nanoactor.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ class AsyncLLM:
         self._rendezvous = Rendezvous(ranks) if ranks > 1 else None
         if self._rendezvous is not None:  # for an engine that is never started
             weakref.finalize(self, self._rendezvous.close)
-        salt = secrets.token_bytes(16)
-        topology = engine_topology(self.config, self.files, salt, self._rendezvous)
+        shared = ActorConfig(self.config, self.files, salt=secrets.token_bytes(16))
+        topology = engine_topology(shared, self._rendezvous)
         self._frontend: FrontendActor | None = None
         seeds = random.Random(self.config.seed)
         self._requests = RequestBuilder(self.config, self.files, seeds)
@@ -305,7 +306,7 @@ class AsyncLLM:
         return await self._system.statistics()
 
     async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """How busy every actor and device was: by lane, its share of each of `bins` stretches of
+        """How busy every actor and device was: by track, its share of each of `bins` stretches of
         `width` ns from `begin` on, on the monotonic clock. What still goes on is left out."""
         self._running()
         return await self._system.activity(begin, width, bins)
@@ -345,7 +346,8 @@ class AsyncLLM:
     @property
     def facts(self) -> dict[str, Any]:
         """What the runner found out: blocks of KV cache, their size, the data type."""
-        return dict(self._system.facts.get("runner.0", {}))
+        ready = self._system.ready
+        return dataclasses.asdict(RunnerReady.find(ready)) if "runner.0" in ready else {}
 
 
 def _dead(error: BaseException) -> EngineDead:

@@ -16,7 +16,7 @@ from nanoactor.runtime import errors as runtime
 class NanoactorError(Exception):
     """Base of every error that the engine raises."""
 
-    travels = True  # raised in the user's process when it happens in another (runtime.control)
+    picklable = True  # raised in the user's process when it happens in another (runtime.control)
 
 
 class InvalidRequest(NanoactorError, ValueError):

@@ -18,12 +18,13 @@ from nanoactor.runtime.codec import copied
 from nanoactor.runtime.errors import RuntimeFault
 from nanoactor.runtime.lease import Lease
 from nanoactor.runtime.outbox import Outbox
-from nanoactor.runtime.tracing import Lane
+from nanoactor.runtime.tracing import Track
 
 M = TypeVar("M")
 Handler = Callable[[Any], None]
-Facts = dict[str, Any]
-"""What an actor makes known to all others when it is ready: plain picklable values."""
+ReadyInfo = object
+"""What an actor tells all others when it is ready: a picklable record, or None. The runtime only
+carries it."""
 Progress = tuple[int, float]
 """A number that changes with each piece of work done, and the seconds that the piece at hand may
 take."""
@@ -42,9 +43,9 @@ class Context:
         self.name = name
         self.loop = loop
         self.log = logging.getLogger(f"nanoactor.{name}")
-        self.lane = Lane(name)
+        self.track = Track(name)
         """Where the spans of this actor go."""
-        self.lanes = [self.lane]
+        self.tracks = [self.track]
         self._outboxes = outboxes
         self._fail = fail
         self._lease: Lease | None = None
@@ -58,11 +59,11 @@ class Context:
                 f"actor {self.name} has no edge {edge!r}; it has {sorted(self._outboxes)}"
             ) from None
 
-    def new_lane(self, name: str) -> Lane:
+    def new_track(self, name: str) -> Track:
         """A row of the timeline for what works on the actor's behalf: a device, a thread."""
-        lane = Lane(f"{self.name} {name}")
-        self.lanes.append(lane)
-        return lane
+        track = Track(f"{self.name} {name}")
+        self.tracks.append(track)
+        return track
 
     def now(self) -> float:
         """Seconds on the host's monotonic clock; a simulation has its own."""
@@ -111,15 +112,15 @@ class Actor:
     def __init__(self, config: Any) -> None:
         """`config` is what the topology holds for this actor."""
 
-    def setup(self) -> Facts:
-        """Get ready, as long as it takes; runs before any message. Returns what others need.
+    def setup(self) -> ReadyInfo:
+        """Get ready, as long as it takes; runs before any message. Return what others need.
 
-        An exception here becomes the caller's, if its class says `travels = True`.
+        An exception here becomes the caller's, if its class says `picklable = True`.
         """
-        return {}
+        return None
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
-        """All actors are ready: take the context, and what every actor made known."""
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
+        """Take the context, and what every actor told when it was ready: by now all are."""
         self.context = context
 
     def handlers(self) -> Mapping[type, Handler]:

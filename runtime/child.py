@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
+import uvloop
+
 from nanoactor.runtime import control
 from nanoactor.runtime.codec import schema_hashes
 from nanoactor.runtime.node import Node
@@ -70,7 +72,7 @@ class _Child:
         self._connection = connection
         self._lock = threading.Lock()
         self._culprit = bootstrap.plan.actors[0].name
-        self._loop = _new_loop()
+        self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._node = Node(bootstrap.plan, self._fail)
         self._name = bootstrap.plan.name
         root = logging.getLogger()
@@ -82,11 +84,11 @@ class _Child:
         asyncio.set_event_loop(self._loop)
         threading.Thread(target=self._listen, name="control", daemon=True).start()
         try:
-            facts = self._node.setup(self._note_culprit)
+            ready = self._node.setup(self._note_culprit)
             # What is set up stays: the collector need not look at it again and again.
             gc.collect()
             gc.freeze()
-            self._send(control.Ready(facts, schema_hashes()))
+            self._send(control.Ready(ready, schema_hashes()))
         except BaseException as error:
             self._fail(self._culprit, error)
         self._loop.run_forever()
@@ -119,17 +121,17 @@ class _Child:
 
     def _obey(self, message: Any) -> None:
         match message:
-            case control.Start(facts):
+            case control.Start(ready):
                 try:
-                    self._node.start(self._loop, facts)
+                    self._node.start(self._loop, ready)
                 except BaseException as error:
                     self._fail(self._culprit, error)
                 self._send(control.Started())
             case control.Ping():
                 self._send(control.Pong(self._node.progress()))
-            case control.Query(number, what, arguments):
+            case control.Query(what, arguments):
                 try:
-                    self._send(control.Reply(number, getattr(self._node, what)(*arguments)))
+                    self._send(control.Reply(getattr(self._node, what)(*arguments)))
                 except BaseException as error:
                     self._fail(self._culprit, error)
             case control.Stop():
@@ -137,10 +139,3 @@ class _Child:
                 # interpreter's own end saves a torch process half a second.
                 self._node.stop()
                 os._exit(0)
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    import uvloop
-
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop

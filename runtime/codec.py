@@ -13,7 +13,7 @@ is what one message becomes on the wire:
     ..  arrays, each from a multiple of 64, in the order of their fields
 
 Where a field holds an array, the msgpack part holds its dtype and shape; the bytes are
-written straight into the transport and read in place. A small array travels inside the msgpack
+written straight into the transport and read in place. A small array stands in the msgpack
 part instead: to copy it twice costs less than the lease under which it would be read in place,
 and most messages of a running engine are small. Nothing here knows about transports.
 """
@@ -46,7 +46,7 @@ KIND_PLAIN, KIND_ARRAYS, KIND_PADDING = 1, 2, 3
 _KINDS = (KIND_PLAIN, KIND_ARRAYS)
 MAX_RECORD_BYTES = 2**32 - ALIGNMENT
 INLINE_BYTES = 8192
-"""Arrays up to this size travel inside the msgpack part."""
+"""Arrays up to this size are sent inside the msgpack part."""
 
 Array = NDArray[Any]
 # Annotate a field with this alias where a message carries a variable number of arrays.
@@ -90,7 +90,7 @@ def message(number: int, by: str = "") -> Callable[[type[M]], type[M]]:
     """Register a class as message type `number` and make it a frozen, slotted dataclass.
 
     `by` names a field with a whole number by which traces link what belongs together.
-    Raises `CodecError` where the number is taken or a field's type cannot travel.
+    Raises `CodecError` where the number is taken or a field's type cannot be sent.
     """
 
     def register(cls: type[M]) -> type[M]:
@@ -114,7 +114,7 @@ def _describe(number: int, cls: type, by: str) -> Schema:
     special = tuple((at, kind) for at, kind in enumerate(kinds, 1) if kind != "plain")
     if by and hints.get(by) is not int:
         raise CodecError(f"{cls.__name__}: traces link by a field of type int, not by {by!r}")
-    return Schema(number, cls, names, kinds, text, values, special, by)
+    return Schema(number, cls, names, kinds, text=text, values=values, special=special, by=by)
 
 
 def linked_by(cls: type) -> tuple[str, Callable[[Any], int]]:
@@ -150,7 +150,7 @@ def _kind(cls: type, name: str, hint: Any) -> str:
     if _is_plain(hint):
         return "plain"
     raise CodecError(
-        f"{cls.__name__}.{name}: {hint} cannot travel; use int, float, str, bytes, bool, None, "
+        f"{cls.__name__}.{name}: {hint} cannot be sent; use int, float, str, bytes, bool, None, "
         "tuples, lists and dicts of these, numpy arrays, or registered messages"
     )
 
@@ -267,7 +267,7 @@ def _describe_array(array: Any, arrays: list[Array], inline: int) -> Any:
     """What stands for an array in the msgpack part; see `_read_array` for the three forms."""
     number = _DTYPE_NUMBER.get(array.dtype) if isinstance(array, np.ndarray) else None
     if number is None:
-        raise CodecError(f"{type(array).__name__} {getattr(array, 'dtype', '')} cannot travel")
+        raise CodecError(f"{type(array).__name__} {getattr(array, 'dtype', '')} cannot be sent")
     size = array.nbytes
     if size <= inline or not size or not array.ndim:
         if not size and array.ndim == 1:
@@ -277,14 +277,14 @@ def _describe_array(array: Any, arrays: list[Array], inline: int) -> Any:
     return (number, *array.shape)
 
 
-def decode(record: Any, expected_sequence: int, checksum: bool = False, offset: int = 0) -> Any:
-    """Read one record from a buffer; arrays are read-only views that keep `record` alive.
+def decode(record: Any, expected_sequence: int, checksum: bool = False) -> Any:
+    """Read a record from the buffer that holds it; arrays are read-only views that keep it alive.
 
     Raises `RingCorrupted` where the header contradicts what the edge must carry next, and
     `CodecError` where the msgpack part does not follow the schema.
     """
-    header = HEADER.unpack_from(record, offset)
-    return decode_body(record, memoryview(record), header, expected_sequence, checksum, offset)
+    header = HEADER.unpack_from(record)
+    return decode_body(record, memoryview(record), header, expected_sequence, checksum, offset=0)
 
 
 def decode_body(

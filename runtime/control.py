@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from nanoactor.runtime.actor import Facts, Progress
+from nanoactor.runtime.actor import Progress, ReadyInfo
 from nanoactor.runtime.node import NodePlan
 
 
@@ -37,14 +37,14 @@ class Bootstrap:
 class Start:
     """Parent to child: every node is ready, let messages flow."""
 
-    facts: Mapping[str, Facts]
+    ready: Mapping[str, ReadyInfo]
+    """By actor, of all nodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Query:
     """Parent to child: report your statistics, or what your actors did when."""
 
-    number: int
     what: Literal["statistics", "trace", "activity"]
     arguments: tuple[int, ...] = ()
     """Of the node's method of this name."""
@@ -76,7 +76,8 @@ class Stop:
 class Ready:
     """Child to parent: all actors are set up."""
 
-    facts: Mapping[str, Facts]
+    actors: Mapping[str, ReadyInfo]
+    """What each of the node's has to tell."""
     schema: Mapping[int, str]
     """The digests of the message classes that it knows."""
 
@@ -93,25 +94,24 @@ class Failed:
     actor: str
     trace: str
     exception: bytes
-    """The pickled exception where its class says `travels = True`, else empty."""
+    """The pickled exception where its class says `picklable = True`, else empty."""
 
     @classmethod
     def of(cls, actor: str, error: BaseException) -> Failed:
         """Describe an exception so that it can be raised, or at least read, elsewhere."""
         trace = "".join(traceback.format_exception(error))
-        travels = getattr(type(error), "travels", False)
-        return cls(actor, trace, pickle.dumps(error) if travels else b"")
+        picklable = getattr(type(error), "picklable", False)
+        return cls(actor, trace, pickle.dumps(error) if picklable else b"")
 
     def original(self) -> BaseException | None:
-        """The exception itself, where it travelled."""
+        """The exception itself, where it is picklable."""
         return pickle.loads(self.exception) if self.exception else None  # noqa: S301 - our child
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reply:
-    """Child to parent: the answer to a `Query`."""
+    """Child to parent: the answer to the oldest `Query` that has none."""
 
-    number: int
     answer: Any
     """Figures by actor, or a `NodeTrace`."""
 
@@ -164,7 +164,9 @@ def replay(entry: Log, node: str) -> None:
     logger = logging.getLogger(entry.name)
     if not logger.isEnabledFor(entry.level):
         return
-    record = logger.makeRecord(entry.name, entry.level, "", 0, "%s", (entry.text,), None)
+    record = logger.makeRecord(
+        entry.name, entry.level, fn="", lno=0, msg="%s", args=(entry.text,), exc_info=None
+    )
     record.created, record.process, record.processName = entry.created, entry.pid, node
     try:
         logger.handle(record)

@@ -13,7 +13,7 @@ from nanoactor.runtime.actor import Context, Handler
 from nanoactor.runtime.codec import copied, linked_by
 from nanoactor.runtime.errors import RuntimeFault
 from nanoactor.runtime.lease import Lease
-from nanoactor.runtime.tracing import Lane
+from nanoactor.runtime.tracing import Track
 from nanoactor.runtime.transport import Deliver
 
 # How many local messages are handled before the loop looks at its descriptors again.
@@ -43,7 +43,7 @@ class Mailbox:
 
     def port(self, source: str) -> Port:
         """Where the messages of one source come in."""
-        return Port(self, self._context.lane, source)
+        return Port(self, self._context.track, source)
 
     def put(self, port: Port, message: Any) -> None:
         """A neighbour's message: handled soon, never inside the sender's handler."""
@@ -83,7 +83,7 @@ class Mailbox:
         begin = time.monotonic_ns()
         number = port.number_of(message)  # now, as its memory is the handler's to give back
         handler(message)
-        self._context.lane.add(
+        self._context.track.add(
             port.kind_of(type(message)), number, begin, time.monotonic_ns(), sent
         )
 
@@ -104,9 +104,9 @@ class Mailbox:
 class Port:
     """One source's way into a mailbox: traces tell by it where a message came from."""
 
-    def __init__(self, mailbox: Mailbox, lane: Lane, source: str) -> None:
+    def __init__(self, mailbox: Mailbox, track: Track, source: str) -> None:
         self._mailbox = mailbox
-        self._lane = lane
+        self._track = track
         self._source = source
         self._kinds: dict[type, tuple[int, Callable[[Any], int]]] = {}
 
@@ -130,7 +130,7 @@ class Port:
         known = self._kinds.get(cls)
         if known is None:
             by, number = linked_by(cls)
-            kind = self._lane.kind(self._mailbox.span_name(cls), by, self._source)
+            kind = self._track.kind(self._mailbox.span_name(cls), by, self._source)
             known = self._kinds[cls] = kind, number
         return known
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.runtime.actor import Actor, Context, Facts, Progress
+from nanoactor.runtime.actor import Actor, Context, Progress, ReadyInfo
 from nanoactor.runtime.mailbox import DelayedDelivery, Mailbox
-from nanoactor.runtime.outbox import LocalOutbox, MixedOutbox, Outbox, RemoteOutbox
+from nanoactor.runtime.outbox import LocalOutbox, Outbox, RemoteOutbox
 from nanoactor.runtime.recording import RecordedOutbox, Recorder
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec
-from nanoactor.runtime.tracing import Lane, NodeTrace
+from nanoactor.runtime.tracing import NodeTrace, Track
 from nanoactor.runtime.transport import Deliver, Receiver, ReceiverEnd, SenderEnd
 
 
@@ -27,12 +27,12 @@ class NodePlan:
 
     name: str
     actors: tuple[ActorSpec, ...]
-    edges: tuple[EdgeSpec, ...]
+    edges: list[EdgeSpec] = dataclasses.field(default_factory=list)
     """Every edge that starts at an actor of this node."""
-    senders: Mapping[int, SenderEnd]
-    """By position in `edges`: the writing end towards other nodes, where there are any."""
-    receivers: tuple[tuple[str, str, ReceiverEnd], ...]
-    """(edge label, target actor, reading end) of every edge that ends here from elsewhere."""
+    senders: dict[EdgeSpec, SenderEnd] = dataclasses.field(default_factory=dict)
+    """The writing end of each of them that leads to other nodes."""
+    receivers: list[tuple[EdgeSpec, str, ReceiverEnd]] = dataclasses.field(default_factory=list)
+    """(edge, target actor, reading end) of every edge that ends here from elsewhere."""
     debug_delay_ms: float = 0.0
     record_dir: str | None = None
 
@@ -56,86 +56,84 @@ class Node:
         self._mailboxes: dict[str, Mailbox] = {}
         self._outboxes: dict[str, dict[str, Outbox]] = {}
         self._remote: list[tuple[str, RemoteOutbox]] = []
-        self._receivers: list[tuple[str, Receiver]] = []
+        self._receivers: list[tuple[EdgeSpec, str, Receiver]] = []
         self._recorders: dict[str, Recorder] = {}
         self._cpu_before = 0.0
         self._unopened = set(plan.descriptors)
         """Descriptors that no sender or receiver has taken over."""
 
-    def setup(self, on_culprit: Callable[[str], None] = lambda name: None) -> dict[str, Facts]:
-        """Import, make and set up every actor; returns what each makes known."""
-        facts = {}
+    def setup(self, on_culprit: Callable[[str], None] = lambda name: None) -> dict[str, ReadyInfo]:
+        """Import, make and set up every actor; return what each tells the others."""
+        ready = {}
         for spec in self.plan.actors:
             on_culprit(spec.name)
             actor = spec.create()
             self.actors[spec.name] = actor
-            facts[spec.name] = actor.setup()
-        return facts
+            ready[spec.name] = actor.setup()
+        return ready
 
-    def start(self, loop: asyncio.AbstractEventLoop, facts: Mapping[str, Facts]) -> None:
+    def start(self, loop: asyncio.AbstractEventLoop, ready: Mapping[str, ReadyInfo]) -> None:
         """Open the edges, start the actors, then begin to receive."""
         for spec in self.plan.actors:
-            context = Context(
-                spec.name, loop, self._outboxes.setdefault(spec.name, {}), self._fatal(spec.name)
-            )
-            actor = self.actors[spec.name]
-            handlers = actor.handlers()
-            if self.plan.record_dir is not None:
-                recorder = Recorder(self.plan.record_dir, spec, facts)
-                self._recorders[spec.name] = recorder
-                handlers = recorder.handlers(handlers)
-            names = actor.span_names()
-            self._mailboxes[spec.name] = Mailbox(context, handlers, self._fatal(spec.name), names)
-            actor.context = context
-        for position, edge in enumerate(self.plan.edges):
-            outbox = self._open_outbox(position, edge, loop)
-            self._outboxes[edge.source][edge.label] = outbox
+            self._open_mailbox(spec, loop, ready)
+        for edge in self.plan.edges:
+            self._outboxes[edge.source][edge.label] = self._open_outbox(edge, loop)
         self._cpu_before = time.process_time()
-        for spec in self.plan.actors:
-            self.actors[spec.name].start(self.actors[spec.name].context, facts)
+        for actor in self.actors.values():
+            actor.start(actor.context, ready)
+        self._receive(loop)
+
+    def _open_mailbox(
+        self, spec: ActorSpec, loop: asyncio.AbstractEventLoop, ready: Mapping[str, ReadyInfo]
+    ) -> None:
+        actor, name, fatal = self.actors[spec.name], spec.name, self._fatal(spec.name)
+        actor.context = Context(name, loop, self._outboxes.setdefault(name, {}), fatal)
+        handlers = actor.handlers()
+        if self.plan.record_dir is not None:
+            self._recorders[name] = Recorder(self.plan.record_dir, spec, ready)
+            handlers = self._recorders[name].handlers(handlers)
+        self._mailboxes[name] = Mailbox(actor.context, handlers, fatal, actor.span_names())
+
+    def _open_outbox(self, edge: EdgeSpec, loop: asyncio.AbstractEventLoop) -> Outbox:
+        recorder = self._recorders.get(edge.source)
+        outbox: Outbox
+        if edge in self.plan.senders:
+            outbox = self._open_remote(edge, loop, recorder)
+        else:
+            puts = [self._local_put(edge, target, loop) for target in edge.targets]
+            outbox = LocalOutbox(edge.label, puts)
+        return outbox if recorder is None else RecordedOutbox(outbox, recorder)
+
+    def _open_remote(
+        self, edge: EdgeSpec, loop: asyncio.AbstractEventLoop, recorder: Recorder | None
+    ) -> RemoteOutbox:
+        actor, end = self.actors[edge.source], self.plan.senders[edge]
+        sender = end.open()
+        self._unopened -= set(end.descriptors)
+        outbox = RemoteOutbox(
+            edge.label,
+            sender,
+            loop,
+            bound=edge.bound,
+            on_ready=actor.on_ready if recorder is None else recorder.on_ready(actor.on_ready),
+            fatal=self._fatal(edge.source),
+            track=actor.context.track,
+            paced=edge.paced,
+        )
+        self._remote.append((edge.source, outbox))
+        return outbox
+
+    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
         inputs: dict[str, list[Receiver]] = {}
         for source, outbox in self._remote:
             outbox.follow(inputs.setdefault(source, []))
-        for label, target, end in self.plan.receivers:
+        for edge, target, end in self.plan.receivers:
             receiver = end.open()
             self._unopened -= set(end.descriptors)
-            self._receivers.append((f"{label} -> {target}", receiver))
+            self._receivers.append((edge, target, receiver))
             inputs.setdefault(target, []).append(receiver)
-            port = self._mailboxes[target].port(label.partition(" -> ")[0])
-            deliver = self._delayed(port.deliver, loop, label, target)
-            receiver.start(loop, deliver, self._fatal(target))
-
-    def _open_outbox(
-        self, position: int, edge: EdgeSpec, loop: asyncio.AbstractEventLoop
-    ) -> Outbox:
-        parts: list[Outbox] = []
-        recorder = self._recorders.get(edge.source)
-        local = [target for target in edge.targets if target in self._mailboxes]
-        if local:
-            parts.append(LocalOutbox(edge.label, [self._local_put(edge, t, loop) for t in local]))
-        if position in self.plan.senders:
-            actor = self.actors[edge.source]
-            end = self.plan.senders[position]
-            sender = end.open()
-            self._unopened -= set(end.descriptors)
-            fatal = self._fatal(edge.source)
-            on_ready: Callable[[Outbox], None] = actor.on_ready
-            if recorder is not None:
-                on_ready = recorder.on_ready(on_ready)
-            remote = RemoteOutbox(
-                edge.label,
-                sender,
-                loop,
-                edge.bound,
-                on_ready,
-                fatal,
-                actor.context.lane,
-                edge.paced,
-            )
-            self._remote.append((edge.source, remote))
-            parts.append(remote)
-        outbox = parts[0] if len(parts) == 1 else MixedOutbox(edge.label, parts)
-        return outbox if recorder is None else RecordedOutbox(outbox, recorder)
+            deliver = self._mailboxes[target].port(edge.source).deliver
+            receiver.start(loop, self._delayed(deliver, loop, edge, target), self._fatal(target))
 
     def _local_put(
         self, edge: EdgeSpec, target: str, loop: asyncio.AbstractEventLoop
@@ -143,16 +141,21 @@ class Node:
         port = self._mailboxes[target].port(edge.source)
         if not self.plan.debug_delay_ms:
             return port.put
-        delayed = self._delayed(port.deliver, loop, edge.label, target)
-        return lambda message: (delayed(message, None, time.monotonic_ns()), None)[1]
+        delayed = self._delayed(port.deliver, loop, edge, target)
+
+        def put(message: Any) -> None:
+            delayed(message, None, time.monotonic_ns())
+
+        return put
 
     def _delayed(
-        self, deliver: Deliver, loop: asyncio.AbstractEventLoop, label: str, target: str
+        self, deliver: Deliver, loop: asyncio.AbstractEventLoop, edge: EdgeSpec, target: str
     ) -> Deliver:
         delay = self.plan.debug_delay_ms
         if not delay:
             return deliver
-        return DelayedDelivery(deliver, loop, self._fatal(target), delay, f"{label}>{target}")
+        seed = f"{edge.source}>{edge.label}>{target}"
+        return DelayedDelivery(deliver, loop, self._fatal(target), delay, seed)
 
     def _fatal(self, actor: str) -> Callable[[BaseException], None]:
         def fail(error: BaseException) -> None:
@@ -180,9 +183,9 @@ class Node:
                 "mailbox": self._mailboxes[name].statistics() if name in self._mailboxes else {},
                 "outboxes": {label: box.statistics() for label, box in outboxes.items()},
                 "inboxes": {
-                    label: dataclasses.asdict(receiver.statistics)
-                    for label, receiver in self._receivers
-                    if label.endswith(f"-> {name}")
+                    f"{edge.source} -> {edge.label}": dataclasses.asdict(receiver.statistics)
+                    for edge, target, receiver in self._receivers
+                    if target == name
                 },
             }
         return figures
@@ -193,20 +196,20 @@ class Node:
         return {name: progress for name, progress in found.items() if progress is not None}
 
     def trace(self, since: int = 0) -> NodeTrace:
-        """What every lane remembers of the time after `since`, in ns of the monotonic clock."""
-        lanes = [lane.trace(self.plan.name, since) for lane in self._lanes()]
+        """What every track remembers of the time after `since`, in ns of the monotonic clock."""
+        tracks = [track.trace(self.plan.name, since) for track in self._tracks()]
         cpu = time.process_time() - self._cpu_before
-        return NodeTrace(self.plan.name, lanes, cpu, time.monotonic_ns())
+        return NodeTrace(self.plan.name, tracks, cpu, time.monotonic_ns())
 
     def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """By lane: its busy share in each of `bins` stretches of `width` ns from `begin` on."""
-        return {lane.name: lane.activity(begin, width, bins) for lane in self._lanes()}
+        """By track: its busy share in each of `bins` stretches of `width` ns from `begin` on."""
+        return {track.name: track.activity(begin, width, bins) for track in self._tracks()}
 
-    def _lanes(self) -> list[Lane]:
+    def _tracks(self) -> list[Track]:
         """All of them, up to date."""
         for actor in self.actors.values():
             actor.before_trace()
-        return [lane for actor in self.actors.values() for lane in actor.context.lanes]
+        return [track for actor in self.actors.values() for track in actor.context.tracks]
 
     def stop(self) -> None:
         """Stop the actors, latest first, then close the edges."""
@@ -215,13 +218,13 @@ class Node:
             actor.stop()
         for _, outbox in self._remote:
             outbox.close()
-        for _, receiver in self._receivers:
+        for _, _, receiver in self._receivers:
             receiver.close()
         for recorder in self._recorders.values():
             recorder.close()
         for name in self._outboxes:
-            for lane in self.actors[name].context.lanes:
-                lane.close()
+            for track in self.actors[name].context.tracks:
+                track.close()
         for descriptor in self._unopened:
             os.close(descriptor)
         self._unopened.clear()

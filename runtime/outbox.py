@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from nanoactor.runtime.codec import Encoded, encode, linked_by
 from nanoactor.runtime.errors import OutboxOverflow, PeerBroken, RecordTooLarge
-from nanoactor.runtime.tracing import Lane
+from nanoactor.runtime.tracing import Track
 from nanoactor.runtime.transport import EdgeStatistics, Fatal, Receiver, Sender
 
 
@@ -35,9 +35,6 @@ class Outbox(Protocol):
         called back (`Actor.on_ready`), so it asks only when it has something to say.
         """
 
-    def break_off(self, reason: str) -> None:
-        """The other side is dead: forget what waits, refuse what comes."""
-
     def statistics(self) -> dict[str, int]:
         """Messages, bytes, waits, the present depth and the highest."""
 
@@ -53,7 +50,7 @@ class RemoteOutbox:
         bound: int | None,
         on_ready: Callable[[Outbox], None],
         fatal: Fatal,
-        lane: Lane,
+        track: Track,
         paced: bool = False,
     ) -> None:
         """`fatal` hears of what fails outside of `send`, where nobody could catch it."""
@@ -65,7 +62,7 @@ class RemoteOutbox:
         self._fatal = fatal
         self._paced = paced
         self._inputs: list[Receiver] = []
-        self._lane = lane
+        self._track = track
         self._kinds: dict[type, tuple[int, Callable[[Any], int]]] = {}
         """By message class: the kind of its spans, and the number that links them."""
         self._waiting: deque[tuple[Encoded, int, int, int]] = deque()
@@ -92,7 +89,7 @@ class RemoteOutbox:
         number = number_of(message)
         if not self._waiting:
             if self._sender.try_send(encoded):
-                self._lane.add(kind, number, begin, self._sender.sent_ns)
+                self._track.add(kind, number, begin, self._sender.sent_ns)
                 return
             self._sender.when_writable(self._loop, self._flush)
         # What waits may be a view of something read in place: it takes a copy along.
@@ -106,7 +103,7 @@ class RemoteOutbox:
 
     def _kind_of(self, cls: type) -> tuple[int, Callable[[Any], int]]:
         by, number = linked_by(cls)
-        self._kinds[cls] = self._lane.kind(f"send {cls.__name__}", by), number
+        self._kinds[cls] = self._track.kind(f"send {cls.__name__}", by), number
         return self._kinds[cls]
 
     @property
@@ -135,7 +132,7 @@ class RemoteOutbox:
                     self._sender.when_writable(self._loop, self._flush)
                     return
                 self._waiting.popleft()
-                self._lane.add(kind, number, begin, self._sender.sent_ns)
+                self._track.add(kind, number, begin, self._sender.sent_ns)
             self._on_ready(self)
         except BaseException as error:
             self._fatal(error)
@@ -181,36 +178,6 @@ class LocalOutbox:
         for put in self._puts:
             put(message)
 
-    def break_off(self, reason: str) -> None:
-        """A neighbour cannot die alone: nothing to break."""
-
     def statistics(self) -> dict[str, int]:
         """How many messages passed; what waits, waits in the mailbox."""
         return _figures(self._statistics, 0, 0)
-
-
-class MixedOutbox:
-    """An edge whose targets live partly in this node and partly in others."""
-
-    def __init__(self, label: str, parts: list[Outbox]) -> None:
-        self.label = label
-        self._parts = parts
-
-    def send(self, message: Any) -> None:
-        """Send on every part."""
-        for part in self._parts:
-            part.send(message)
-
-    @property
-    def ready(self) -> bool:
-        """Whether every part is."""
-        return all(part.ready for part in self._parts)
-
-    def break_off(self, reason: str) -> None:
-        """Break every part."""
-        for part in self._parts:
-            part.break_off(reason)
-
-    def statistics(self) -> dict[str, int]:
-        """The first part's figures: all parts carry the same messages."""
-        return self._parts[0].statistics()

@@ -5,9 +5,9 @@ nor a user) does the same again when it is told the same again. So a recording o
 went wrong is that run, to be looked at as often as one likes, and the proof that the actor
 has no other inputs.
 
-The file holds one pickle (the actor's specification and the facts at its start; replay only
-files that you trust), then entries: a header, the edge's label, and the message as it would
-be on the wire.
+The file holds one pickle (the actor's specification and what all actors told when they were
+ready; replay only files that you trust), then entries: a header, the edge's label, and the
+message as it would be on the wire.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.codec import HEADER, decode, encode
 from nanoactor.runtime.errors import ReplayDiverged
 from nanoactor.runtime.outbox import Outbox
@@ -38,10 +38,10 @@ Entry = tuple[int, str, bytes]
 class Recorder:
     """Writes one actor's file."""
 
-    def __init__(self, directory: str, spec: ActorSpec, facts: Mapping[str, Facts]) -> None:
+    def __init__(self, directory: str, spec: ActorSpec, ready: Mapping[str, ReadyInfo]) -> None:
         path = Path(directory, f"{spec.name}.recording")
         self._file = path.open("wb")
-        pickle.dump((spec, dict(facts)), self._file)
+        pickle.dump((spec, dict(ready)), self._file)
 
     def write(self, kind: int, label: str = "", message: Any = None) -> None:
         """Add an entry."""
@@ -95,20 +95,16 @@ class RecordedOutbox:
         self._recorder.write(READY if ready else NOT_READY, self.label)
         return ready
 
-    def break_off(self, reason: str) -> None:
-        """As the outbox does."""
-        self._outbox.break_off(reason)
-
     def statistics(self) -> dict[str, int]:
         """The outbox's."""
         return self._outbox.statistics()
 
 
-def read_recording(path: Path) -> tuple[ActorSpec, dict[str, Facts], Iterator[Entry]]:
+def read_recording(path: Path) -> tuple[ActorSpec, dict[str, ReadyInfo], Iterator[Entry]]:
     """What a file holds; the entries are made as they are asked for."""
     file = io.BytesIO(path.read_bytes())
-    spec, facts = pickle.load(file)  # noqa: S301 - the module's docstring warns
-    return spec, facts, _entries(file)
+    spec, ready = pickle.load(file)  # noqa: S301 - the module's docstring warns
+    return spec, ready, _entries(file)
 
 
 def _entries(file: io.BytesIO) -> Iterator[Entry]:
@@ -125,13 +121,13 @@ def replay(path: Path) -> int:
 
     Returns how many messages it handled; raises `ReplayDiverged` where it does not do the same.
     """
-    spec, facts, entries = read_recording(path)
+    spec, ready, entries = read_recording(path)
     script = _Script(spec.name, entries)
     actor = spec.create()
     actor.setup()
     loop = asyncio.new_event_loop()  # a context has one; an actor that runs it cannot be replayed
     try:
-        actor.start(Context(spec.name, loop, script, _raise), facts)
+        actor.start(Context(spec.name, loop, script, _raise), ready)
         return _play(script, actor)
     finally:
         loop.close()
@@ -210,9 +206,6 @@ class _ScriptedOutbox:
     def ready(self) -> bool:
         found = self._script.expect((READY, self.label, b""), (NOT_READY, self.label, b""))
         return found[0] == READY
-
-    def break_off(self, reason: str) -> None:
-        raise ReplayDiverged(f"nobody dies in a replay, but {self.label} did: {reason}")
 
     def statistics(self) -> dict[str, int]:
         return {}

@@ -11,12 +11,10 @@ import dataclasses
 import graphlib
 import importlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from nanoactor.runtime.actor import Actor
 from nanoactor.runtime.errors import TopologyError
-
-Transport = Literal["ring", "queue"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ class ActorSpec:
     factory: str
     """"package.module:Class", a subclass of `Actor`; called with `config`."""
     config: Any
-    """Picklable; travels once, at start."""
+    """Picklable; sent once, at start."""
 
     def create(self) -> Actor:
         """Import the class and make the actor, not set up yet."""
@@ -70,7 +68,6 @@ class EdgeSpec:
     so whenever its reader, or itself, is behind."""
     name: str = ""
     """How the source addresses it; the target's name where there is one target."""
-    transport: Transport = "ring"
 
     @property
     def label(self) -> str:
@@ -102,7 +99,18 @@ class Topology:
             raise TopologyError(f"the local node {self.local!r} is not declared")
         for edge in self.edges:
             _check_edge(edge, set(names))
+            self._check_one_way_out(edge)
         self._check_cycles()
+
+    def _check_one_way_out(self, edge: EdgeSpec) -> None:
+        """An outbox leads to neighbours or to other nodes: one to both would need two."""
+        away = [target for target in edge.targets if self.crosses_nodes(edge.source, target)]
+        if away and len(away) < len(edge.targets):
+            raise TopologyError(
+                f"edge {edge.source} -> {edge.label} leads to neighbours in the same node and to "
+                f"other nodes ({', '.join(away)}): give each group an edge of its own, or place "
+                "all targets on one side"
+            )
 
     def _check_cycles(self) -> None:
         graph: dict[str, set[str]] = {}
@@ -119,8 +127,12 @@ class Topology:
             ) from error
 
     def node_of(self, actor: str) -> str:
-        """The name of the node in which an actor lives."""
+        """Return the name of the node in which an actor lives."""
         return next(node.name for node in self.nodes if actor in node.actors)
+
+    def crosses_nodes(self, source: str, target: str) -> bool:
+        """Tell whether a message between two actors leaves its node."""
+        return self.node_of(source) != self.node_of(target)
 
 
 def _refuse_duplicates(what: str, names: list[str]) -> None:

@@ -1,7 +1,7 @@
 """Spans: what an actor did when, in a bounded buffer that costs a fraction of a microsecond.
 
-A lane is one row of a timeline: an actor, or a device or thread that works for it. A span is
-five int64 in the lane's ring buffer; nothing is allocated per span, and the oldest are
+A track is one row of a timeline: an actor, or a device or thread that works for it. A span is
+five int64 in the track's ring buffer; nothing is allocated per span, and the oldest are
 overwritten. Names stand in a table beside it and become readable only when a trace is taken.
 """
 
@@ -10,15 +10,14 @@ from __future__ import annotations
 import dataclasses
 import struct
 import time
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.runtime.intervals import Cover
-
 _SPAN = struct.Struct("=5q")
 CAPACITY = 1 << 15
-"""Spans that a lane remembers: at ten a step and a thousand steps a second, three seconds."""
+"""Spans that a track remembers: at ten a step and a thousand steps a second, three seconds."""
 SPAN_DTYPE = np.dtype(
     [(name, np.int64) for name in ("kind", "number", "sent", "begin", "end")], align=False
 )
@@ -32,14 +31,14 @@ class Kind:
     by: str = ""
     """The message field that their `number` comes from; spans of one number belong together."""
     source: str = ""
-    """The lane that sent the message which was handled; empty for what is no handling."""
+    """The track that sent the message which was handled; empty for what is no handling."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LaneTrace:
-    """What a lane remembers."""
+class TrackTrace:
+    """What a track remembers."""
 
-    lane: str
+    track: str
     node: str
     kinds: list[Kind]
     spans: NDArray[np.void]
@@ -51,17 +50,17 @@ class LaneTrace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeTrace:
-    """What all lanes of a node remember, and the processor time of its process."""
+    """What all tracks of a node remember, and the processor time of its process."""
 
     node: str
-    lanes: list[LaneTrace]
+    tracks: list[TrackTrace]
     cpu_seconds: float
     """Of the process, since its actors were started."""
     taken_at: int
     """When, in ns of the monotonic clock."""
 
 
-class Lane:
+class Track:
     """The writing side: one for each actor, and more where it asks for them."""
 
     def __init__(self, name: str, capacity: int = CAPACITY) -> None:
@@ -105,28 +104,67 @@ class Lane:
         # They are added as they end, so each part is in that order.
         return np.concatenate([p[np.searchsorted(p["end"], since, "right") :] for p in parts])
 
-    def trace(self, node: str, since: int = 0) -> LaneTrace:
+    def trace(self, node: str, since: int = 0) -> TrackTrace:
         """What it remembers of the time after `since`."""
         spans = self.spans(since)
         capacity, cut = self._size // _SPAN.size, self._at // _SPAN.size
         lost = 0
         if len(spans) == capacity or not since:
             lost = max(0, self._rounds - 1) * capacity + (cut if self._rounds else 0)
-        return LaneTrace(self.name, node, list(self._kinds), spans, lost)
+        return TrackTrace(self.name, node, list(self._kinds), spans, lost)
 
     def activity(self, begin: int, width: int, bins: int) -> NDArray[np.float32]:
         """The busy share of each of `bins` stretches of `width` ns from `begin` on."""
         spans = self.spans(begin)
         edges = begin + width * np.arange(bins + 1, dtype=np.int64)
-        until = Cover(spans["begin"], spans["end"]).until(edges)
+        until = IntervalSet(spans["begin"], spans["end"]).until(edges)
         return (np.diff(until) / width).astype(np.float32)
+
+
+class IntervalSet:
+    """The union of intervals."""
+
+    def __init__(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        order = np.argsort(begins, kind="stable")
+        begins, reached = begins[order], np.maximum.accumulate(ends[order])
+        # An interval opens a new stretch where it begins after all before it have ended.
+        opens = np.ones(len(begins), np.bool_)
+        opens[1:] = begins[1:] > reached[:-1]
+        closes = np.append(opens[1:], True)[: len(begins)]
+        self.begins, self.ends = begins[opens], reached[closes]
+        lengths = self.ends - self.begins
+        self._knots = np.stack((self.begins, self.ends), 1).ravel()
+        before = np.cumsum(lengths) - lengths
+        self._measure = np.stack((before, before + lengths), 1).ravel()
+
+    @property
+    def length(self) -> int:
+        """Of all of it."""
+        return int(self._measure[-1]) if len(self._measure) else 0
+
+    def until(self, times: Any) -> NDArray[np.float64]:
+        """How much of it lies before each of these times."""
+        if not len(self._knots):
+            return np.zeros(np.shape(times))
+        values: NDArray[np.float64] = np.interp(times, self._knots, self._measure)
+        return values
+
+    def overlap(self, other: IntervalSet) -> float:
+        """How long both are."""
+        return float((self.until(other.ends) - self.until(other.begins)).sum())
+
+    def within(self, begin: int, end: int) -> IntervalSet:
+        """The part between two times."""
+        begins, ends = self.begins.clip(begin, end), self.ends.clip(begin, end)
+        kept = ends > begins
+        return IntervalSet(begins[kept], ends[kept])
 
 
 def nanoseconds_per_span(repetitions: int = 200_000) -> float:
     """What a span costs here: two looks at the clock and the record."""
-    lane = Lane("measured")
-    kind, clock = lane.kind("span"), time.monotonic_ns
+    track = Track("measured")
+    kind, clock = track.kind("span"), time.monotonic_ns
     begin = clock()
     for number in range(repetitions):
-        lane.add(kind, number, clock(), clock())
+        track.add(kind, number, clock(), clock())
     return (clock() - begin) / repetitions

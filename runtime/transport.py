@@ -47,7 +47,7 @@ class Sender(Protocol):
     sent_ns: int
     """When the latest record left."""
     inline: int
-    """Arrays up to so many bytes travel inside the msgpack part: none in debug mode, where every
+    """Arrays up to so many bytes are sent inside the msgpack part: none in debug mode, where every
     array is read in place, so that whatever escapes its lease is caught."""
 
     @property

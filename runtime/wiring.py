@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from typing import Literal
 
 from nanoactor.runtime.node import NodePlan
 from nanoactor.runtime.queue import create_queue
 from nanoactor.runtime.ring import create_ring
-from nanoactor.runtime.topology import ActorSpec, EdgeSpec, Topology, Transport
+from nanoactor.runtime.topology import EdgeSpec, Topology
 from nanoactor.runtime.transport import ReceiverEnd, SenderEnd
 
 
@@ -17,8 +18,8 @@ from nanoactor.runtime.transport import ReceiverEnd, SenderEnd
 class Options:
     """How a system runs, apart from its shape."""
 
-    transport: Transport | None = None
-    """Overrides the transport of every edge."""
+    transport: Literal["ring", "queue"] = "ring"
+    """What carries messages between nodes."""
     debug: bool = False
     """Checksums on records, released space overwritten."""
     debug_delay_ms: float = 0.0
@@ -35,67 +36,36 @@ class Options:
     """Seconds without a sign of life, while there is work, after which the system is given up."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Draft:
-    actors: list[ActorSpec]
-    edges: list[EdgeSpec]
-    senders: dict[int, SenderEnd]
-    receivers: list[tuple[str, str, ReceiverEnd]]
-
-
 def wire(topology: Topology, options: Options) -> dict[str, NodePlan]:
-    """Make the transport of every edge that crosses nodes; the plan of each node by its name."""
+    """Make the transport of every edge that crosses nodes; return the plan of each node by name."""
     actors = {actor.name: actor for actor in topology.actors}
-    drafts = {
-        node.name: _Draft([actors[name] for name in node.actors], [], {}, [])
+    plans = {
+        node.name: NodePlan(
+            name=node.name,
+            actors=tuple(actors[name] for name in node.actors),
+            debug_delay_ms=options.debug_delay_ms,
+            record_dir=options.record_dir,
+        )
         for node in topology.nodes
     }
-    made: list[int] = []
     try:
         for edge in topology.edges:
-            _wire_edge(topology, edge, drafts, options, made)
+            source = topology.node_of(edge.source)
+            plans[source].edges.append(edge)
+            if topology.crosses_nodes(edge.source, edge.targets[0]):
+                plans[source].senders[edge], receivers = _create(edge, options)
+                for target, end in zip(edge.targets, receivers, strict=True):
+                    plans[topology.node_of(target)].receivers.append((edge, target, end))
     except BaseException:
-        for descriptor in made:
-            os.close(descriptor)
+        for plan in plans.values():
+            for descriptor in plan.descriptors:
+                os.close(descriptor)
         raise
-    return {
-        name: NodePlan(
-            name,
-            tuple(draft.actors),
-            tuple(draft.edges),
-            draft.senders,
-            tuple(draft.receivers),
-            options.debug_delay_ms,
-            options.record_dir,
-        )
-        for name, draft in drafts.items()
-    }
+    return plans
 
 
-def _wire_edge(
-    topology: Topology,
-    edge: EdgeSpec,
-    drafts: dict[str, _Draft],
-    options: Options,
-    made: list[int],
-) -> None:
-    source = topology.node_of(edge.source)
-    remote = [target for target in edge.targets if topology.node_of(target) != source]
-    draft = drafts[source]
-    draft.edges.append(edge)
-    if not remote:
-        return
-    sender, receivers = _create(edge, len(remote), options)
-    made += [*sender.descriptors, *(fd for end in receivers for fd in end.descriptors)]
-    draft.senders[len(draft.edges) - 1] = sender
-    for target, end in zip(remote, receivers, strict=True):
-        label = f"{edge.source} -> {edge.label}" if edge.name else edge.source
-        drafts[topology.node_of(target)].receivers.append((label, target, end))
-
-
-def _create(
-    edge: EdgeSpec, readers: int, options: Options
-) -> tuple[SenderEnd, Sequence[ReceiverEnd]]:
-    if (options.transport or edge.transport) == "ring":
+def _create(edge: EdgeSpec, options: Options) -> tuple[SenderEnd, Sequence[ReceiverEnd]]:
+    readers = len(edge.targets)
+    if options.transport == "ring":
         return create_ring(readers, edge.capacity, options.debug, options.spin_us)
     return create_queue(readers, edge.capacity, options.debug)

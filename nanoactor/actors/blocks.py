@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.kv.manager import BlockManager
 from nanoactor.messages import Free, Known, Match, Plan
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlocksConfig:
-    """What the block manager is told; the cache's size comes from the runners."""
-
-    max_num_seqs: int
-    max_model_len: int
-    salt: bytes
-    prefix_caching: bool
-    debug: bool = False
-    """Check all books whenever figures are asked for: a look at every block."""
+from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 
 
 class BlockManagerActor(Actor):
-    """Stamps plans into steps and answers with credits, merged while the edge is busy."""
+    """Turns plans into steps and answers with credits, merged while the edge is busy."""
 
-    def __init__(self, config: BlocksConfig) -> None:
+    def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._step_at = 0
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Make the block manager, now that the runners have sized the cache."""
-        super().start(context, facts)
-        config, cache = self._config, facts["runner.0"]
+        super().start(context, ready)
+        engine, cache = self._config.engine, RunnerReady.find(ready)
         self._manager = BlockManager(
-            cache["num_blocks"],
-            cache["block_size"],
-            config.max_num_seqs,
-            config.max_model_len,
-            config.salt,
-            config.prefix_caching,
+            blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            max_seqs=engine.max_num_seqs,
+            max_model_len=self._config.files.max_model_len,
+            salt=self._config.salt,
+            prefix_caching=engine.enable_prefix_caching,
         )
         self._runners = context.outbox("runners")
         self._scheduler = context.outbox("scheduler")
@@ -51,15 +39,15 @@ class BlockManagerActor(Actor):
         return {Match: self._match, Plan: self._plan, Known: self._known, Free: self._free}
 
     def span_names(self) -> Mapping[type, str]:
-        """Stamping is what a step waits for."""
-        return {Match: "match", Plan: "stamp", Known: "index", Free: "free"}
+        """Binding blocks is what a step waits for."""
+        return {Match: "match", Plan: "bind", Known: "index", Free: "free"}
 
     def _match(self, event: Match) -> None:
         self._manager.match(event)
         self._send_credits()
 
     def _plan(self, event: Plan) -> None:
-        self._runners.send(self._manager.stamp(self.context.own(event)))
+        self._runners.send(self._manager.bind_blocks(self.context.own(event)))
         self._step_at = time.monotonic_ns()
         self._manager.index()
 
@@ -89,7 +77,7 @@ class BlockManagerActor(Actor):
         step left, in ns of the monotonic clock.
         """
         manager = self._manager
-        if self._config.debug:
+        if self._config.engine.debug:  # a look at every block
             manager.check()
         return {
             "available": manager.pool.available,

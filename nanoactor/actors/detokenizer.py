@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nanoactor.actors.config import CHUNK_BYTES, ActorConfig
 from nanoactor.messages import Open, Stop, Tokens
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.text.detokenizer import Detokenizer
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DetokenizerConfig:
-    """Where the tokenizer lies, and how large a chunk may be."""
-
-    directory: Path | None
-    chunk_bytes: int
 
 
 class DetokenizerActor(Actor):
     """Tokens in, chunks out."""
 
-    def __init__(self, config: DetokenizerConfig) -> None:
-        self._config = config
+    def __init__(self, config: ActorConfig) -> None:
+        self._directory = config.files.tokenizer_directory
+        self._chunk_bytes = CHUNK_BYTES
         self._step_at = 0
 
-    def setup(self) -> Facts:
+    def setup(self) -> None:
         """Read the tokenizer and build its tables."""
         decoders = None
-        if self._config.directory is not None:
+        if self._directory is not None:
             from nanoactor.text.decoding import DecoderFactory
             from nanoactor.text.tokenizer import load_tokenizer
 
-            decoders = DecoderFactory(load_tokenizer(self._config.directory))
+            decoders = DecoderFactory(load_tokenizer(self._directory))
         self._detokenizer = Detokenizer(decoders)
-        return {}
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Find the edges."""
-        super().start(context, facts)
+        super().start(context, ready)
         self._frontend = context.outbox("frontend")
         self._scheduler = context.outbox("scheduler")
 
@@ -75,7 +66,7 @@ class DetokenizerActor(Actor):
     def _flush(self) -> None:
         # Asking an edge that is not ready has it call back: only where there is something to say.
         while self._detokenizer.pending and self._frontend.ready:
-            chunk = self._detokenizer.take_chunk(self._config.chunk_bytes)
+            chunk = self._detokenizer.take_chunk(self._chunk_bytes)
             if chunk is not None:
                 self._frontend.send(chunk)
 

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nanoactor.actors.config import ActorConfig
 from nanoactor.errors import ComputationFailed, EngineOverloaded, InvalidRequest, NanoactorError
 from nanoactor.messages import Abort, Chunk, Submit, Terminal
 from nanoactor.outputs import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 
 # A tokenizer other than the first takes prompts longer than this, where there are several.
 _LONG_PROMPT_BYTES = 64 * 1024
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FrontendConfig:
-    """The bounds at the door, and how many tokenizers there are."""
-
-    tokenizers: int
-    max_waiting_requests: int
-    max_waiting_tokens: int
 
 
 class Entry:
@@ -110,14 +101,14 @@ class Entry:
             terminal.stop_reason if terminal else None,
         )
         return RequestOutput(
-            self.request_id,
-            self.submit.text,
-            self.prompt_token_ids,
-            [completion],
-            terminal is not None,
-            self.metrics,
-            terminal.cached_tokens if terminal else 0,
-            terminal.preemptions if terminal else 0,
+            request_id=self.request_id,
+            prompt=self.submit.text,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[completion],
+            finished=terminal is not None,
+            metrics=self.metrics,
+            num_cached_tokens=terminal.cached_tokens if terminal else 0,
+            num_preemptions=terminal.preemptions if terminal else 0,
         )
 
 
@@ -130,8 +121,8 @@ def _text_bytes(submit: Submit) -> int:
 class FrontendActor(Actor):
     """Keeps the journal. The engine's public face calls it; it never waits."""
 
-    def __init__(self, config: FrontendConfig) -> None:
-        self._config = config
+    def __init__(self, config: ActorConfig) -> None:
+        self._config = config.engine
         self._entries: dict[int, Entry] = {}
         self._by_id: dict[str, Entry] = {}
         """The same by what their users call them."""
@@ -140,20 +131,20 @@ class FrontendActor(Actor):
         self._waiting_tokens = 0
         self._untokenized: dict[int, tuple[int, int]] = {}
         """(tokenizer, bytes) of requests that no tokenizer has answered."""
-        self._load = [0] * config.tokenizers
+        self._load = [0] * self._config.num_tokenizers
         self._next_uid = 0
         self._step_at = 0
         self._progress: asyncio.Event | None = None
         """Set, and forgotten, when a request no longer waits; None where nobody wants to know."""
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Find the edges."""
-        super().start(context, facts)
+        super().start(context, ready)
         self._tokenizers = [
-            context.outbox(f"tokenizer.{index}") for index in range(self._config.tokenizers)
+            context.outbox(f"tokenizer.{index}") for index in range(self._config.num_tokenizers)
         ]
         self._scheduler = context.outbox("scheduler")
-        self._submit_kind = context.lane.kind("submit", "uid")
+        self._submit_kind = context.track.kind("submit", "uid")
 
     def handlers(self) -> Mapping[type, Handler]:
         """News from the detokenizer."""
@@ -165,7 +156,7 @@ class FrontendActor(Actor):
 
     # -- from the user --------------------------------------------------------------------
 
-    def check_room(self, charge: int, requests: int = 1) -> None:
+    def _check_room(self, charge: int, requests: int) -> None:
         """Raise `EngineOverloaded` where the queue's bounds leave no room for so many more."""
         config = self._config
         if requests > config.max_waiting_requests:
@@ -193,7 +184,7 @@ class FrontendActor(Actor):
     def submit_all(self, makes: Sequence[Callable[[int], Entry]]) -> list[Entry]:
         """The same for several, which find room all together or not at all."""
         entries = [make(uid) for uid, make in enumerate(makes, self._next_uid)]
-        self.check_room(sum(entry.charge for entry in entries), len(entries))
+        self._check_room(sum(entry.charge for entry in entries), len(entries))
         for entry in entries:
             self._send(entry)
         return entries
@@ -208,7 +199,7 @@ class FrontendActor(Actor):
         self._entries[uid] = self._by_id[entry.request_id] = entry
         self._waiting_requests.add(uid)
         self._waiting_tokens += entry.charge
-        self.context.lane.add(self._submit_kind, uid, begin, time.monotonic_ns())
+        self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
 
     async def wait_for_capacity(self) -> None:
         """Wait until a waiting request has got its first token, or is over."""

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanoactor.actors.config import RunnerReady
 from nanoactor.messages import Step, StepDone, StepWanted
 from nanoactor.runner.config import ExecutorConfig
 from nanoactor.runner.deadline import StepDeadline
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler, Progress
+from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 
 if TYPE_CHECKING:
     from nanoactor.runner.protocol import Computed, Executor, Launched
 
 DEVICE = "device"
-"""The lane that shows what the device computes, and when it does not."""
+"""The track that shows what the device computes, and when it does not."""
 
 _NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): its weights are damaged, or the device is"
@@ -64,17 +65,17 @@ class RunnerActor(Actor):
         self._asked_for = 0
         self._busy_ns = self._idle_ns = self._device_free_at = 0
 
-    def setup(self) -> Facts:
+    def setup(self) -> RunnerReady:
         """Load the model; what the cache's size became is for everyone to know."""
         self._executor = self._open_on_thread(self._config.executor)
         for tokens, seconds in self._executor.warmed_up:
             self._deadline.note(tokens, seconds)
-        return {
-            "num_blocks": self._executor.num_blocks,
-            "block_size": self._executor.block_size,
-            "dtype": self._executor.dtype_name,
-            "device": self._executor.device_name,
-        }
+        return RunnerReady(
+            num_blocks=self._executor.num_blocks,
+            block_size=self._executor.block_size,
+            dtype=self._executor.dtype_name,
+            device=self._executor.device_name,
+        )
 
     def _open_on_thread(self, config: ExecutorConfig) -> Executor:
         """Start the device's thread: the model is loaded on it, and steps are launched from it.
@@ -107,15 +108,15 @@ class RunnerActor(Actor):
         self._threads.append(thread)
         thread.start()
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """From now on steps may come."""
-        super().start(context, facts)
-        self._open_lanes()
+        super().start(context, ready)
+        self._open_tracks()
 
-    def _open_lanes(self) -> None:
-        self._device = self.context.new_lane(DEVICE)
+    def _open_tracks(self) -> None:
+        self._device = self.context.new_track(DEVICE)
         self._spans = [self._device.kind(name, "step") for name in ("forward", "sample", "copy")]
-        self._report = self.context.lane.kind("report", "step")
+        self._report = self.context.track.kind("report", "step")
 
     def handlers(self) -> Mapping[type, Handler]:
         """Steps, in order."""
@@ -205,7 +206,7 @@ class RunnerActor(Actor):
             errors = [_NOT_FINITE] * len(failed)
             done = StepDone(step, computed.token_ids, seconds, failed, errors)
             self.context.outbox("scheduler").send(done)
-        self.context.lane.add(self._report, step, begin, time.monotonic_ns())
+        self.context.track.add(self._report, step, begin, time.monotonic_ns())
 
     def _trace_device(self, step: int, computed: Computed) -> None:
         """What the device did, by its own account."""

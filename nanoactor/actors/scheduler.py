@@ -8,52 +8,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoactor import messages as m
-from nanoactor.config import EngineConfig
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler, Progress
+from nanoactor.actors.config import ActorConfig, RunnerReady
+from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
 
 LOAD, ENTERS, LEAVES = "load", "enters", "leaves"
-"""A lane that tells when requests live, and, with `sent`, the step with which each comes and
+"""A track that tells when requests live, and, with `sent`, the step with which each comes and
 goes."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SchedulerActorConfig:
-    """The engine's options and the length limit; sizes of the cache come from the runners."""
-
-    engine: EngineConfig
-    max_model_len: int
 
 
 class SchedulerActor(Actor):
     """Events to the logic, messages to their edges."""
 
-    def __init__(self, config: SchedulerActorConfig) -> None:
+    def __init__(self, config: ActorConfig) -> None:
         self._config = config
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Make the scheduler, now that the runners have sized the cache."""
-        super().start(context, facts)
-        self._load = context.new_lane(LOAD)
+        super().start(context, ready)
+        self._load = context.new_track(LOAD)
         self._busy = self._load.kind("requests")
         self._enters = self._load.kind(ENTERS, "uid")
         self._leaves = self._load.kind(LEAVES, "uid")
         self._busy_since = 0
         self._live_since = self._load_ns = self._step_at = self._tokens_at = 0
-        engine, cache = self._config.engine, facts["runner.0"]
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                cache["num_blocks"],
-                cache["block_size"],
-                engine.max_num_seqs,
-                engine.max_num_batched_tokens,
-                self._config.max_model_len,
-                engine.pipeline_depth,
-                engine.plan_lead,
-                engine.enable_prefix_caching,
-                engine.priority_window,
-            )
-        )
+        self._scheduler = Scheduler(_limits(self._config, RunnerReady.find(ready)))
 
     def handlers(self) -> Mapping[type, Handler]:
         """Everything goes to the logic."""
@@ -88,11 +67,11 @@ class SchedulerActor(Actor):
 
     def _note_load(self) -> None:
         """Remember from when to when there was something to do: only then can a device idle."""
-        if bool(self._scheduler.live) != bool(self._busy_since):
-            now = time.monotonic_ns()
-            if self._busy_since:
-                self._add_load(now)
-            self._busy_since = self._live_since = 0 if self._busy_since else now
+        if self._scheduler.live and not self._busy_since:
+            self._busy_since = self._live_since = time.monotonic_ns()
+        elif self._busy_since and not self._scheduler.live:
+            self._add_load(time.monotonic_ns())
+            self._busy_since = self._live_since = 0
 
     def _add_load(self, now: int) -> None:
         self._load.add(self._busy, 0, self._busy_since, now)
@@ -130,3 +109,19 @@ class SchedulerActor(Actor):
             "live_since": self._live_since,
             "tokens_at": self._tokens_at,
         }
+
+
+def _limits(config: ActorConfig, cache: RunnerReady) -> SchedulerConfig:
+    """Return the limits of an engine whose cache the runners have sized."""
+    engine = config.engine
+    return SchedulerConfig(
+        blocks=cache.num_blocks,
+        block_size=cache.block_size,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_model_len=config.files.max_model_len,
+        depth=engine.pipeline_depth,
+        plan_lead=engine.plan_lead,
+        prefix_caching=engine.enable_prefix_caching,
+        priority_window=engine.priority_window,
+    )

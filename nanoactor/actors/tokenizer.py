@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from nanoactor.actors.config import ActorConfig, RunnerReady, render_limits
 from nanoactor.errors import InvalidRequest
 from nanoactor.kv.hashing import block_hashes
 from nanoactor.messages import Abort, Admit, Int32, Reject, Stopping, Submit
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler
-from nanoactor.text.renderer import Cancelled, RenderLimits, RenderQueue
+from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
+from nanoactor.text.renderer import Cancelled, RenderQueue
 
 log = logging.getLogger("nanoactor.tokenizer")
 
@@ -21,37 +21,25 @@ log = logging.getLogger("nanoactor.tokenizer")
 _LONGEST_REASON = 2000
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenizerConfig:
-    """What prompts are checked against, and what blocks are hashed with."""
-
-    directory: Path | None
-    """None where only token ids are served."""
-    vocab_size: int
-    max_model_len: int
-    salt: bytes
-    limits: RenderLimits
-    """What a chat template may take."""
-
-
 class TokenizerActor(Actor):
     """Owns nothing: a request that was not answered can be sent again."""
 
-    def __init__(self, config: TokenizerConfig) -> None:
+    def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._requests = 0
         self._tokens = 0
         self._templates: RenderQueue | None = None
 
-    def setup(self) -> Facts:
+    def setup(self) -> None:
         """Read the tokenizer and the template, so that a broken one is found at the start."""
-        if self._config.directory is not None:
+        directory = self._config.files.tokenizer_directory
+        if directory is not None:
             from nanoactor.text.tokenizer import TextEncoder
 
-            self._templates = RenderQueue(self._config.directory, self._config.limits)
-            self._encoder = TextEncoder(self._config.directory)
+            limits = render_limits(self._config.engine, self._config.files)
+            self._templates = RenderQueue(directory, limits)
+            self._encoder = TextEncoder(directory)
             self._check_template(self._templates)
-        return {}
 
     def _check_template(self, templates: RenderQueue) -> None:
         try:
@@ -61,10 +49,10 @@ class TokenizerActor(Actor):
         if problem:
             log.warning("%s: conversations may be refused", problem)
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Learn the block size, for the hashes."""
-        super().start(context, facts)
-        self._block_size: int = facts["runner.0"]["block_size"]
+        super().start(context, ready)
+        self._block_size = RunnerReady.find(ready).block_size
 
     def handlers(self) -> Mapping[type, Handler]:
         """Requests, and that one is wanted no more."""
@@ -113,16 +101,16 @@ class TokenizerActor(Actor):
         self._tokens += len(tokens)
         scheduler.send(
             Admit(
-                event.uid,
-                event.epoch,
-                tokens,
-                len(tokens),
-                block_hashes(tokens, self._block_size, self._config.salt),
-                event.priority,
-                event.sampling,
-                stopping,
-                event.text_options,
-                {},
+                uid=event.uid,
+                epoch=event.epoch,
+                token_ids=tokens,
+                prompt_length=len(tokens),
+                hashes=block_hashes(tokens, self._block_size, self._config.salt),
+                priority=event.priority,
+                sampling=event.sampling,
+                stopping=stopping,
+                text_options=event.text_options,
+                arrays={},
             )
         )
 
@@ -133,7 +121,8 @@ class TokenizerActor(Actor):
 
     def _check(self, tokens: Int32, stopping: Stopping) -> Stopping:
         """The limits with max_tokens filled in; `InvalidRequest` where the prompt breaks one."""
-        limit, vocabulary = self._config.max_model_len, self._config.vocab_size
+        files = self._config.files
+        limit, vocabulary = files.max_model_len, files.config.vocab_size
         if not len(tokens):
             raise InvalidRequest("the prompt is empty: it must have at least one token")
         if len(tokens) >= limit:

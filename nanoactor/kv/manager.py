@@ -1,4 +1,4 @@
-"""The block manager's logic: block tables, prefix matches, and the stamping of plans.
+"""The block manager's logic: block tables, prefix matches, and how plans become steps.
 
 Events in, messages out; no I/O and no clock. It trusts the scheduler's credits, so it never
 has to say no; where it would have to, an invariant is broken and the story is told.
@@ -106,7 +106,8 @@ class BlockManager:
             block = self.pool.find(content) if self._prefix_caching else None
             if block is None:
                 break
-            refund += self.pool.share(block)
+            if self.pool.share(block):
+                refund += 1
             table.append(block)
         hits = len(table)
         table += [self.pool.allocate() for _ in range(event.blocks - hits)]
@@ -132,10 +133,10 @@ class BlockManager:
 
     # -- planning -------------------------------------------------------------------------
 
-    def stamp(self, plan: Plan) -> Step:
+    def bind_blocks(self, plan: Plan) -> Step:
         """Turn a plan into a step: add block ids and the prompts' tokens."""
         prefill: list[int] = plan.slots.tolist()
-        token_ids = self._stamp_prefill(plan, prefill)
+        token_ids = self._bind_prefill(plan, prefill)
         if len(plan.leaves) or len(plan.joins):
             self._decoding[plan.leaves] = False
             self._decoding[plan.joins] = True
@@ -146,19 +147,19 @@ class BlockManager:
         self._advance_decoders(plan.step)
         slots, starts, counts, blocks = self._announce([*prefill, *plan.grows.tolist()])
         return Step(
-            plan.step,
-            plan.slots,
-            plan.starts,
-            plan.counts,
-            plan.samples,
-            token_ids,
-            plan.joins,
-            plan.leaves,
-            slots,
-            starts,
-            counts,
-            blocks,
-            plan.admissions,
+            step=plan.step,
+            slots=plan.slots,
+            starts=plan.starts,
+            counts=plan.counts,
+            samples=plan.samples,
+            token_ids=token_ids,
+            joins=plan.joins,
+            leaves=plan.leaves,
+            table_slots=slots,
+            table_starts=starts,
+            table_counts=counts,
+            table_blocks=blocks,
+            admissions=plan.admissions,
         )
 
     def _advance_decoders(self, step: int) -> None:
@@ -172,7 +173,7 @@ class BlockManager:
             self._of(slot, step)
             raise ProtocolBug(f"step {step} writes past the blocks of {self._story(slot)}")
 
-    def _stamp_prefill(self, plan: Plan, slots: list[int]) -> Int32:
+    def _bind_prefill(self, plan: Plan, slots: list[int]) -> Int32:
         chunks: list[Int32] = []
         for slot, start, count in zip(
             slots, plan.starts.tolist(), plan.counts.tolist(), strict=True
@@ -310,13 +311,13 @@ class BlockManager:
         if not answers.uids and not answers.freed and not answers.settled:
             return None
         return Credits(
-            np.array(answers.uids, np.int64),
-            np.array(answers.hits, np.int32),
-            np.array(answers.refunds, np.int32),
-            np.array(answers.freed, np.int32),
-            np.array(answers.fences, np.int32),
-            answers.settled,
-            np.array(answers.tainted, np.int64),
+            uids=np.array(answers.uids, np.int64),
+            hits=_int32(answers.hits),
+            refunds=_int32(answers.refunds),
+            freed=_int32(answers.freed),
+            fences=_int32(answers.fences),
+            settled=answers.settled,
+            tainted=np.array(answers.tainted, np.int64),
         )
 
     # -- looking on -----------------------------------------------------------------------

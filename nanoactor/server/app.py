@@ -9,8 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
+from nanoactor.actors.config import render_limits
 from nanoactor.engine import AsyncLLM
-from nanoactor.layout import render_limits
 from nanoactor.model_files import max_prompt_bytes
 from nanoactor.server.completions import Completions
 from nanoactor.server.config import ServerConfig

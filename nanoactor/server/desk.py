@@ -21,7 +21,7 @@ import numpy as np
 from nanoactor.errors import EngineDead, EngineOverloaded, InvalidRequest, NanoactorError
 from nanoactor.messages import Int32
 from nanoactor.models.errors import ModelError
-from nanoactor.runtime.actor import Actor, Context, Facts, Handler
+from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.codec import message
 from nanoactor.runtime.errors import PeerBroken, RecordTooLarge, RuntimeFault
 from nanoactor.runtime.ring import ring_capacity
@@ -94,7 +94,7 @@ class DeskActor(Actor):
         self._config = config
         self._templates: RenderQueue | None = None
 
-    def setup(self) -> Facts:
+    def setup(self) -> TemplateFacts:
         """Read the tokenizer."""
         from nanoactor.text.tokenizer import TextEncoder
 
@@ -104,7 +104,7 @@ class DeskActor(Actor):
             facts, _ = self._templates.describe()  # a tokenizer has told what is wrong
         except InvalidRequest:
             facts = TemplateFacts(exists=True)
-        return {"template": facts}
+        return facts
 
     def stop(self) -> None:
         """End the template's process."""
@@ -167,9 +167,9 @@ class ClerkActor(Actor):
         self._room = asyncio.Semaphore(_OUTSTANDING)
         self._waiting = 0
 
-    def start(self, context: Context, facts: Mapping[str, Facts]) -> None:
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Find the edge."""
-        super().start(context, facts)
+        super().start(context, ready)
         self._desk = context.outbox("desk")
 
     def handlers(self) -> Mapping[type, Handler]:
@@ -238,7 +238,9 @@ class Desk:
         clerk = self._system.actor("server")
         assert isinstance(clerk, ClerkActor)
         self._clerk = clerk
-        self.template = self._system.facts["desk"]["template"]
+        template = self._system.ready["desk"]
+        assert isinstance(template, TemplateFacts)
+        self.template = template
         self._dead, self._silent = None, False
 
     async def close(self) -> None:

@@ -37,7 +37,7 @@ class Look:
     """The engine at one moment."""
 
     number: int
-    lanes: dict[str, list[int]]
+    tracks: dict[str, list[int]]
     """By actor and device: how busy in each stretch of the time before, in percent."""
     busy_seconds: float
     """Of the device, since the start."""
@@ -115,7 +115,7 @@ class Monitor:
     async def _look(self) -> None:
         begin, now = self._looked_to, time.monotonic_ns()
         width = max(1, (now - begin) // BINS)
-        figures, lanes = await asyncio.gather(
+        figures, tracks = await asyncio.gather(
             self._llm.statistics(), self._llm.activity(begin, width, BINS)
         )
         heard = time.monotonic_ns()
@@ -125,13 +125,13 @@ class Monitor:
         self._looked_to = begin + width * BINS
         self._number += 1
         shares = {
-            name: [round(100 * share) for share in lane.tolist()]
-            for name, lane in lanes.items()
+            name: [round(100 * share) for share in track.tolist()]
+            for name, track in tracks.items()
             if not name.endswith(f" {LOAD}")
         }
         self._looks.append(self._summed(shares))
 
-    def _summed(self, lanes: dict[str, list[int]]) -> Look:
+    def _summed(self, tracks: dict[str, list[int]]) -> Look:
         scheduler, frontend = self._of("scheduler"), self._of("frontend")
         blocks = scheduler.get("blocks", 0)
         figures = {
@@ -146,7 +146,7 @@ class Monitor:
         runner = self._of("runner.0")
         return Look(
             self._number,
-            lanes,
+            tracks,
             runner.get("busy_seconds", 0.0),
             scheduler.get("load_seconds", 0.0),
             runner.get("steps_done", 0),
@@ -183,7 +183,7 @@ class Monitor:
             "interval": INTERVAL,
             "bins": BINS,
             "device": f"runner.0 {DEVICE}",
-            "lanes": [look.lanes for look in looks],
+            "tracks": [look.tracks for look in looks],
             "tokens": [look.figures["output_tokens"] for look in looks],
             "idle": self._idle(4),
             "loaded": len(self._looks) > 1 and last.load_seconds > self._looks[-2].load_seconds,
@@ -252,9 +252,9 @@ class Monitor:
         return (last.busy_seconds - first.busy_seconds) / steps if steps else 0.0
 
     def _busy(self, over: int) -> dict[str, float]:
-        """By lane: its mean share in the last looks."""
+        """By track: its mean share in the last looks."""
         looks = list(self._looks)[-over:]
         return {
-            name: sum(sum(look.lanes.get(name, [0])) for look in looks) / (100 * BINS * len(looks))
-            for name in looks[-1].lanes
+            name: sum(sum(look.tracks.get(name, [0])) for look in looks) / (100 * BINS * len(looks))
+            for name in looks[-1].tracks
         }

@@ -35,7 +35,7 @@ _ICON = (
     '<rect x="4" y="10.6" width="6" height="2.4" rx="1"/></g></svg>'
 )
 _TRACE_PART = 0.5
-"""Seconds between looks: busy lanes remember little more than two."""
+"""Seconds between looks: busy tracks remember little more than two."""
 _MOST_EXPORTS = 4
 _PART = 1 << 16
 _EXPORTER = [sys.executable, "-m", "nanoactor.tracing.export"]
@@ -126,7 +126,7 @@ class Observation:
             self._exports -= 1
 
     async def _watch(self, seconds: float) -> list[list[NodeTrace]]:
-        """Look again and again, as lanes remember the last seconds only."""
+        """Look again and again, as tracks remember the last seconds only."""
         since = time.monotonic_ns()
         end = since + int(seconds * 1e9)
         looks: list[list[NodeTrace]] = []
@@ -177,10 +177,11 @@ def _only(exchange: Exchange, name: str, default: str) -> str:
 
 def _up_to(node: NodeTrace, end: int) -> NodeTrace:
     """Without what ended after a moment: the next look brings it."""
-    lanes = [
-        dataclasses.replace(lane, spans=lane.spans[lane.spans["end"] <= end]) for lane in node.lanes
+    tracks = [
+        dataclasses.replace(track, spans=track.spans[track.spans["end"] <= end])
+        for track in node.tracks
     ]
-    return dataclasses.replace(node, lanes=lanes)
+    return dataclasses.replace(node, tracks=tracks)
 
 
 def _seconds(text: str) -> float:

@@ -19,10 +19,10 @@ Event = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Span:
-    """One span with all that its lane and its kind say of it."""
+    """One span with all that its track and its kind say of it."""
 
     place: tuple[int, int]
-    """(process, thread) of its lane, as the picture numbers them."""
+    """(process, thread) of its track, as the picture numbers them."""
     name: str
     by: str
     number: int
@@ -37,7 +37,7 @@ class _Span:
 
 
 def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
-    """Every lane, every span, and arrows that follow each step and each request."""
+    """Every track, every span, and arrows that follow each step and each request."""
     places: dict[str, tuple[int, int]] = {}
     spans: list[_Span] = []
     links: dict[str, dict[int, int]] = {ENTERS: {}, LEAVES: {}}
@@ -45,13 +45,13 @@ def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
         yield _named("process_name", (process, 0), node.node)
         yield _sorted("process_sort_index", (process, 0), process)
         # Thread numbers of their own: one equal to its process's would count as its main thread.
-        for thread, lane in enumerate(node.lanes, 100 * process):
-            places[lane.lane] = process, thread
-            yield _named("thread_name", (process, thread), lane.lane)
+        for thread, track in enumerate(node.tracks, 100 * process):
+            places[track.track] = process, thread
+            yield _named("thread_name", (process, thread), track.track)
             yield _sorted("thread_sort_index", (process, thread), thread)
-            load = lane.lane.endswith(f" {LOAD}")
-            for number, linked, sent, begin, end in lane.spans.tolist():
-                kind = lane.kinds[number]
+            load = track.track.endswith(f" {LOAD}")
+            for number, linked, sent, begin, end in track.spans.tolist():
+                kind = track.kinds[number]
                 if load and kind.name in links:
                     links[kind.name].setdefault(linked, sent)
                     continue

@@ -13,23 +13,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nanoactor.runtime.tracing import LaneTrace, NodeTrace
+from nanoactor.runtime.tracing import NodeTrace, TrackTrace
 from nanoactor.tracing.trace import Trace
 
 
 def joined(looks: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
-    """One trace of several that follow each other: the time that lanes remember is short."""
+    """One trace of several that follow each other: the time that tracks remember is short."""
     nodes: dict[str, NodeTrace] = {}
-    lanes: dict[tuple[str, str], list[LaneTrace]] = {}
+    tracks: dict[tuple[str, str], list[TrackTrace]] = {}
     for look in looks:
         for node in look:
             nodes[node.node] = node
-            for lane in node.lanes:
-                lanes.setdefault((node.node, lane.lane), []).append(lane)
+            for track in node.tracks:
+                tracks.setdefault((node.node, track.track), []).append(track)
     return [
         NodeTrace(
             node.node,
-            [_joined(lanes[node.node, lane.lane]) for lane in node.lanes],
+            [_joined(tracks[node.node, track.track]) for track in node.tracks],
             node.cpu_seconds,
             node.taken_at,
         )
@@ -37,11 +37,11 @@ def joined(looks: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
     ]
 
 
-def _joined(parts: list[LaneTrace]) -> LaneTrace:
-    """Numbers of kinds stay what they are: a lane only ever gets more of them."""
+def _joined(parts: list[TrackTrace]) -> TrackTrace:
+    """Numbers of kinds stay what they are: a track only ever gets more of them."""
     last = parts[-1]
     spans = np.concatenate([part.spans for part in parts])
-    return LaneTrace(last.lane, last.node, last.kinds, spans, sum(part.lost for part in parts))
+    return TrackTrace(last.track, last.node, last.kinds, spans, sum(part.lost for part in parts))
 
 
 def main() -> None:

@@ -9,8 +9,7 @@ import numpy as np
 
 from nanoactor.actors.runner import DEVICE
 from nanoactor.actors.scheduler import LOAD
-from nanoactor.runtime.intervals import Cover
-from nanoactor.runtime.tracing import LaneTrace, NodeTrace
+from nanoactor.runtime.tracing import IntervalSet, NodeTrace, TrackTrace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,14 +27,14 @@ class Ledger:
     """What the spans of a stretch of time add up to. Shares are of 1."""
 
     seconds: float
-    """Length of the stretch that all lanes remember."""
+    """Length of the stretch that all tracks remember."""
     steps: int
     device_idle: float
     """Share of the time with requests in the engine in which (the first) device did nothing."""
     hidden: float
     """Share of the actors' work that was done while the device computed."""
     busy: dict[str, float]
-    """By lane, devices included: share of the stretch in which it worked."""
+    """By track, devices included: share of the stretch in which it worked."""
     bottleneck: str
     """The busiest actor: the next limit, were the device faster."""
     tokens: int
@@ -45,7 +44,7 @@ class Ledger:
     token. Actors that share a process share its time in proportion to their spans."""
     waits: tuple[Wait, ...]
     lost: int
-    """Older spans that lanes have forgotten: the stretch begins after them."""
+    """Older spans that tracks have forgotten: the stretch begins after them."""
 
     @property
     def line(self) -> str:
@@ -62,18 +61,18 @@ class Ledger:
 
 
 def make_ledger(nodes: Sequence[NodeTrace], tokens: int) -> Ledger:
-    """Add up what the lanes of all nodes remember; `tokens` were put out since the start."""
-    lanes = [lane for node in nodes for lane in node.lanes]
-    devices = [lane for lane in lanes if lane.lane.endswith(f" {DEVICE}")]
-    loads = [lane for lane in lanes if lane.lane.endswith(f" {LOAD}")]
-    actors = [lane for lane in lanes if lane not in devices and lane not in loads]
-    begin, end = _stretch(lanes)
-    covers = {lane.lane: _cover(lane).within(begin, end) for lane in [*devices, *actors]}
+    """Add up what the tracks of all nodes remember; `tokens` were put out since the start."""
+    tracks = [track for node in nodes for track in node.tracks]
+    devices = [track for track in tracks if track.track.endswith(f" {DEVICE}")]
+    loads = [track for track in tracks if track.track.endswith(f" {LOAD}")]
+    actors = [track for track in tracks if track not in devices and track not in loads]
+    begin, end = _stretch(tracks)
+    covers = {track.track: _cover(track).within(begin, end) for track in [*devices, *actors]}
     length = max(1, end - begin)
-    device = covers[devices[0].lane] if devices else Cover(*_no_spans())
-    load = _union([_cover(lane).within(begin, end) for lane in loads])
-    work = sum(covers[lane.lane].length for lane in actors)
-    hidden = sum(device.overlap(covers[lane.lane]) for lane in actors)
+    device = covers[devices[0].track] if devices else IntervalSet(*_no_spans())
+    load = _union([_cover(track).within(begin, end) for track in loads])
+    work = sum(covers[track.track].length for track in actors)
+    hidden = sum(device.overlap(covers[track.track]) for track in actors)
     busy = {name: cover.length / length for name, cover in covers.items()}
     return Ledger(
         seconds=length * 1e-9,
@@ -81,11 +80,11 @@ def make_ledger(nodes: Sequence[NodeTrace], tokens: int) -> Ledger:
         device_idle=1 - device.overlap(load) / load.length if load.length else 0.0,
         hidden=hidden / work if work else 0.0,
         busy=busy,
-        bottleneck=max((lane.lane for lane in actors), key=lambda name: busy[name], default=""),
+        bottleneck=max((track.track for track in actors), key=lambda name: busy[name], default=""),
         tokens=tokens,
         cpu_us_per_token=_cpu(nodes, covers, tokens) if tokens else {},
-        waits=tuple(wait for lane in actors for wait in _waits(lane, begin)),
-        lost=sum(lane.lost for lane in lanes),
+        waits=tuple(wait for track in actors for wait in _waits(track, begin)),
+        lost=sum(track.lost for track in tracks),
     )
 
 
@@ -93,38 +92,40 @@ def _no_spans() -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
     return np.empty(0, np.int64), np.empty(0, np.int64)
 
 
-def _cover(lane: LaneTrace) -> Cover:
-    return Cover(lane.spans["begin"], lane.spans["end"])
+def _cover(track: TrackTrace) -> IntervalSet:
+    return IntervalSet(track.spans["begin"], track.spans["end"])
 
 
-def _union(covers: list[Cover]) -> Cover:
+def _union(covers: list[IntervalSet]) -> IntervalSet:
     if not covers:
-        return Cover(*_no_spans())
+        return IntervalSet(*_no_spans())
     begins, ends = ([getattr(c, name) for c in covers] for name in ("begins", "ends"))
-    return Cover(np.concatenate(begins), np.concatenate(ends))
+    return IntervalSet(np.concatenate(begins), np.concatenate(ends))
 
 
-def _stretch(lanes: list[LaneTrace]) -> tuple[int, int]:
-    """From when on no lane has forgotten anything, to the last thing that happened."""
-    full = [lane for lane in lanes if len(lane.spans)]
+def _stretch(tracks: list[TrackTrace]) -> tuple[int, int]:
+    """From when on no track has forgotten anything, to the last thing that happened."""
+    full = [track for track in tracks if len(track.spans)]
     if not full:
         return 0, 0
-    forgetful = [int(lane.spans["end"][0]) for lane in full if lane.lost]
-    first = min(int(lane.spans["begin"].min()) for lane in full)
-    return max(forgetful, default=first), max(int(lane.spans["end"].max()) for lane in full)
+    forgetful = [int(track.spans["end"][0]) for track in full if track.lost]
+    first = min(int(track.spans["begin"].min()) for track in full)
+    return max(forgetful, default=first), max(int(track.spans["end"].max()) for track in full)
 
 
-def _steps(device: LaneTrace, begin: int) -> set[int]:
+def _steps(device: TrackTrace, begin: int) -> set[int]:
     spans = device.spans[device.spans["begin"] >= begin]
     return set(spans["number"].tolist())
 
 
-def _cpu(nodes: Sequence[NodeTrace], covers: dict[str, Cover], tokens: int) -> dict[str, float]:
-    """Processor time per token by actor, in µs; the lanes of a device count for its actor."""
+def _cpu(
+    nodes: Sequence[NodeTrace], covers: dict[str, IntervalSet], tokens: int
+) -> dict[str, float]:
+    """Processor time per token by actor, in µs; the tracks of a device count for its actor."""
     shares: dict[str, float] = {}
     for node in nodes:
-        lanes = [lane.lane for lane in node.lanes if lane.lane in covers]
-        actors = [name for name in lanes if " " not in name]
+        tracks = [track.track for track in node.tracks if track.track in covers]
+        actors = [name for name in tracks if " " not in name]
         whole = sum(covers[name].length for name in actors) or 1
         for name in actors:
             part = covers[name].length / whole if len(actors) > 1 else 1.0
@@ -132,13 +133,13 @@ def _cpu(nodes: Sequence[NodeTrace], covers: dict[str, Cover], tokens: int) -> d
     return shares
 
 
-def _waits(lane: LaneTrace, begin: int) -> list[Wait]:
+def _waits(track: TrackTrace, begin: int) -> list[Wait]:
     found = []
-    for number, kind in enumerate(lane.kinds):
-        spans = lane.spans[(lane.spans["kind"] == number) & (lane.spans["begin"] >= begin)]
+    for number, kind in enumerate(track.kinds):
+        spans = track.spans[(track.spans["kind"] == number) & (track.spans["begin"] >= begin)]
         if kind.source and len(spans):
             waited = (spans["begin"] - spans["sent"]) * 1e-3
-            edge = f"{kind.source} -> {lane.lane} ({kind.name})"
+            edge = f"{kind.source} -> {track.track} ({kind.name})"
             p99 = float(np.percentile(waited, 99))
             found.append(Wait(edge, len(spans), float(waited.mean()), p99))
     return found

@@ -87,18 +87,18 @@ def test_seeds_are_drawn_for_requests_without_one(demo):
 
 def test_when_a_request_ends(demo):
     build = builder(demo).build
-    assert values(build("x", SamplingParams()).stopping) == (0, 0, (2, 0), ())
+    assert dataclasses.astuple(build("x", SamplingParams()).stopping) == (0, 0, (2, 0), ())
     params = SamplingParams(max_tokens=9, min_tokens=2, ignore_eos=True, stop_token_ids=[5, 6])
-    assert values(build("x", params).stopping) == (9, 2, (), (5, 6))
+    assert dataclasses.astuple(build("x", params).stopping) == (9, 2, (), (5, 6))
 
 
 def test_how_text_is_made(demo):
     build = builder(demo).build
-    assert values(build("x", SamplingParams()).text_options) == ((), False, True, 0)
+    assert dataclasses.astuple(build("x", SamplingParams()).text_options) == ((), False, True, 0)
     params = SamplingParams(
         stop=["a", "b"], include_stop_str_in_output=True, skip_special_tokens=False, min_tokens=4
     )
-    assert values(build("x", params).text_options) == (("a", "b"), True, False, 4)
+    assert dataclasses.astuple(build("x", params).text_options) == (("a", "b"), True, False, 4)
 
 
 def test_limits_are_the_models(demo):

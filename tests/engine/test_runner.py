@@ -88,7 +88,10 @@ def test_a_hogged_loop_does_not_hold_up_the_device():
             trace = await llm.trace(begin)
             await stream.aclose()
         (device,) = [
-            lane for node in trace.nodes for lane in node.lanes if lane.lane == "runner.0 device"
+            track
+            for node in trace.nodes
+            for track in node.tracks
+            if track.track == "runner.0 device"
         ]
         meanwhile = {n for _, n, _, b, e in device.spans.tolist() if begin < b and e < end}
         assert len(meanwhile) > 10

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from nanoactor import SamplingParams
+from nanoactor.actors.config import CHUNK_BYTES, ActorConfig
 from nanoactor.config import EngineConfig
 from nanoactor.kv.hashing import HASH_BYTES
-from nanoactor.layout import engine_topology
 from nanoactor.messages import (
     Admissions,
     Admit,
@@ -31,6 +31,7 @@ from nanoactor.models import columns
 from nanoactor.params import MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from nanoactor.runtime.codec import encode
 from nanoactor.text.detokenizer import Detokenizer
+from nanoactor.topology import engine_topology
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, greedy, ids
 
@@ -71,6 +72,10 @@ def worst_messages(config, files):
     yield "detokenizer", "scheduler", Stop(np.zeros(config.max_waiting_requests, np.int64))
 
 
+def edges_of(config, files):
+    return engine_topology(ActorConfig(config, files, b"s" * 16)).edges
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -85,7 +90,7 @@ def worst_messages(config, files):
 def test_every_message_fits_its_edge_at_its_largest(options):
     config = EngineConfig(str(DEMO), **options)
     files = read_model_files(config)
-    edges = {(e.source, e.label): e for e in engine_topology(config, files, b"s" * 16).edges}
+    edges = {(e.source, e.label): e for e in edges_of(config, files)}
     for source, label, message in worst_messages(config, files):
         size = encode(message).nbytes
         capacity = edges[source, label].capacity
@@ -95,7 +100,7 @@ def test_every_message_fits_its_edge_at_its_largest(options):
 def test_a_chunk_stays_within_its_edge_however_much_is_pending():
     config = EngineConfig(str(DEMO))
     files = read_model_files(config)
-    (edge,) = [e for e in engine_topology(config, files, b"s" * 16).edges if e.label == "frontend"]
+    (edge,) = [e for e in edges_of(config, files) if e.label == "frontend"]
     detokenizer = Detokenizer(None)
     options = TextOptions((), False, True, 0)
     for uid in range(300):
@@ -104,7 +109,7 @@ def test_a_chunk_stays_within_its_edge_however_much_is_pending():
     for uid in range(300):
         detokenizer._pending[uid].text.append("\U0001f600" * 100_000)
     seen = 0
-    while (chunk := detokenizer.take_chunk(1 << 18)) is not None:
+    while (chunk := detokenizer.take_chunk(CHUNK_BYTES)) is not None:
         assert encode(chunk).nbytes <= edge.capacity // 2
         seen += len(chunk.opened)
         assert all(isinstance(opened, Opened) for opened in chunk.opened)

@@ -68,9 +68,9 @@ class Adder(Actor):
         logging.getLogger("nanoactor.adder").warning("set up %s", "well")
         return {"pid": os.getpid()}
 
-    def start(self, context, facts):
-        super().start(context, facts)
-        assert "adder" in facts
+    def start(self, context, ready):
+        super().start(context, ready)
+        assert ready == {"asker": None, "adder": {"pid": os.getpid()}}
 
     def handlers(self):
         return {Ping: self.ping, Do: self.do}
@@ -118,4 +118,4 @@ class Adder(Actor):
 
 
 class Travelling(Exception):
-    travels = True
+    picklable = True

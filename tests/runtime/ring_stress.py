@@ -27,6 +27,7 @@ import numpy as np
 from nanoactor.runtime.codec import Array, encode, message
 from nanoactor.runtime.ring import create_ring
 
+DOOM = 2000
 CAPACITY = 1 << 14
 
 
@@ -85,6 +86,8 @@ def read(end, records: int, seed: int, mood: str) -> None:
             wrong.append(f"record {number} is torn")
         seen += 1
         last = time.monotonic()
+        if mood == "doomed" and seen == DOOM:
+            print("kill me", flush=True)
         if (mood == "slow" and seen % 500 == 0) or (mood == "moody" and seen % 7919 == 0):
             time.sleep(0.0005 if mood == "slow" else 0.05)
         return False
@@ -106,9 +109,10 @@ def read(end, records: int, seed: int, mood: str) -> None:
     print(json.dumps({"seen": seen, "wrong": wrong[:3]}), flush=True)
 
 
-def run(records: int, moods: list[str], seed: int = 1, kill_after: float | None = None) -> dict:
-    """Writer and readers in processes of their own. With `kill_after`, the first reader is killed
-    after so many seconds: the others must have all that was sent, and the writer must not hang."""
+def run(records: int, moods: list[str], seed: int = 1) -> dict:
+    """Writer and readers in processes of their own. A first reader that is "doomed" is killed once
+    it has seen `DOOM` records: the others must have all that was sent, and the writer must not
+    hang."""
     end, readers = create_ring(len(moods), CAPACITY)
     with contextlib.ExitStack() as stack:
 
@@ -132,8 +136,8 @@ def run(records: int, moods: list[str], seed: int = 1, kill_after: float | None 
         writer = start(end, records, seed, descriptors=end.descriptors)
         for descriptor in (*end.descriptors, *(fd for r in readers for fd in r.descriptors)):
             os.close(descriptor)
-        if kill_after is not None:
-            time.sleep(kill_after)
+        if moods[0] == "doomed":
+            assert processes[0].stdout.readline()
             processes[0].kill()
         wrote = json.loads(writer.communicate(timeout=1200)[0])
         for process in processes:

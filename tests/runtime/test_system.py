@@ -147,7 +147,7 @@ def test_death_is_noticed_within_100_ms_and_sends_raise(how):
     check_promise(death)
 
 
-def test_an_exception_that_travels_is_raised_where_start_is_awaited():
+def test_a_picklable_exception_is_raised_where_start_is_awaited():
     async def main():
         async with Running(topology(config="fail")):
             pass
@@ -367,7 +367,7 @@ def test_a_node_that_hangs_is_left_out_and_not_asked_for_ever():
     asyncio.run(main())
 
 
-# -- the watchdog, with processes; its judgement alone is tests/runtime/test_watch.py ------
+# -- the watchdog, with processes; its judgement alone is tests/runtime/test_stall.py ------
 
 PATIENT = 1.0
 """The stall timeout of these tests."""

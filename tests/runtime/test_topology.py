@@ -16,6 +16,17 @@ def test_a_line_and_a_bounded_cycle_are_accepted():
     build(EdgeSpec("a", ("b",)), EdgeSpec("b", ("a",), bound=4)).validate()
 
 
+def test_a_broadcast_stays_in_its_node_or_leaves_it():
+    edge = EdgeSpec("a", ("b", "c"), name="all")
+    build(edge).validate()
+    build(edge, nodes=(NodeSpec("user", ("a",)), NodeSpec("n", ("b", "c")))).validate()
+    apart = (NodeSpec("user", ("a",)), NodeSpec("n", ("b",)), NodeSpec("m", ("c",)))
+    build(edge, nodes=apart).validate()
+    mixed = build(edge, nodes=(NodeSpec("user", ("a", "b")), NodeSpec("n", ("c",))))
+    with pytest.raises(TopologyError, match=r"edge a -> all leads .* other nodes \(c\)"):
+        mixed.validate()
+
+
 def test_a_cycle_without_a_bound_is_refused_with_its_path():
     edges = [EdgeSpec("a", ("b",)), EdgeSpec("b", ("c",)), EdgeSpec("c", ("a",))]
     with pytest.raises(TopologyError, match=r"cycle: .*a -> b -> c|b -> c -> a|c -> a -> b"):

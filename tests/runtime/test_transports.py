@@ -26,7 +26,7 @@ from nanoactor.runtime.errors import (
 from nanoactor.runtime.outbox import RemoteOutbox
 from nanoactor.runtime.queue import create_queue
 from nanoactor.runtime.ring import create_ring, ring_capacity
-from nanoactor.runtime.tracing import Lane
+from nanoactor.runtime.tracing import Track
 from tests.runtime.actors import Do, Ping
 
 CAPACITY = 4096
@@ -89,7 +89,7 @@ def ping(number, size):
 def outbox(line, bound=None, on_ready=lambda box: None):
     loop = asyncio.get_running_loop()
     return RemoteOutbox(
-        "out", line.sender, loop, bound, on_ready, line.failures.append, Lane("out")
+        "out", line.sender, loop, bound, on_ready, line.failures.append, Track("out")
     )
 
 

@@ -231,7 +231,7 @@ class Simulation:
             case Match():
                 self.manager.match(message)
             case Plan():
-                step = self.manager.stamp(message)
+                step = self.manager.bind_blocks(message)
                 used = len(step.token_ids) + int(self.manager._decoding.sum())
                 assert 0 < used <= self.config.max_num_batched_tokens
                 self.edges["to_r"].append(step)

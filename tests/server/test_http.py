@@ -588,12 +588,12 @@ def test_a_trace_shows_what_happens_meanwhile(fast_server):
 def test_activity_goes_on_from_where_the_page_was(fast_server):
     first = fast_server.get("/activity").json()
     assert first["number"] >= 1
-    assert len(first["lanes"]) == len(first["tokens"]) >= 1
-    assert set(first["lanes"][0]) >= {"scheduler", "runner.0 device"}
-    assert all(len(bins) == first["bins"] for bins in first["lanes"][0].values())
+    assert len(first["tracks"]) == len(first["tokens"]) >= 1
+    assert set(first["tracks"][0]) >= {"scheduler", "runner.0 device"}
+    assert all(len(bins) == first["bins"] for bins in first["tracks"][0].values())
     looked_at_twice(fast_server)
     second = fast_server.get(f"/activity?since={first['number']}").json()
-    assert len(second["lanes"]) == second["number"] - first["number"] >= 2
+    assert len(second["tracks"]) == second["number"] - first["number"] >= 2
     for wrong in ("-1", "x", "1e3", "9" * 30):
         assert fast_server.get(f"/activity?since={wrong}").status_code == 400
 

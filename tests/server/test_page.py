@@ -1,5 +1,5 @@
 """The page at `/`, in a real browser: a message is sent, its answer streams, is stopped, and the
-lanes move."""
+tracks move."""
 
 import asyncio
 import dataclasses
@@ -24,7 +24,7 @@ async def open_page(page, server):
     await page.until("document.getElementById('model') && model !== ''")
 
 
-def test_a_message_streams_is_stopped_and_the_lanes_move(tmp_path):
+def test_a_message_streams_is_stopped_and_the_tracks_move(tmp_path):
     async def main():
         options = dict(device="simulated:20")
         async with here(**options) as server, browsing(tmp_path) as page:
@@ -60,19 +60,19 @@ def test_a_message_streams_is_stopped_and_the_lanes_move(tmp_path):
             assert "+ 30 tokens" in figures
             assert await page.evaluate("history.length") == 4
 
-            # Lanes.
-            lanes = "Object.fromEntries([...lanes].map(([k, v]) => [k, +v.node.dataset.busy]))"
+            # Tracks.
+            tracks = "Object.fromEntries([...tracks].map(([k, v]) => [k, +v.node.dataset.busy]))"
             await page.evaluate("$('max_completion_tokens').value = ''")
             await page.evaluate("$('say').value = 'On!'; $('send').click()")
             device = "now['runner.0 device']"
             most = f"{device} > 0 && {device} === Math.max(...Object.values(now))"
-            busy = await page.until(f"(now => {most} && now)({lanes})")
+            busy = await page.until(f"(now => {most} && now)({tracks})")
             assert set(busy) == {
                 *("frontend", "tokenizer.0", "scheduler", "blocks", "detokenizer", "runner.0"),
                 "runner.0 device",
             }
             pixels = (
-                "(() => { const c = lanes.get('runner.0 device').canvas; return [...c.getContext("
+                "(() => { const c = tracks.get('runner.0 device').canvas; return [...c.getContext("
                 "'2d').getImageData(0, 0, c.width, c.height).data].filter(v => v).length })()"
             )
             drawn = await page.evaluate(pixels)
@@ -124,7 +124,7 @@ async def look_at(page):
             await page.resize(width, height, mobile)
             wide = await page.evaluate("document.documentElement.scrollWidth")
             assert wide <= width
-            for name in ("say", "send", "stop", "lanes"):
+            for name in ("say", "send", "stop", "tracks"):
                 box = f"$('{name}').getBoundingClientRect()"
                 assert await page.evaluate(f"{box}.width > 20 && {box}.right <= innerWidth")
         colours.append(await page.evaluate("getComputedStyle(document.body).backgroundColor"))

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanoactor.actors.config import RunnerReady
 from nanoactor.actors.runner import RunnerActor, RunnerConfig
 from nanoactor.models.limits import NO_TOKEN
 from nanoactor.runner.protocol import Computed
-from nanoactor.runtime.actor import Actor, Context, Facts
+from nanoactor.runtime.actor import Actor, Context
 from tests.simulation.resident import ResidentState, StepInputs
 from tests.simulation.scenario import VOCABULARY
 
@@ -49,22 +50,18 @@ class SimulatedRunner(RunnerActor):
         self._last: dict[int, int] = {}
         """By request: which token of the step is the last of its row."""
 
-    def setup(self) -> Facts:
+    def setup(self) -> RunnerReady:
         """The cache's size, as the scenario has it."""
         scenario = self._world.scenario
         most = -(-scenario.max_model_len // scenario.block_size)
         self._executor: Any = self
         self._resident = ResidentState(scenario.max_num_seqs, most, scenario.block_size)
-        return {
-            "num_blocks": scenario.blocks,
-            "block_size": scenario.block_size,
-            "dtype": "float32",
-        }
+        return RunnerReady(scenario.blocks, scenario.block_size, "float32", "simulated")
 
-    def start(self, context: Context, facts: Any) -> None:
+    def start(self, context: Context, ready: Any) -> None:
         """No thread."""
-        Actor.start(self, context, facts)
-        self._open_lanes()
+        Actor.start(self, context, ready)
+        self._open_tracks()
 
     def _on_step(self, step: Any) -> None:
         super()._on_step(step)

@@ -84,7 +84,7 @@ MUTATIONS = [
     Mutation(
         "every hit is refunded, even of blocks that nobody held",
         MANAGER,
-        "refund += self.pool.share(block)",
+        "if self.pool.share(block):\n                refund += 1",
         "self.pool.share(block)\n            refund += 1",
     ),
     Mutation(

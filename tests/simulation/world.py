@@ -15,13 +15,13 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from nanoactor.actors.blocks import BlockManagerActor
-from nanoactor.actors.detokenizer import DetokenizerActor, DetokenizerConfig
+from nanoactor.actors.config import ActorConfig
+from nanoactor.actors.detokenizer import DetokenizerActor
 from nanoactor.actors.frontend import Entry, FrontendActor
 from nanoactor.actors.scheduler import SchedulerActor
 from nanoactor.actors.tokenizer import TokenizerActor
 from nanoactor.config import EngineConfig
 from nanoactor.errors import EngineOverloaded
-from nanoactor.layout import engine_topology
 from nanoactor.messages import Stopping, Submit, TextOptions
 from nanoactor.model_files import ModelFiles
 from nanoactor.models.columns import DEFAULTS
@@ -32,6 +32,7 @@ from nanoactor.runtime.errors import OutboxOverflow
 from nanoactor.runtime.topology import EdgeSpec
 from nanoactor.scheduling.assembly import as_int32
 from nanoactor.text.detokenizer import Detokenizer
+from nanoactor.topology import engine_topology
 from tests.simulation.device import SimulatedRunner
 from tests.simulation.oracle import Oracle
 from tests.simulation.reference import SALT, LetterDecoders
@@ -181,15 +182,15 @@ class World:
     def __init__(self, scenario: Scenario, record: bool = False) -> None:
         self.scenario = scenario
         self.loop = VirtualLoop(scenario.seed)
-        config, files = _config(scenario), _files(scenario)
-        topology = engine_topology(config, files, SALT)
+        config = ActorConfig(_config(scenario), _files(scenario), SALT)
+        topology = engine_topology(config)
         specs = {spec.name: spec.config for spec in topology.actors}
         self.actors: dict[str, Actor] = {
             "frontend": FrontendActor(specs["frontend"]),
             "scheduler": SchedulerActor(specs["scheduler"]),
             "blocks": BlockManagerActor(specs["blocks"]),
             "runner.0": SimulatedRunner(specs["runner.0"], self),
-            "detokenizer": DetokenizerActor(DetokenizerConfig(None, scenario.chunk_bytes)),
+            "detokenizer": DetokenizerActor(specs["detokenizer"]),
         }
         for index in range(scenario.tokenizers):
             self.actors[f"tokenizer.{index}"] = TokenizerActor(specs[f"tokenizer.{index}"])
@@ -204,9 +205,10 @@ class World:
             self.loop.call_at(ask.at, self._submit, position, ask)
 
     def _start(self, specs: tuple[EdgeSpec, ...]) -> None:
-        facts = {name: actor.setup() for name, actor in self.actors.items()}
+        ready = {name: actor.setup() for name, actor in self.actors.items()}
         detokenizer: Any = self.actors["detokenizer"]
         detokenizer._detokenizer = Detokenizer(LetterDecoders())  # type: ignore[arg-type]
+        detokenizer._chunk_bytes = self.scenario.chunk_bytes
         self.edges: dict[tuple[str, str], Edge] = {}
         for spec in specs:
             between = {spec.source, *spec.targets}
@@ -217,7 +219,7 @@ class World:
         self._handlers = {}
         for name, actor in self.actors.items():
             outboxes = {label: edge for (who, label), edge in self.edges.items() if who == name}
-            actor.start(SimulatedContext(name, self.loop, outboxes), facts)
+            actor.start(SimulatedContext(name, self.loop, outboxes), ready)
             self._handlers[name] = actor.handlers()
         self.oracle.attach()
 

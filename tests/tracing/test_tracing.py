@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor import AsyncLLM, SamplingParams
-from nanoactor.runtime.intervals import Cover
-from nanoactor.runtime.tracing import SPAN_DTYPE, Lane, LaneTrace, NodeTrace
+from nanoactor.runtime.tracing import SPAN_DTYPE, IntervalSet, NodeTrace, Track, TrackTrace
 from nanoactor.tracing.export import joined
 from nanoactor.tracing.ledger import make_ledger
 from nanoactor.tracing.trace import Trace
@@ -25,7 +24,7 @@ spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12)
 
 def cover(pairs):
     begins = np.array([b for b, _ in pairs], np.int64)
-    return Cover(begins, begins + np.array([d for _, d in pairs], np.int64))
+    return IntervalSet(begins, begins + np.array([d for _, d in pairs], np.int64))
 
 
 def points(pairs):
@@ -41,39 +40,39 @@ def test_covers_count_every_moment_once(one, two):
 
 
 @given(st.integers(1, 5), st.integers(0, 20))
-def test_a_lane_remembers_the_latest_spans_in_order(capacity, count):
-    lane = Lane("lane", capacity)
-    kind = lane.kind("work", "step")
-    assert lane.kind("work", "step") == kind
+def test_a_track_remembers_the_latest_spans_in_order(capacity, count):
+    track = Track("track", capacity)
+    kind = track.kind("work", "step")
+    assert track.kind("work", "step") == kind
     for number in range(count):
-        lane.add(kind, number, 10 * number, 10 * number + 5)
-    trace = lane.trace("node")
+        track.add(kind, number, 10 * number, 10 * number + 5)
+    trace = track.trace("node")
     assert trace.spans["number"].tolist() == list(range(max(0, count - capacity), count))
     assert trace.lost == max(0, count - capacity)
     assert [k.name for k in trace.kinds] == ["work"]
 
 
-def lane(name, rows, kinds=(("work", "step", ""),), lost=0):
-    made = Lane(name)
+def track(name, rows, kinds=(("work", "step", ""),), lost=0):
+    made = Track(name)
     for kind in kinds:
         made.kind(*kind)
     recorded = np.array(rows, SPAN_DTYPE) if rows else np.empty(0, SPAN_DTYPE)
-    return LaneTrace(name, "node", made.trace("node").kinds, recorded, lost)
+    return TrackTrace(name, "node", made.trace("node").kinds, recorded, lost)
 
 
-def node(*lanes, cpu=0.0):
-    return NodeTrace("node", list(lanes), cpu, 0)
+def node(*tracks, cpu=0.0):
+    return NodeTrace("node", list(tracks), cpu, 0)
 
 
 def test_a_ledger_counts_idle_time_only_while_there_is_load():
-    device = lane("runner.0 device", [(0, 1, 0, 1000, 2000), (0, 2, 0, 2500, 3500)])
-    load = lane("scheduler load", [(0, 0, 0, 1000, 3500)])
-    scheduler = lane(
+    device = track("runner.0 device", [(0, 1, 0, 1000, 2000), (0, 2, 0, 2500, 3500)])
+    load = track("scheduler load", [(0, 0, 0, 1000, 3500)])
+    scheduler = track(
         "scheduler",
         [(0, 1, 900, 1500, 1700), (0, 2, 1900, 2100, 2400)],
         [("schedule", "step", "r")],
     )
-    late = lane("frontend", [(0, 2, 0, 9000, 9100)])
+    late = track("frontend", [(0, 2, 0, 9000, 9100)])
     ledger = make_ledger([node(device, load, scheduler, cpu=0.001), node(late)], tokens=10)
     assert ledger.steps == 2
     assert ledger.device_idle == pytest.approx(500 / 2500)
@@ -85,9 +84,9 @@ def test_a_ledger_counts_idle_time_only_while_there_is_load():
     assert wait.mean == pytest.approx(0.4)
 
 
-def test_a_ledger_begins_where_every_lane_remembers():
-    device = lane("runner.0 device", [(0, n, 0, 1000 * n, 1000 * n + 900) for n in range(10)])
-    short = lane("scheduler", [(0, 9, 0, 5000, 5100), (0, 9, 0, 8000, 8100)], lost=7)
+def test_a_ledger_begins_where_every_track_remembers():
+    device = track("runner.0 device", [(0, n, 0, 1000 * n, 1000 * n + 900) for n in range(10)])
+    short = track("scheduler", [(0, 9, 0, 5000, 5100), (0, 9, 0, 8000, 8100)], lost=7)
     ledger = make_ledger([node(device, short)], tokens=1)
     assert ledger.steps == 4
     assert ledger.lost == 7
@@ -95,7 +94,7 @@ def test_a_ledger_begins_where_every_lane_remembers():
 
 
 def test_nothing_happened_is_a_ledger_too():
-    ledger = make_ledger([node(lane("frontend", []))], tokens=0)
+    ledger = make_ledger([node(track("frontend", []))], tokens=0)
     assert ledger.line == "no step was computed"
 
 
@@ -114,19 +113,19 @@ async def traced(tmp_path, **options):
     return trace, json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-LANES = {"frontend", "tokenizer.0", "scheduler", "blocks", "detokenizer", "runner.0"}
-WORK = {"submit", "tokenize", "admit", "match", "schedule", "stamp", "prepare", "forward"}
+TRACKS = {"frontend", "tokenizer.0", "scheduler", "blocks", "detokenizer", "runner.0"}
+WORK = {"submit", "tokenize", "admit", "match", "schedule", "bind", "prepare", "forward"}
 WORK |= {"report", "detokenize", "deliver", "index"}
 
 
 @pytest.mark.parametrize("placement", ["default", "single"])
-def test_arrows_follow_every_step_and_every_request_through_all_lanes(tmp_path, placement):
+def test_arrows_follow_every_step_and_every_request_through_all_tracks(tmp_path, placement):
     trace, events = asyncio.run(traced(tmp_path, placement=placement))
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert set(names.values()) >= {*LANES, "runner.0 device"}
+    assert set(names.values()) >= {*TRACKS, "runner.0 device"}
     work = {e["name"] for e in events if e["ph"] == "X"}
     assert work >= WORK
-    for category, lanes in (("step", LANES - {"tokenizer.0"}), ("request", LANES)):
+    for category, tracks in (("step", TRACKS - {"tokenizer.0"}), ("request", TRACKS)):
         arrows = [e for e in events if e.get("cat") == category and e["ph"] in "stf"]
         numbers = {e["id"] for e in arrows}
         assert len(numbers) == (4 if category == "request" else trace.ledger().steps)
@@ -134,7 +133,7 @@ def test_arrows_follow_every_step_and_every_request_through_all_lanes(tmp_path, 
         told = sorted({e["id"] for e in arrows if names[e["pid"], e["tid"]] == "frontend"})
         for number in numbers if category == "request" else [told[len(told) // 2]]:
             mine = [e for e in arrows if e["id"] == number]
-            assert {names[e["pid"], e["tid"]] for e in mine} >= {*lanes, "runner.0 device"}
+            assert {names[e["pid"], e["tid"]] for e in mine} >= {*tracks, "runner.0 device"}
             assert [e["ph"] for e in mine] == ["s", *"t" * (len(mine) - 2), "f"]
             assert [e["ts"] for e in mine] == sorted(e["ts"] for e in mine)
     slices = {place: [] for place in names}
@@ -153,7 +152,7 @@ def test_a_step_costs_few_spans(tmp_path):
     """At 0.5 us a span, 18 of them are under 1 % of a step of 1 ms."""
     trace, _ = asyncio.run(traced(tmp_path))
     ledger = trace.ledger()
-    spans = sum(len(lane.spans) for node in trace.nodes for lane in node.lanes)
+    spans = sum(len(track.spans) for node in trace.nodes for track in node.tracks)
     requests = 4 * 12  # what comes once for each of them
     assert (spans - requests) / ledger.steps <= 18
     assert ledger.steps >= 60
@@ -167,7 +166,7 @@ def test_a_step_costs_few_spans(tmp_path):
 
 
 def filled(spans, capacity=8):
-    made = Lane("lane", capacity)
+    made = Track("track", capacity)
     kind = made.kind("work")
     for begin, end in spans:
         made.add(kind, 0, begin, end)
@@ -176,7 +175,7 @@ def filled(spans, capacity=8):
 
 @pytest.mark.parametrize("count", [0, 3, 8, 9, 21])
 @pytest.mark.parametrize("since", [0, 1, 55, 210, 10_000])
-def test_a_lane_tells_what_ended_after_a_moment(count, since):
+def test_a_track_tells_what_ended_after_a_moment(count, since):
     spans = [(10 * n, 10 * n + 5) for n in range(1, count + 1)]
     trace = filled(spans).trace("node", since)
     kept = [span for span in spans[-8:] if span[1] > since]
@@ -208,14 +207,15 @@ def test_an_engine_tells_how_busy_its_actors_and_its_device_are():
         return shares, trace, begin
 
     shares, trace, begin = asyncio.run(main())
-    assert {*LANES, "runner.0 device", "scheduler load"} == set(shares)
+    assert {*TRACKS, "runner.0 device", "scheduler load"} == set(shares)
     edges = begin + width * np.arange(bins + 1)
     for node_ in trace.nodes:
-        for lane_ in node_.lanes:
-            assert (lane_.spans["end"] > begin).all()
-            busy = np.diff(Cover(lane_.spans["begin"], lane_.spans["end"]).until(edges)) / width
-            assert shares[lane_.lane] == pytest.approx(busy, abs=1e-6), lane_.lane
-    means = {name: lane_.mean() for name, lane_ in shares.items() if name != "scheduler load"}
+        for track_ in node_.tracks:
+            assert (track_.spans["end"] > begin).all()
+            covered = IntervalSet(track_.spans["begin"], track_.spans["end"])
+            busy = np.diff(covered.until(edges)) / width
+            assert shares[track_.track] == pytest.approx(busy, abs=1e-6), track_.track
+    means = {name: track_.mean() for name, track_ in shares.items() if name != "scheduler load"}
     assert max(means, key=means.get) == "runner.0 device"
     assert means["scheduler"] > 0
     assert shares["tokenizer.0"].max() == 0
@@ -229,8 +229,8 @@ def test_a_trace_in_parts_is_the_trace(tmp_path):
     second = NodeTrace("n", [whole.trace("n", 55)], 2.0, 70)
     (made,) = joined([[first], [second]])
     assert made.cpu_seconds == 2.0
-    assert made.lanes[0].spans.tolist() == whole.trace("n").spans.tolist()
-    assert [kind.name for kind in made.lanes[0].kinds] == ["work", "more"]
+    assert made.tracks[0].spans.tolist() == whole.trace("n").spans.tolist()
+    assert [kind.name for kind in made.tracks[0].kinds] == ["work", "more"]
     command = [sys.executable, "-m", "nanoactor.tracing.export"]
     looks = pickle.dumps([[first], [second]])
     done = subprocess.run(command, input=looks, capture_output=True, check=True, timeout=30)

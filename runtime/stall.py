@@ -45,7 +45,7 @@ class _Work:
     """For how long it has been the same piece."""
 
 
-class Watch:
+class StallDetector:
     """Judges the nodes of a system while they have something to do."""
 
     def __init__(self, nodes: Iterable[str], timeout: float) -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 
-from nanoactor.actors.blocks import BlocksConfig
-from nanoactor.actors.detokenizer import DetokenizerConfig
-from nanoactor.actors.frontend import FrontendConfig
+from nanoactor.actors.config import CHUNK_BYTES, ActorConfig
 from nanoactor.actors.runner import RunnerConfig
-from nanoactor.actors.scheduler import SchedulerActorConfig
-from nanoactor.actors.tokenizer import TokenizerConfig
 from nanoactor.config import EngineConfig
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.params import MAX_STOP_IDS
@@ -17,7 +13,6 @@ from nanoactor.rendezvous import Rendezvous
 from nanoactor.runner.config import SIMULATED, ExecutorConfig
 from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
-from nanoactor.text.renderer import RenderLimits
 
 USER = "user"
 # What has no place in a control process: torch alone would take 200 MB and a second to import.
@@ -28,7 +23,6 @@ _MIB = 1 << 20
 _DETOKENIZER_NICE = 10
 # Gloo's and NCCL's stay on this host unless the environment names another interface.
 _LOOPBACK = "lo"
-_CHUNK_BYTES = _MIB // 4
 _SMALLEST_DEFAULT_BLOCK = 16
 
 
@@ -37,62 +31,41 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def engine_topology(
-    config: EngineConfig, files: ModelFiles, salt: bytes, rendezvous: Rendezvous | None = None
-) -> Topology:
-    """The topology of an engine; see docs/architecture.md for the picture.
+def engine_topology(config: ActorConfig, rendezvous: Rendezvous | None = None) -> Topology:
+    """Return the topology of an engine; see docs/architecture.md for the picture.
 
     `rendezvous` is where the runners meet, where there are several.
     """
-    tokenizers = [f"tokenizer.{index}" for index in range(config.num_tokenizers)]
+    engine, files = config.engine, config.files
+    tokenizers = [f"tokenizer.{index}" for index in range(engine.num_tokenizers)]
     return Topology(
-        _actors(config, files, salt, tokenizers, rendezvous),
-        _nodes(config, tokenizers, rendezvous),
-        _edges(config, files, tokenizers),
+        _actors(config, tokenizers, rendezvous),
+        _nodes(engine, tokenizers, rendezvous),
+        _edges(engine, files, tokenizers),
         USER,
     )
 
 
 def _actors(
-    config: EngineConfig,
-    files: ModelFiles,
-    salt: bytes,
-    tokenizers: list[str],
-    rendezvous: Rendezvous | None,
+    config: ActorConfig, tokenizers: list[str], rendezvous: Rendezvous | None
 ) -> tuple[ActorSpec, ...]:
-    text_directory = files.tokenizer_directory
-    vocabulary = files.config.vocab_size
-    tokenizer = TokenizerConfig(
-        text_directory, vocabulary, files.max_model_len, salt, render_limits(config, files)
-    )
-    frontend = FrontendConfig(
-        config.num_tokenizers, config.max_waiting_requests, config.max_waiting_tokens
-    )
-    blocks = BlocksConfig(
-        config.max_num_seqs,
-        files.max_model_len,
-        salt,
-        config.enable_prefix_caching,
-        config.debug,
-    )
-    asks = config.plan_lead == "late"
+    engine = config.engine
+    asks = engine.plan_lead == "late"
     runners = [
-        RunnerConfig(executor_config(config, files, rank, rendezvous), asks and rank == 0)
-        for rank in range(config.tensor_parallel_size)
+        RunnerConfig(executor_config(engine, config.files, rank, rendezvous), asks and rank == 0)
+        for rank in range(engine.tensor_parallel_size)
     ]
-    detokenizer = DetokenizerConfig(text_directory, _CHUNK_BYTES)
-    scheduler = SchedulerActorConfig(config, files.max_model_len)
     home = "nanoactor.actors"
     return (
-        ActorSpec("frontend", f"{home}.frontend:FrontendActor", frontend),
-        *(ActorSpec(name, f"{home}.tokenizer:TokenizerActor", tokenizer) for name in tokenizers),
-        ActorSpec("scheduler", f"{home}.scheduler:SchedulerActor", scheduler),
-        ActorSpec("blocks", f"{home}.blocks:BlockManagerActor", blocks),
+        ActorSpec("frontend", f"{home}.frontend:FrontendActor", config),
+        *(ActorSpec(name, f"{home}.tokenizer:TokenizerActor", config) for name in tokenizers),
+        ActorSpec("scheduler", f"{home}.scheduler:SchedulerActor", config),
+        ActorSpec("blocks", f"{home}.blocks:BlockManagerActor", config),
         *(
             ActorSpec(f"runner.{rank}", f"{home}.runner:RunnerActor", runner)
             for rank, runner in enumerate(runners)
         ),
-        ActorSpec("detokenizer", f"{home}.detokenizer:DetokenizerActor", detokenizer),
+        ActorSpec("detokenizer", f"{home}.detokenizer:DetokenizerActor", config),
     )
 
 
@@ -101,26 +74,26 @@ def executor_config(
 ) -> ExecutorConfig:
     """What a rank's executor is told."""
     return ExecutorConfig(
-        files.directory,
-        config.device,
-        config.dtype,
-        config.threads or max(1, cores() // config.tensor_parallel_size),
-        files.max_model_len,
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        config.block_size,
-        config.num_kv_blocks,
-        config.memory_utilization,
-        rank,
-        config.tensor_parallel_size,
-        rendezvous.port if rendezvous else 0,
-        rendezvous.descriptor if rendezvous and rank == 0 else None,
-        config.pipeline_depth,
-        config.enforce_eager or config.graph_mode == "eager",
-        config.load_format,
-        config.debug,
-        config.device_options,
-        config.check_weights,
+        directory=files.directory,
+        device=config.device,
+        dtype=config.dtype,
+        threads=config.threads or max(1, cores() // config.tensor_parallel_size),
+        max_model_len=files.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_kv_blocks=config.num_kv_blocks,
+        memory_utilization=config.memory_utilization,
+        rank=rank,
+        ranks=config.tensor_parallel_size,
+        meeting_port=rendezvous.port if rendezvous else 0,
+        meeting_socket=rendezvous.descriptor if rendezvous and rank == 0 else None,
+        depth=config.pipeline_depth,
+        enforce_eager=config.enforce_eager or config.graph_mode == "eager",
+        load_format=config.load_format,
+        debug=config.debug,
+        options=config.device_options,
+        check_weights=config.check_weights,
     )
 
 
@@ -203,7 +176,7 @@ def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tu
     row = 128 + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
     step = ring_capacity(seqs * row + 4 * config.max_num_batched_tokens + 64 * 1024)
     tokens = ring_capacity(512 * seqs + 64 * 1024)
-    chunk = ring_capacity(4 * _CHUNK_BYTES + 4 * length)
+    chunk = ring_capacity(4 * CHUNK_BYTES + 4 * length)
     small = ring_capacity(64 * 1024 + 64 * seqs)
     runners = tuple(f"runner.{rank}" for rank in range(config.tensor_parallel_size))
     # Each cycle has an edge whose outbox the protocol bounds: one message that merges what is
@@ -220,8 +193,3 @@ def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tu
         EdgeSpec("detokenizer", ("scheduler",), prompt, bound=1),
         EdgeSpec("detokenizer", ("frontend",), chunk, bound=1, paced=True),
     )
-
-
-def render_limits(config: EngineConfig, files: ModelFiles) -> RenderLimits:
-    """What the model's chat template may take."""
-    return RenderLimits(config.template_timeout, max_prompt_bytes(files))

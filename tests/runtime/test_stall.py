@@ -2,20 +2,20 @@
 
 import pytest
 
-from nanoactor.runtime.watch import Watch
+from nanoactor.runtime.stall import StallDetector
 
 TIMEOUT = 10.0
 
 
 class Played:
-    """A watch over nodes `a` and `b` that are asked once a second."""
+    """A detector over nodes `a` and `b` that are asked once a second."""
 
     def __init__(self):
-        self.watch = Watch(("a", "b"), TIMEOUT)
+        self.detector = StallDetector(("a", "b"), TIMEOUT)
         self.now = 100.0
         self.cpu = dict.fromkeys("ab", 0.0)
         self.stall = None
-        self.watch.tick(self.now, dict(self.cpu))
+        self.detector.tick(self.now, dict(self.cpu))
 
     def ticks(self, count, answer="ab", seconds=1.0, progress=None, **cpu):
         for _ in range(count):
@@ -23,8 +23,8 @@ class Played:
             for node, used in cpu.items():
                 self.cpu[node] += used
             for node in answer:
-                self.watch.heard(node, (progress or {}).get(node, {}))
-            self.stall = self.stall or self.watch.tick(self.now, dict(self.cpu))
+                self.detector.heard(node, (progress or {}).get(node, {}))
+            self.stall = self.stall or self.detector.tick(self.now, dict(self.cpu))
         return self.stall
 
 
@@ -105,5 +105,5 @@ def test_what_a_silent_node_told_before_is_not_held_against_it():
 def test_rest_forgets():
     played = Played()
     played.ticks(6, answer="a", progress={"a": {"runner": (7, 0.0)}})
-    played.watch.rest()
+    played.detector.rest()
     assert played.ticks(6, answer="a") is None

@@ -1,0 +1,349 @@
+"""The nodes that are processes of their own, as their parent sees them: started, heard, reaped.
+
+One library thread starts them, since the kernel ties a child's life to the *thread* that started
+it, and hears their control channels.
+
+They are started as `python -c`, not through `multiprocessing`'s spawn: that would run the user's
+script a second time, demand a `__main__` guard, and leave a resource tracker behind. Everything a
+child needs comes to it over inherited descriptors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from nanoactor.runtime import control
+from nanoactor.runtime.errors import NodeDied, StartupFailed, UnsupportedPlatform
+from nanoactor.runtime.node import NodePlan
+from nanoactor.runtime.process import GROUP_SIGNALS
+from nanoactor.runtime.topology import NodeSpec
+
+_MOST_UNANSWERED = 64
+
+
+class Children:
+    """All of them, and the thread that starts them, hears what they say, and lives until the last
+    one is reaped; empty until `launch`."""
+
+    def __init__(self, hear: Callable[[ChildProcess, Any], None]) -> None:
+        """`hear` is called on the loop with what a child says; None is its end."""
+        self.by_name: dict[str, ChildProcess] = {}
+        self._hear = hear
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread | None = None
+        self._gone: asyncio.Future[None]
+        """Resolved when no child is left."""
+        self._open: dict[Any, ChildProcess] = {}
+        """By connection: those that may have more to say."""
+        self._replaying_since = 0.0
+
+    def __iter__(self) -> Iterator[ChildProcess]:
+        """Iterate in the order in which they are started."""
+        return iter(self.by_name.values())
+
+    def launch(
+        self,
+        specs: Mapping[str, NodeSpec],
+        plans: Mapping[str, NodePlan],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Start a process for each plan."""
+        self._loop, self._gone = loop, loop.create_future()
+        self.by_name = {name: ChildProcess(specs[name], plan, loop) for name, plan in plans.items()}
+        self._open = {child.connection: child for child in self}
+        if self.by_name:
+            # A daemon: where the user's program ends without close(), the children end with it.
+            self._thread = threading.Thread(
+                target=self._run, name="nanoactor-supervisor", daemon=True
+            )
+            self._thread.start()
+
+    def _run(self) -> None:
+        """Start, then listen until every channel is closed, then reap."""
+        # Children inherit the mask: nothing can reach them before they ignore it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+        try:
+            for child in self:
+                child.spawn()
+            while self._open:
+                for connection in wait(list(self._open)):
+                    self._receive(self._open[connection])
+        finally:
+            for child in self:
+                if self._open:  # this thread failed, and without it nobody hears them
+                    child.kill()
+                child.reap(None)
+            self._tell(_resolve, self._gone, None)
+
+    def _receive(self, child: ChildProcess) -> None:
+        try:
+            message = child.connection.recv()
+        except (EOFError, OSError):
+            del self._open[child.connection]
+            message = None
+            child.reap(1.0)
+        if isinstance(message, control.Log):
+            self._replaying_since = time.monotonic()
+            control.replay(message, child.name)
+            self._replaying_since = 0.0
+        else:
+            self._tell(self._hear, child, message)
+
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the user's loop is closed
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def is_deaf(self, seconds: float) -> bool:
+        """Tell whether a logging handler of the user's has held up the thread for longer than
+        this: then it hears nobody's answers."""
+        since = self._replaying_since
+        return bool(since) and time.monotonic() - since > seconds
+
+    def send(self, message: Any) -> None:
+        """Tell all of them."""
+        for child in self:
+            child.send(message)
+
+    def kill(self) -> None:
+        """End all of them now."""
+        for child in self:
+            child.kill()
+
+    def _stop(self) -> None:
+        for child in reversed(self.by_name.values()):
+            child.send(control.Stop())
+
+    async def end(self, seconds: float) -> None:
+        """Have them end, latest first; kill those that take longer, and wait until none is left."""
+        self._stop()
+        if self._thread is not None:
+            try:
+                await asyncio.wait_for(asyncio.shield(self._gone), seconds)
+            except TimeoutError:
+                self.kill()
+                await self._gone
+            self._thread.join()
+
+    def end_without_loop(self, seconds: float) -> None:
+        """Do the same where the loop runs no more; blocks."""
+        self._stop()
+        # Dropped by a callback on that very thread, it must not wait for itself.
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+            self.kill()
+            self._thread.join()
+
+    def close(self) -> None:
+        """Let go of descriptors."""
+        for child in self:
+            child.close()
+
+
+class ChildProcess:
+    """One node in a process of its own, as its parent sees it."""
+
+    def __init__(self, spec: NodeSpec, plan: NodePlan, loop: asyncio.AbstractEventLoop) -> None:
+        self.name = spec.name
+        self.ready: asyncio.Future[control.Ready] = loop.create_future()
+        self.started: asyncio.Future[None] = loop.create_future()
+        self.failure: control.Failed | None = None
+        self.pidfd = -1
+        self.process: subprocess.Popen[bytes] | None = None
+        self._asked: deque[asyncio.Future[Any]] = deque()
+        """Where the answers go, which come in the order of the queries."""
+        self._spec = spec
+        self._plan = plan
+        self._descriptors = plan.descriptors
+        self._lock = threading.Lock()
+        ours, self._theirs = socket.socketpair()
+        self.connection = Connection(ours.detach())
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 before it was started."""
+        return self.process.pid if self.process else 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it reported that its actors are set up."""
+        return self.ready.done() and not self.ready.cancelled()
+
+    def spawn(self) -> None:
+        """Start the process; runs on the library's thread. Its descriptors are closed here."""
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores others too
+        program = (
+            f"import sys; sys.path[:] = {path!r}; "
+            f"from nanoactor.runtime.child import main; main({self._theirs.fileno()})"
+        )
+        try:
+            self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
+                [sys.executable, "-c", program],
+                pass_fds=(self._theirs.fileno(), *self._descriptors, *self._spec.descriptors),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **self._spec.environment},
+            )
+            self.pidfd = os.pidfd_open(self.process.pid)
+        except (OSError, ValueError) as error:
+            told = os_refuses(error) if isinstance(error, OSError) else error
+            self.failure = control.Failed.of(self.name, told)
+        finally:  # without our copies, the child's end shows at once on ours
+            self._let_go()
+        level = logging.getLogger("nanoactor").getEffectiveLevel()
+        blocked, nice = self._spec.blocked_modules, self._spec.nice
+        self.send(control.Bootstrap(self._plan, os.getpid(), level, blocked, nice))
+
+    def send(self, message: Any) -> None:
+        """Send on the control channel; a child that is gone is noticed elsewhere."""
+        with self._lock, contextlib.suppress(OSError):
+            self.connection.send(message)
+
+    def hear(self, message: Any) -> None:
+        """Take what it says of itself, on the loop."""
+        match message:
+            case control.Ready():
+                _resolve(self.ready, message)
+            case control.Started():
+                _resolve(self.started, None)
+            case control.Reply(answer):
+                _resolve(self._asked.popleft(), answer)
+            case control.Failed():
+                self.failure = message
+
+    def ask(self, query: control.Query) -> asyncio.Future[Any] | None:
+        """Send a query; None where it has left too many unanswered: a node that hangs is not asked
+        again and again, for its channel would fill up and hold up this process too."""
+        if len(self._asked) >= _MOST_UNANSWERED:
+            return None
+        answer = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        self.send(query)
+        return answer
+
+    def condition(self) -> str:
+        """Its process id and what the kernel says of it."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return f"pid {self.pid}, gone"
+        line = next((line for line in status.splitlines() if line.startswith("State:")), "")
+        return f"pid {self.pid}, {line.partition(':')[2].strip()}"
+
+    def cpu_seconds(self) -> float:
+        """How long it and its children (compilers, say) have computed; 0 where it is gone."""
+        ticks = 0
+        for pid in (self.pid, *_children_of(self.pid)):
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += sum(int(field) for field in fields[11:15])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def reap(self, timeout: float | None) -> None:
+        """Wait until the process ended, so that it leaves no zombie."""
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout)
+
+    def kill(self) -> None:
+        """End it now."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+
+    def give_up(self) -> BaseException:
+        """Fail the start that waits for it, if one does; return why it ended."""
+        error = self._describe_end()
+        for future in (self.ready, self.started):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # it is raised where the start awaits it, if it still does
+        return error
+
+    def _describe_end(self) -> BaseException:
+        if self.failure is None:
+            code = self.process.poll() if self.process else None
+            how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"status {code}"
+            return NodeDied(f"node {self.name} (pid {self.pid}) ended unexpectedly: {how}")
+        original = self.failure.original()
+        described = StartupFailed(f"actor {self.failure.actor} failed:\n{self.failure.trace}")
+        if original is None:
+            return described
+        original.__cause__ = described
+        return original
+
+    def _let_go(self) -> None:
+        """Close what the child has, or would have had, copies of."""
+        self._theirs.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = ()
+
+    def close(self) -> None:
+        """Let go of descriptors."""
+        self._let_go()
+        self.connection.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def check_surroundings() -> None:
+    """Raise `UnsupportedPlatform` for what keeps processes from being started, or heard."""
+    if not sys.executable:
+        raise UnsupportedPlatform(
+            "sys.executable is empty, as in a program that embeds Python: set it to the path of "
+            "this environment's Python interpreter before the engine starts"
+        )
+    if _threads_are_replaced():
+        raise UnsupportedPlatform(
+            "gevent or eventlet has replaced Python's threads (monkey.patch_all, say), which the "
+            "engine's supervisor needs: run the engine in a process that is not patched, as "
+            "`nanoactor serve` does"
+        )
+
+
+def _threads_are_replaced() -> bool:
+    import _thread
+
+    return _thread.start_new_thread.__module__ != "_thread"
+
+
+def os_refuses(error: OSError) -> StartupFailed:
+    """Describe what the operating system does not give."""
+    import resource
+
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return StartupFailed(f"the operating system refuses what a start needs: {error}")
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return StartupFailed(
+        f"too many open files: this process may open {limit}; raise the limit (`ulimit -n`, "
+        f"LimitNOFILE= in systemd) to 256 or more ({error})"
+    )
+
+
+def _children_of(pid: int) -> list[int]:
+    """Its living children, by whichever thread."""
+    found: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in listed.read_text().split()]
+    return found
+
+
+def _resolve(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)

@@ -1,0 +1,91 @@
+"""The watchdog: asks every node at intervals what it is at, and gives up a system that has stalled.
+
+How it judges is `runtime.stall`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from nanoactor.runtime import control
+from nanoactor.runtime.actor import Progress
+from nanoactor.runtime.children import Children
+from nanoactor.runtime.errors import NodeStalled
+from nanoactor.runtime.node import Node
+from nanoactor.runtime.stall import Stall, StallDetector
+
+log = logging.getLogger("nanoactor.system")
+
+_LAST_WORDS = 0.25
+"""Share of the stall timeout that stacks may take to arrive."""
+
+
+class Watchdog:
+    """Watches from its making, on the running loop, until `stop`."""
+
+    def __init__(
+        self,
+        children: Children,
+        node: Node,
+        timeout: float,
+        has_work: Callable[[], bool],
+        give_up: Callable[[NodeStalled], None],
+    ) -> None:
+        """`node` is this process's own; `timeout` in seconds; stalls count while `has_work`.
+
+        `give_up` is called once, when the stacks of all nodes have had time to reach the log.
+        """
+        self._children = children
+        self._node = node
+        self._timeout = timeout
+        self._has_work = has_work
+        self._give_up = give_up
+        self._detector = StallDetector((*children.by_name, ""), timeout)
+        self._loop = asyncio.get_running_loop()
+        self._check()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._timer.cancel()
+
+    def heard(self, node: str, progress: Mapping[str, Progress]) -> None:
+        """Note what a node is at."""
+        self._detector.heard(node, progress)
+
+    def _check(self) -> None:
+        stall = self._judge()
+        if stall is None:
+            self._timer = self._loop.call_later(self._detector.interval, self._check)
+        else:
+            error = self._report(stall)
+            last_words = _LAST_WORDS * self._timeout
+            self._timer = self._loop.call_later(last_words, self._give_up, error)
+
+    def _judge(self) -> Stall | None:
+        """Judge by what was heard, then ask again."""
+        if self._children.is_deaf(self._detector.interval) or not self._has_work():
+            self._detector.rest()
+            return None
+        # This process's own node, whose name is not needed: its loop turns, as we are here.
+        self._detector.heard("", self._node.progress())
+        cpu = {child.name: child.cpu_seconds() for child in self._children}
+        stall = self._detector.tick(time.monotonic(), cpu)
+        if stall is None:
+            self._children.send(control.Ping())
+        return stall
+
+    def _report(self, stall: Stall) -> NodeStalled:
+        """Log what everybody is at."""
+        culprit = self._children.by_name.get(stall.node)
+        where = f"node {stall.node} ({culprit.condition()})" if culprit else "this process"
+        error = NodeStalled(f"{where} has stalled: {stall.what}")
+        log.error("%s; the stacks of all nodes follow", error)
+        here = self._node.plan.name
+        control.replay(control.Log.of_stacks(here), here)
+        for child in self._children:
+            child.send(control.TellStacks())
+            log.error("node %s: %s", child.name, child.condition())
+        return error
