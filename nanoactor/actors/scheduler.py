@@ -123,7 +123,7 @@ class SchedulerActor(Actor):
             "running": scheduler.running,
             "live": len(scheduler.live),
             "tombstones": scheduler.tombstones,
-            "credits": scheduler.credits,
+            "credits": scheduler.budget.credits,
             "blocks": scheduler.config.blocks,
             "load_seconds": self._load_ns * 1e-9,
             "step_at": self._step_at,

@@ -6,8 +6,8 @@ to see whether they end a sequence. Three ideas carry it:
 *The host knows lengths, the device knows tokens.* Step N+1 is planned while step N runs:
 how long each sequence will be is known, and the sampled token stays on the device.
 
-*Credits, not questions.* Blocks are spent from a count that only this class keeps. A match
-debits a whole prompt; what the prefix cache saves comes back as a refund.
+*Credits, not questions.* Blocks are spent from a count that is kept here, in `BlockBudget`. A
+match debits a whole prompt; what the prefix cache saves comes back as a refund.
 
 *Fences.* What is freed while steps are in flight counts only when they are done.
 """
@@ -43,6 +43,7 @@ from nanoactor.messages import (
     Tokens,
 )
 from nanoactor.scheduling.assembly import Chunk, PlanAssembly, as_int32, as_int64
+from nanoactor.scheduling.budget import BlockBudget
 from nanoactor.scheduling.seen import SeenNumbers
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.scheduling.stops import StopIds
@@ -146,20 +147,11 @@ class Scheduler:
         self._stop_ids = StopIds()
         self._seen = SeenNumbers()
         self._tombstones: set[int] = set()
-        self._credits = config.blocks
-        self._pending: deque[tuple[int, int]] = deque()
-        """(fence, credits that count once that step is done)."""
-        self._pending_credits = 0
-        """Their sum."""
-        self._unanswered: deque[int] = deque()
-        """Fences of the frees that the block manager has not answered."""
+        self.budget = BlockBudget(config.blocks, config.max_num_seqs)
         self._sitting_out = 0
         """How many that would decode in the step at hand have no block for it."""
         self._preempted_at = 0
         """The step for which a sequence was last preempted."""
-        self._free_slots = list(range(config.max_num_seqs))
-        self._fenced_slots: deque[tuple[int, int]] = deque()
-        """(fence, slot)."""
         self._planned = 0
         self._completed = 0
         self._wanted = 0
@@ -282,7 +274,7 @@ class Scheduler:
         if sequence.slot < 0:
             return
         self._to_free.append(sequence.slot)
-        self._fenced_slots.append((self._planned, sequence.slot))
+        self.budget.give_up_slot(sequence.slot, fence=self._planned)
         self._running.remove(sequence)
         if sequence in self._prefills:
             self._prefills.remove(sequence)
@@ -292,29 +284,18 @@ class Scheduler:
         if self._to_free:
             self._out.append((BLOCKS, Free(as_int32(self._to_free), self._planned)))
             self._to_free = []
-            self._unanswered.append(self._planned)
-        self._pass_fences()
-
-    def _pass_fences(self) -> None:
-        while self._pending and self._pending[0][0] <= self._completed:
-            _, freed = self._pending.popleft()
-            self._credits += freed
-            self._pending_credits -= freed
-        while self._fenced_slots and self._fenced_slots[0][0] <= self._completed:
-            heapq.heappush(self._free_slots, self._fenced_slots.popleft()[1])
+            self.budget.expect(fence=self._planned)
 
     def _on_credits(self, event: Credits) -> None:
         for uid, hit, refund in zip(
             event.uids.tolist(), event.hits.tolist(), event.refunds.tolist(), strict=True
         ):
-            self._credits += refund
+            self.budget.refund(refund)
             sequence = self.live.get(uid)
             if sequence is not None:
                 self._answer_match(sequence, hit)
         for freed, fence in zip(event.freed.tolist(), event.fences.tolist(), strict=True):
-            self._pending.append((fence, freed))
-            self._pending_credits += freed
-            self._unanswered.popleft()
+            self.budget.answer(freed, fence)
         self._unsettled -= event.settled
         for uid in event.tainted.tolist():
             if (sequence := self.live.get(uid)) is not None:
@@ -338,18 +319,20 @@ class Scheduler:
         """Match the head of the queue, as far as the next step has tokens for it."""
         if not self._waiting:
             return
-        budget = self.config.max_num_batched_tokens
-        budget -= sum(s.target - s.scheduled for s in self._prefills)
-        while self._free_slots and budget > 0 and (head := self._head()) is not None:
+        tokens = self.config.max_num_batched_tokens
+        tokens -= sum(s.target - s.scheduled for s in self._prefills)
+        while self.budget.free_slots and tokens > 0 and (head := self._head()) is not None:
             need = self._blocks_for(head.length)
             # A preempted sequence comes back when all its results are in: known == scheduled.
-            if head.in_flight(self._completed) or self._credits < need + self._reserve():
+            if head.in_flight(self._completed):
+                return
+            if self.budget.credits < need + self._reserve():
                 return
             if self._prefix_under_way(head):
                 return
             heapq.heappop(self._waiting)
             self._match(head, need)
-            budget -= head.target
+            tokens -= head.target
 
     def _reserve(self) -> int:
         """Credits that admission leaves alone: for running sequences that need a block now.
@@ -388,9 +371,9 @@ class Scheduler:
         return self._waiting[0][1] if self._waiting else None
 
     def _match(self, sequence: Sequence, need: int) -> None:
-        self._credits -= need
+        self.budget.debit(need)
         sequence.phase = Phase.MATCHING
-        sequence.enter(heapq.heappop(self._free_slots), need)
+        sequence.enter(self.budget.take_slot(), need)
         sequence.unanswered += 1
         bisect.insort(self._running, sequence, key=lambda s: s.rank)
         bisect.insort(self._prefills, sequence, key=lambda s: s.rank)
@@ -411,8 +394,8 @@ class Scheduler:
         for sequence in sorted(starving, key=lambda s: s.starved_since or step):
             if sequence.phase is not Phase.RUNNING:  # preempted a moment ago
                 continue
-            if self._credits:
-                self._credits -= 1
+            if self.budget.credits:
+                self.budget.debit(1)
                 sequence.blocks += 1
                 self._table.room[sequence.slot] += self.config.block_size
                 sequence.starved_since = 0
@@ -428,9 +411,10 @@ class Scheduler:
         tell of more is out: for `depth` steps at most.
         """
         step = self._planned + 1
-        missing = len(starving) - self._credits - self._pending_credits
+        missing = len(starving) - self.budget.credits - self.budget.pending
         since = max(self._preempted_at, min(s.starved_since or step for s in starving))
-        if missing <= 0 or (self._unanswered and step < since + self.config.depth):
+        answered = self.budget.oldest_unanswered is None
+        if missing <= 0 or (step < since + self.config.depth and not answered):
             return
         while missing > 0 and len(self._running) > 1:
             victim = self._running[-1]
@@ -453,7 +437,8 @@ class Scheduler:
         if len(self._in_flight) >= self.config.depth:
             return False
         # What a preemption gave back is known within `depth` steps, however slow the edge is.
-        if self._unanswered and self._planned >= self._unanswered[0] + self.config.depth:
+        unanswered = self.budget.oldest_unanswered
+        if unanswered is not None and self._planned >= unanswered + self.config.depth:
             return False
         if self.config.plan_lead == "eager" or not self._in_flight:
             return True
@@ -534,6 +519,7 @@ class Scheduler:
                 + "; ".join(sequence.story() for sequence in (done.rows if done else ()))
             )
         self._completed = event.step
+        self.budget.complete(event.step)
         self.statistics.device_seconds += event.seconds
         tokens, failed = event.token_ids.copy(), _NO_FAILURES
         if len(event.failed):
@@ -653,22 +639,10 @@ class Scheduler:
         """How many aborts wait for a request that has not arrived."""
         return len(self._tombstones)
 
-    @property
-    def credits(self) -> int:
-        """How many blocks may be spent now."""
-        return self._credits
-
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if anything is held although no request lives."""
-        if self.live or self._in_flight or self._unanswered:
-            return
-        slots = len(self._free_slots) + len(self._fenced_slots)
-        credits_ = self._credits + sum(count for _, count in self._pending)
-        if slots != self.config.max_num_seqs or credits_ != self.config.blocks or self._running:
-            raise ProtocolBug(
-                f"idle, but {slots} of {self.config.max_num_seqs} slots are free and "
-                f"{credits_} of {self.config.blocks} credits are back"
-            )
+        if not self.live and not self._in_flight and self.budget.oldest_unanswered is None:
+            self.budget.check_idle()
 
 
 def _finish(

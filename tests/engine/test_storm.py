@@ -264,8 +264,8 @@ class Bench:
     def see_credits(self, event):
         scheduler, config = self.scheduler, self.scheduler.config
         held = sum(sequence.blocks for sequence in scheduler._running)
-        slots = len(scheduler._free_slots) + scheduler.running
-        if (scheduler.credits + held, slots) == (config.blocks, config.max_num_seqs):
+        slots = scheduler.budget.free_slots + scheduler.running
+        if (scheduler.budget.credits + held, slots) == (config.blocks, config.max_num_seqs):
             self.back.setdefault("credits", scheduler.statistics.steps)
 
     def see_blocks(self, event):

@@ -217,11 +217,13 @@ def test_who_starves_longest_is_fed_first():
     scheduler = simulation.scheduler
     simulation.drain_until(lambda: sum(s.decodable for s in scheduler._running) == 5)
     one, two, three, four, five = scheduler._running
-    scheduler._planned, scheduler._credits, scheduler._pending_credits = 9, 1, 9
+    budget = scheduler.budget
+    budget._fenced_blocks.append((1_000, 9))  # so nobody is preempted
+    scheduler._planned, budget._credits = 9, 1
     assert scheduler._feed([two, four]) == [two]
-    scheduler._planned, scheduler._credits = 10, 2
+    scheduler._planned, budget._credits = 10, 2
     assert scheduler._feed([one, two, four, five]) == [four, one]
-    scheduler._planned, scheduler._credits = 11, 1
+    scheduler._planned, budget._credits = 11, 1
     assert scheduler._feed([three, two, five]) == [two]
 
 
@@ -254,8 +256,8 @@ def test_an_abort_frees_its_blocks_within_depth_plus_one_steps():
     simulation.abort(uid)
     at = simulation.scheduler.statistics.steps
     assert simulation.finished[uid].reason == "abort"
-    held = simulation.config.blocks - simulation.scheduler.credits
-    while simulation.config.blocks - simulation.scheduler.credits > held - 5:
+    held = simulation.config.blocks - simulation.scheduler.budget.credits
+    while simulation.config.blocks - simulation.scheduler.budget.credits > held - 5:
         simulation.step()
     assert simulation.scheduler.statistics.steps - at <= 3
     simulation.drain()

@@ -26,6 +26,7 @@ class Mutation:
 
 
 SCHEDULER = "nanoactor.scheduling.scheduler"
+BUDGET = "nanoactor.scheduling.budget"
 SEQUENCE = "nanoactor.scheduling.sequence"
 TABLE = "nanoactor.scheduling.table"
 ASSEMBLY = "nanoactor.scheduling.assembly"
@@ -46,15 +47,15 @@ MUTATIONS = [
     ),
     Mutation(
         "freed credits count at once",
-        SCHEDULER,
-        "self._pending.append((fence, freed))\n            self._pending_credits += freed",
+        BUDGET,
+        "self._fenced_blocks.append((fence, freed))",
         "self._credits += freed",
     ),
     Mutation(
         "a slot is given away while steps have rows in it",
-        SCHEDULER,
-        "self._fenced_slots.append((self._planned, sequence.slot))",
-        "self._fenced_slots.append((0, sequence.slot))",
+        BUDGET,
+        "self._fenced_slots.append((fence, slot))",
+        "self._fenced_slots.append((0, slot))",
     ),
     Mutation(
         "abort and finish both free",
@@ -77,9 +78,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a refund is forgotten",
-        SCHEDULER,
-        "            self._credits += refund\n",
-        "            self._credits += min(refund, 1)\n",
+        BUDGET,
+        "        self._credits += blocks\n",
+        "        self._credits += min(blocks, 1)\n",
     ),
     Mutation(
         "every hit is refunded, even of blocks that nobody held",
@@ -240,13 +241,13 @@ MUTATIONS = [
     Mutation(
         "more is matched than a step has tokens for",
         SCHEDULER,
-        "while self._free_slots and budget > 0 and",
-        "while self._free_slots and",
+        "while self.budget.free_slots and tokens > 0 and",
+        "while self.budget.free_slots and",
     ),
     Mutation(
         "a late answer does not hold up the plans",
         SCHEDULER,
-        "if self._unanswered and self._planned >= self._unanswered[0] + self.config.depth:",
+        "if unanswered is not None and self._planned >= unanswered + self.config.depth:",
         "if False:",
     ),
     Mutation(

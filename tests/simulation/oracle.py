@@ -126,8 +126,7 @@ class Oracle:
         """Nobody is preempted while credits, there or on their way, suffice."""
         scheduler = self.scheduler
         starving = int(scheduler._starving().sum())
-        there = scheduler._credits + sum(count for _, count in scheduler._pending)
-        enough = there + self._yielded
+        enough = scheduler.budget.credits + scheduler.budget.pending + self._yielded
         assert starving > enough, f"{enough} blocks are there or on their way for {starving}"
         youngest = max(scheduler._running, key=lambda s: self._place(s.uid))
         assert victim is youngest, f"{victim.uid} is preempted, but {youngest.uid} is younger"
@@ -433,7 +432,7 @@ class Oracle:
     def _check_credits(self) -> None:
         """The scheduler's count is the block manager's, but for what is under way."""
         scheduler, pool = self.scheduler, self.manager.pool
-        counted = scheduler._credits + sum(count for _, count in scheduler._pending)
+        counted = scheduler.budget.credits + scheduler.budget.pending
         ownerless = sum(1 for references in pool._references if not references)
         for message in self._world.edges["scheduler", "blocks"].messages:
             if isinstance(message, Match):
@@ -446,7 +445,7 @@ class Oracle:
             assert isinstance(message, Credits)
             ownerless -= int(message.refunds.sum()) + int(message.freed.sum())
         assert counted == ownerless, f"{counted} credits are counted, {ownerless} are true"
-        assert scheduler._credits >= 0, f"{scheduler._credits} credits"
+        assert scheduler.budget.credits >= 0, f"{scheduler.budget.credits} credits"
 
     # -- the end --------------------------------------------------------------------------
 
@@ -534,8 +533,8 @@ class Oracle:
             "waiting": len(scheduler._waiting),
             "running": scheduler.running,
             "tombstones": scheduler.tombstones,
-            "slots": self._scenario.max_num_seqs - len(scheduler._free_slots),
-            "credits": self._scenario.blocks - scheduler.credits,
+            "slots": self._scenario.max_num_seqs - scheduler.budget.free_slots,
+            "credits": self._scenario.blocks - scheduler.budget.credits,
             "seen": len(scheduler._seen),
             "blocks": self._scenario.blocks - pool.available,
             "holdings": self.manager.held,
