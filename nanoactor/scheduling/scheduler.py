@@ -42,11 +42,10 @@ from nanoactor.messages import (
     Stop,
     Tokens,
 )
-from nanoactor.scheduling.assembly import Chunk, PlanAssembly, as_int32, as_int64
 from nanoactor.scheduling.budget import BlockBudget
-from nanoactor.scheduling.seen import SeenNumbers
+from nanoactor.scheduling.ids import SeenNumbers, StopIds
+from nanoactor.scheduling.plan_builder import PlanBuilder, PrefillChunk, as_int32, as_int64
 from nanoactor.scheduling.sequence import Phase, Sequence
-from nanoactor.scheduling.stops import StopIds
 from nanoactor.scheduling.table import RunningTable, Slots
 
 _NO_FAILURES = as_int32(()), as_int32(())
@@ -141,7 +140,7 @@ class Scheduler:
         """How many of these it holds."""
         self._table = RunningTable(config.max_num_seqs, config.max_model_len, config.block_size)
         self._running: list[Sequence] = []
-        """By rank: what runs or is being matched."""
+        """By priority: what runs or is being matched."""
         self._prefills: list[Sequence] = []
         """Those of them that have positions left to prefill."""
         self._stop_ids = StopIds()
@@ -160,7 +159,7 @@ class Scheduler:
         """Failures of which the block manager has not said whom else they concern; ..."""
         self._held_back: deque[StepDone] = deque()
         """... until then nobody is told what these steps brought."""
-        self._assembly = PlanAssembly(config.max_num_seqs)
+        self._plan_builder = PlanBuilder(config.max_num_seqs)
         self._to_free: list[int] = []
         self._out: list[Send] = []
         self._new_tokens: list[tuple[Int64, Int32, Int32]] = []
@@ -210,7 +209,7 @@ class Scheduler:
         self._out.append(
             (TEXT, Open(event.uid, event.token_ids.copy(), event.prompt_length, options))
         )
-        heapq.heappush(self._waiting, (sequence.rank, sequence))
+        heapq.heappush(self._waiting, (sequence.priority_key, sequence))
 
     def _on_reject(self, event: Reject) -> None:
         if not self._swallowed(event.uid):
@@ -375,8 +374,8 @@ class Scheduler:
         sequence.phase = Phase.MATCHING
         sequence.enter(self.budget.take_slot(), need)
         sequence.unanswered += 1
-        bisect.insort(self._running, sequence, key=lambda s: s.rank)
-        bisect.insort(self._prefills, sequence, key=lambda s: s.rank)
+        bisect.insort(self._running, sequence, key=lambda s: s.priority_key)
+        bisect.insort(self._prefills, sequence, key=lambda s: s.priority_key)
         match = Match(sequence.uid, sequence.slot, sequence.kept, sequence.hashes, need)
         self._out.append((BLOCKS, match))
 
@@ -429,7 +428,7 @@ class Scheduler:
         victim.preemptions += 1
         self._give_up_slot(victim)
         victim.phase = Phase.WAITING
-        heapq.heappush(self._waiting, (victim.rank, victim))
+        heapq.heappush(self._waiting, (victim.priority_key, victim))
 
     # -- steps ----------------------------------------------------------------------------
 
@@ -461,7 +460,7 @@ class Scheduler:
         last_from = [(sequence.slot, start) for sequence, start, _, ends in chunks if ends]
         self._planned = step
         self._in_flight.append(_InFlight(step, self._table, rows, last, last_from, decoding))
-        self._out.append((BLOCKS, self._assembly.plan(step, chunks, decoding, grown)))
+        self._out.append((BLOCKS, self._plan_builder.plan(step, chunks, decoding, grown)))
         self._count(chunks, len(decoding))
         return True
 
@@ -479,16 +478,16 @@ class Scheduler:
         chosen = np.flatnonzero(able & ~full)
         self._sitting_out = int(np.count_nonzero(able)) - len(chosen)
         table.decode(chosen, step, all_fed=not self._sitting_out)
-        return table.cohort, grown
+        return table.decode_batch, grown
 
     def _owners(self, slots: Slots) -> list[Sequence]:
-        """Who holds these slots, by rank."""
+        """Who holds these slots, by priority."""
         owners = (self._table.owners[slot] for slot in slots.tolist())
-        return sorted((o for o in owners if o is not None), key=lambda s: s.rank)
+        return sorted((o for o in owners if o is not None), key=lambda s: s.priority_key)
 
-    def _choose_chunks(self, budget: int) -> list[Chunk]:
+    def _choose_chunks(self, budget: int) -> list[PrefillChunk]:
         """(sequence, first position, count, whether it is the last) of each prefill row."""
-        chunks: list[Chunk] = []
+        chunks: list[PrefillChunk] = []
         for sequence in self._prefills:
             if budget <= 0:
                 break
@@ -502,7 +501,7 @@ class Scheduler:
             self._prefills = [s for s in self._prefills if s.scheduled < s.target]
         return chunks
 
-    def _count(self, chunks: list[Chunk], decoding: int) -> None:
+    def _count(self, chunks: list[PrefillChunk], decoding: int) -> None:
         self.statistics.steps += 1
         self.statistics.prefill_tokens += sum(count for _, _, count, _ in chunks)
         self.statistics.decode_tokens += decoding
@@ -516,7 +515,7 @@ class Scheduler:
             raise ProtocolBug(
                 f"step {event.step} is reported done with {len(event.token_ids)} tokens; "
                 f"{f'step {done.step}' if done else 'none'} was due with {samplers}: "
-                + "; ".join(sequence.story() for sequence in (done.rows if done else ()))
+                + "; ".join(sequence.describe() for sequence in (done.rows if done else ()))
             )
         self._completed = event.step
         self.budget.complete(event.step)

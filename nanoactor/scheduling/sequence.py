@@ -32,7 +32,7 @@ class Sequence:
     """
 
     uid: int
-    rank: tuple[int, int]
+    priority_key: tuple[int, int]
     """Lower goes first and is preempted last."""
     table: RunningTable
     kept: Int32
@@ -163,7 +163,7 @@ class Sequence:
                 return ("stop", token)
         return ("length", None) if len(tokens) >= self.limit else None
 
-    def story(self) -> str:
+    def describe(self) -> str:
         """Its counters, for error messages."""
         return (
             f"request {self.uid} ({self.phase.value}, slot {self.slot}): {self.length} known of at "

@@ -41,14 +41,14 @@ class RunningTable:
         self.tokens = np.empty((slots, max_model_len), np.int32)
         """Every known token; memory that is never written costs nothing."""
 
-        self._cohort: Slots = np.empty(0, np.int64)
+        self._decode_batch: Slots = np.empty(0, np.int64)
         """The slots of the latest decode set, ..."""
         self._steady = 0
         """... how many more steps it stays as it is unless something happens, ..."""
         self._ahead = 0
         """... and how many steps of it stand in neither of these arrays yet: their last is ..."""
         self._ahead_step = 0
-        self._taking = _Taking.of(self, self._cohort)
+        self._taking = _Taking.of(self, self._decode_batch)
 
     def enter(self, sequence: Sequence, slot: int, blocks: int) -> None:
         """A sequence takes a slot; all of its known tokens are to be prefilled."""
@@ -76,8 +76,8 @@ class RunningTable:
     def settle(self) -> None:
         """Write down what steady steps have added."""
         if self._ahead:
-            self.scheduled[self._cohort] += self._ahead
-            self.last_steps[self._cohort] = self._ahead_step
+            self.scheduled[self._decode_batch] += self._ahead
+            self.last_steps[self._decode_batch] = self._ahead_step
             self._ahead = 0
 
     def prefill(self, slot: int, count: int) -> None:
@@ -106,7 +106,7 @@ class RunningTable:
         self._steady -= 1
         self._ahead += 1
         self._ahead_step = step
-        return self._cohort
+        return self._decode_batch
 
     def decode(self, slots: Slots, step: int, all_fed: bool) -> None:
         """These slots decode in a step; `all_fed` where nobody else wants to."""
@@ -115,16 +115,16 @@ class RunningTable:
         scheduled = self.scheduled[slots] + 1
         self.scheduled[slots] = scheduled
         self.last_steps[slots] = step
-        if not np.array_equal(slots, self._cohort):
-            self._cohort = slots
+        if not np.array_equal(slots, self._decode_batch):
+            self._decode_batch = slots
         if all_fed and len(slots):
             ends = np.minimum(self.room[slots], self.limits[slots] - 1)
             self._steady = int((ends - scheduled).min())
 
     @property
-    def cohort(self) -> Slots:
+    def decode_batch(self) -> Slots:
         """The latest decode set, the same object as long as it does not change."""
-        return self._cohort
+        return self._decode_batch
 
     def all_held(self, slots: Slots) -> bool:
         """Whether all of these still belong to whom they did when they were planned."""

@@ -296,4 +296,4 @@ class Simulation:
         assert self.scheduler.budget.credits == self.config.blocks
 
     def stories(self):
-        return "; ".join(s.story() for s in self.scheduler.live.values())
+        return "; ".join(s.describe() for s in self.scheduler.live.values())

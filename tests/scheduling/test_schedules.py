@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.messages import Abort, Match, Plan, StepDone, StepWanted
+from nanoactor.scheduling.ids import SeenNumbers
 from nanoactor.scheduling.scheduler import SchedulerConfig
-from nanoactor.scheduling.seen import SeenNumbers
 from tests.scheduling.simulation import Simulation
 
 

@@ -29,7 +29,7 @@ SCHEDULER = "nanoactor.scheduling.scheduler"
 BUDGET = "nanoactor.scheduling.budget"
 SEQUENCE = "nanoactor.scheduling.sequence"
 TABLE = "nanoactor.scheduling.table"
-ASSEMBLY = "nanoactor.scheduling.assembly"
+PLAN_BUILDER = "nanoactor.scheduling.plan_builder"
 MANAGER = "nanoactor.kv.manager"
 POOL = "nanoactor.kv.pool"
 HASHING = "nanoactor.kv.hashing"
@@ -192,15 +192,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a slot that leaves the decode set stays in it",
-        ASSEMBLY,
+        PLAN_BUILDER,
         "return changed[joins], changed[~joins]",
         "return changed[joins], changed[~joins][1:]",
     ),
     Mutation(
         "the queue is served last come, first served",
         SCHEDULER,
-        "        heapq.heappush(self._waiting, (sequence.rank, sequence))",
-        "        heapq.heappush(self._waiting, ((-sequence.rank[0], -sequence.uid), sequence))",
+        "        heapq.heappush(self._waiting, (sequence.priority_key, sequence))",
+        "        key = -sequence.priority_key[0], -sequence.uid\n"
+        "        heapq.heappush(self._waiting, (key, sequence))",
     ),
     Mutation(
         "nobody is preempted",

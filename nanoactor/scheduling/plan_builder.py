@@ -10,7 +10,7 @@ from nanoactor.messages import Admissions, Int32, Int64, Plan
 from nanoactor.scheduling.sequence import Sequence
 from nanoactor.scheduling.table import Slots
 
-Chunk = tuple[Sequence, int, int, bool]
+PrefillChunk = tuple[Sequence, int, int, bool]
 """(sequence, first position, count, whether it ends what is to be prefilled)."""
 
 
@@ -28,14 +28,16 @@ _NOTHING = as_int32(())
 _NO_FLAGS = np.empty(0, np.bool_)
 
 
-class PlanAssembly:
+class PlanBuilder:
     """Remembers the decode set as the runners last heard of it, to send only the difference."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._decoding = np.zeros(max_num_seqs, np.bool_)
         self._slots: Slots = np.empty(0, np.int64)
 
-    def plan(self, step: int, chunks: list[Chunk], decoding: Slots, grown: list[Sequence]) -> Plan:
+    def plan(
+        self, step: int, chunks: list[PrefillChunk], decoding: Slots, grown: list[Sequence]
+    ) -> Plan:
         """The message for one step."""
         joins, leaves = self._changes(decoding)
         grows = as_int32(sequence.slot for sequence in grown) if grown else _NOTHING
