@@ -27,9 +27,10 @@ class Mutation:
 
 SCHEDULER = "nanoactor.scheduling.scheduler"
 BUDGET = "nanoactor.scheduling.budget"
-SEQUENCE = "nanoactor.scheduling.sequence"
+QUEUES = "nanoactor.scheduling.queues"
 TABLE = "nanoactor.scheduling.table"
 PLAN_BUILDER = "nanoactor.scheduling.plan_builder"
+OUTPUT = "nanoactor.scheduling.output"
 MANAGER = "nanoactor.kv.manager"
 POOL = "nanoactor.kv.pool"
 HASHING = "nanoactor.kv.hashing"
@@ -60,9 +61,10 @@ MUTATIONS = [
     Mutation(
         "abort and finish both free",
         SCHEDULER,
-        "            return\n        self._to_free.append(sequence.slot)\n",
-        "            return\n        self._to_free.append(sequence.slot)\n"
-        "        if sequence.in_flight(self._completed): self._to_free.append(sequence.slot)\n",
+        "        self._to_free.append(sequence.slot)\n",
+        "        self._to_free.append(sequence.slot)\n"
+        "        if any(p.has_row(sequence.slot) for p in self._in_flight):\n"
+        "            self._to_free.append(sequence.slot)\n",
     ),
     Mutation(
         "a block of overrun tokens is indexed",
@@ -92,11 +94,11 @@ MUTATIONS = [
         "a late Stop ends a request twice",
         SCHEDULER,
         "            if (sequence := self.live.get(uid)) is not None:\n"
-        '                self._end(sequence, "stop")',
+        '                self._end(sequence, End("stop"))',
         "            if (sequence := self.live.get(uid)) is not None:\n"
-        '                self._end(sequence, "stop")\n'
+        '                self._end(sequence, End("stop"))\n'
         "            else:\n"
-        '                self._finishes.append(_finish(uid, "stop"))',
+        '                self._output.finish(uid, End("stop"))',
     ),
     Mutation(
         "an abort of a finished request leaves a tombstone",
@@ -112,17 +114,15 @@ MUTATIONS = [
     ),
     Mutation(
         "a result is dropped for a preempted sequence",
-        SCHEDULER,
-        "        if sequence.phase is Phase.FINISHED:\n            self.statistics.overruns += 1",
-        "        if sequence.phase in (Phase.FINISHED, Phase.WAITING):\n"
-        "            self.statistics.overruns += 1",
+        OUTPUT,
+        "            if sequence.phase is Phase.FINISHED:\n",
+        "            if sequence.phase in (Phase.FINISHED, Phase.WAITING):\n",
     ),
     Mutation(
         "the result of an ended sequence is taken",
-        SCHEDULER,
-        "        if sequence.phase is Phase.FINISHED:\n            self.statistics.overruns += 1\n"
-        "            return",
-        "        if sequence.phase is Phase.FINISHED:\n            self.statistics.overruns += 1",
+        OUTPUT,
+        "                self._statistics.overruns += 1\n                continue\n",
+        "                self._statistics.overruns += 1\n",
     ),
     Mutation(
         "a hash takes its grandparent for its parent",
@@ -145,8 +145,8 @@ MUTATIONS = [
     Mutation(
         "a new block comes one token late",
         TABLE,
-        "NDArray[np.bool_] = self.scheduled == self.room",
-        "NDArray[np.bool_] = self.scheduled == self.room + 1",
+        "able & (scheduled == self.room)",
+        "able & (scheduled == self.room + 1)",
     ),
     Mutation(
         "children are evicted after their parents",
@@ -181,14 +181,14 @@ MUTATIONS = [
     Mutation(
         "more is planned than the token budget",
         SCHEDULER,
-        "self._choose_chunks(self.config.max_num_batched_tokens - len(decoding))",
-        "self._choose_chunks(self.config.max_num_batched_tokens)",
+        "choose_chunks(self.config.max_num_batched_tokens - decodes)",
+        "choose_chunks(self.config.max_num_batched_tokens)",
     ),
     Mutation(
         "one step more is planned than the depth",
         SCHEDULER,
-        "if len(self._in_flight) >= self.config.depth:",
-        "if len(self._in_flight) > self.config.depth:",
+        "if len(self._in_flight) >= depth:",
+        "if len(self._in_flight) > depth:",
     ),
     Mutation(
         "a slot that leaves the decode set stays in it",
@@ -198,10 +198,10 @@ MUTATIONS = [
     ),
     Mutation(
         "the queue is served last come, first served",
-        SCHEDULER,
-        "        heapq.heappush(self._waiting, (sequence.priority_key, sequence))",
+        QUEUES,
+        "        heapq.heappush(self._heap, (sequence.priority_key, sequence))",
         "        key = -sequence.priority_key[0], -sequence.uid\n"
-        "        heapq.heappush(self._waiting, (key, sequence))",
+        "        heapq.heappush(self._heap, (key, sequence))",
     ),
     Mutation(
         "nobody is preempted",
@@ -217,27 +217,27 @@ MUTATIONS = [
     ),
     Mutation(
         "the head of the queue computes what another is about to compute",
-        SCHEDULER,
-        "            if (sequence.hashes[block] == head.hashes[block]).all():\n",
-        "            if (sequence.hashes[block] != head.hashes[block]).all():\n",
+        QUEUES,
+        "if shared and (sequence.hashes[block] == head.hashes[block]).all():",
+        "if shared and (sequence.hashes[block] != head.hashes[block]).all():",
     ),
     Mutation(
         "a sequence that comes back is not introduced to the runners",
-        SEQUENCE,
-        "        self.introduced = False\n",
+        QUEUES,
+        "        sequence.introduced = False\n",
         "",
     ),
     Mutation(
         "a younger prompt is computed before an older one",
-        SCHEDULER,
+        QUEUES,
         "        for sequence in self._prefills:\n            if budget <= 0:",
         "        for sequence in reversed(self._prefills):\n            if budget <= 0:",
     ),
     Mutation(
         "a row is computed past the last token",
         TABLE,
-        "(self.scheduled + 2 <= self.limits)",
-        "(self.scheduled + 1 <= self.limits)",
+        "(scheduled + 2 <= self.limits)",
+        "(scheduled + 1 <= self.limits)",
     ),
     Mutation(
         "more is matched than a step has tokens for",
@@ -248,7 +248,7 @@ MUTATIONS = [
     Mutation(
         "a late answer does not hold up the plans",
         SCHEDULER,
-        "if unanswered is not None and self._planned >= unanswered + self.config.depth:",
+        "if unanswered is not None and self._planned >= unanswered + depth:",
         "if False:",
     ),
     Mutation(
@@ -315,13 +315,19 @@ MUTATIONS = [
     Mutation(
         "a decode set stays the same although a prompt is through",
         TABLE,
-        "        self._steady = 0\n        self.scheduled[slot] += count",
-        "        self.scheduled[slot] += count",
+        "        self._steady = 0\n        self._scheduled[slot] += count",
+        "        self._scheduled[slot] += count",
+    ),
+    Mutation(
+        "a decode batch that has changed keeps its version",
+        TABLE,
+        "        self._versions += 1\n",
+        "",
     ),
     Mutation(
         "columns of slots are kept although a sequence has left one",
         TABLE,
-        "        self.held[slot] = self.running[slot] = False\n        self.forget_columns()",
+        "        self.held[slot] = self.running[slot] = False\n        self._columns = None",
         "        self.held[slot] = self.running[slot] = False",
     ),
     Mutation(

@@ -125,7 +125,7 @@ class Oracle:
     def preempt(self, victim: Sequence) -> None:
         """Nobody is preempted while credits, there or on their way, suffice."""
         scheduler = self.scheduler
-        starving = int(scheduler._starving().sum())
+        starving = int(scheduler._table.demand()[1].sum())
         enough = scheduler.budget.credits + scheduler.budget.pending + self._yielded
         assert starving > enough, f"{enough} blocks are there or on their way for {starving}"
         youngest = max(scheduler._running, key=lambda s: self._place(s.uid))
@@ -282,9 +282,9 @@ class Oracle:
             self.counts["planned as wanted"] += not idle
         late = [fence for fence in self._unanswered if step > fence + self._scenario.depth]
         assert not late, f"step {step} is planned, but frees at {late} are not answered"
-        rows = scheduler._in_flight[-1].rows
+        rows = scheduler._running.rows(scheduler._in_flight[-1])
         used = sum(s.scheduled - before[s.uid] for s in rows)
-        left = [self._place(s.uid) for s in scheduler._running if s.prefilling]
+        left = [self._place(s.uid) for s in scheduler._running if _prefills(s)]
         if left:
             assert used == self._scenario.max_num_batched_tokens, f"{used} tokens, more wait"
             served = [self._place(s.uid) for s in rows if before[s.uid] < s.target]
@@ -303,8 +303,9 @@ class Oracle:
         for planned in list(scheduler._in_flight):
             if planned.step <= steps_before:
                 continue
-            rows = {sequence.uid for sequence in planned.rows}
-            streams = {s.uid for s in scheduler._running if s.decodable and s.uid not in rows}
+            rows = {sequence.uid for sequence in scheduler._running.rows(planned)}
+            decodable = np.logical_or(*scheduler._table.demand())
+            streams = {s.uid for s in scheduler._running if decodable[s.slot]} - rows
             for uid in [uid for uid in self._sat_out if uid not in streams]:
                 del self._sat_out[uid]
             for uid in streams:
@@ -321,7 +322,7 @@ class Oracle:
         """The head of the queue waits at most as long as those that run have tokens left."""
         scheduler = self.scheduler
         steps = scheduler.statistics.steps
-        head = scheduler._head()
+        head = scheduler._waiting.head
         key = None if head is None else (head.uid, self._matches)
         if key != self._head[0]:
             left = sum(_positions_left(s) for s in scheduler._running)
@@ -384,7 +385,10 @@ class Oracle:
                 self._must_abort.add(message.uid)
             case StepDone():
                 due = self.scheduler._in_flight[len(self.scheduler._held_back)]
-                live = {s.uid for s in due.samplers if s.uid in self.scheduler.live}
+                samplers = {chunk.sequence.uid for chunk in due.last_chunks}
+                slots = due.decode_batch.slots
+                samplers |= {s.uid for s in self.scheduler._running.owners(slots)}
+                live = samplers & self.scheduler.live.keys()
                 self._due = live | (self._due if self.scheduler._held_back else set())
             case Stop():
                 self.counts["stop strings"] += len(message.uids)
@@ -530,9 +534,9 @@ class Oracle:
         del journal["step_at"]  # a time, not something held
         held = {
             "live": len(scheduler.live),
-            "waiting": len(scheduler._waiting),
-            "running": scheduler.running,
-            "tombstones": scheduler.tombstones,
+            "waiting": len(scheduler._waiting._heap),
+            "running": len(scheduler._running),
+            "tombstones": len(scheduler._tombstones),
             "slots": self._scenario.max_num_seqs - scheduler.budget.free_slots,
             "credits": self._scenario.blocks - scheduler.budget.credits,
             "seen": len(scheduler._seen),
@@ -556,6 +560,10 @@ class Oracle:
         self.counts["hits"] += self.manager.hit_tokens
         self.counts["evictions"] += self.manager.pool.evictions
         self.counts["requests"] += len(self._world.entries)
+
+
+def _prefills(sequence: Sequence) -> bool:
+    return sequence.phase is Phase.RUNNING and sequence.scheduled < sequence.target
 
 
 def _positions_left(sequence: Sequence) -> int:
