@@ -266,7 +266,7 @@ def measure_loop(directory: Path, sequences: int, milliseconds: float, args) -> 
     for number in range(sequences):
         loop.admit(number)
     warm_until = time.monotonic() + 0.4
-    while time.monotonic() < warm_until or loop.scheduler.running < sequences:
+    while time.monotonic() < warm_until or loop.scheduler.figures()["running"] < sequences:
         loop.step()
     gc.collect()
     before = loop.busy, loop.idle, loop.steps, loop.tokens, time.process_time()

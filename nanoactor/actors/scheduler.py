@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -36,8 +35,7 @@ class SchedulerActor(Actor):
 
     def handlers(self) -> Mapping[type, Handler]:
         """Everything goes to the logic."""
-        events = (m.Admit, m.Reject, m.Abort, m.Stop, m.Credits, m.StepDone, m.StepWanted)
-        return dict.fromkeys(events, self._handle)
+        return dict.fromkeys(Scheduler.HANDLERS, self._handle)
 
     def span_names(self) -> Mapping[type, str]:
         """The result of a step is what leads to the next plan."""
@@ -97,13 +95,7 @@ class SchedulerActor(Actor):
         scheduler.check_idle()
         self.before_trace()
         return {
-            **dataclasses.asdict(scheduler.statistics),
-            "waiting": scheduler.waiting,
-            "running": scheduler.running,
-            "live": len(scheduler.live),
-            "tombstones": scheduler.tombstones,
-            "credits": scheduler.credits,
-            "blocks": scheduler.config.blocks,
+            **scheduler.figures(),
             "load_seconds": self._load_ns * 1e-9,
             "step_at": self._step_at,
             "live_since": self._live_since,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,15 @@ class Phase(enum.Enum):
     FINISHED = "finished"
 
 
+class End(NamedTuple):
+    """Why a request is over, in the terms of `Finish`."""
+
+    reason: str
+    stop_reason: int | None = None
+    error: str = ""
+    hide_last: bool = False
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """One request's tokens and counters. *Known* are tokens whose value the host has seen;
@@ -32,7 +42,7 @@ class Sequence:
     """
 
     uid: int
-    rank: tuple[int, int]
+    priority_key: tuple[int, int]
     """Lower goes first and is preempted last."""
     table: RunningTable
     kept: Int32
@@ -45,13 +55,12 @@ class Sequence:
     stopping: Stopping
     phase: Phase = Phase.WAITING
     slot: int = -1
-    blocks: int = 0
     shared: int = 0
     """How many of its blocks it found in the prefix cache, and may not give back alone."""
     starved_since: int = 0
     """The first of the steps that it sits out for want of a block; 0 where it does not."""
     last_step: int = 0
-    """The last step with a row of it, when it gave its slot up."""
+    """The last step with a row of it that was under way when it was preempted."""
     unanswered: int = 0
     """Matches that the block manager has not answered."""
     introduced: bool = False
@@ -64,32 +73,32 @@ class Sequence:
     def of(
         cls, event: Admit, table: RunningTable, max_model_len: int, priority_window: int
     ) -> Sequence:
-        """A new sequence, from the request as the tokenizer admitted it.
+        """Make a new sequence from the request as the tokenizer admitted it.
 
         Priority counts as so many places in the order of arrival, so that nobody is passed by
         more than `priority_window` later requests for each degree of priority between them.
         """
         return cls(
-            event.uid,
-            (event.uid + event.priority * priority_window, event.uid),
-            table,
-            event.token_ids.copy(),
-            event.prompt_length,
-            min(event.prompt_length + event.stopping.max_tokens, max_model_len),
-            event.hashes.copy(),
-            event.sampling,
-            event.stopping,
+            uid=event.uid,
+            priority_key=(event.uid + event.priority * priority_window, event.uid),
+            table=table,
+            kept=event.token_ids.copy(),
+            prompt_length=event.prompt_length,
+            limit=min(event.prompt_length + event.stopping.max_tokens, max_model_len),
+            hashes=event.hashes.copy(),
+            sampling=event.sampling,
+            stopping=event.stopping,
         )
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end it."""
+        return (*self.stopping.eos_ids, *self.stopping.stop_ids)
 
     @property
     def length(self) -> int:
         """How many tokens are known."""
         return int(self.table.known[self.slot]) if self.slot >= 0 else len(self.kept)
-
-    @property
-    def output_length(self) -> int:
-        """How many tokens of output are known."""
-        return self.length - self.prompt_length
 
     @property
     def tokens(self) -> Int32:
@@ -104,67 +113,35 @@ class Sequence:
     @property
     def scheduled(self) -> int:
         """How many positions the planned steps compute; 0 where it holds no slot."""
-        if self.slot < 0:
-            return 0
-        self.table.settle()
-        return int(self.table.scheduled[self.slot])
+        return self.table.scheduled_at(self.slot) if self.slot >= 0 else 0
 
     @property
-    def prefilling(self) -> bool:
-        """Whether it runs and has positions left to prefill."""
-        return self.phase is Phase.RUNNING and self.scheduled < self.target
+    def blocks(self) -> int:
+        """How many blocks it holds."""
+        return self.table.blocks_at(self.slot) if self.slot >= 0 else 0
 
-    @property
-    def decodable(self) -> bool:
-        """Whether one more token may be asked for."""
-        return self.slot >= 0 and bool(self.table.decodable()[self.slot])
-
-    def in_flight(self, completed: int) -> bool:
-        """Whether a planned step past `completed` has a row of it."""
+    def append(self, token: int) -> int:
+        """Append a token; return its index in the output."""
+        index = self.length - self.prompt_length
         if self.slot >= 0:
-            self.table.settle()
-            return int(self.table.last_steps[self.slot]) > completed
-        return self.last_step > completed
-
-    def enter(self, slot: int, blocks: int) -> None:
-        """Take a slot and so many blocks."""
-        self.table.enter(self, slot, blocks)
-        self.slot, self.blocks, self.shared = slot, blocks, 0
-        self.introduced = False
-
-    def leave(self) -> None:
-        """Give the slot up, and keep what is known."""
-        self.table.settle()
-        self.kept = self.tokens.copy()
-        self.last_step = int(self.table.last_steps[self.slot])
-        self.table.leave(self.slot)
-        self.slot, self.blocks, self.starved_since = -1, 0, 0
-
-    def take(self, token: int) -> int:
-        """Append a token; returns its index in the output."""
-        index = self.output_length
-        if self.slot >= 0:
-            table, slot = self.table, self.slot
-            table.tokens[slot, table.known[slot]] = token
-            table.forget_columns()
-            table.known[slot] += 1
+            self.table.append_one(self.slot, token)
         else:
             self.kept = np.append(self.kept, np.int32(token))
         return index
 
-    def verdict(self) -> tuple[str, int | None] | None:
-        """Whether the newest known token ends it: (finish reason, stop token), or None."""
+    def end_reached(self) -> End | None:
+        """Return how the newest known token ends it; None where it goes on."""
         tokens, stopping = self.tokens, self.stopping
         token = int(tokens[-1])
         if len(tokens) - self.prompt_length >= stopping.min_tokens:
             if token in stopping.eos_ids:
-                return ("stop", None)
+                return End("stop", hide_last=True)
             if token in stopping.stop_ids:
-                return ("stop", token)
-        return ("length", None) if len(tokens) >= self.limit else None
+                return End("stop", token, hide_last=True)
+        return End("length") if len(tokens) >= self.limit else None
 
-    def story(self) -> str:
-        """Its counters, for error messages."""
+    def describe(self) -> str:
+        """Return its counters, for error messages."""
         return (
             f"request {self.uid} ({self.phase.value}, slot {self.slot}): {self.length} known of at "
             f"most {self.limit}, {self.scheduled} scheduled, {self.blocks} blocks, "

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Int32
 
-if TYPE_CHECKING:
-    from nanoactor.scheduling.sequence import Sequence
-
 Slots = NDArray[np.int64]
 """Slot numbers, ascending."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """The slots that decode in a step. Batches of one table with equal versions are the same."""
+
+    version: int
+    slots: Slots
+    members: NDArray[np.bool_]
+    """By slot: whether it is one of them."""
 
 
 class RunningTable:
@@ -22,8 +28,6 @@ class RunningTable:
 
     def __init__(self, slots: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
-        self.owners: list[Sequence | None] = [None] * slots
-        """Who holds, or held last, each slot: results in flight still find whose they are."""
         self.held = np.zeros(slots, np.bool_)
         self.running = np.zeros(slots, np.bool_)
         """Held, and its match is answered."""
@@ -32,143 +36,187 @@ class RunningTable:
         """Length of the prompt: where output begins."""
         self.limits = np.zeros(slots, np.int64)
         self.targets = np.zeros(slots, np.int64)
-        self.scheduled = np.zeros(slots, np.int64)
         self.known = np.zeros(slots, np.int64)
         self.room = np.zeros(slots, np.int64)
         """Positions that its blocks hold."""
-        self.last_steps = np.zeros(slots, np.int64)
-        """The last planned step with a row of it."""
         self.tokens = np.empty((slots, max_model_len), np.int32)
         """Every known token; memory that is never written costs nothing."""
 
-        self._cohort: Slots = np.empty(0, np.int64)
-        """The slots of the latest decode set, ..."""
+        self._scheduled = np.zeros(slots, np.int64)
+        """Positions that the planned steps compute, but for the latest batch's steady steps."""
+        self._versions = 0
+        self._batch = DecodeBatch(0, np.empty(0, np.int64), np.zeros(slots, np.bool_))
+        """The latest decode batch, ..."""
         self._steady = 0
         """... how many more steps it stays as it is unless something happens, ..."""
         self._ahead = 0
-        """... and how many steps of it stand in neither of these arrays yet: their last is ..."""
-        self._ahead_step = 0
-        self._taking = _Taking.of(self, self._cohort)
+        """... and how many steps of it `_scheduled` does not count yet."""
+        self._columns: BatchColumns | None = None
 
-    def enter(self, sequence: Sequence, slot: int, blocks: int) -> None:
-        """A sequence takes a slot; all of its known tokens are to be prefilled."""
-        self.settle()
-        tokens = sequence.tokens
-        self.owners[slot] = sequence
+    def enter(
+        self, slot: int, *, uid: int, prompt_length: int, limit: int, tokens: Int32, blocks: int
+    ) -> None:
+        """Give a slot to a sequence; all of its known tokens are to be prefilled.
+
+        `tokens` are the known ones (int32), `limit` is how many it may have in all, and `blocks`
+        is how many blocks it holds.
+        """
         self.held[slot], self.running[slot] = True, False
-        self.uids[slot], self.prompts[slot] = sequence.uid, sequence.prompt_length
-        self.limits[slot], self.targets[slot] = sequence.limit, len(tokens)
-        self.scheduled[slot], self.known[slot] = 0, len(tokens)
-        self.room[slot], self.last_steps[slot] = blocks * self._block_size, 0
+        self.uids[slot], self.prompts[slot], self.limits[slot] = uid, prompt_length, limit
+        self.targets[slot] = self.known[slot] = len(tokens)
+        self.room[slot], self._scheduled[slot] = blocks * self._block_size, 0
         self.tokens[slot, : len(tokens)] = tokens
 
+    def start(self, slot: int, computed: int) -> None:
+        """Let a slot run: its match is answered, and so many positions are computed already."""
+        self.running[slot], self._scheduled[slot] = True, computed
+
     def leave(self, slot: int) -> None:
-        """Its sequence gives the slot up."""
-        self.settle()
+        """Take a slot back from its sequence."""
+        self._catch_up()
         self._steady = 0
         self.held[slot] = self.running[slot] = False
-        self.forget_columns()
+        self._columns = None
 
-    def forget_columns(self) -> None:
-        """What is known of a slot has changed otherwise than by `take`."""
-        self._taking = _Taking.of(self, np.empty(0, np.int64))
+    # -- what planned steps compute -------------------------------------------------------
 
-    def settle(self) -> None:
-        """Write down what steady steps have added."""
-        if self._ahead:
-            self.scheduled[self._cohort] += self._ahead
-            self.last_steps[self._cohort] = self._ahead_step
-            self._ahead = 0
+    @property
+    def scheduled(self) -> NDArray[np.int64]:
+        """Positions that the planned steps compute, by slot (int64); not to be written to."""
+        if not self._ahead:
+            return self._scheduled
+        return self._scheduled + self._ahead * self._batch.members
+
+    def scheduled_at(self, slot: int) -> int:
+        """Return how many positions of one slot the planned steps compute."""
+        scheduled = int(self._scheduled[slot])
+        return scheduled + self._ahead if self._batch.members[slot] else scheduled
+
+    def demand(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Tell by slot whether it can decode, and whether it could but for want of a block.
+
+        Its prompt must be through, and one more token within its limit: position p samples
+        token p + 1.
+        """
+        scheduled = self.scheduled
+        able = self.running & (scheduled >= self.targets) & (scheduled + 2 <= self.limits)
+        starving = able & (scheduled == self.room)
+        return able ^ starving, starving
+
+    def blocks_at(self, slot: int) -> int:
+        """Return how many blocks a slot holds."""
+        return int(self.room[slot]) // self._block_size
+
+    def grow(self, slots: list[int]) -> None:
+        """Add one block to what each of these slots holds."""
+        self.room[slots] += self._block_size
 
     def prefill(self, slot: int, count: int) -> None:
-        """A step computes so many more positions of a prompt; it may decode in the next."""
+        """Compute so many more positions of a prompt; its slot may decode in the next step."""
         self._steady = 0
-        self.scheduled[slot] += count
+        self._scheduled[slot] += count
 
-    def decodable(self) -> NDArray[np.bool_]:
-        """By slot: may one more token be asked for? Position p samples token p + 1."""
-        self.settle()
-        prefilled = self.running & (self.scheduled >= self.targets)
-        return prefilled & (self.scheduled + 2 <= self.limits)
+    def decode_again(self) -> DecodeBatch | None:
+        """Decode the batch of the step before, one position further; None where it may differ.
 
-    def at_block_end(self) -> NDArray[np.bool_]:
-        """By slot: does the next position need one more block?"""
-        full: NDArray[np.bool_] = self.scheduled == self.room
-        return full
-
-    def decode_again(self, step: int) -> Slots | None:
-        """The decode set of the step before, one position further; None where it may differ.
-
-        Most steps are such: nobody comes, ends or needs a block.
+        Most steps are such: nobody comes, ends or needs a block. So no row is written: these
+        steps are counted, and written down when the batch changes.
         """
         if not self._steady:
+            self._catch_up()
             return None
         self._steady -= 1
         self._ahead += 1
-        self._ahead_step = step
-        return self._cohort
+        return self._batch
 
-    def decode(self, slots: Slots, step: int, all_fed: bool) -> None:
-        """These slots decode in a step; `all_fed` where nobody else wants to."""
-        self.settle()
+    def decode(self, slots: Slots, all_fed: bool) -> DecodeBatch:
+        """Decode one position of each of these slots, where `decode_again` returned None.
+
+        `all_fed`: nobody else wants to decode.
+        """
+        scheduled = self._scheduled[slots] + 1
+        self._scheduled[slots] = scheduled
+        if not np.array_equal(slots, self._batch.slots):
+            self._batch = self.batch_of(slots)
         self._steady = 0
-        scheduled = self.scheduled[slots] + 1
-        self.scheduled[slots] = scheduled
-        self.last_steps[slots] = step
-        if not np.array_equal(slots, self._cohort):
-            self._cohort = slots
         if all_fed and len(slots):
             ends = np.minimum(self.room[slots], self.limits[slots] - 1)
             self._steady = int((ends - scheduled).min())
+        return self._batch
 
-    @property
-    def cohort(self) -> Slots:
-        """The latest decode set, the same object as long as it does not change."""
-        return self._cohort
+    def batch_of(self, slots: Slots) -> DecodeBatch:
+        """Return a batch of these slots, with a version of its own."""
+        self._versions += 1
+        members = np.zeros(len(self.held), np.bool_)
+        members[slots] = True
+        return DecodeBatch(self._versions, slots, members)
 
-    def all_held(self, slots: Slots) -> bool:
-        """Whether all of these still belong to whom they did when they were planned."""
-        if self._taking.slots is slots:
-            return self._taking.all_held
-        return bool(self.held[slots].all())
+    def _catch_up(self) -> None:
+        if self._ahead:
+            self._scheduled += self._ahead * self._batch.members
+            self._ahead = 0
 
-    def take(self, slots: Slots, tokens: Int32) -> _Taking:
-        """Append a token to each of these, all held; what is known of them then."""
-        taking = self._taking
-        if taking.slots is not slots:
-            taking = self._taking = _Taking.of(self, slots)
-        self.tokens[slots, taking.known] = tokens
-        taking.known = taking.known + 1
-        self.known[slots] = taking.known
-        return taking
+    # -- what is known --------------------------------------------------------------------
+
+    def all_held(self, batch: DecodeBatch) -> bool:
+        """Tell whether all slots of a batch still belong to whom they did when it was planned."""
+        if self._columns is not None and self._columns.version == batch.version:
+            return True
+        return bool(self.held[batch.slots].all())
+
+    def append(self, batch: DecodeBatch, tokens: Int32) -> BatchColumns:
+        """Append a token to each slot of a batch, all held; return what is known of them then."""
+        columns = self._columns
+        if columns is None or columns.version != batch.version:
+            columns = self._columns = BatchColumns.of(self, batch)
+        self.tokens[batch.slots, columns.known] = tokens
+        columns.known = columns.known + 1
+        self.known[batch.slots] = columns.known
+        return columns
+
+    def append_one(self, slot: int, token: int) -> None:
+        """Append a token to one slot."""
+        self._columns = None
+        self.tokens[slot, self.known[slot]] = token
+        self.known[slot] += 1
 
 
 @dataclasses.dataclass(slots=True)
-class _Taking:
-    """Columns of the slots that took tokens last, kept because the next step has the same."""
+class BatchColumns:
+    """Columns of the batch that got tokens last, kept because the next step mostly has the same.
 
-    slots: Slots
+    All of its slots are held; when a sequence leaves one, the columns are forgotten.
+    """
+
+    version: int
     known: Int32
     prompts: Int32
     limits: Int32
     uids: NDArray[np.int64]
     slots32: Int32
-    all_held: bool
 
     @classmethod
-    def of(cls, table: RunningTable, slots: Slots) -> _Taking:
+    def of(cls, table: RunningTable, batch: DecodeBatch) -> BatchColumns:
+        """Gather the columns of a batch."""
+        slots = batch.slots
         columns = (table.known, table.prompts, table.limits)
         known, prompts, limits = (column[slots].astype(np.int32) for column in columns)
-        held = bool(table.held[slots].all())
-        return cls(slots, known, prompts, limits, table.uids[slots], slots.astype(np.int32), held)
+        return cls(
+            batch.version,
+            known,
+            prompts,
+            limits,
+            uids=table.uids[slots],
+            slots32=slots.astype(np.int32),
+        )
 
     @property
     def indices(self) -> Int32:
-        """Of the newest tokens in their outputs."""
+        """The index of each row's newest token in its output."""
         return self.known - self.prompts - np.int32(1)
 
     @property
     def full(self) -> NDArray[np.bool_]:
-        """Which of them have reached their limit."""
+        """Whether each row has reached its limit."""
         full: NDArray[np.bool_] = self.known >= self.limits
         return full

@@ -264,8 +264,8 @@ class Bench:
     def see_credits(self, event):
         scheduler, config = self.scheduler, self.scheduler.config
         held = sum(sequence.blocks for sequence in scheduler._running)
-        slots = len(scheduler._free_slots) + scheduler.running
-        if (scheduler.credits + held, slots) == (config.blocks, config.max_num_seqs):
+        slots = scheduler.budget.free_slots + len(scheduler._running)
+        if (scheduler.budget.credits + held, slots) == (config.blocks, config.max_num_seqs):
             self.back.setdefault("credits", scheduler.statistics.steps)
 
     def see_blocks(self, event):
@@ -328,11 +328,12 @@ def matching(sequence):
 
 
 def prefilling(sequence):
-    return sequence.prefilling and sequence.scheduled > len(STEM)
+    running = sequence.phase is Phase.RUNNING
+    return running and len(STEM) < sequence.scheduled < sequence.target
 
 
 def decoding(sequence):
-    return sequence.output_length >= 3
+    return sequence.length - sequence.prompt_length >= 3
 
 
 @contextlib.asynccontextmanager
@@ -401,7 +402,7 @@ def test_an_abort_ahead_of_the_tokenizer_waits_for_nothing_else(checkpoint, dept
             while b.steps < begin + 3 * b.patience:
                 await asyncio.sleep(0)
             assert not abort.done()
-            assert b.scheduler.tombstones == 1
+            assert len(b.scheduler._tombstones) == 1
             answered = b.steps
             tokenize(held.pop())
             await abort
@@ -409,7 +410,7 @@ def test_an_abort_ahead_of_the_tokenizer_waits_for_nothing_else(checkpoint, dept
             completion = (await task).outputs[0]
             assert (completion.finish_reason, completion.token_ids) == ("abort", [])
             assert b.scheduler.statistics.prefill_tokens == computed
-            assert b.scheduler.tombstones == 0
+            assert len(b.scheduler._tombstones) == 0
 
     asyncio.run(main())
 

@@ -293,7 +293,7 @@ class Simulation:
         assert not self.scheduler._tombstones
         assert not self.manager.held
         assert self.manager.pool.available == self.config.blocks
-        assert self.scheduler.credits == self.config.blocks
+        assert self.scheduler.budget.credits == self.config.blocks
 
     def stories(self):
-        return "; ".join(s.story() for s in self.scheduler.live.values())
+        return "; ".join(s.describe() for s in self.scheduler.live.values())

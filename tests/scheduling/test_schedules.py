@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.messages import Abort, Match, Plan, StepDone, StepWanted
+from nanoactor.scheduling.ids import SeenNumbers
 from nanoactor.scheduling.scheduler import SchedulerConfig
-from nanoactor.scheduling.seen import SeenNumbers
 from tests.scheduling.simulation import Simulation
 
 
@@ -76,9 +76,9 @@ def test_nobody_waits_for_a_prefix_whose_owner_is_gone():
         simulation.step()
     simulation.request(list(range(40)), max_tokens=1)
     simulation.deliver("to_s")
-    assert simulation.scheduler.waiting == 1
+    assert len(simulation.scheduler._waiting) == 1
     simulation.abort(first)
-    assert simulation.scheduler.waiting == 0
+    assert len(simulation.scheduler._waiting) == 0
     simulation.drain()
     assert simulation.finished[1].cached_tokens >= 16
 
@@ -89,7 +89,7 @@ def test_without_a_prefix_cache_nobody_waits_for_a_prefix():
         simulation.request(list(range(40)), max_tokens=1)
     simulation.deliver("to_s")
     simulation.deliver("to_s")
-    assert simulation.scheduler.waiting == 0
+    assert len(simulation.scheduler._waiting) == 0
     simulation.drain()
 
 
@@ -153,12 +153,12 @@ def test_a_preempted_sequence_waits_for_its_results_whatever_room_there_is():
         simulation.step()
     scheduler = simulation.scheduler
     victim = scheduler.live[uid]
-    while not victim.in_flight(scheduler._completed):
+    while not scheduler._in_flight or not scheduler._in_flight[-1].has_row(victim.slot):
         simulation.step()
     scheduler._preempt(victim)
     known = len(victim.tokens)
     assert not any(isinstance(m, Match) for _, m in route(simulation, StepWanted(0)))
-    while victim.in_flight(scheduler._completed):
+    while victim.last_step > scheduler._completed:
         simulation.step()
     assert len(victim.tokens) > known  # the steps in flight still brought it their tokens
     simulation.drain()
@@ -215,13 +215,15 @@ def test_who_starves_longest_is_fed_first():
     for _ in range(5):
         simulation.request([1], max_tokens=50, stop_ids=())
     scheduler = simulation.scheduler
-    simulation.drain_until(lambda: sum(s.decodable for s in scheduler._running) == 5)
+    simulation.drain_until(lambda: scheduler._table.demand()[0].sum() == 5)
     one, two, three, four, five = scheduler._running
-    scheduler._planned, scheduler._credits, scheduler._pending_credits = 9, 1, 9
+    budget = scheduler.budget
+    budget._fenced_blocks.append((1_000, 9))  # so nobody is preempted
+    scheduler._planned, budget._credits = 9, 1
     assert scheduler._feed([two, four]) == [two]
-    scheduler._planned, scheduler._credits = 10, 2
+    scheduler._planned, budget._credits = 10, 2
     assert scheduler._feed([one, two, four, five]) == [four, one]
-    scheduler._planned, scheduler._credits = 11, 1
+    scheduler._planned, budget._credits = 11, 1
     assert scheduler._feed([three, two, five]) == [two]
 
 
@@ -254,8 +256,8 @@ def test_an_abort_frees_its_blocks_within_depth_plus_one_steps():
     simulation.abort(uid)
     at = simulation.scheduler.statistics.steps
     assert simulation.finished[uid].reason == "abort"
-    held = simulation.config.blocks - simulation.scheduler.credits
-    while simulation.config.blocks - simulation.scheduler.credits > held - 5:
+    held = simulation.config.blocks - simulation.scheduler.budget.credits
+    while simulation.config.blocks - simulation.scheduler.budget.credits > held - 5:
         simulation.step()
     assert simulation.scheduler.statistics.steps - at <= 3
     simulation.drain()
@@ -284,7 +286,9 @@ def steps_until_it_joins(lead, seed):
     uid = simulation.request([3, 4], max_tokens=2)
     simulation.deliver("to_s")
     completed = scheduler._completed
-    while not any(s.uid == uid for planned in scheduler._in_flight for s in planned.chunks):
+    while not any(
+        c.sequence.uid == uid for planned in scheduler._in_flight for c in planned.chunks
+    ):
         simulation.step()
     return scheduler._in_flight[-1].step - completed
 
@@ -338,7 +342,7 @@ def test_requests_that_end_while_they_wait_are_forgotten():
         simulation.abort(simulation.request(list(range(40)), priority=1))
         while simulation.edges["to_s"]:
             simulation.deliver("to_s")
-    assert len(simulation.scheduler._waiting) < 10
+    assert len(simulation.scheduler._waiting._heap) < 10
     simulation.drain()
 
 

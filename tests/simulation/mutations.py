@@ -26,9 +26,11 @@ class Mutation:
 
 
 SCHEDULER = "nanoactor.scheduling.scheduler"
-SEQUENCE = "nanoactor.scheduling.sequence"
+BUDGET = "nanoactor.scheduling.budget"
+QUEUES = "nanoactor.scheduling.queues"
 TABLE = "nanoactor.scheduling.table"
-ASSEMBLY = "nanoactor.scheduling.assembly"
+PLAN_BUILDER = "nanoactor.scheduling.plan_builder"
+OUTPUT = "nanoactor.scheduling.output"
 MANAGER = "nanoactor.kv.manager"
 POOL = "nanoactor.kv.pool"
 HASHING = "nanoactor.kv.hashing"
@@ -46,22 +48,23 @@ MUTATIONS = [
     ),
     Mutation(
         "freed credits count at once",
-        SCHEDULER,
-        "self._pending.append((fence, freed))\n            self._pending_credits += freed",
+        BUDGET,
+        "self._fenced_blocks.append((fence, freed))",
         "self._credits += freed",
     ),
     Mutation(
         "a slot is given away while steps have rows in it",
-        SCHEDULER,
-        "self._fenced_slots.append((self._planned, sequence.slot))",
-        "self._fenced_slots.append((0, sequence.slot))",
+        BUDGET,
+        "self._fenced_slots.append((fence, slot))",
+        "self._fenced_slots.append((0, slot))",
     ),
     Mutation(
         "abort and finish both free",
         SCHEDULER,
-        "            return\n        self._to_free.append(sequence.slot)\n",
-        "            return\n        self._to_free.append(sequence.slot)\n"
-        "        if sequence.in_flight(self._completed): self._to_free.append(sequence.slot)\n",
+        "        self._to_free.append(sequence.slot)\n",
+        "        self._to_free.append(sequence.slot)\n"
+        "        if any(p.has_row(sequence.slot) for p in self._in_flight):\n"
+        "            self._to_free.append(sequence.slot)\n",
     ),
     Mutation(
         "a block of overrun tokens is indexed",
@@ -77,9 +80,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a refund is forgotten",
-        SCHEDULER,
-        "            self._credits += refund\n",
-        "            self._credits += min(refund, 1)\n",
+        BUDGET,
+        "        self._credits += blocks\n",
+        "        self._credits += min(blocks, 1)\n",
     ),
     Mutation(
         "every hit is refunded, even of blocks that nobody held",
@@ -91,11 +94,11 @@ MUTATIONS = [
         "a late Stop ends a request twice",
         SCHEDULER,
         "            if (sequence := self.live.get(uid)) is not None:\n"
-        '                self._end(sequence, "stop")',
+        '                self._end(sequence, End("stop"))',
         "            if (sequence := self.live.get(uid)) is not None:\n"
-        '                self._end(sequence, "stop")\n'
+        '                self._end(sequence, End("stop"))\n'
         "            else:\n"
-        '                self._finishes.append(_finish(uid, "stop"))',
+        '                self._output.finish(uid, End("stop"))',
     ),
     Mutation(
         "an abort of a finished request leaves a tombstone",
@@ -111,17 +114,15 @@ MUTATIONS = [
     ),
     Mutation(
         "a result is dropped for a preempted sequence",
-        SCHEDULER,
-        "        if sequence.phase is Phase.FINISHED:\n            self.statistics.overruns += 1",
-        "        if sequence.phase in (Phase.FINISHED, Phase.WAITING):\n"
-        "            self.statistics.overruns += 1",
+        OUTPUT,
+        "            if sequence.phase is Phase.FINISHED:\n",
+        "            if sequence.phase in (Phase.FINISHED, Phase.WAITING):\n",
     ),
     Mutation(
         "the result of an ended sequence is taken",
-        SCHEDULER,
-        "        if sequence.phase is Phase.FINISHED:\n            self.statistics.overruns += 1\n"
-        "            return",
-        "        if sequence.phase is Phase.FINISHED:\n            self.statistics.overruns += 1",
+        OUTPUT,
+        "                self._statistics.overruns += 1\n                continue\n",
+        "                self._statistics.overruns += 1\n",
     ),
     Mutation(
         "a hash takes its grandparent for its parent",
@@ -144,8 +145,8 @@ MUTATIONS = [
     Mutation(
         "a new block comes one token late",
         TABLE,
-        "NDArray[np.bool_] = self.scheduled == self.room",
-        "NDArray[np.bool_] = self.scheduled == self.room + 1",
+        "able & (scheduled == self.room)",
+        "able & (scheduled == self.room + 1)",
     ),
     Mutation(
         "children are evicted after their parents",
@@ -180,26 +181,27 @@ MUTATIONS = [
     Mutation(
         "more is planned than the token budget",
         SCHEDULER,
-        "self._choose_chunks(self.config.max_num_batched_tokens - len(decoding))",
-        "self._choose_chunks(self.config.max_num_batched_tokens)",
+        "choose_chunks(self.config.max_num_batched_tokens - decodes)",
+        "choose_chunks(self.config.max_num_batched_tokens)",
     ),
     Mutation(
         "one step more is planned than the depth",
         SCHEDULER,
-        "if len(self._in_flight) >= self.config.depth:",
-        "if len(self._in_flight) > self.config.depth:",
+        "if len(self._in_flight) >= depth:",
+        "if len(self._in_flight) > depth:",
     ),
     Mutation(
         "a slot that leaves the decode set stays in it",
-        ASSEMBLY,
+        PLAN_BUILDER,
         "return changed[joins], changed[~joins]",
         "return changed[joins], changed[~joins][1:]",
     ),
     Mutation(
         "the queue is served last come, first served",
-        SCHEDULER,
-        "        heapq.heappush(self._waiting, (sequence.rank, sequence))",
-        "        heapq.heappush(self._waiting, ((-sequence.rank[0], -sequence.uid), sequence))",
+        QUEUES,
+        "        heapq.heappush(self._heap, (sequence.priority_key, sequence))",
+        "        key = -sequence.priority_key[0], -sequence.uid\n"
+        "        heapq.heappush(self._heap, (key, sequence))",
     ),
     Mutation(
         "nobody is preempted",
@@ -215,38 +217,38 @@ MUTATIONS = [
     ),
     Mutation(
         "the head of the queue computes what another is about to compute",
-        SCHEDULER,
-        "            if (sequence.hashes[block] == head.hashes[block]).all():\n",
-        "            if (sequence.hashes[block] != head.hashes[block]).all():\n",
+        QUEUES,
+        "if shared and (sequence.hashes[block] == head.hashes[block]).all():",
+        "if shared and (sequence.hashes[block] != head.hashes[block]).all():",
     ),
     Mutation(
         "a sequence that comes back is not introduced to the runners",
-        SEQUENCE,
-        "        self.introduced = False\n",
+        QUEUES,
+        "        sequence.introduced = False\n",
         "",
     ),
     Mutation(
         "a younger prompt is computed before an older one",
-        SCHEDULER,
+        QUEUES,
         "        for sequence in self._prefills:\n            if budget <= 0:",
         "        for sequence in reversed(self._prefills):\n            if budget <= 0:",
     ),
     Mutation(
         "a row is computed past the last token",
         TABLE,
-        "(self.scheduled + 2 <= self.limits)",
-        "(self.scheduled + 1 <= self.limits)",
+        "(scheduled + 2 <= self.limits)",
+        "(scheduled + 1 <= self.limits)",
     ),
     Mutation(
         "more is matched than a step has tokens for",
         SCHEDULER,
-        "while self._free_slots and budget > 0 and",
-        "while self._free_slots and",
+        "while self.budget.free_slots and tokens > 0 and",
+        "while self.budget.free_slots and",
     ),
     Mutation(
         "a late answer does not hold up the plans",
         SCHEDULER,
-        "if self._unanswered and self._planned >= self._unanswered[0] + self.config.depth:",
+        "if unanswered is not None and self._planned >= unanswered + depth:",
         "if False:",
     ),
     Mutation(
@@ -313,13 +315,19 @@ MUTATIONS = [
     Mutation(
         "a decode set stays the same although a prompt is through",
         TABLE,
-        "        self._steady = 0\n        self.scheduled[slot] += count",
-        "        self.scheduled[slot] += count",
+        "        self._steady = 0\n        self._scheduled[slot] += count",
+        "        self._scheduled[slot] += count",
+    ),
+    Mutation(
+        "a decode batch that has changed keeps its version",
+        TABLE,
+        "        self._versions += 1\n",
+        "",
     ),
     Mutation(
         "columns of slots are kept although a sequence has left one",
         TABLE,
-        "        self.held[slot] = self.running[slot] = False\n        self.forget_columns()",
+        "        self.held[slot] = self.running[slot] = False\n        self._columns = None",
         "        self.held[slot] = self.running[slot] = False",
     ),
     Mutation(

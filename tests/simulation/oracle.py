@@ -126,9 +126,8 @@ class Oracle:
     def preempt(self, victim: Sequence) -> None:
         """Nobody is preempted while credits, there or on their way, suffice."""
         scheduler = self.scheduler
-        starving = int(scheduler._starving().sum())
-        there = scheduler._credits + sum(count for _, count in scheduler._pending)
-        enough = there + self._yielded
+        starving = int(scheduler._table.demand()[1].sum())
+        enough = scheduler.budget.credits + scheduler.budget.pending + self._yielded
         assert starving > enough, f"{enough} blocks are there or on their way for {starving}"
         youngest = max(scheduler._running, key=lambda s: self._place(s.uid))
         assert victim is youngest, f"{victim.uid} is preempted, but {youngest.uid} is younger"
@@ -285,9 +284,9 @@ class Oracle:
             self.counts["planned as wanted"] += not idle
         late = [fence for fence in self._unanswered if step > fence + self._scenario.depth]
         assert not late, f"step {step} is planned, but frees at {late} are not answered"
-        rows = scheduler._in_flight[-1].rows
+        rows = scheduler._running.rows(scheduler._in_flight[-1])
         used = sum(s.scheduled - before[s.uid] for s in rows)
-        left = [self._place(s.uid) for s in scheduler._running if s.prefilling]
+        left = [self._place(s.uid) for s in scheduler._running if _prefills(s)]
         if left:
             assert used == self._scenario.max_num_batched_tokens, f"{used} tokens, more wait"
             served = [self._place(s.uid) for s in rows if before[s.uid] < s.target]
@@ -306,8 +305,9 @@ class Oracle:
         for planned in list(scheduler._in_flight):
             if planned.step <= steps_before:
                 continue
-            rows = {sequence.uid for sequence in planned.rows}
-            streams = {s.uid for s in scheduler._running if s.decodable and s.uid not in rows}
+            rows = {sequence.uid for sequence in scheduler._running.rows(planned)}
+            decodable = np.logical_or(*scheduler._table.demand())
+            streams = {s.uid for s in scheduler._running if decodable[s.slot]} - rows
             for uid in [uid for uid in self._sat_out if uid not in streams]:
                 del self._sat_out[uid]
             for uid in streams:
@@ -324,7 +324,7 @@ class Oracle:
         """The head of the queue waits at most as long as those that run have tokens left."""
         scheduler = self.scheduler
         steps = scheduler.statistics.steps
-        head = scheduler._head()
+        head = scheduler._waiting.head
         key = None if head is None else (head.uid, self._matches)
         if key != self._head[0]:
             left = sum(_positions_left(s) for s in scheduler._running)
@@ -387,7 +387,10 @@ class Oracle:
                 self._must_abort.add(message.uid)
             case StepDone():
                 due = self.scheduler._in_flight[len(self.scheduler._held_back)]
-                live = {s.uid for s in due.samplers if s.uid in self.scheduler.live}
+                samplers = {chunk.sequence.uid for chunk in due.last_chunks}
+                slots = due.decode_batch.slots
+                samplers |= {s.uid for s in self.scheduler._running.owners(slots)}
+                live = samplers & self.scheduler.live.keys()
                 self._due = live | (self._due if self.scheduler._held_back else set())
             case Stop():
                 self.counts["stop strings"] += len(message.uids)
@@ -435,7 +438,7 @@ class Oracle:
     def _check_credits(self) -> None:
         """The scheduler's count is the block manager's, but for what is under way."""
         scheduler, pool = self.scheduler, self.manager.pool
-        counted = scheduler._credits + sum(count for _, count in scheduler._pending)
+        counted = scheduler.budget.credits + scheduler.budget.pending
         ownerless = sum(1 for references in pool._references if not references)
         for message in self._world.edges["scheduler", "blocks"].messages:
             if isinstance(message, Match):
@@ -448,7 +451,7 @@ class Oracle:
             assert isinstance(message, Credits)
             ownerless -= int(message.refunds.sum()) + int(message.freed.sum())
         assert counted == ownerless, f"{counted} credits are counted, {ownerless} are true"
-        assert scheduler._credits >= 0, f"{scheduler._credits} credits"
+        assert scheduler.budget.credits >= 0, f"{scheduler.budget.credits} credits"
 
     # -- the end --------------------------------------------------------------------------
 
@@ -533,11 +536,11 @@ class Oracle:
         del journal["step_at"]  # a time, not something held
         held = {
             "live": len(scheduler.live),
-            "waiting": len(scheduler._waiting),
-            "running": scheduler.running,
-            "tombstones": scheduler.tombstones,
-            "slots": self._scenario.max_num_seqs - len(scheduler._free_slots),
-            "credits": self._scenario.blocks - scheduler.credits,
+            "waiting": len(scheduler._waiting._heap),
+            "running": len(scheduler._running),
+            "tombstones": len(scheduler._tombstones),
+            "slots": self._scenario.max_num_seqs - scheduler.budget.free_slots,
+            "credits": self._scenario.blocks - scheduler.budget.credits,
             "seen": len(scheduler._seen),
             "blocks": self._scenario.blocks - pool.available,
             "holdings": self.manager.held,
@@ -559,6 +562,10 @@ class Oracle:
         self.counts["hits"] += self.manager.hit_tokens
         self.counts["evictions"] += self.manager.pool.evictions
         self.counts["requests"] += len(self._world.entries)
+
+
+def _prefills(sequence: Sequence) -> bool:
+    return sequence.phase is Phase.RUNNING and sequence.scheduled < sequence.target
 
 
 def _positions_left(sequence: Sequence) -> int:

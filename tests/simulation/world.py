@@ -30,7 +30,7 @@ from nanoactor.runtime.actor import Actor, Context
 from nanoactor.runtime.codec import copied, decode, encode
 from nanoactor.runtime.errors import OutboxOverflow
 from nanoactor.runtime.topology import EdgeSpec
-from nanoactor.scheduling.assembly import as_int32
+from nanoactor.scheduling.plan_builder import as_int32
 from nanoactor.text.detokenizer import Detokenizer
 from nanoactor.topology import engine_topology
 from tests.simulation.device import SimulatedRunner

@@ -1,4 +1,4 @@
-"""Which token ids may end a sequence: a look-up that sorts out the many that end none."""
+"""Sets of numbers that cost little to ask: requests that were seen, tokens that may end one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,29 @@ from numpy.typing import NDArray
 from nanoactor.messages import Int32
 
 
+class SeenNumbers:
+    """A set of numbers that fills up from 0: it stores only those above the first gap."""
+
+    def __init__(self) -> None:
+        self._below = 0
+        self._above: set[int] = set()
+
+    def add(self, number: int) -> None:
+        """Remember a number."""
+        self._above.add(number)
+        while self._below in self._above:
+            self._above.remove(self._below)
+            self._below += 1
+
+    def __contains__(self, number: int) -> bool:
+        """Tell whether a number was added."""
+        return number < self._below or number in self._above
+
+    def __len__(self) -> int:
+        """Return how many numbers are stored one by one."""
+        return len(self._above)
+
+
 class StopIds:
     """Counts, by token id, the living sequences that it would end."""
 
@@ -18,7 +41,7 @@ class StopIds:
         self._counts = np.zeros(64, np.int32)  # the last one stands for all larger ids: always 0
 
     def add(self, ids: Iterable[int]) -> None:
-        """A sequence lives that these would end."""
+        """Count the ids that would end a new sequence."""
         for token in ids:
             if token + 2 > len(self._counts):
                 grown = np.zeros(1 << (token + 1).bit_length(), np.int32)
@@ -28,13 +51,13 @@ class StopIds:
             self._counts[token] += 1
 
     def remove(self, ids: Iterable[int]) -> None:
-        """It has ended."""
+        """Discount the ids of a sequence that has ended."""
         for token in ids:
             self._living -= 1
             self._counts[token] -= 1
 
     def among(self, tokens: Int32) -> NDArray[np.bool_]:
-        """For each token, whether it would end any living sequence."""
+        """Tell for each token whether it would end any living sequence."""
         if not self._living:
             return np.zeros(len(tokens), np.bool_)
         counts: NDArray[np.int32] = self._counts[np.minimum(tokens, len(self._counts) - 1)]

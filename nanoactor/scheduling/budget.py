@@ -1,0 +1,114 @@
+"""What may be handed out: blocks, counted as credits, and slots; freed ones behind fences."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+
+from nanoactor.errors import ProtocolBug
+
+
+class BlockBudget:
+    """Counts the blocks that may be spent and the slots that are free.
+
+    `debit` spends blocks; `refund` takes back those of them that others hold anyway. What a
+    sequence frees may still be used by steps planned before, so it comes with a *fence*, the
+    number of the last of these steps: it is available again once that step is complete. How many
+    blocks a free gives back only the block manager can tell, so the scheduler says what to
+    `expect`, and from the `answer` on they are pending.
+
+    At any time, credits + pending + what is debited and not given back == blocks. Fences are
+    given in ascending order.
+    """
+
+    def __init__(self, blocks: int, slots: int) -> None:
+        self._blocks, self._slots = blocks, slots
+        self._credits = blocks
+        self._fenced_blocks: deque[tuple[int, int]] = deque()
+        """(fence, how many)."""
+        self._unanswered: deque[int] = deque()
+        """Fences of the frees that the block manager has not answered."""
+        self._free_slots = list(range(slots))
+        """A heap."""
+        self._fenced_slots: deque[tuple[int, int]] = deque()
+        """(fence, slot)."""
+        self._completed = 0
+
+    @property
+    def credits(self) -> int:
+        """Blocks that may be spent now."""
+        return self._credits
+
+    @property
+    def pending(self) -> int:
+        """Blocks that are given back, and may be spent when their fences have passed."""
+        return sum(freed for _, freed in self._fenced_blocks)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that may be taken now."""
+        return len(self._free_slots)
+
+    @property
+    def oldest_unanswered(self) -> int | None:
+        """The fence of the oldest free that is not answered; None where all are."""
+        return self._unanswered[0] if self._unanswered else None
+
+    def debit(self, blocks: int) -> None:
+        """Spend blocks. Raises `ProtocolBug` where there are fewer credits."""
+        if blocks > self._credits:
+            raise ProtocolBug(f"{blocks} blocks are spent, but there are {self._credits} credits")
+        self._credits -= blocks
+
+    def refund(self, blocks: int) -> None:
+        """Take back debited blocks that other sequences hold anyway, to be spent at once."""
+        self._credits += blocks
+
+    def expect(self, fence: int) -> None:
+        """Expect an answer to a free whose blocks are in use up to step `fence`."""
+        self._unanswered.append(fence)
+
+    def answer(self, freed: int, fence: int) -> None:
+        """Take the answer to the oldest free: so many blocks, to be spent when `fence` is complete.
+
+        Raises `ProtocolBug` where that free was expected with another fence, or none was.
+        """
+        if fence != self.oldest_unanswered:
+            raise ProtocolBug(
+                f"a free with fence {fence} is answered; due was {self.oldest_unanswered}"
+            )
+        self._unanswered.popleft()
+        self._fenced_blocks.append((fence, freed))
+        self._pass_fences()
+
+    def complete(self, step: int) -> None:
+        """Make available whatever was fenced by step `step` or one before it."""
+        self._completed = step
+        self._pass_fences()
+
+    def take_slot(self) -> int:
+        """Hand out the lowest free slot. Raises `ProtocolBug` where there is none."""
+        if not self._free_slots:
+            raise ProtocolBug(f"a slot is taken, but none of {self._slots} is free")
+        return heapq.heappop(self._free_slots)
+
+    def give_up_slot(self, slot: int, fence: int) -> None:
+        """Take a slot back, to be handed out when step `fence` is complete."""
+        self._fenced_slots.append((fence, slot))
+        self._pass_fences()
+
+    def _pass_fences(self) -> None:
+        while self._fenced_blocks and self._fenced_blocks[0][0] <= self._completed:
+            self._credits += self._fenced_blocks.popleft()[1]
+        while self._fenced_slots and self._fenced_slots[0][0] <= self._completed:
+            heapq.heappush(self._free_slots, self._fenced_slots.popleft()[1])
+
+    def check_idle(self) -> None:
+        """Raise `ProtocolBug` unless every block and every slot is back, or behind a fence."""
+        slots = len(self._free_slots) + len(self._fenced_slots)
+        blocks = self._credits + self.pending
+        if (slots, blocks) != (self._slots, self._blocks):
+            raise ProtocolBug(
+                f"idle, but {slots} of {self._slots} slots are free and "
+                f"{blocks} of {self._blocks} credits are back"
+            )

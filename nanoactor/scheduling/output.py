@@ -1,0 +1,94 @@
+"""What steps bring, on its way to the detokenizer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nanoactor.messages import Finish, Int32, Int64, Tokens
+from nanoactor.scheduling.ids import StopIds
+from nanoactor.scheduling.plan_builder import PlannedStep, as_int32, as_int64
+from nanoactor.scheduling.queues import RunningBatch
+from nanoactor.scheduling.sequence import End, Phase, Sequence
+from nanoactor.scheduling.statistics import SchedulerStatistics
+from nanoactor.scheduling.table import DecodeBatch
+
+_NOTHING = (as_int64(()), as_int32(()), as_int32(()))
+
+
+class OutputBuffer:
+    """Appends sampled tokens to their sequences; keeps tokens and ends until they are reported."""
+
+    def __init__(self, running: RunningBatch, statistics: SchedulerStatistics) -> None:
+        self.stop_ids = StopIds()
+        self._running = running
+        self._table = running.table
+        self._statistics = statistics
+        self._new: list[tuple[Int64, Int32, Int32]] = []
+        """(uids, indices, tokens) that are not reported."""
+        self._finishes: list[Finish] = []
+
+    def take(self, done: PlannedStep, tokens: Int32) -> tuple[Int32, Int32, list[Sequence]]:
+        """Take a step's tokens, one for each row that samples.
+
+        Returns (slots, tokens) of the sequences that still hold a slot, and those sequences whose
+        new token may end them.
+        """
+        prompted = [chunk.sequence for chunk in done.last_chunks]
+        firsts = tokens[: len(prompted)].tolist()
+        due = self._take_singly(prompted, firsts)
+        slots, tokens, due_decodes = self._take_decodes(done.decode_batch, tokens[len(prompted) :])
+        held = [(s.slot, token) for s, token in zip(prompted, firsts, strict=True) if s.slot >= 0]
+        if held:
+            slots = np.concatenate((as_int32(slot for slot, _ in held), slots))
+            tokens = np.concatenate((as_int32(token for _, token in held), tokens))
+        return slots, tokens, due + due_decodes
+
+    def _take_singly(self, sequences: list[Sequence], tokens: list[int]) -> list[Sequence]:
+        """Append a token to each of these; return those that have not ended before."""
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if sequence.phase is Phase.FINISHED:
+                self._statistics.overruns += 1
+                continue
+            index = sequence.append(token)
+            self._new.append((as_int64([sequence.uid]), as_int32([index]), as_int32([token])))
+        return [s for s in sequences if s.phase is not Phase.FINISHED]
+
+    def _take_decodes(
+        self, batch: DecodeBatch, tokens: Int32
+    ) -> tuple[Int32, Int32, list[Sequence]]:
+        """Append the tokens of a decode batch; returns as `take` does."""
+        due: list[Sequence] = []
+        if not self._table.all_held(batch):
+            held = self._table.held[batch.slots]
+            gone = self._running.owners(batch.slots[~held])
+            due = self._take_singly(gone, tokens[~held].tolist())
+            batch, tokens = self._table.batch_of(batch.slots[held]), tokens[held]
+        columns = self._table.append(batch, tokens)
+        self._new.append((columns.uids, columns.indices, tokens))
+        ends = columns.full | self.stop_ids.among(tokens)
+        if ends.any():
+            due += self._running.owners(batch.slots[ends])
+        return columns.slots32, tokens, due
+
+    def finish(self, uid: int, end: End, sequence: Sequence | None = None) -> None:
+        """Report the end of a request, and of the sequence that it has become, if any."""
+        finish = Finish(
+            uid,
+            **end._asdict(),
+            cached_tokens=max(0, sequence.cached_tokens) if sequence else 0,
+            preemptions=sequence.preemptions if sequence else 0,
+        )
+        self._finishes.append(finish)
+
+    def flush(self, step: int) -> Tokens | None:
+        """Return what is new since the last call, None if nothing; `step` is the last one done."""
+        if not self._new and not self._finishes:
+            return None
+        new = self._new or [_NOTHING]
+        uids, indices, ids = (
+            new[0] if len(new) == 1 else map(np.concatenate, zip(*new, strict=True))
+        )
+        tokens = Tokens(step, uids, indices, ids, tuple(self._finishes))
+        self._statistics.output_tokens += len(uids)
+        self._new, self._finishes = [], []
+        return tokens

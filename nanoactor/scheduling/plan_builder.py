@@ -1,0 +1,126 @@
+"""From the scheduler's choice to the arrays of a `Plan`: what changed since the plan before."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.messages import Admissions, Int32, Int64, Plan
+from nanoactor.models.columns import WORDS
+from nanoactor.scheduling.sequence import Sequence
+from nanoactor.scheduling.table import DecodeBatch
+
+
+class PrefillChunk(NamedTuple):
+    """Positions of one prompt that a step computes."""
+
+    sequence: Sequence
+    slot: int
+    """Its slot when the step is planned."""
+    start: int
+    length: int
+    is_last: bool
+    """Whether it ends what is to be prefilled, so that a token is sampled."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """What a step computes: the chunks of prompts, then one position of each slot that decodes.
+
+    It brings a token for each of `last_chunks`, then one for each of the decode batch.
+    """
+
+    step: int
+    chunks: list[PrefillChunk]
+    decode_batch: DecodeBatch
+
+    @property
+    def last_chunks(self) -> list[PrefillChunk]:
+        """The chunks that end a prompt."""
+        return [chunk for chunk in self.chunks if chunk.is_last]
+
+    def has_row(self, slot: int) -> bool:
+        """Tell whether it computes anything of whoever had this slot then."""
+        return bool(self.decode_batch.members[slot]) or any(c.slot == slot for c in self.chunks)
+
+
+def as_int32(values: Iterable[int]) -> Int32:
+    """Return an int32 array of its own."""
+    return np.array(list(values), np.int32)
+
+
+def as_int64(values: Iterable[int]) -> Int64:
+    """Return an int64 array of its own."""
+    return np.array(list(values), np.int64)
+
+
+_NOTHING = as_int32(())
+
+
+class PlanBuilder:
+    """Remembers the decode batch as the runners last heard of it, to send only the difference."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._version = 0
+        self._members = np.zeros(max_num_seqs, np.bool_)
+
+    def build(self, planned: PlannedStep, grown: list[Sequence]) -> Plan:
+        """Return the message for a step for which the sequences `grown` get one more block."""
+        slots, starts, counts, samples = _rows(planned.chunks) if planned.chunks else _NO_ROWS
+        joins, leaves = self._changes(planned.decode_batch)
+        return Plan(
+            planned.step,
+            slots=slots,
+            starts=starts,
+            counts=counts,
+            samples=samples,
+            joins=joins,
+            leaves=leaves,
+            grows=as_int32(sequence.slot for sequence in grown) if grown else _NOTHING,
+            admissions=_introduce(planned.chunks),
+        )
+
+    def _changes(self, batch: DecodeBatch) -> tuple[Int32, Int32]:
+        if batch.version == self._version:
+            return _NOTHING, _NOTHING
+        changed = np.flatnonzero(batch.members != self._members).astype(np.int32)
+        self._version, self._members = batch.version, batch.members
+        joins = batch.members[changed]
+        return changed[joins], changed[~joins]
+
+
+def _rows(chunks: list[PrefillChunk]) -> tuple[Int32, Int32, Int32, NDArray[np.bool_]]:
+    return (
+        as_int32(chunk.slot for chunk in chunks),
+        as_int32(chunk.start for chunk in chunks),
+        as_int32(chunk.length for chunk in chunks),
+        np.array([chunk.is_last for chunk in chunks], np.bool_),
+    )
+
+
+def _introduce(chunks: list[PrefillChunk]) -> Admissions:
+    """Tell of those sequences that the runners do not know under their present slots."""
+    sequences = [chunk.sequence for chunk in chunks if not chunk.sequence.introduced]
+    for sequence in sequences:
+        sequence.introduced = True
+    return _admissions(sequences) if sequences else _NO_ADMISSIONS
+
+
+def _admissions(sequences: list[Sequence]) -> Admissions:
+    masked = [s.end_ids if s.stopping.min_tokens else () for s in sequences]
+    sampling = np.frombuffer(b"".join(s.sampling for s in sequences), np.int32)
+    return Admissions(
+        slots=as_int32(s.slot for s in sequences),
+        sampling=sampling.reshape(-1, WORDS),
+        unmasked_from=as_int32(s.prompt_length + s.stopping.min_tokens for s in sequences),
+        masked_ids=as_int32(token for ids in masked for token in ids),
+        masked_counts=as_int32(map(len, masked)),
+    )
+
+
+_NO_ROWS = _rows([])
+_NO_ADMISSIONS = _admissions([])

@@ -1,0 +1,149 @@
+"""Where sequences stand: in the queue, or in the batch that runs."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Iterator
+
+from nanoactor.scheduling.plan_builder import PlannedStep, PrefillChunk
+from nanoactor.scheduling.sequence import Phase, Sequence
+from nanoactor.scheduling.table import RunningTable, Slots
+
+
+class WaitingQueue:
+    """Sequences that wait for a slot, by priority.
+
+    One that ends while it waits stays until it would come up, or until most of the queue has
+    ended: to look for it would take longer.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], Sequence]] = []
+        """Its first has not ended."""
+        self._ended = 0
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._heap) - self._ended
+
+    @property
+    def head(self) -> Sequence | None:
+        """Who comes next; None where nobody waits."""
+        return self._heap[0][1] if self._heap else None
+
+    def push(self, sequence: Sequence) -> None:
+        """Let a sequence wait."""
+        heapq.heappush(self._heap, (sequence.priority_key, sequence))
+
+    def pop(self) -> None:
+        """Let the head go."""
+        heapq.heappop(self._heap)
+        self._drop_ended()
+
+    def note_end(self) -> None:
+        """Take notice that one of the sequences here has ended."""
+        self._ended += 1
+        if 2 * self._ended > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[1].phase is not Phase.FINISHED]
+            heapq.heapify(self._heap)
+            self._ended = 0
+        self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        while self._heap and self._heap[0][1].phase is Phase.FINISHED:
+            heapq.heappop(self._heap)
+            self._ended -= 1
+
+
+class RunningBatch:
+    """Sequences that run or are being matched; their counters stand in `table`."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.table = RunningTable(max_num_seqs, max_model_len, block_size)
+        self._block_size = block_size
+        self._sequences: list[Sequence] = []
+        """By priority."""
+        self._prefills: list[Sequence] = []
+        """Those of them that have positions left to prefill."""
+        self._owners: dict[int, Sequence] = {}
+        """Who holds, or held last, each slot: results in flight still find whose they are."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Go through them by priority."""
+        return iter(self._sequences)
+
+    @property
+    def youngest(self) -> Sequence:
+        """The one to preempt first."""
+        return self._sequences[-1]
+
+    @property
+    def left_to_prefill(self) -> int:
+        """Positions of prompts that no planned step computes yet."""
+        return sum(s.target - s.scheduled for s in self._prefills)
+
+    def owners(self, slots: Slots) -> list[Sequence]:
+        """Return who holds, or held last, each of these slots."""
+        return [self._owners[slot] for slot in slots.tolist()]
+
+    def rows(self, planned: PlannedStep) -> list[Sequence]:
+        """Return all sequences with a row in a step that is planned and not done."""
+        return [c.sequence for c in planned.chunks] + self.owners(planned.decode_batch.slots)
+
+    def enter(self, sequence: Sequence, slot: int, blocks: int) -> None:
+        """Give a sequence a slot and so many blocks."""
+        self.table.enter(
+            slot,
+            uid=sequence.uid,
+            prompt_length=sequence.prompt_length,
+            limit=sequence.limit,
+            tokens=sequence.kept,
+            blocks=blocks,
+        )
+        sequence.slot, sequence.shared = slot, 0
+        sequence.introduced = False
+        self._owners[slot] = sequence
+        for sequences in (self._sequences, self._prefills):
+            bisect.insort(sequences, sequence, key=lambda s: s.priority_key)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take a sequence's slot and blocks; it keeps the tokens that are known."""
+        self._sequences.remove(sequence)
+        if sequence in self._prefills:
+            self._prefills.remove(sequence)
+        sequence.kept = sequence.tokens.copy()
+        self.table.leave(sequence.slot)
+        sequence.slot, sequence.starved_since = -1, 0
+
+    def choose_chunks(self, budget: int) -> list[PrefillChunk]:
+        """Have a step compute at most `budget` positions of prompts, by priority."""
+        chunks: list[PrefillChunk] = []
+        for sequence in self._prefills:
+            if budget <= 0:
+                break
+            if sequence.phase is Phase.RUNNING:
+                slot, start, target = sequence.slot, sequence.scheduled, sequence.target
+                length = min(budget, target - start)
+                self.table.prefill(slot, length)
+                budget -= length
+                is_last = start + length == target
+                chunks.append(PrefillChunk(sequence, slot, start, length, is_last))
+        if chunks:
+            self._prefills = [s for s in self._prefills if s.scheduled < s.target]
+        return chunks
+
+    def is_about_to_compute_for(self, head: Sequence) -> bool:
+        """Tell whether the next block of a prompt under way is one that `head` could share."""
+        size = self._block_size
+        useful = min(len(head.hashes), (head.length - 1) // size)
+        for sequence in self._prefills:
+            block = sequence.scheduled // size
+            shared = block < min(useful, len(sequence.hashes))
+            if shared and (sequence.hashes[block] == head.hashes[block]).all():
+                return True
+        return False

@@ -1,0 +1,174 @@
+"""The table of counters against plain ones: most steps write no row, and nobody can tell."""
+
+from types import SimpleNamespace
+
+import numpy as np
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from nanoactor.scheduling.table import RunningTable
+
+SLOTS, LENGTH, BLOCK = 5, 40, 4
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Sequences enter, decode, get their tokens a few steps later, and leave."""
+
+    @initialize()
+    def begin(self):
+        self.table = RunningTable(SLOTS, LENGTH, BLOCK)
+        self.rows = {}
+        """By slot that is held: the counters of its sequence."""
+        self.in_flight = []
+        """(decode batch, its rows) whose tokens are to come."""
+        self.versions = {0: ()}
+        """The slots of each version of a decode batch."""
+        self.uid = 0
+
+    def rows_of(self, batch):
+        return [self.rows[slot] for slot in batch.slots.tolist()]
+
+    # -- operations ---------------------------------------------------------------------------
+
+    @rule(data=st.data(), length=st.integers(1, 9), limit=st.integers(11, LENGTH))
+    def enter(self, data, length, limit):
+        busy = {slot for batch, _ in self.in_flight for slot in batch.slots.tolist()}
+        free = sorted(set(range(SLOTS)) - self.rows.keys() - busy)
+        if not free:
+            return
+        slot, blocks = data.draw(st.sampled_from(free)), -(-length // BLOCK)
+        tokens = np.arange(length, dtype=np.int32)
+        self.table.enter(
+            slot, uid=self.uid, prompt_length=length, limit=limit, tokens=tokens, blocks=blocks
+        )
+        assert not np.logical_or(*self.table.demand())[slot]
+        self.table.start(slot, 0)
+        assert not np.logical_or(*self.table.demand())[slot]
+        self.table.prefill(slot, length)
+        self.rows[slot] = SimpleNamespace(
+            uid=self.uid,
+            prompt=length,
+            limit=limit,
+            room=blocks * BLOCK,
+            scheduled=length,
+            tokens=tokens.tolist(),
+        )
+        self.uid += 1
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def leave(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        self.table.leave(slot)
+        del self.rows[slot]
+
+    @rule(feed=st.booleans())
+    def decode(self, feed):
+        """As the scheduler does: the same batch where it must be, else a new one."""
+        batch = self.table.decode_again()
+        if batch is None:
+            hungry = np.flatnonzero(self.table.demand()[1]).tolist() if feed else []
+            self.table.grow(hungry)
+            for slot in hungry:
+                self.rows[slot].room += BLOCK
+            ready, starving = self.table.demand()
+            batch = self.table.decode(np.flatnonzero(ready), all_fed=not starving.any())
+        able = [s for s, row in self.rows.items() if row.scheduled + 2 <= row.limit]
+        assert batch.slots.tolist() == sorted(
+            slot for slot in able if self.rows[slot].scheduled < self.rows[slot].room
+        )
+        assert np.flatnonzero(batch.members).tolist() == batch.slots.tolist()
+        assert self.versions.setdefault(batch.version, tuple(batch.slots)) == tuple(batch.slots)
+        for row in self.rows_of(batch):
+            row.scheduled += 1
+        self.in_flight.append((batch, self.rows_of(batch)))
+
+    @precondition(lambda self: self.in_flight)
+    @rule(token=st.integers(0, 99))
+    def tokens_come(self, token):
+        batch, rows = self.in_flight.pop(0)
+        held = np.array([row in self.rows.values() for row in rows], np.bool_)
+        assert self.table.all_held(batch) == held.all()
+        if not held.all():
+            batch = self.table.batch_of(batch.slots[held])
+        tokens = np.arange(token, token + len(batch.slots), dtype=np.int32)
+        columns = self.table.append(batch, tokens)
+        rows = self.rows_of(batch)
+        for row, new in zip(rows, tokens.tolist(), strict=True):
+            row.tokens.append(new)
+        assert columns.uids.tolist() == [row.uid for row in rows]
+        assert columns.slots32.tolist() == batch.slots.tolist()
+        assert columns.indices.tolist() == [len(row.tokens) - row.prompt - 1 for row in rows]
+        assert columns.full.tolist() == [len(row.tokens) >= row.limit for row in rows]
+
+    @precondition(lambda self: self.rows and not self.in_flight)
+    @rule(data=st.data(), token=st.integers(0, 99))
+    def one_token_comes(self, data, token):
+        """As for a row that ends a prompt."""
+        slot = data.draw(st.sampled_from(sorted(self.rows)))
+        if len(self.rows[slot].tokens) < LENGTH:
+            self.table.append_one(slot, token)
+            self.rows[slot].tokens.append(token)
+
+    # -- what always holds --------------------------------------------------------------------
+
+    @invariant()
+    def every_row_says_what_happened_and_to_ask_changes_nothing(self):
+        table = self.table
+        before = table._scheduled.tolist(), table._ahead, table._steady
+        self.check_rows()
+        assert (table._scheduled.tolist(), table._ahead, table._steady) == before
+
+    def check_rows(self):
+        assert np.flatnonzero(self.table.held).tolist() == sorted(self.rows)
+        for slot, row in self.rows.items():
+            assert self.table.scheduled[slot] == self.table.scheduled_at(slot) == row.scheduled
+            known = self.table.known[slot]
+            assert self.table.tokens[slot, :known].tolist() == row.tokens
+        able = [s for s, row in self.rows.items() if row.scheduled + 2 <= row.limit]
+        full = [s for s in able if self.rows[s].scheduled == self.rows[s].room]
+        ready, starving = (np.flatnonzero(slots).tolist() for slots in self.table.demand())
+        assert sorted(ready + starving) == sorted(able)
+        assert starving == sorted(full)
+
+
+TestTableAgainstPlainCounters = TableMachine.TestCase
+TestTableAgainstPlainCounters.settings = settings(
+    max_examples=200,
+    stateful_step_count=50,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+
+
+def running(table, slot, length, limit):
+    """Have a sequence run whose prompt is computed."""
+    blocks = -(-length // BLOCK)
+    tokens = np.zeros(length, np.int32)
+    table.enter(slot, uid=slot, prompt_length=length, limit=limit, tokens=tokens, blocks=blocks)
+    table.start(slot, 0)
+    table.prefill(slot, length)
+
+
+def test_a_batch_is_the_same_until_a_block_is_full_or_a_limit_is_reached():
+    table = RunningTable(SLOTS, LENGTH, BLOCK)
+    running(table, 0, 1, LENGTH)
+    running(table, 3, 1, 4)
+    assert table.decode_again() is None
+    first = table.decode(np.array([0, 3]), all_fed=True)
+    assert table.decode_again() is first
+    assert table.decode_again() is None  # the second may have 4 tokens: positions 0, 1, 2
+    assert table.scheduled.tolist() == [3, 0, 0, 3, 0]
+    assert np.flatnonzero(table.demand()[0]).tolist() == [0]
+    second = table.decode(np.array([0]), all_fed=True)
+    assert second.version != first.version
+    assert table.decode_again() is None  # its block is full
+    assert np.flatnonzero(table.demand()[1]).tolist() == [0]
+
+
+def test_a_batch_is_not_steady_while_somebody_starves():
+    table = RunningTable(SLOTS, LENGTH, BLOCK)
+    running(table, 0, 1, LENGTH)
+    table.decode(np.array([0]), all_fed=False)
+    assert table.decode_again() is None
