@@ -1,15 +1,15 @@
-"""`doctor`: what of this machine is right, what is not, and what mends it."""
+"""`doctor`: diagnose this machine and print fixes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from nanoactor.doctor import examine, look
-from nanoactor.doctor.report import as_json, as_text, is_well
+from nanoactor.doctor import Machine, examine
+from nanoactor.doctor.finding import as_json, as_text
 
 
 def doctor(args: Any) -> int:
-    """Print the findings. Returns the exit status: 1 where something is bad."""
-    findings = examine(look())
+    """Print what is found, and return the exit status: 1 where something is bad."""
+    findings = examine(Machine())
     print(as_json(findings) if args.json else as_text(findings), flush=True)
-    return 0 if is_well(findings) else 1
+    return int(any(finding.state == "bad" for finding in findings))

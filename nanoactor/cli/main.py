@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(command=run_server, run=run_on_uvloop)
     add_server_options(serve)
     _add_verbose(serve)
-    check = commands.add_parser("doctor", help="what of this machine is right, and what is not")
+    check = commands.add_parser("doctor", help="diagnose this machine and print fixes")
     check.add_argument("--json", action="store_true", help="one JSON object, for scripts")
     check.set_defaults(command=doctor, run=sys.exit)
     _add_verbose(check)
