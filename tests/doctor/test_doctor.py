@@ -782,7 +782,7 @@ def test_what_is_bad_shows_in_the_exit_status(tmp_path):
 
 def test_the_doctor_itself_imports_no_torch():
     code = (
-        "import sys, nanoactor.cli.main, nanoactor.doctor as doctor\n"
+        "import sys, nanoactor.cli, nanoactor.doctor as doctor\n"
         "doctor.examine(doctor.Machine())\n"
         "assert not {'torch', 'torch_npu', 'transformers'} & set(sys.modules)"
     )
@@ -793,7 +793,7 @@ def test_the_doctor_itself_imports_no_torch():
 def test_main_ends_with_the_status(monkeypatch, capsys, tmp_path, host):
     box = CASES["python too old"][0]
     host(box)
-    monkeypatch.setattr("nanoactor.cli.doctor.Machine", lambda: box.machine(tmp_path))
+    monkeypatch.setattr("nanoactor.cli.Machine", lambda: box.machine(tmp_path))
     with pytest.raises(SystemExit) as ended:
         main(["doctor"])
     assert ended.value.code == 1
