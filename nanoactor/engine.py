@@ -36,7 +36,7 @@ from nanoactor.params import SamplingParams, plain_number
 from nanoactor.request import Request
 from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.wiring import Options
-from nanoactor.tracing.trace import Trace
+from nanoactor.tracing import Trace
 
 log = logging.getLogger("nanoactor.engine")
 

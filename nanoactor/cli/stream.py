@@ -50,7 +50,7 @@ async def _report(llm: AsyncLLM, args: Any) -> None:
     """The line that matters, and the timeline if one was asked for."""
     trace = await llm.trace()
     if not args.json:
-        print(trace.ledger().line, file=sys.stderr, flush=True)
+        print(trace.summary().line, file=sys.stderr, flush=True)
     if args.trace is not None:
         trace.save(args.trace)
 

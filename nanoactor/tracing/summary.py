@@ -1,4 +1,4 @@
-"""The sums: was the device kept busy, what was hidden behind it, who would be the next limit."""
+"""Sum up a trace: was the device kept busy, what was hidden behind it, who is the next limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from nanoactor.actors.runner import DEVICE
 from nanoactor.actors.scheduler import LOAD
 from nanoactor.runtime.intervals import Cover
-from nanoactor.runtime.tracing import LaneTrace, NodeTrace
+from nanoactor.runtime.tracing import SPAN_DTYPE, LaneTrace, NodeTrace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Wait:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ledger:
+class TraceSummary:
     """What the spans of a stretch of time add up to. Shares are of 1."""
 
     seconds: float
@@ -61,21 +61,21 @@ class Ledger:
         )
 
 
-def make_ledger(nodes: Sequence[NodeTrace], tokens: int) -> Ledger:
+def summarize(nodes: Sequence[NodeTrace], tokens: int) -> TraceSummary:
     """Add up what the lanes of all nodes remember; `tokens` were put out since the start."""
     lanes = [lane for node in nodes for lane in node.lanes]
     devices = [lane for lane in lanes if lane.lane.endswith(f" {DEVICE}")]
     loads = [lane for lane in lanes if lane.lane.endswith(f" {LOAD}")]
     actors = [lane for lane in lanes if lane not in devices and lane not in loads]
     begin, end = _stretch(lanes)
-    covers = {lane.lane: _cover(lane).within(begin, end) for lane in [*devices, *actors]}
+    covers = {lane.lane: _cover([lane]).within(begin, end) for lane in [*devices, *actors]}
     length = max(1, end - begin)
-    device = covers[devices[0].lane] if devices else Cover(*_no_spans())
-    load = _union([_cover(lane).within(begin, end) for lane in loads])
+    device = _cover(devices[:1]).within(begin, end)
+    load = _cover(loads).within(begin, end)
     work = sum(covers[lane.lane].length for lane in actors)
     hidden = sum(device.overlap(covers[lane.lane]) for lane in actors)
     busy = {name: cover.length / length for name, cover in covers.items()}
-    return Ledger(
+    return TraceSummary(
         seconds=length * 1e-9,
         steps=len(_steps(devices[0], begin)) if devices else 0,
         device_idle=1 - device.overlap(load) / load.length if load.length else 0.0,
@@ -89,19 +89,10 @@ def make_ledger(nodes: Sequence[NodeTrace], tokens: int) -> Ledger:
     )
 
 
-def _no_spans() -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
-    return np.empty(0, np.int64), np.empty(0, np.int64)
-
-
-def _cover(lane: LaneTrace) -> Cover:
-    return Cover(lane.spans["begin"], lane.spans["end"])
-
-
-def _union(covers: list[Cover]) -> Cover:
-    if not covers:
-        return Cover(*_no_spans())
-    begins, ends = ([getattr(c, name) for c in covers] for name in ("begins", "ends"))
-    return Cover(np.concatenate(begins), np.concatenate(ends))
+def _cover(lanes: Sequence[LaneTrace]) -> Cover:
+    """Return when any of these lanes was at work."""
+    spans = np.concatenate([np.empty(0, SPAN_DTYPE), *(lane.spans for lane in lanes)])
+    return Cover(spans["begin"], spans["end"])
 
 
 def _stretch(lanes: list[LaneTrace]) -> tuple[int, int]:
