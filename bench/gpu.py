@@ -283,7 +283,7 @@ async def measure(args: argparse.Namespace, directory: Path, depth: int) -> dict
                 results[test] = await getattr(bench, test)()
             print(depth, test, json.dumps(results[test]), flush=True)
         trace = await llm.trace()
-        results["ledger"] = trace.ledger().line
+        results["ledger"] = trace.summary().line
         if args.trace:
             trace.save(args.trace)
     return results

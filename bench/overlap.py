@@ -146,7 +146,7 @@ async def measure_engine(
         await asyncio.gather(*tasks, return_exceptions=True)
     busy, idle, steps, tokens = (after[k] - before[k] for k in ("busy", "idle", "steps", "tokens"))
     cpu = {name: after["cpu"][name] - before["cpu"][name] for name in after["cpu"]}
-    ledger = trace.ledger()
+    summary = trace.summary()
     spans = sum(len(track.spans) for node in trace.nodes for track in node.tracks)
     return {
         "idle": idle / (busy + idle),
@@ -157,9 +157,9 @@ async def measure_engine(
         "cpu_us_per_token": sum(cpu.values()) / tokens * 1e6,
         "cpu_ms_per_step": sum(cpu.values()) / steps * 1e3,
         "cpu_us_per_token_by_process": {k: v / tokens * 1e6 for k, v in cpu.items()},
-        "hidden": ledger.hidden,
-        "bottleneck": ledger.bottleneck,
-        "spans_per_step": spans / max(1, ledger.steps),
+        "hidden": summary.hidden,
+        "bottleneck": summary.bottleneck,
+        "spans_per_step": spans / max(1, summary.steps),
     }, trace
 
 

@@ -87,8 +87,8 @@ async def nanoactor_rate(directory: str, requests: list, dtype: str) -> dict:
         begin = time.perf_counter()
         tokens = await asyncio.gather(*(one(llm, *request) for request in requests))
         seconds = time.perf_counter() - begin
-        ledger = (await llm.trace()).ledger()
-    return {"tokens_per_s": round(sum(tokens) / seconds, 1), "ledger": ledger.line}
+        summary = (await llm.trace()).summary()
+    return {"tokens_per_s": round(sum(tokens) / seconds, 1), "ledger": summary.line}
 
 
 # -- transformers, in a process of its own ------------------------------------------------

@@ -38,7 +38,7 @@ from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.wiring import Options
 from nanoactor.text.huggingface import load_pretrained
 from nanoactor.topology import engine_topology
-from nanoactor.tracing.trace import Trace
+from nanoactor.tracing import Trace
 
 if TYPE_CHECKING:
     from nanoactor.text.huggingface import PreTrainedTokenizerBase

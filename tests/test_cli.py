@@ -1,16 +1,25 @@
 """The command line, as a user calls it."""
 
+import argparse
+import ast
 import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from nanoactor.cli.serve import descriptions
+from nanoactor import cli
+from nanoactor.cli.options import add_options, descriptions, values
 from nanoactor.config import EngineConfig
+from nanoactor.outputs import RequestOutputKind
+from nanoactor.params import SamplingParams
 from nanoactor.server.config import ServerConfig
 
 COMMAND = [sys.executable, "-m", "nanoactor"]
@@ -115,6 +124,97 @@ def test_every_option_of_serve_is_explained():
     assert "nanoactor/config.py" not in text
 
 
+WORDS = {int: ("3", 3), float: ("0.5", 0.5), str: ("x", "x")}
+
+
+def words_and_value(hint):
+    """What is said on a command line for a field of a plain type; None for any other."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        parts = [part for part in typing.get_args(hint) if part is not types.NoneType]
+        found = [words_and_value(part) for part in parts]
+        return next((given for given in reversed(found) if given), None)
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)[:1], typing.get_args(hint)[0]
+    if typing.get_origin(hint) in (tuple, Sequence):
+        word, value = WORDS[typing.get_args(hint)[0]]
+        return (word,), (value,)
+    if hint is bool:
+        return (), True
+    return ((WORDS[hint][0],), WORDS[hint][1]) if hint in WORDS else None
+
+
+@pytest.mark.parametrize(
+    ("command", "config"),
+    [
+        ("generate", SamplingParams),
+        ("chat", SamplingParams),
+        ("generate", EngineConfig),
+        ("chat", EngineConfig),
+        ("serve", EngineConfig),
+        ("serve", ServerConfig),
+    ],
+)
+def test_every_field_of_a_plain_type_is_an_option(command, config):
+    """So that a new field of `SamplingParams` needs no edit of the command line."""
+    hints = typing.get_type_hints(config)
+    requests_own = {field.name for field in dataclasses.fields(SamplingParams)}
+    left_out = set()
+    for field in dataclasses.fields(config):
+        given = words_and_value(hints[field.name])
+        shadowed = command != "serve" and config is EngineConfig and field.name in requests_own
+        if given is None or field.default is dataclasses.MISSING or shadowed:
+            left_out.add(field.name)
+            continue
+        option = f"--{field.name.replace('_', '-')}"
+        args = cli._parse([command, "demo", option, *given[0]])
+        assert values(args, config)[field.name] == given[1], field.name
+    assert left_out <= {"output_kind", "model", "seed"}
+
+
+def test_an_option_is_made_of_a_field_alone():
+    @dataclasses.dataclass
+    class Params:
+        needed: int
+        novelty: float | None = None
+        """How new, up to 100 %."""
+        marks: Sequence[int] | None = None
+        loud: bool = True
+        mode: typing.Literal["slow", "fast"] = "slow"
+        kind: RequestOutputKind = RequestOutputKind.DELTA
+        table: dict[str, int] | None = None
+
+    parser = argparse.ArgumentParser()
+    add_options(parser, Params, novelty=0.5)
+    text = " ".join(parser.format_help().split())
+    assert "--novelty FLOAT How new, up to 100 %. Default: 0.5." in text
+    assert "--mode {slow,fast} Default: slow." in text
+    for left_out in ("needed", "kind", "table"):
+        assert left_out not in text
+    assert values(parser.parse_args([]), Params) == {"novelty": 0.5}
+    said = ["--novelty", "none", "--mark", "1", "--marks", "2", "--no-loud", "--mode", "fast"]
+    expected = {"novelty": None, "marks": (1, 2), "loud": False, "mode": "fast"}
+    assert values(parser.parse_args(said), Params) == expected
+
+
+def test_the_command_line_names_no_sampling_parameter():
+    names = set()
+    for path in Path(cli.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for kind, field in ((ast.Name, "id"), (ast.Attribute, "attr"), (ast.keyword, "arg")):
+                names |= {getattr(node, field)} if isinstance(node, kind) else set()
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value.removeprefix("--").replace("-", "_"))
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert names & fields == {"output_kind"}  # what is printed are the deltas
+
+
+def test_a_seed_is_the_requests_own():
+    args = cli._parse(["generate", "demo", "--seed", "7", "hello"])
+    assert args.prompt == "hello"
+    assert values(args, SamplingParams) == {"seed": 7}
+    assert values(args, EngineConfig) == {"max_num_seqs": 8}
+
+
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
@@ -131,7 +231,8 @@ def test_other_names_of_options_lead_to_ours(given, meant):
 
 def test_text_is_utf_8_whatever_the_locale():
     environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    arguments = [*COMMAND, "generate", "demo", "--device", "simulated:1", "--max-tokens", "3"]
+    options = ["--device", "simulated:1", "--max-tokens", "3", "--ignore-eos"]
+    arguments = [*COMMAND, "generate", "demo", *options]
     for prompt, given in ((["Größe 你好"], ""), ([], "Größe 你好")):
         done = subprocess.run(
             [*arguments, *prompt],

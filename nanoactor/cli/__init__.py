@@ -1,5 +1,149 @@
 """The command line: `nanoactor generate | chat | serve | doctor`."""
 
-from nanoactor.cli.main import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import argparse
+import asyncio
+import codecs
+import contextlib
+import difflib
+import io
+import logging
+import os
+import re
+import sys
+from typing import Any
+
+import nanoactor
+from nanoactor.cli.options import add_options
+from nanoactor.cli.serve import KEY_VARIABLE, run_on_uvloop, run_server
+from nanoactor.cli.stream import chat, generate
+from nanoactor.config import EngineConfig
+from nanoactor.doctor import Machine, examine
+from nanoactor.doctor.finding import as_json, as_text
+from nanoactor.errors import NanoactorError
+from nanoactor.models.errors import ModelError
+from nanoactor.params import SamplingParams
+from nanoactor.runtime.errors import RuntimeFault
+from nanoactor.server.config import ServerConfig
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exits with 1 and one line for an error, 2 for wrong arguments."""
+    _speak_utf8()
+    args = _parse(sys.argv[1:] if arguments is None else arguments)
+    level = {0: logging.WARNING, 1: logging.INFO}.get(args.verbose, logging.DEBUG)
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        args.run(args.command(args))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (NanoactorError, ModelError, RuntimeFault) as error:
+        print(f"nanoactor: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:  # the reader has seen enough
+        sys.stderr.close()
+        sys.exit(1)
+
+
+def _speak_utf8() -> None:
+    """Read and write UTF-8 where the locale (POSIX, say) knows nothing but ASCII."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name == "ascii":
+            stream.reconfigure(encoding="utf-8", errors="surrogateescape")
+
+
+def _as_utf8(argument: str) -> str:
+    """An argument that was read as ASCII, read as UTF-8."""
+    with contextlib.suppress(UnicodeError):
+        return os.fsencode(argument).decode()
+    return argument
+
+
+_OTHER_NAMES = {
+    "--gpu-memory-utilization": "--memory-utilization",
+    "--max-num-batched-token": "--max-num-batched-tokens",
+    "--tp": "--tensor-parallel-size",
+    "-tp": "--tensor-parallel-size",
+    "--tp-size": "--tensor-parallel-size",
+    "--context-length": "--max-model-len",
+    "--num-gpu-blocks-override": "--num-kv-blocks",
+    "--no-enable-chunked-prefill": "--max-num-batched-tokens",
+}
+"""What other engines call our options."""
+
+
+def _hint(unknown: list[str], options: list[str]) -> str:
+    """Which option was meant, perhaps."""
+    hints = []
+    for given in (name.partition("=")[0] for name in unknown if name.startswith("-")):
+        near = difflib.get_close_matches(given, options, 1)
+        meant = _OTHER_NAMES.get(given) or (near[0] if near else None)
+        if meant in options:
+            hints.append(f"{given}: do you mean {meant}?")
+    return "".join(f"; {hint}" for hint in hints)
+
+
+def _parse(arguments: list[str]) -> Any:
+    """argparse takes an optional prompt only right behind the model; people also put it last."""
+    parser = _parser()
+    args, rest = parser.parse_known_args([_as_utf8(argument) for argument in arguments])
+    if len(rest) == 1 and not rest[0].startswith("-") and getattr(args, "prompt", "") is None:
+        args.prompt = rest[0]
+    elif rest:
+        options = re.findall(r"--[a-z][\w-]*", args.parser.format_usage())
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_hint(rest, options)}")
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nanoactor", description="An LLM inference engine made of actors."
+    )
+    parser.add_argument("--version", action="version", version=nanoactor.__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    # An option that a request and the engine both have (--seed) is the request's, which comes last.
+    one = commands.add_parser(
+        "generate", help="continue a prompt, streamed to the terminal", conflict_handler="resolve"
+    )
+    talk = commands.add_parser(
+        "chat", help="talk with a model; end with Ctrl-D", conflict_handler="resolve"
+    )
+    http = commands.add_parser(
+        "serve",
+        help="an HTTP server in the shapes of the OpenAI API",
+        epilog=f"Without --api-key, the key is that of ${KEY_VARIABLE}, if there is one.",
+    )
+    check = commands.add_parser("doctor", help="diagnose this machine and print fixes")
+    for command in (one, talk, http):
+        command.add_argument("model", help="a directory, a name on the Hugging Face hub, or `demo`")
+    one.add_argument("prompt", nargs="?", help="default: standard input")
+    talk.add_argument("--system", help="a system message to begin with")
+    for command in (one, talk):
+        sampling = command.add_argument_group("sampling (default: what the model's files say)")
+        # For one user: a start with fewer batch sizes to prepare for.
+        add_options(command.add_argument_group("engine"), EngineConfig, max_num_seqs=8)
+        add_options(sampling, SamplingParams)
+        command.add_argument(
+            "--trace", metavar="FILE", help="write a timeline of all actors, for ui.perfetto.dev"
+        )
+        command.add_argument("--json", action="store_true", help="print a JSON object a line")
+    add_options(http.add_argument_group("engine"), EngineConfig)
+    add_options(http.add_argument_group("server"), ServerConfig)
+    check.add_argument("--json", action="store_true", help="print one JSON object")
+    for command, function, run in (
+        (one, generate, asyncio.run),
+        (talk, chat, asyncio.run),
+        (http, run_server, run_on_uvloop),
+        (check, _doctor, sys.exit),
+    ):
+        command.add_argument("-v", "--verbose", action="count", default=0, help="log; -vv: more")
+        command.set_defaults(parser=command, command=function, run=run)
+    return parser
+
+
+def _doctor(args: Any) -> int:
+    """Print what is found, and return the exit status: 1 where something is bad."""
+    findings = examine(Machine())
+    print(as_json(findings) if args.json else as_text(findings), flush=True)
+    return int(any(finding.state == "bad" for finding in findings))

@@ -7,7 +7,9 @@ import sys
 import time
 from typing import Any
 
-from nanoactor.cli.lines import LineReader
+from nanoactor.cli.options import values
+from nanoactor.cli.stdin import LineReader
+from nanoactor.config import EngineConfig
 from nanoactor.engine import AsyncLLM, Prompt
 from nanoactor.errors import InvalidRequest
 from nanoactor.outputs import RequestOutput, RequestOutputKind
@@ -15,41 +17,11 @@ from nanoactor.params import SamplingParams
 
 
 def _params(args: Any) -> SamplingParams:
-    return SamplingParams(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        seed=args.seed,
-        max_tokens=args.max_tokens,
-        min_tokens=args.min_tokens,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-        output_kind=RequestOutputKind.DELTA,
-    )
-
-
-_ENGINE_OPTIONS = (
-    "device",
-    "dtype",
-    "max_model_len",
-    "num_kv_blocks",
-    "pipeline_depth",
-    "memory_utilization",
-    "enforce_eager",
-    "graph_mode",
-    "attention_layout",
-    "weight_format",
-    "graph_cache_dir",
-    "threads",
-    "placement",
-    "tensor_parallel_size",
-)
+    return SamplingParams(**values(args, SamplingParams), output_kind=RequestOutputKind.DELTA)
 
 
 def _engine(args: Any) -> AsyncLLM:
-    options = {name: getattr(args, name) for name in _ENGINE_OPTIONS}
-    return AsyncLLM(args.model, max_num_seqs=8, **options)
+    return AsyncLLM(EngineConfig(args.model, **values(args, EngineConfig)))
 
 
 async def generate(args: Any) -> None:
@@ -78,7 +50,7 @@ async def _report(llm: AsyncLLM, args: Any) -> None:
     """The line that matters, and the timeline if one was asked for."""
     trace = await llm.trace()
     if not args.json:
-        print(trace.ledger().line, file=sys.stderr, flush=True)
+        print(trace.summary().line, file=sys.stderr, flush=True)
     if args.trace is not None:
         trace.save(args.trace)
 

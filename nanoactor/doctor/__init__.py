@@ -1,10 +1,17 @@
-"""`nanoactor doctor`: what of this machine is right for the engine, what is not, what mends it.
+"""`nanoactor doctor`: diagnose this machine and print fixes.
 
-Facts are read in one place, judged in another: `examine(look())` is all there is to it.
+A check is a function of a `Machine` that reads what it needs, and yields what it makes of it.
 """
 
-from nanoactor.doctor.facts import look
+from nanoactor.doctor import ascend, checks
 from nanoactor.doctor.finding import Finding
-from nanoactor.doctor.findings import examine
+from nanoactor.doctor.machine import Machine
 
-__all__ = ["Finding", "examine", "look"]
+__all__ = ["Finding", "Machine", "examine"]
+
+
+def examine(machine: Machine) -> list[Finding]:
+    """Return the findings of every check, in the order in which things depend on each other."""
+    software = (checks.python, checks.torch, ascend.npu, checks.gpu, checks.visible_devices)
+    host = (checks.network, checks.rings, checks.limits, checks.numa, checks.cpu)
+    return [finding for check in (*software, *host) for finding in check(machine)]

@@ -1,8 +1,10 @@
-"""One line of the report."""
+"""Findings, and the report of them for people and for programs."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Sequence
 from typing import Literal
 
 State = Literal["ok", "note", "bad"]
@@ -10,26 +12,35 @@ State = Literal["ok", "note", "bad"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that was looked at. What is bad keeps the engine, or its device, from working; a
-    note costs speed, or may matter later."""
+    """A thing that was checked. "bad" keeps the engine or its device from working; a "note" costs
+    speed, or may matter later; both have a fix: a command, or what to do."""
 
     name: str
     state: State
     what: str
-    mend: str = ""
-    """A command, or what to do; for notes and what is bad."""
+    fix: str = ""
 
 
-def ok(name: str, what: str) -> Finding:
-    """As it should be."""
-    return Finding(name, "ok", what)
+def judge(name: str, is_ok: object, ok: str, ill: str, fix: str, state: State = "bad") -> Finding:
+    """Return an ok that says `ok`, or a finding of this state that says `ill`, with its fix."""
+    return Finding(name, "ok", ok) if is_ok else Finding(name, state, ill, fix)
 
 
-def note(name: str, what: str, mend: str) -> Finding:
-    """Works, but could be better."""
-    return Finding(name, "note", what, mend)
+def as_text(findings: Sequence[Finding]) -> str:
+    """Return a line for each finding, its fix below it, and a count at the end."""
+    width = max((len(finding.name) for finding in findings), default=0)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.state:<6}{finding.name:<{width}}  {finding.what}")
+        if finding.fix:
+            lines.append(f"{'':{6 + width}}  -> {finding.fix}")
+    states = [finding.state for finding in findings]
+    bad, notes = states.count("bad"), states.count("note")
+    return "\n".join([*lines, "", f"{bad or 'nothing'} bad, {notes} note{'s' * (notes != 1)}"])
 
 
-def bad(name: str, what: str, mend: str) -> Finding:
-    """Does not work."""
-    return Finding(name, "bad", what, mend)
+def as_json(findings: Sequence[Finding]) -> str:
+    """Return one object on one line, where the key "mend" holds the fix."""
+    listed = [{"name": f.name, "state": f.state, "what": f.what, "mend": f.fix} for f in findings]
+    is_well = all(finding.state != "bad" for finding in findings)
+    return json.dumps({"ok": is_well, "findings": listed})

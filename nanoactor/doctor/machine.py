@@ -1,178 +1,119 @@
-"""What is known of a machine: plain facts, no judgement."""
+"""The machine as checks read it: files, the environment, programs that may hang or crash."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import functools
+import glob
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from typing import Any
 
-MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
-"""The device nodes that every Ascend program opens besides those of the NPUs."""
-CANN_LIBRARIES = ("libascendcl.so", "libhccl.so")
-SERVER_PORT = 8000
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Device:
-    """An accelerator as torch sees it."""
-
-    name: str
-    free: int | None = None
-    """Bytes."""
-    total: int | None = None
-    trouble: str = ""
-    """Why its memory could not be read."""
+# By vendor and class of an accelerator or a display: a GPU's sound and its switches are neither.
+_PCI_KINDS = {("0x19e5", "0x12"): "NPU", ("0x10de", "0x03"): "GPU"}
+Run = Callable[[Sequence[str], Mapping[str, str], float], tuple[str, str]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TorchFacts:
-    """What a child process found that has imported torch, and torch_npu where there is one."""
-
-    version: str | None = None
-    trouble: str = ""
-    """Why torch cannot be imported."""
-    cut_short: str = ""
-    """Why the child ended early: what it had not said yet is unknown."""
-    cuda_build: str | None = None
-    """The CUDA version that torch was built for."""
-    cuda_devices: tuple[Device, ...] = ()
-    cuda_trouble: str = ""
-    triton: str | None = None
-    npu_version: str | None = None
-    """Of torch_npu, by its metadata: known where the import fails, too."""
-    npu_trouble: str = ""
-    """Why torch_npu cannot be imported or used."""
-    npu_devices: tuple[Device, ...] = ()
-    cann: str | None = None
-    """The version of CANN that torch_npu sees."""
+def run_command(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tuple[str, str]:
+    """Return what a program has printed, and what went wrong: "" where it ended with status 0."""
+    try:
+        process = Popen(  # noqa: S603
+            command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=env, start_new_session=True
+        )
+    except OSError as error:
+        return "", f"cannot be run: {error.strerror}"
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except TimeoutExpired as late:
+        return (late.output or b"").decode(errors="replace"), f"no answer within {seconds:g} s"
+    finally:  # what is stuck in a driver cannot be killed: it is left alone
+        with contextlib.suppress(OSError, TimeoutExpired):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=1.0)
+    status, last = process.returncode, errors.decode(errors="replace").strip().split("\n")[-1]
+    ended = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+    return output.decode(errors="replace"), f"{ended}: {last}".rstrip(": ") if status else ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Node:
-    """A file in /dev."""
-
-    path: str
-    present: bool
-    usable: bool
-    """This process may read and write it."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Smi:
-    """What a run of `npu-smi info` gave."""
-
-    healthy: int
-    """Lines that say OK."""
-    unhealthy: tuple[str, ...] = ()
-    """Lines that say anything else of a device's health."""
-    trouble: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ascend:
-    """Driver and CANN, as files and environment variables show them."""
-
-    driver: str | None = None
-    firmware: str | None = None
-    npus: tuple[Node, ...] = ()
-    """/dev/davinci0 and so on."""
-    managers: tuple[Node, ...] = tuple(Node(path, False, False) for path in MANAGERS)
-    smi: Smi | None = None
-    """None where there is no npu-smi."""
-    home: str | None = None
-    """ASCEND_HOME_PATH, or else ASCEND_TOOLKIT_HOME."""
-    opp: str | None = None
-    """ASCEND_OPP_PATH."""
-    missing_directories: tuple[str, ...] = ()
-    """Of the two above, what does not exist."""
-    missing_libraries: tuple[str, ...] = CANN_LIBRARIES
-    """In no directory of LD_LIBRARY_PATH."""
-    cann: str | None = None
-    """The version that its files name."""
-    scripts: tuple[str, ...] = ()
-    """Every set_env.sh that was found, the usual place first."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PciDevice:
-    """An accelerator on the PCI bus."""
-
-    address: str
-    kind: str
-    """NPU or GPU."""
-    numa: int | None
-    """The NUMA node it is attached to."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ports:
-    """Which ports could be bound."""
-
-    loopback_trouble: str = ""
-    server_taken: bool = False
-    hccl_base: str = "60000"
-    """HCCL_IF_BASE_PORT, or its default."""
-    hccl_taken: tuple[int, ...] = ()
-    hccl_range: str | None = None
-    """HCCL_HOST_SOCKET_PORT_RANGE."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """Shared memory and what the process may have. None: no limit, or unknown."""
-
-    rings_trouble: str = ""
-    """Why anonymous memory or an eventfd cannot be had."""
-    shm: int | None = None
-    """Bytes of /dev/shm."""
-    open_files: int | None = None
-    most_open_files: int | None = None
-    """What the soft limit can be raised to."""
-    locked: int | None = None
-    """Bytes of memory that may be locked."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cpu:
-    """Processors and memory of the host, or of the container where it has less."""
-
-    cores: int = 1
-    quota: float | None = None
-    """Processors' worth of time that the container is given."""
-    memory: int | None = None
-    available: int | None = None
-    bfloat16: bool = False
-    """The processor multiplies in it."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Machine:
-    """Everything that `examine` goes by."""
+    """This machine, or a made-up one. What cannot be read is empty: nothing raises."""
 
-    python: tuple[int, int, int]
-    torch: TorchFacts = TorchFacts()
-    ascend: Ascend = Ascend()
-    nvidia_driver: str | None = None
-    nvidia_nodes: tuple[str, ...] = ()
-    visible: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """ASCEND_RT_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES, where they are set."""
-    in_container: bool = False
-    ports: Ports = Ports()
-    limits: Limits = Limits()
-    numa_nodes: int = 1
-    pci: tuple[PciDevice, ...] = ()
-    cpu: Cpu = Cpu()
+    root: Path = Path("/")
+    environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
+    run: Run = run_command
+    python: tuple[int, ...] = sys.version_info[:3]
 
-    @property
+    def path(self, path: str) -> Path:
+        """Return where an absolute path lies below the root."""
+        return self.root / path.lstrip("/")
+
+    def files(self, pattern: str) -> list[str]:
+        """Return the absolute paths that match a shell pattern, numbers in their order."""
+        found = glob.glob(pattern.lstrip("/"), root_dir=self.root)
+        return sorted((f"/{path}" for path in found), key=lambda path: (len(path), path))
+
+    def match(self, pattern: str, *paths: str) -> str:
+        """Return the first group of a pattern in the first of these files that has it."""
+        for path in paths:
+            with contextlib.suppress(OSError):
+                text = self.path(path).read_text(errors="replace").strip()
+                if found := re.search(pattern, text, re.MULTILINE | re.IGNORECASE):
+                    return found[1].strip()
+        return ""
+
+    @functools.cached_property
+    def probe(self) -> dict[str, Any]:
+        """What `probe.py` says of torch; "cut_short" is why it ended before it had said all."""
+        # -P: no module of this directory may stand in for another of the same name.
+        command = [sys.executable, "-P", str(Path(__file__).with_name("probe.py"))]
+        environment = {**self.environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        # torch alone may take half a minute to import from a cold disk, and each NPU some seconds.
+        output, trouble = self.run(command, environment, 60.0)
+        said: dict[str, Any] = {"cut_short": trouble}
+        for line in output.splitlines():
+            with contextlib.suppress(ValueError):  # libraries print as well
+                found = json.loads(line)
+                said |= found if isinstance(found, dict) else {}
+        return said
+
+    @functools.cached_property
+    def pci(self) -> list[tuple[str, str, str]]:
+        """Kind (NPU, GPU), address and NUMA node (or "?") of the accelerators on the bus."""
+        found = []
+        for path in self.files("/sys/bus/pci/devices/*"):
+            vendor, code = (self.match(r"(\w+)", f"{path}/{name}") for name in ("vendor", "class"))
+            if kind := _PCI_KINDS.get((vendor, code[:4])):
+                node = self.match(r"^(\d+)", f"{path}/numa_node") or "?"
+                found.append((kind, os.path.basename(path), node))
+        return found
+
+    @functools.cached_property
     def wants_npu(self) -> bool:
         """Whether an NPU is meant to be used here. Software alone counts, as a container that was
         not given its devices has nothing else; the PCI bus does not, as it shows the host's."""
-        ascend = self.ascend
-        signs = (ascend.npus, ascend.driver, ascend.home, ascend.scripts, self.torch.npu_version)
-        return any(signs)
+        files = map(self.files, ("/dev/davinci[0-9]*", "/usr/local/Ascend/driver/version.info"))
+        software = self.cann_scripts or self.environment.get("ASCEND_HOME_PATH")
+        return bool(any(files) or software or self.probe.get("torch_npu"))
 
     @property
+    def cann_scripts(self) -> list[str]:
+        """Every set_env.sh of CANN, the usual place first."""
+        homes = ("/usr/local/Ascend", f"{self.environment.get('HOME', '')}/Ascend")
+        names = ("ascend-toolkit", "cann", "cann-*")
+        patterns = [f"{home}/{name}/set_env.sh" for home in homes for name in names]
+        return [script for pattern in patterns for script in self.files(pattern)]
+
+    @functools.cached_property
     def wants_gpu(self) -> bool:
         """Whether there is an NVIDIA GPU, or torch sees one."""
-        return bool(self.torch.cuda_devices or self.nvidia_nodes or self.nvidia_driver) or any(
-            device.kind == "GPU" for device in self.pci
-        )
+        files = map(self.files, ("/dev/nvidia[0-9]*", "/proc/driver/nvidia/version"))
+        on_bus = any(kind == "GPU" for kind, _, _ in self.pci)
+        return any(files) or on_bus or bool(self.probe.get("gpus"))

@@ -1,86 +1,70 @@
-"""What torch and torch_npu say of this machine, as lines of JSON. Run as a program of its own.
+"""Ask torch and torch_npu about this machine; print each answer at once, as a line of JSON.
 
-torch loads torch_npu by itself, and fails where CANN is missing; a driver may hang or crash. So it
-is done in a child (with TORCH_DEVICE_BACKEND_AUTOLOAD=0), which says each thing as soon as it is
-known. It imports nothing of nanoactor, and nothing imports it.
+Run as a program of its own, with TORCH_DEVICE_BACKEND_AUTOLOAD=0: an import may fail where CANN is
+missing, a driver may hang or crash. It imports nothing of nanoactor, and nothing imports it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.metadata
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
-def _say(**facts: Any) -> None:
-    # Begins a line, whatever a library has printed before.
-    sys.stdout.write(f"\n{json.dumps(facts)}\n")
-    sys.stdout.flush()
-
-
-def _why(error: BaseException) -> str:
-    # The rest of a driver's message is for its makers.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-def _installed(name: str) -> str | None:
+def _tell(name: str, ask: Callable[[], Any]) -> Any:
+    """Print and return the answer; where there is none print why, as the name with "_trouble"."""
+    answer = None
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        answer = ask()
+        fact = {name: answer}
+    except Exception as error:  # a library's or a driver's, of any kind
+        fact = {f"{name}_trouble": _why(error)}
+    # Begins a line, whatever a library has printed before.
+    os.write(1, f"\n{json.dumps(fact)}\n".encode())
+    return answer
 
 
-def _devices(backend: Any) -> list[dict[str, Any]]:
-    """Of `torch.cuda` or `torch.npu`, which have the same functions."""
+def _why(error: Exception) -> str:
+    # The rest of a driver's message is for its makers.
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _devices(backend: Any) -> list[tuple[str, str]]:
+    """Return a line about each device that `torch.cuda` or `torch.npu` sees, and its state."""
     found = []
-    for index in range(backend.device_count()):
-        device: dict[str, Any] = {"name": str(backend.get_device_name(index))}
+    for index in range(backend.device_count() if backend.is_available() else 0):
+        state, name = "ok", backend.get_device_name(index)
         try:
-            device["free"], device["total"] = backend.mem_get_info(index)
-        except Exception as error:  # the library's or the driver's, of any kind
-            device["trouble"] = _why(error)
-        found.append(device)
+            free, total = (size / (1 << 30) for size in backend.mem_get_info(index))
+            memory = f"{free:.1f} GiB of {total:.1f} GiB free"
+            if free < total / 2:
+                state, memory = "note", f"{memory}; others use most of it"
+        except Exception as error:
+            state, memory = "bad", _why(error)
+        found.append((f"{index} {name}, {memory}", state))
     return found
 
 
-def _look_at_cuda(torch: Any) -> None:
-    _say(cuda_build=torch.version.cuda)
-    try:
-        _say(cuda_devices=_devices(torch.cuda) if torch.cuda.is_available() else [])
-    except Exception as error:
-        _say(cuda_trouble=_why(error))
-
-
-def _look_at_npu() -> None:
-    try:
-        torch_npu = importlib.import_module("torch_npu")
-        _say(npu_devices=_devices(torch_npu.npu))
-    except Exception as error:
-        _say(npu_trouble=_why(error))
-        return
-    try:
-        _say(cann=str(torch_npu.npu.utils.get_cann_version()))
-    except Exception:
-        _say(cann=None)
-
-
 def main() -> None:
-    """Say everything that can be found out."""
-    npu = _installed("torch_npu")
-    _say(triton=_installed("triton"), npu_version=npu)
-    try:
-        torch = importlib.import_module("torch")
-    except Exception as error:
-        _say(trouble=_why(error))
-    else:
-        _say(version=str(torch.__version__))
-        _look_at_cuda(torch)
-        if npu is not None:
-            _look_at_npu()
+    """Print everything that can be found out."""
+    version = importlib.metadata.version
+    _tell("triton", lambda: version("triton"))
+    has_npu = _tell("torch_npu", lambda: version("torch_npu"))
+    _tell("torch", lambda: str(importlib.import_module("torch").__version__))
+    if torch := sys.modules.get("torch"):
+        _tell("cuda_build", lambda: torch.version.cuda)
+        _tell("gpus", lambda: _devices(torch.cuda))
+        if has_npu:
+            _tell("npus", lambda: _devices(importlib.import_module("torch_npu").npu))
+        if torch_npu := sys.modules.get("torch_npu"):
+            _tell("cann", lambda: str(torch_npu.npu.utils.get_cann_version()))
+    _tell("libascendcl", lambda: str(ctypes.CDLL("libascendcl.so")))
+    _tell("libhccl", lambda: str(ctypes.CDLL("libhccl.so")))
     # Libraries of devices are known to crash when they are taken down.
     os._exit(0)
 

@@ -12,32 +12,30 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nanoactor.actors.scheduler import ENTERS, LEAVES, LOAD
-from nanoactor.runtime.tracing import NodeTrace
+from nanoactor.runtime.tracing import Kind, NodeTrace
 
 Event = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Span:
-    """One span with all that its track and its kind say of it."""
+    """One span, with its place and its kind."""
 
     place: tuple[int, int]
     """(process, thread) of its track, as the picture numbers them."""
-    name: str
-    by: str
+    kind: Kind
     number: int
-    source: str
     sent: int
     begin: int
     end: int
 
     @property
     def is_sending(self) -> bool:
-        return self.name.startswith("send ")
+        return self.kind.name.startswith("send ")
 
 
 def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
-    """Every track, every span, and arrows that follow each step and each request."""
+    """Yield every track, every span, and arrows that follow each step and each request."""
     places: dict[str, tuple[int, int]] = {}
     spans: list[_Span] = []
     links: dict[str, dict[int, int]] = {ENTERS: {}, LEAVES: {}}
@@ -55,18 +53,7 @@ def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
                 if load and kind.name in links:
                     links[kind.name].setdefault(linked, sent)
                     continue
-                spans.append(
-                    _Span(
-                        (process, thread),
-                        kind.name,
-                        kind.by,
-                        linked,
-                        kind.source,
-                        sent,
-                        begin,
-                        end,
-                    )
-                )
+                spans.append(_Span((process, thread), kind, linked, sent, begin, end))
     origin = min((span.begin for span in spans), default=0)
     for span in spans:
         yield _complete(span, origin)
@@ -90,13 +77,14 @@ def _sorted(what: str, place: tuple[int, int], index: int) -> Event:
 
 def _complete(span: _Span, origin: int) -> Event:
     arguments: dict[str, Any] = {}
-    if span.by:
-        arguments["request" if span.by == "uid" else span.by] = span.number
-    if span.source:
-        arguments |= {"from": span.source, "waited_us": (span.begin - span.sent) / 1000}
+    if span.kind.by:
+        arguments["request" if span.kind.by == "uid" else span.kind.by] = span.number
+    if span.kind.source:
+        waited = (span.begin - span.sent) / 1000
+        arguments |= {"from": span.kind.source, "waited_us": waited}
     return {
         "ph": "X",
-        "name": span.name,
+        "name": span.kind.name,
         "cat": "send" if span.is_sending else "work",
         "pid": span.place[0],
         "tid": span.place[1],
@@ -107,14 +95,14 @@ def _complete(span: _Span, origin: int) -> Event:
 
 
 def _chains(spans: list[_Span]) -> dict[str, dict[int, list[_Span]]]:
-    """By field and number: the spans that belong together, in order."""
+    """Return, by field and number, the spans that belong together, in order."""
     chains: dict[str, dict[int, list[_Span]]] = {
         "step": defaultdict(list),
         "uid": defaultdict(list),
     }
     for span in sorted(spans, key=lambda s: s.begin):
-        if span.by in chains:
-            chains[span.by][span.number].append(span)
+        if span.kind.by in chains:
+            chains[span.kind.by][span.number].append(span)
     return chains
 
 
@@ -124,7 +112,7 @@ def _request_chain(
     steps: dict[int, list[_Span]],
     links: dict[str, dict[int, int]],
 ) -> list[_Span]:
-    """A request's own spans, then those of its first step and of the one that ends it."""
+    """Return a request's own spans, then those of its first step and of the one that ends it."""
     chain = list(own)
     for link in (ENTERS, LEAVES):
         step = links[link].get(uid)
@@ -139,14 +127,14 @@ def _flow(
     places: dict[str, tuple[int, int]],
     origin: int,
 ) -> Iterator[Event]:
-    """Arrows from span to span, the sending ones included. The first comes from where its message
+    """Yield arrows from span to span, the sending ones included, the first from where its message
     was sent."""
     if not chain:
         return
     # A moment inside each span: where two meet, the edge would belong to either.
     points = [(span.place, span.begin + min(500, (span.end - span.begin) // 2)) for span in chain]
-    if chain[0].source in places and chain[0].sent:
-        points.insert(0, (places[chain[0].source], chain[0].sent - 1))
+    if chain[0].kind.source in places and chain[0].sent:
+        points.insert(0, (places[chain[0].kind.source], chain[0].sent - 1))
     if len(points) < 2:
         return
     for index, ((process, thread), at) in enumerate(points):

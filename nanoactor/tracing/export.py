@@ -1,6 +1,6 @@
-"""Turns a trace into Perfetto's JSON in a process of its own: `python -m nanoactor.tracing.export`.
+"""Turn a trace into Perfetto's JSON in a process of its own: `python -m nanoactor.tracing.export`.
 
-It reads pickled looks, each a list of `NodeTrace`, from its parent on standard input and writes
+It reads pickled snapshots, each a list of `NodeTrace`, from its parent on standard input and writes
 the JSON to standard output. A trace of a busy minute is tens of megabytes of text, which would
 hold up the loop of whoever serves it.
 """
@@ -14,15 +14,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from nanoactor.runtime.tracing import NodeTrace, TrackTrace
-from nanoactor.tracing.trace import Trace
+from nanoactor.tracing import Trace
 
 
-def joined(looks: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
-    """One trace of several that follow each other: the time that tracks remember is short."""
+def joined(snapshots: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
+    """Join traces that follow each other: the time that tracks remember is short."""
     nodes: dict[str, NodeTrace] = {}
     tracks: dict[tuple[str, str], list[TrackTrace]] = {}
-    for look in looks:
-        for node in look:
+    for snapshot in snapshots:
+        for node in snapshot:
             nodes[node.node] = node
             for track in node.tracks:
                 tracks.setdefault((node.node, track.track), []).append(track)
@@ -45,9 +45,9 @@ def _joined(parts: list[TrackTrace]) -> TrackTrace:
 
 
 def main() -> None:
-    """From standard input to standard output."""
-    looks = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that has started this one
-    Trace(tuple(joined(looks)), 0).write(sys.stdout)
+    """Write what standard input holds to standard output."""
+    snapshots = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that has started this one
+    Trace(tuple(joined(snapshots)), 0).write(sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,467 +1,35 @@
 """What the doctor finds: on made-up machines, below a made-up root, and here."""
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
 import sys
 import time
+import types
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanoactor.cli import main
-from nanoactor.doctor import examine, look
-from nanoactor.doctor.commands import Outcome, run_command
-from nanoactor.doctor.finding import Finding
-from nanoactor.doctor.machine import (
-    MANAGERS,
-    Ascend,
-    Cpu,
-    Device,
-    Limits,
-    Machine,
-    Node,
-    PciDevice,
-    Ports,
-    Smi,
-    TorchFacts,
-)
-from nanoactor.doctor.report import as_json, as_text, is_well
+from nanoactor.doctor import Finding, Machine, checks, examine
+from nanoactor.doctor.ascend import driver_version
+from nanoactor.doctor.finding import as_json, as_text
+from nanoactor.doctor.machine import run_command
+from nanoactor.doctor.probe import _devices
 
 GIB = 1 << 30
 TOOLKIT = "/usr/local/Ascend/ascend-toolkit"
-NPU = Device("Ascend910B3", 60 * GIB, 64 * GIB)
-GPU = Device("NVIDIA H200", 139 * GIB, 140 * GIB)
-HOST = dict(
-    python=(3, 11, 7),
-    limits=Limits(shm=8 * GIB, open_files=65536, most_open_files=65536),
-    cpu=Cpu(cores=16, memory=64 * GIB, available=60 * GIB, bfloat16=True),
-)
-CPU_BOX = Machine(torch=TorchFacts(version="2.13.0+cpu"), **HOST)
-GPU_BOX = Machine(
-    torch=TorchFacts(
-        version="2.13.0+cu130", cuda_build="13.0", cuda_devices=(GPU,), triton="3.7.0"
-    ),
-    nvidia_driver="580.95.05",
-    nvidia_nodes=("/dev/nvidia0",),
-    **HOST,
-)
-NPU_BOX = Machine(
-    torch=TorchFacts(
-        version="2.13.0+cpu", npu_version="2.13.0.post1", npu_devices=(NPU, NPU), cann="9.0.0"
-    ),
-    ascend=Ascend(
-        driver="25.3.0",
-        firmware="7.8.0",
-        npus=(Node("/dev/davinci0", True, True), Node("/dev/davinci1", True, True)),
-        managers=tuple(Node(path, True, True) for path in MANAGERS),
-        smi=Smi(2),
-        home=f"{TOOLKIT}/latest",
-        opp=f"{TOOLKIT}/latest/opp",
-        missing_libraries=(),
-        cann="9.0.0",
-        scripts=(f"{TOOLKIT}/set_env.sh",),
-    ),
-    **HOST,
-)
-
-
-def changed(machine, **parts):
-    """With `ascend_driver=None` for a field of a part, `python=...` for one of its own."""
-    own = {field.name for field in dataclasses.fields(Machine)}
-    for name, value in parts.items():
-        if name in own:
-            machine = dataclasses.replace(machine, **{name: value})
-            continue
-        part, _, field = name.partition("_")
-        inner = dataclasses.replace(getattr(machine, part), **{field: value})
-        machine = dataclasses.replace(machine, **{part: inner})
-    return machine
-
-
-def found(machine, name):
-    return [finding for finding in examine(machine) if finding.name == name]
-
-
-def names(machine):
-    return {finding.name for finding in examine(machine)}
-
-
-@pytest.mark.parametrize("machine", [CPU_BOX, GPU_BOX, NPU_BOX], ids=["cpu", "gpu", "npu"])
-def test_a_machine_in_order_gives_neither_bad_nor_note(machine):
-    assert [finding for finding in examine(machine) if finding.state != "ok"] == []
-
-
-def test_a_plain_cpu_says_in_one_line_that_there_is_no_npu():
-    assert [f.what for f in found(CPU_BOX, "NPU")] == [
-        "there is none: no device, driver, CANN or torch_npu"
-    ]
-    assert not names(CPU_BOX) & {"NPU driver", "device nodes", "CANN environment", "torch_npu"}
-    assert not names(CPU_BOX) & {"npu-smi", "HCCL ports", "shared memory", "Triton"}
-
-
-def test_devices_are_told_with_their_memory():
-    (finding,) = found(NPU_BOX, "NPU")
-    assert finding.what == (
-        "2: 0 Ascend910B3, 60.0 GiB of 64.0 GiB free; 1 Ascend910B3, 60.0 GiB of 64.0 GiB free"
-    )
-    (finding,) = found(GPU_BOX, "GPU")
-    assert finding.what.startswith("1: 0 NVIDIA H200, 139.0 GiB of 140.0 GiB")
-    assert finding.what.endswith("driver 580.95.05")
-
-
-MOUNT = "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro"
-CLOSED = tuple(Node(path, True, False) for path in MANAGERS)
-NO_HDC = (*NPU_BOX.ascend.managers[:2], Node("/dev/hisi_hdc", False, False))
-LOST = "ImportError: libhccl.so: cannot open shared object file: No such file or directory"
-NO_HAL = "ImportError: libascend_hal.so: cannot open shared object file"
-PAIR = "pip install 'nanoactor[npu]' 'torch==2.13.0' 'torch_npu==2.13.0.*'"
-ILL = dataclasses.replace(NPU, trouble="RuntimeError: error 507033", free=None, total=None)
-FULL = Device("Ascend910B3", 3 * GIB, 64 * GIB)
-FULL_GPU = Device("NVIDIA H200", 3 * GIB, 140 * GIB)
-HIDDEN = {"ASCEND_RT_VISIBLE_DEVICES": "7"}
-
-CASES = {
-    "python too old": (CPU_BOX, dict(python=(3, 10, 1)), "Python", "bad", "python3.13 -m venv"),
-    "python too new": (CPU_BOX, dict(python=(3, 14, 0)), "Python", "bad", "python3.13 -m venv"),
-    "torch too old": (CPU_BOX, dict(torch_version="2.9.1"), "torch", "bad", "'torch>=2.11'"),
-    "no torch": (
-        CPU_BOX,
-        dict(torch=TorchFacts(trouble="ModuleNotFoundError: No module named 'torch'")),
-        "torch",
-        "bad",
-        "pip install 'torch>=2.11'",
-    ),
-    "a probe that says nothing": (CPU_BOX, dict(torch=TorchFacts()), "torch", "bad", "pip"),
-    "a probe that hangs": (
-        NPU_BOX,
-        dict(torch_npu_devices=(), torch_cut_short="no answer within 60 s"),
-        "probe",
-        "bad",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -X faulthandler -c 'import torch, torch_npu'",
-    ),
-    "no driver": (
-        NPU_BOX,
-        dict(ascend_driver=None, torch_npu_devices=()),
-        "NPU driver",
-        "bad",
-        "install",
-    ),
-    "no driver in a container": (
-        NPU_BOX,
-        dict(ascend_driver=None, torch_npu_devices=(), in_container=True),
-        "NPU driver",
-        "bad",
-        f"start the container with {MOUNT}",
-    ),
-    "a driver elsewhere": (NPU_BOX, dict(ascend_driver=None), "NPU driver", "note", "nothing"),
-    "no firmware": (NPU_BOX, dict(ascend_firmware=None), "NPU firmware", "note", "firmware"),
-    "no NPU in /dev": (
-        NPU_BOX,
-        dict(ascend_npus=()),
-        "device nodes",
-        "bad",
-        f"docker run --device /dev/davinci0 {MOUNT}",
-    ),
-    "no NPU in a container": (
-        NPU_BOX,
-        dict(ascend_npus=(), ascend_managers=Ascend().managers, in_container=True),
-        "device nodes",
-        "bad",
-        "start the container with its devices: docker run --device /dev/davinci0 --device "
-        "/dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc -v",
-    ),
-    "one node missing": (
-        NPU_BOX,
-        dict(ascend_managers=NO_HDC),
-        "device nodes",
-        "bad",
-        f"docker run --device /dev/hisi_hdc {MOUNT}",
-    ),
-    "closed nodes": (
-        NPU_BOX,
-        dict(ascend_managers=CLOSED),
-        "device nodes",
-        "bad",
-        "sudo usermod -aG HwHiAiUser $USER",
-    ),
-    "no npu-smi": (NPU_BOX, dict(ascend_smi=None), "npu-smi", "note", "npu-smi:ro"),
-    "npu-smi fails": (
-        NPU_BOX,
-        dict(ascend_smi=Smi(0, (), "ended with status 1: dcmi error")),
-        "npu-smi",
-        "bad",
-        "npu-smi info",
-    ),
-    "an ill NPU": (
-        NPU_BOX,
-        dict(ascend_smi=Smi(1, ("1 910B3 | Alarm | 93.4",))),
-        "npu-smi",
-        "bad",
-        "npu-smi info -t health",
-    ),
-    "npu-smi without health": (NPU_BOX, dict(ascend_smi=Smi(0)), "npu-smi", "note", "npu-smi"),
-    "CANN not sourced": (
-        NPU_BOX,
-        dict(ascend_home=None, ascend_opp=None, ascend_missing_libraries=("libhccl.so",)),
-        "CANN environment",
-        "bad",
-        f"source {TOOLKIT}/set_env.sh",
-    ),
-    "a script in a strange place": (
-        NPU_BOX,
-        dict(ascend_home=None, ascend_scripts=("/home/a b/Ascend/cann/set_env.sh",)),
-        "CANN environment",
-        "bad",
-        "source '/home/a b/Ascend/cann/set_env.sh'",
-    ),
-    "CANN removed": (
-        NPU_BOX,
-        dict(ascend_missing_directories=(f"{TOOLKIT}/latest",)),
-        "CANN environment",
-        "bad",
-        "source",
-    ),
-    "no CANN": (
-        NPU_BOX,
-        dict(ascend_home=None, ascend_opp=None, ascend_scripts=()),
-        "CANN environment",
-        "bad",
-        "install CANN",
-    ),
-    "CANN without a version": (
-        NPU_BOX,
-        dict(ascend_cann=None, torch_cann=None),
-        "CANN",
-        "note",
-        "ASCEND_HOME_PATH",
-    ),
-    "no torch_npu": (NPU_BOX, dict(torch_npu_version=None), "torch_npu", "bad", PAIR),
-    "another torch_npu": (NPU_BOX, dict(torch_npu_version="2.12.0"), "torch_npu", "bad", PAIR),
-    "another torch_npu of an old torch": (
-        NPU_BOX,
-        dict(torch_npu_version="2.8.0", torch_version="2.9.0"),
-        "torch_npu",
-        "bad",
-        "pip install 'nanoactor[npu]'",
-    ),
-    "torch_npu misses CANN": (
-        NPU_BOX,
-        dict(torch_npu_trouble=LOST, torch_npu_devices=()),
-        "torch_npu",
-        "bad",
-        f"source {TOOLKIT}/set_env.sh",
-    ),
-    "torch_npu misses the driver": (
-        NPU_BOX,
-        dict(torch_npu_trouble=NO_HAL, torch_npu_devices=()),
-        "torch_npu",
-        "bad",
-        MOUNT,
-    ),
-    "torch_npu misses a module": (
-        NPU_BOX,
-        dict(torch_npu_trouble="ModuleNotFoundError: No module named 'yaml'"),
-        "torch_npu",
-        "bad",
-        "pip install yaml",
-    ),
-    "torch_npu fails": (
-        NPU_BOX,
-        dict(torch_npu_trouble="RuntimeError: SetDevice, error code 507033"),
-        "torch_npu",
-        "bad",
-        "import torch, torch_npu",
-    ),
-    "no NPU seen": (NPU_BOX, dict(torch_npu_devices=()), "NPU", "bad", "npu-smi info"),
-    "NPUs hidden": (
-        NPU_BOX,
-        dict(torch_npu_devices=(), visible=HIDDEN),
-        "NPU",
-        "bad",
-        "unset ASCEND_RT_VISIBLE_DEVICES",
-    ),
-    "an NPU whose memory is unknown": (
-        NPU_BOX,
-        dict(torch_npu_devices=(ILL,)),
-        "NPU",
-        "bad",
-        "npu-smi info",
-    ),
-    "a full NPU": (NPU_BOX, dict(torch_npu_devices=(NPU, FULL)), "NPU", "note", "npu-smi info"),
-    "software alone": (
-        CPU_BOX,
-        dict(torch_npu_version="2.13.0"),
-        "NPU",
-        "note",
-        "pip uninstall torch_npu",
-    ),
-    "an NPU on the bus alone": (
-        CPU_BOX,
-        dict(pci=(PciDevice("0000:c1:00.0", "NPU", 0),)),
-        "NPU",
-        "note",
-        "install the NPU's driver",
-    ),
-    "torch without CUDA": (
-        GPU_BOX,
-        dict(torch_cuda_devices=(), torch_cuda_build=None),
-        "GPU",
-        "bad",
-        "install a build for CUDA",
-    ),
-    "an old NVIDIA driver": (
-        GPU_BOX,
-        dict(torch_cuda_devices=(), torch_cuda_trouble="RuntimeError: too old"),
-        "GPU",
-        "bad",
-        "update the driver",
-    ),
-    "GPUs hidden": (
-        GPU_BOX,
-        dict(torch_cuda_devices=(), visible={"CUDA_VISIBLE_DEVICES": ""}),
-        "GPU",
-        "note",
-        "unset CUDA_VISIBLE_DEVICES",
-    ),
-    "a GPU without its driver": (
-        CPU_BOX,
-        dict(pci=(PciDevice("0000:17:00.0", "GPU", 0),)),
-        "GPU",
-        "note",
-        "docker run --gpus all",
-    ),
-    "a GPU that nobody asked": (GPU_BOX, dict(torch=TorchFacts()), "GPU", "note", "torch first"),
-    "a full GPU": (GPU_BOX, dict(torch_cuda_devices=(FULL_GPU,)), "GPU", "note", "nvidia-smi"),
-    "an ill GPU": (
-        GPU_BOX,
-        dict(torch_cuda_devices=(dataclasses.replace(GPU, trouble="AcceleratorError: 719"),)),
-        "GPU",
-        "bad",
-        "nvidia-smi",
-    ),
-    "no Triton": (GPU_BOX, dict(torch_triton=None), "Triton", "note", "pip install triton"),
-    "no loopback": (
-        CPU_BOX,
-        dict(ports=Ports(loopback_trouble="Cannot assign requested address")),
-        "loopback",
-        "bad",
-        "ip link set lo up",
-    ),
-    "port taken": (CPU_BOX, dict(ports_server_taken=True), "port 8000", "note", "--port 8001"),
-    "HCCL's ports taken": (
-        NPU_BOX,
-        dict(ports_hccl_taken=(60000, 60001, 60007)),
-        "HCCL ports",
-        "note",
-        "HCCL_HOST_SOCKET_PORT_RANGE=auto",
-    ),
-    "no port": (
-        NPU_BOX,
-        dict(ports_hccl_base="sixty"),
-        "HCCL ports",
-        "note",
-        "unset HCCL_IF_BASE_PORT",
-    ),
-    "no rings": (
-        CPU_BOX,
-        dict(limits_rings_trouble="[Errno 1] Operation not permitted EPERM"),
-        "rings",
-        "bad",
-        "seccomp",
-    ),
-    "small /dev/shm": (NPU_BOX, dict(limits_shm=64 << 20), "shared memory", "note", "--shm-size"),
-    "few files": (CPU_BOX, dict(limits_open_files=1024), "open files", "note", "ulimit -n 65536"),
-    "few files, by force": (
-        CPU_BOX,
-        dict(limits_open_files=1024, limits_most_open_files=4096),
-        "open files",
-        "note",
-        "ulimit -n 4096; more: raise nofile",
-    ),
-    "locked memory, NPU": (
-        NPU_BOX,
-        dict(limits_locked=8 << 20),
-        "locked memory",
-        "note",
-        "ulimit -l unlimited",
-    ),
-    "locked memory, GPU": (GPU_BOX, dict(limits_locked=0), "locked memory", "note", "memlock=-1"),
-    "one device, two nodes": (
-        NPU_BOX,
-        dict(numa_nodes=2, pci=(PciDevice("0000:c1:00.0", "NPU", 1),)),
-        "NUMA",
-        "note",
-        "numactl --cpunodebind=1 nanoactor serve MODEL",
-    ),
-    "devices on two nodes": (
-        NPU_BOX,
-        dict(
-            numa_nodes=2,
-            pci=(PciDevice("0000:01:00.0", "NPU", 0), PciDevice("0000:c1:00.0", "NPU", 1)),
-        ),
-        "NUMA",
-        "note",
-        "runner processes are best bound near their device: numactl --cpunodebind=N",
-    ),
-    "a quota": (CPU_BOX, dict(cpu_quota=3.5), "CPU quota", "note", "--threads 3"),
-    "no bfloat16": (CPU_BOX, dict(cpu_bfloat16=False), "CPU bfloat16", "note", "processor"),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_whatever_is_wrong_is_said_with_what_mends_it(case):
-    machine, parts, name, state, mend = CASES[case]
-    (finding,) = found(changed(machine, **parts), name)
-    assert finding.state == state
-    assert mend in finding.mend
-    assert finding.what
-    # One fault may bring others: each says how it is mended.
-    assert all(f.mend for f in examine(changed(machine, **parts)) if f.state != "ok")
-
-
-def test_what_does_not_matter_here_is_not_said():
-    assert "locked memory" not in names(changed(CPU_BOX, limits_locked=8 << 20))
-    assert "NPU firmware" not in names(changed(NPU_BOX, ascend_firmware=None, in_container=True))
-    quota = changed(CPU_BOX, cpu_quota=16.0)
-    assert "CPU quota" not in names(quota)
-    assert "HCCL ports" not in names(changed(GPU_BOX, ports_hccl_taken=(60000,)))
-    (range_,) = found(
-        changed(NPU_BOX, ports_hccl_range="auto", ports_hccl_taken=(1,)), "HCCL ports"
-    )
-    assert range_.state == "ok"
-    hung = changed(NPU_BOX, torch_npu_devices=(), torch_cut_short="no answer within 60 s")
-    assert not found(hung, "NPU")
-    assert not found(hung, "torch_npu")
-
-
-def test_variables_that_hide_devices_are_shown():
-    machine = changed(NPU_BOX, visible={"ASCEND_RT_VISIBLE_DEVICES": "0,1"})
-    (finding,) = found(machine, "ASCEND_RT_VISIBLE_DEVICES")
-    assert (finding.state, finding.what) == ("ok", "0,1")
-
-
-# -- reading ------------------------------------------------------------------------------
-
-
-def write(root, path, text=""):
-    file = root / path.lstrip("/")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-    return file
-
-
-PROBED = [
-    {"triton": None, "npu_version": "2.13.0"},
-    {"version": "2.13.0+cpu"},
-    {"cuda_build": None},
-    {"cuda_devices": []},
-    {"npu_devices": [{"name": "Ascend910B3", "free": 1, "total": 2}]},
-    {"cann": "9.0.0"},
-]
+MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
+NPU_LINE = "{} Ascend910B3, 60.0 GiB of 64.0 GiB free"
+GPU_LINE = "0 NVIDIA H200, 139.0 GiB of 140.0 GiB free"
 SMI = """
 | npu-smi 25.3.0                   Version: 25.3.0                                               |
 | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
@@ -469,193 +37,662 @@ SMI = """
 | 0                         | 0000:C1:00.0  | 0           0    / 0          3161 / 65536         |
 | 1     910B3               | {health}| 93.4        40                0    / 0             |
 """
+OK, ALARM = (SMI.format(health=f"{word:14}") for word in ("OK", "Alarm"))
 
 
-def answers(probe=PROBED, smi="", trouble="", calls=None):
-    """In place of running programs."""
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """What a made-up machine consists of."""
 
-    def run(command, environment, seconds):
-        if calls is not None:
-            calls.append((command, environment, seconds))
-        if command[-1] == "info":
-            return Outcome(smi, trouble)
-        return Outcome("a library's banner\n3\n" + "\n".join(map(json.dumps, probe)), "")
+    files: Mapping[str, str]
+    probe: Mapping[str, Any]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    directories: tuple[str, ...] = ()
+    smi: tuple[str, str] = ("", "")
+    cut_short: str = ""
+    python: tuple[int, int, int] = (3, 11, 7)
+    host: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the host's own calls answer instead of what they do on a machine in order."""
 
-    return run
+    def changed(self, **changes: Any) -> "Box":
+        """With other files, facts or variables; None takes away what is there."""
+        for name, value in changes.items():
+            if isinstance(value, dict):
+                value = {**getattr(self, name), **value}
+                changes[name] = {key: v for key, v in value.items() if v is not None}
+        return dataclasses.replace(self, **changes)
+
+    def machine(self, root: Path, calls: list[Any] | None = None) -> Machine:
+        """Write its files, and have its programs answer."""
+        for path, text in self.files.items():
+            write(root, path, text)
+        for path in self.directories:
+            (root / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
+
+        def run(command, environment, seconds):
+            if calls is not None:
+                calls.append((command, environment, seconds))
+            if command[-1] == "info":
+                return self.smi
+            lines = [json.dumps({name: fact}) for name, fact in self.probe.items()]
+            return "a library's banner\n3\n" + "\n".join(lines), self.cut_short
+
+        return Machine(root, self.environment, run, self.python)
+
+
+def write(root, path, text=""):
+    file = root / path.lstrip("/")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(0o755)
+    return file
+
+
+def pci(address, vendor, kind, node):
+    facts = {"vendor": vendor, "class": kind, "numa_node": node}
+    where = f"/sys/bus/pci/devices/{address}"
+    return {f"{where}/{name}": f"{value}\n" for name, value in facts.items()}
+
+
+NPU_CARD, NPU_CARD_1 = (pci("0000:c1:00.0", "0x19e5", "0x120000", node) for node in ("0", "1"))
+GPU_CARD = pci("0000:17:00.0", "0x10de", "0x030200", "0")
+TWO_NODES = ("/sys/devices/system/node/node0", "/sys/devices/system/node/node1")
+
+CPU_BOX = Box(
+    files={
+        "/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu avx512_bf16 avx2\n",
+        "/proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 62914560 kB\n",
+    },
+    probe={
+        "triton_trouble": "PackageNotFoundError: triton",
+        "torch_npu_trouble": "PackageNotFoundError: torch_npu",
+        "torch": "2.13.0+cpu",
+        "cuda_build": None,
+        "gpus": [],
+        "libascendcl_trouble": "OSError: libascendcl.so: cannot open shared object file",
+        "libhccl_trouble": "OSError: libhccl.so: cannot open shared object file",
+    },
+)
+GPU_BOX = CPU_BOX.changed(
+    files={
+        "/proc/driver/nvidia/version": "NVRM version: Kernel Module  580.95.05  x\n",
+        "/dev/nvidia0": "",
+        "/dev/nvidiactl": "",
+    },
+    probe={
+        "torch": "2.13.0+cu130",
+        "cuda_build": "13.0",
+        "gpus": [[GPU_LINE, "ok"]],
+        "triton": "3.7.0",
+    },
+)
+NPU_BOX = CPU_BOX.changed(
+    files={
+        "/usr/local/Ascend/driver/version.info": "Version=25.3.0\nascendhal_version=7.35\n",
+        "/usr/local/sbin/npu-smi": "",
+        f"{TOOLKIT}/set_env.sh": "",
+        **dict.fromkeys(("/dev/davinci0", "/dev/davinci1", *MANAGERS), ""),
+    },
+    directories=("/dev/shm", f"{TOOLKIT}/latest/opp"),
+    probe={
+        "torch_npu": "2.13.0.post1",
+        "torch_npu_trouble": None,
+        "npus": [[NPU_LINE.format(index), "ok"] for index in (0, 1)],
+        "cann": "9.0.0",
+        "libascendcl_trouble": None,
+        "libhccl_trouble": None,
+    },
+    environment={
+        "HOME": "/home/me",
+        "PATH": "/usr/bin",
+        "ASCEND_HOME_PATH": f"{TOOLKIT}/latest",
+        "ASCEND_OPP_PATH": f"{TOOLKIT}/latest/opp",
+    },
+    smi=(OK, ""),
+)
 
 
 @pytest.fixture
-def server(tmp_path):
-    """The files of a machine with two NPUs, CANN sourced."""
-    write(
-        tmp_path,
-        "/usr/local/Ascend/driver/version.info",
-        "Version=25.3.rc1\nascendhal_version=7.35\npackage_version=25.3.0\n",
+def host(monkeypatch) -> Callable[[Box], None]:
+    """Sets what a host's own calls answer."""
+
+    def listen(address, taken):
+        if address[1] in taken:
+            raise OSError(errno.EADDRINUSE, "Address already in use")
+        return types.SimpleNamespace(close=lambda: None)
+
+    def set_to(box: Box) -> None:
+        answers = {"files": (65536, 65536), "shm": 8 * GIB, "cores": 16, "taken": ()}
+        answers |= box.host
+        monkeypatch.setattr(resource, "getrlimit", lambda what: answers["files"])
+        size = types.SimpleNamespace(total=answers["shm"])
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: size)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(answers["cores"])))
+        listening = lambda address: listen(address, answers["taken"])  # noqa: E731
+        monkeypatch.setattr(socket, "create_server", listening)
+
+    return set_to
+
+
+@pytest.fixture
+def examined(tmp_path, host) -> Callable[[Box], list[Finding]]:
+    """The findings on a made-up machine."""
+
+    def examine_box(box: Box) -> list[Finding]:
+        host(box)
+        root = tmp_path / str(len(list(tmp_path.iterdir())))
+        root.mkdir()
+        return examine(box.machine(root))
+
+    return examine_box
+
+
+def named(findings, name):
+    return [finding for finding in findings if finding.name == name]
+
+
+def names(findings):
+    return {finding.name for finding in findings}
+
+
+@pytest.mark.parametrize("box", [CPU_BOX, GPU_BOX, NPU_BOX], ids=["cpu", "gpu", "npu"])
+def test_a_machine_in_order_gives_neither_bad_nor_note(examined, box):
+    assert [finding for finding in examined(box) if finding.state != "ok"] == []
+
+
+def test_a_plain_cpu_says_in_one_line_that_there_is_no_npu(examined):
+    findings = examined(CPU_BOX)
+    assert [f.what for f in named(findings, "NPU")] == [
+        "there is none: no device, driver, CANN or torch_npu"
+    ]
+    assert not names(findings) & {"NPU driver", "device nodes", "CANN environment", "torch_npu"}
+    assert not names(findings) & {"npu-smi", "shared memory", "Triton"}
+
+
+def test_devices_are_told_with_their_memory(examined):
+    (finding,) = named(examined(NPU_BOX), "NPU")
+    assert finding.what == (
+        "2: 0 Ascend910B3, 60.0 GiB of 64.0 GiB free; 1 Ascend910B3, 60.0 GiB of 64.0 GiB free; "
+        "driver 25.3.0"
     )
-    write(tmp_path, "/usr/local/Ascend/firmware/version.info", "Version=7.8.0.2.212\n")
-    for path in ("/dev/davinci0", "/dev/davinci10", "/dev/davinci2", *MANAGERS):
-        write(tmp_path, path)
-    (tmp_path / "dev/shm").mkdir()
-    write(tmp_path, "/usr/local/sbin/npu-smi")
-    write(tmp_path, f"{TOOLKIT}/set_env.sh")
-    write(tmp_path, "/home/me/Ascend/ascend-toolkit/set_env.sh")
-    info = "package_name=Ascend-cann-toolkit\nversion=9.0.0\ninnerversion=V100\n"
-    write(tmp_path, f"{TOOLKIT}/latest/aarch64-linux/ascend_toolkit_install.info", info)
-    (tmp_path / f"{TOOLKIT}/latest/opp".lstrip("/")).mkdir()
-    for library in ("libascendcl.so", "libhccl.so"):
-        write(tmp_path, f"{TOOLKIT}/latest/lib64/{library}")
-    for node in (0, 1):
-        (tmp_path / f"sys/devices/system/node/node{node}").mkdir(parents=True)
-    write(tmp_path, "/sys/devices/system/node/online", "0-1")
-    add_pci(tmp_path, "0000:c1:00.0", "0x19e5", "0x120000", "1")
-    add_pci(tmp_path, "0000:01:00.0", "0x19e5", "0x120000", "-1")
-    add_pci(tmp_path, "0000:02:00.0", "0x19e5", "0x020000", "0")  # a network card
-    add_pci(tmp_path, "0000:03:00.0", "0x10de", "0x030200", "0")
-    add_pci(tmp_path, "0000:03:00.1", "0x10de", "0x040300", "0")  # a GPU's sound
-    return tmp_path
+    (finding,) = named(examined(GPU_BOX), "GPU")
+    assert finding.what.startswith("1: 0 NVIDIA H200, 139.0 GiB of 140.0 GiB")
+    assert finding.what.endswith("driver 580.95.05")
 
 
-def add_pci(root, address, vendor, kind, node):
-    for name, value in (("vendor", vendor), ("class", kind), ("numa_node", node)):
-        write(root, f"/sys/bus/pci/devices/{address}/{name}", value + "\n")
+class Backend:
+    """As `torch.cuda`, with a device for each answer about memory."""
+
+    def __init__(self, *memory):
+        self.memory = memory
+
+    def is_available(self):
+        return bool(self.memory)
+
+    def device_count(self):
+        return 8
+
+    def get_device_name(self, index):
+        return f"chip{index}"
+
+    def mem_get_info(self, index):
+        if isinstance(self.memory[index], Exception):
+            raise self.memory[index]
+        return self.memory[index]
 
 
-SOURCED = {
-    "HOME": "/home/me",
-    "PATH": "/usr/bin",
-    "ASCEND_HOME_PATH": f"{TOOLKIT}/latest",
-    "ASCEND_OPP_PATH": f"{TOOLKIT}/latest/opp",
-    "LD_LIBRARY_PATH": f"/nowhere::{TOOLKIT}/latest/lib64",
-    "ASCEND_RT_VISIBLE_DEVICES": "0",
+def test_the_probe_judges_devices_by_their_memory():
+    ill = RuntimeError("error 507033\nmore for its makers")
+    backend = Backend((60 * GIB, 64 * GIB), (3 * GIB, 64 * GIB), ill)
+    backend.device_count = lambda: 3
+    assert _devices(backend) == [
+        ("0 chip0, 60.0 GiB of 64.0 GiB free", "ok"),
+        ("1 chip1, 3.0 GiB of 64.0 GiB free; others use most of it", "note"),
+        ("2 chip2, RuntimeError: error 507033", "bad"),
+    ]
+    assert _devices(Backend()) == []
+
+
+MOUNT = "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro"
+LOST = "ImportError: libhccl.so: cannot open shared object file: No such file or directory"
+NO_HAL = "ImportError: libascend_hal.so: cannot open shared object file"
+PAIR = "pip install 'nanoactor[npu]' 'torch==2.13.0' 'torch_npu==2.13.0.*'"
+NOTHING = dict.fromkeys(CPU_BOX.probe)
+NO_DRIVER = {"/usr/local/Ascend/driver/version.info": None}
+NO_NPUS = {"/dev/davinci0": None, "/dev/davinci1": None}
+NO_TOOLKIT = {"ASCEND_HOME_PATH": None, "ASCEND_OPP_PATH": None}
+FULL = ["1 Ascend910B3, 3.0 GiB of 64.0 GiB free; others use most of it", "note"]
+NO_GPUS = {"gpus": []}
+NO_TORCH_NPU = {"torch_npu": None, "torch_npu_trouble": "PackageNotFoundError: torch_npu"}
+
+
+def broken_npu(trouble):
+    """torch_npu as it is where it cannot be imported or used."""
+    return NPU_BOX.changed(probe={"npus": None, "cann": None, "npus_trouble": trouble})
+
+
+CASES = {
+    "python too old": (CPU_BOX.changed(python=(3, 10, 1)), "Python", "bad", "python3.13 -m venv"),
+    "python too new": (CPU_BOX.changed(python=(3, 14, 0)), "Python", "bad", "python3.13 -m venv"),
+    "torch too old": (
+        CPU_BOX.changed(probe={"torch": "2.9.1"}),
+        "torch",
+        "bad",
+        "pip install 'torch>=2.11'",
+    ),
+    "no torch": (
+        CPU_BOX.changed(
+            probe={**NOTHING, "torch_trouble": "ModuleNotFoundError: No module named 'torch'"}
+        ),
+        "torch",
+        "bad",
+        "pip install 'torch>=2.11'",
+    ),
+    "a probe that says nothing": (CPU_BOX.changed(probe=NOTHING), "torch", "bad", "pip"),
+    "a probe that hangs": (
+        NPU_BOX.changed(probe={"npus": None, "cann": None}, cut_short="no answer within 60 s"),
+        "probe",
+        "bad",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -X faulthandler -c 'import torch, torch_npu'",
+    ),
+    "no driver": (
+        NPU_BOX.changed(files=NO_DRIVER, probe={"npus": []}),
+        "NPU driver",
+        "bad",
+        "install the NPU's driver",
+    ),
+    "no driver in a container": (
+        NPU_BOX.changed(files=NO_DRIVER, probe={"npus": []}),
+        "NPU driver",
+        "bad",
+        f"in a container: start it with {MOUNT}",
+    ),
+    "no NPU in /dev": (
+        NPU_BOX.changed(files=NO_NPUS),
+        "device nodes",
+        "bad",
+        f"docker run --device /dev/davinci0 {MOUNT}",
+    ),
+    "no NPU in a container": (
+        NPU_BOX.changed(files={**NO_NPUS, **dict.fromkeys(MANAGERS)}),
+        "device nodes",
+        "bad",
+        "in a container: docker run --device /dev/davinci0 --device "
+        "/dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc -v",
+    ),
+    "one node missing": (
+        NPU_BOX.changed(files={"/dev/hisi_hdc": None}),
+        "device nodes",
+        "bad",
+        f"docker run --device /dev/hisi_hdc {MOUNT}",
+    ),
+    "no npu-smi": (
+        NPU_BOX.changed(files={"/usr/local/sbin/npu-smi": None}),
+        "npu-smi",
+        "note",
+        "npu-smi:ro",
+    ),
+    "npu-smi fails": (
+        NPU_BOX.changed(smi=("", "ended with status 1: dcmi error")),
+        "npu-smi",
+        "bad",
+        "npu-smi info",
+    ),
+    "an ill NPU": (NPU_BOX.changed(smi=(ALARM, "")), "npu-smi", "bad", "npu-smi info -t health"),
+    "CANN not sourced": (
+        NPU_BOX.changed(environment=NO_TOOLKIT, probe={"libhccl_trouble": f"OSError{LOST[11:]}"}),
+        "CANN environment",
+        "bad",
+        f"source {TOOLKIT}/set_env.sh",
+    ),
+    "a script in a strange place": (
+        NPU_BOX.changed(
+            environment={**NO_TOOLKIT, "HOME": "/home/a b"},
+            files={f"{TOOLKIT}/set_env.sh": None, "/home/a b/Ascend/cann/set_env.sh": ""},
+        ),
+        "CANN environment",
+        "bad",
+        "source '/home/a b/Ascend/cann/set_env.sh'",
+    ),
+    "CANN removed": (NPU_BOX.changed(directories=()), "CANN environment", "bad", "source"),
+    "CANN that cannot be loaded": (
+        NPU_BOX.changed(probe={"libascendcl_trouble": "OSError: libascendcl.so: no such file"}),
+        "CANN environment",
+        "bad",
+        "source",
+    ),
+    "a path that is no path": (
+        NPU_BOX.changed(environment={"ASCEND_HOME_PATH": "/" + 5000 * "x"}),
+        "CANN environment",
+        "bad",
+        "source",
+    ),
+    "no CANN": (
+        NPU_BOX.changed(environment=NO_TOOLKIT, files={f"{TOOLKIT}/set_env.sh": None}),
+        "CANN environment",
+        "bad",
+        "install CANN",
+    ),
+    "no torch_npu": (NPU_BOX.changed(probe=NO_TORCH_NPU), "torch_npu", "bad", PAIR),
+    "another torch_npu": (NPU_BOX.changed(probe={"torch_npu": "2.12.0"}), "torch_npu", "bad", PAIR),
+    "another torch_npu of an old torch": (
+        NPU_BOX.changed(probe={"torch_npu": "2.8.0", "torch": "2.9.0"}),
+        "torch_npu",
+        "bad",
+        "pip install 'nanoactor[npu]'",
+    ),
+    "torch_npu misses CANN": (broken_npu(LOST), "torch_npu", "bad", f"source {TOOLKIT}/set_env.sh"),
+    "torch_npu misses the driver": (broken_npu(NO_HAL), "torch_npu", "bad", MOUNT),
+    "torch_npu misses a module": (
+        broken_npu("ModuleNotFoundError: No module named 'yaml'"),
+        "torch_npu",
+        "bad",
+        "pip install yaml",
+    ),
+    "torch_npu fails": (
+        broken_npu("RuntimeError: SetDevice, error code 507033"),
+        "torch_npu",
+        "bad",
+        "import torch, torch_npu",
+    ),
+    "no NPU seen": (NPU_BOX.changed(probe={"npus": []}), "NPU", "bad", "npu-smi info"),
+    "NPUs hidden": (
+        NPU_BOX.changed(probe={"npus": []}, environment={"ASCEND_RT_VISIBLE_DEVICES": "7"}),
+        "NPU",
+        "bad",
+        "unset ASCEND_RT_VISIBLE_DEVICES",
+    ),
+    "an NPU whose memory is unknown": (
+        NPU_BOX.changed(probe={"npus": [["0 Ascend910B3, RuntimeError: 507033", "bad"], FULL]}),
+        "NPU",
+        "bad",
+        "npu-smi info",
+    ),
+    "a full NPU": (
+        NPU_BOX.changed(probe={"npus": [[NPU_LINE.format(0), "ok"], FULL]}),
+        "NPU",
+        "note",
+        "npu-smi info",
+    ),
+    "software alone": (
+        CPU_BOX.changed(probe={"torch_npu": "2.13.0", "torch_npu_trouble": None}),
+        "NPU driver",
+        "bad",
+        "pip uninstall torch_npu",
+    ),
+    "an NPU on the bus alone": (
+        CPU_BOX.changed(files=NPU_CARD),
+        "NPU",
+        "note",
+        "install the NPU's driver",
+    ),
+    "torch without CUDA": (
+        GPU_BOX.changed(probe={**NO_GPUS, "cuda_build": None}),
+        "GPU",
+        "bad",
+        "install a build for CUDA",
+    ),
+    "an old NVIDIA driver": (
+        GPU_BOX.changed(probe={"gpus": None, "gpus_trouble": "RuntimeError: too old"}),
+        "GPU",
+        "bad",
+        "update the driver",
+    ),
+    "GPUs hidden": (
+        GPU_BOX.changed(probe=NO_GPUS, environment={"CUDA_VISIBLE_DEVICES": ""}),
+        "GPU",
+        "note",
+        "unset CUDA_VISIBLE_DEVICES",
+    ),
+    "a GPU without its driver": (
+        CPU_BOX.changed(files=GPU_CARD),
+        "GPU",
+        "note",
+        "docker run --gpus all",
+    ),
+    "a GPU that nobody asked": (GPU_BOX.changed(probe=NOTHING), "GPU", "note", "torch first"),
+    "a full GPU": (
+        GPU_BOX.changed(probe={"gpus": [["0 NVIDIA H200, 3.0 GiB of 140.0 GiB free", "note"]]}),
+        "GPU",
+        "note",
+        "nvidia-smi",
+    ),
+    "an ill GPU": (
+        GPU_BOX.changed(probe={"gpus": [["0 NVIDIA H200, AcceleratorError: 719", "bad"]]}),
+        "GPU",
+        "bad",
+        "nvidia-smi",
+    ),
+    "no Triton": (GPU_BOX.changed(probe={"triton": None}), "Triton", "note", "pip install triton"),
+    "no loopback": (
+        CPU_BOX.changed(host={"taken": (0, 8000)}),
+        "loopback",
+        "bad",
+        "ip link set lo up",
+    ),
+    "port taken": (CPU_BOX.changed(host={"taken": (8000,)}), "port 8000", "note", "--port 8001"),
+    "small /dev/shm": (
+        NPU_BOX.changed(host={"shm": 64 << 20}),
+        "shared memory",
+        "note",
+        "--shm-size",
+    ),
+    "few files": (
+        CPU_BOX.changed(host={"files": (1024, 65536)}),
+        "open files",
+        "note",
+        "ulimit -n 65536",
+    ),
+    "few files, by force": (
+        CPU_BOX.changed(host={"files": (1024, 4096)}),
+        "open files",
+        "note",
+        "raise nofile",
+    ),
+    "one device, two nodes": (
+        NPU_BOX.changed(files=NPU_CARD_1, directories=(*NPU_BOX.directories, *TWO_NODES)),
+        "NUMA",
+        "note",
+        "numactl --cpunodebind=1 nanoactor serve",
+    ),
+    "devices on two nodes": (
+        NPU_BOX.changed(
+            files={**NPU_CARD_1, **GPU_CARD}, directories=(*NPU_BOX.directories, *TWO_NODES)
+        ),
+        "NUMA",
+        "note",
+        "keep runner processes near their device: numactl --cpunodebind=N",
+    ),
+    "a quota": (
+        CPU_BOX.changed(files={"/sys/fs/cgroup/cpu.max": "350000 100000\n"}),
+        "CPU quota",
+        "note",
+        "--threads 3",
+    ),
+    "a quota, older": (
+        CPU_BOX.changed(
+            files={
+                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "350000\n",
+                "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            }
+        ),
+        "CPU quota",
+        "note",
+        "--threads 3",
+    ),
+    "no bfloat16": (
+        CPU_BOX.changed(files={"/proc/cpuinfo": "flags : avx2\n"}),
+        "CPU bfloat16",
+        "note",
+        "processor",
+    ),
 }
 
 
-def test_an_npu_server_is_read_from_its_files(server):
-    calls = []
-    machine = look(server, SOURCED, answers(smi=SMI.format(health="OK            "), calls=calls))
-    ascend = machine.ascend
-    assert (ascend.driver, ascend.firmware, ascend.cann) == ("25.3.0", "7.8.0.2.212", "9.0.0")
-    assert [n.path for n in ascend.npus] == ["/dev/davinci0", "/dev/davinci2", "/dev/davinci10"]
-    assert all(node.present and node.usable for node in (*ascend.npus, *ascend.managers))
-    assert ascend.smi == Smi(2)
-    assert (ascend.missing_directories, ascend.missing_libraries) == ((), ())
-    assert ascend.scripts == (
-        f"{TOOLKIT}/set_env.sh",
-        "/home/me/Ascend/ascend-toolkit/set_env.sh",
-    )
-    assert machine.numa_nodes == 2
-    assert machine.pci == (
-        PciDevice("0000:01:00.0", "NPU", None),
-        PciDevice("0000:03:00.0", "GPU", 0),
-        PciDevice("0000:c1:00.0", "NPU", 1),
-    )
-    assert machine.visible == {"ASCEND_RT_VISIBLE_DEVICES": "0"}
-    assert machine.torch.npu_devices == (Device("Ascend910B3", 1, 2),)
-    assert not machine.in_container
-    ascends_own = {"NPU driver", "NPU firmware", "device nodes", "npu-smi", "CANN environment"}
-    states = {finding.name: finding.state for finding in examine(machine)}
-    assert {states[name] for name in (*ascends_own, "CANN", "torch_npu", "NPU")} == {"ok"}
+@pytest.mark.parametrize("case", CASES)
+def test_whatever_is_wrong_is_said_with_its_fix(examined, case):
+    box, name, state, fix = CASES[case]
+    findings = examined(box)
+    (finding,) = named(findings, name)
+    assert finding.state == state
+    assert fix in finding.fix
+    assert finding.what
+    # One fault may bring others: each says how it is fixed.
+    assert all(f.fix for f in findings if f.state != "ok")
+
+
+def test_closed_device_nodes_ask_for_the_group(examined, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: "davinci0" not in str(path))
+    (finding,) = named(examined(NPU_BOX), "device nodes")
+    assert finding.state == "bad"
+    assert finding.what.endswith(": /dev/davinci0")
+    assert "sudo usermod -aG HwHiAiUser $USER" in finding.fix
+
+
+def test_what_does_not_matter_here_is_not_said(examined):
+    quota = CPU_BOX.changed(files={"/sys/fs/cgroup/cpu.max": "1600000 100000\n"})
+    assert "CPU quota" not in names(examined(quota))
+    elsewhere = examined(NPU_BOX.changed(files=NO_DRIVER))
+    assert all(finding.state == "ok" for finding in elsewhere)
+    hung = examined(CASES["a probe that hangs"][0])
+    assert not named(hung, "NPU")
+    assert not named(hung, "torch_npu")
+    mute = examined(NPU_BOX.changed(probe=dict.fromkeys(NPU_BOX.probe), cut_short="no answer"))
+    assert not named(mute, "torch_npu")
+
+
+def test_variables_that_hide_devices_are_shown(examined):
+    box = NPU_BOX.changed(environment={"ASCEND_RT_VISIBLE_DEVICES": "0,1"})
+    (finding,) = named(examined(box), "ASCEND_RT_VISIBLE_DEVICES")
+    assert (finding.state, finding.what) == ("ok", "0,1")
+
+
+# -- reading ------------------------------------------------------------------------------
+
+
+def test_an_npu_server_is_read_from_its_files(tmp_path, host):
+    cards = {
+        **NPU_CARD_1,
+        **pci("0000:01:00.0", "0x19e5", "0x120000", "-1"),
+        **pci("0000:02:00.0", "0x19e5", "0x020000", "0"),  # a network card
+        **pci("0000:03:00.0", "0x10de", "0x030200", "0"),
+        **pci("0000:03:00.1", "0x10de", "0x040300", "0"),  # a GPU's sound
+    }
+    script = "/home/me/Ascend/ascend-toolkit/set_env.sh"
+    box = NPU_BOX.changed(files={**cards, script: "", "/dev/davinci10": ""})
+    host(box)
+    calls: list[Any] = []
+    machine = box.machine(tmp_path, calls)
+    assert driver_version(machine) == "25.3.0"
+    npus = [f"/dev/davinci{index}" for index in (0, 1, 10)]
+    assert machine.files("/dev/davinci[0-9]*") == npus
+    assert machine.cann_scripts == [f"{TOOLKIT}/set_env.sh", script]
+    assert machine.pci == [
+        ("NPU", "0000:01:00.0", "?"),
+        ("GPU", "0000:03:00.0", "0"),
+        ("NPU", "0000:c1:00.0", "1"),
+    ]
+    findings = examine(machine)
+    states = {finding.name: finding.state for finding in findings}
+    ascends_own = ("NPU driver", "device nodes", "npu-smi", "CANN environment", "CANN")
+    assert {states[name] for name in (*ascends_own, "torch_npu", "NPU")} == {"ok"}
+    (nodes,) = named(findings, "device nodes")
+    assert nodes.what == ", ".join((*npus, *MANAGERS))
     environments = [environment for command, environment, _ in calls if command[-1] != "info"]
     assert [e["TORCH_DEVICE_BACKEND_AUTOLOAD"] for e in environments] == ["0"]
     assert all(seconds <= 60 for _, _, seconds in calls)
 
 
-def test_an_environment_that_was_not_sourced_names_the_script_that_was_found(server):
-    lost = [*PROBED[:4], {"npu_trouble": LOST}]
-    machine = look(server, {"HOME": "/home/me"}, answers(lost))
+def test_an_environment_that_was_not_sourced_names_the_script_that_was_found(examined):
+    script = "/home/me/Ascend/ascend-toolkit/set_env.sh"
+    lost = broken_npu(LOST).changed(environment=NO_TOOLKIT, files={script: ""})
     for name in ("CANN environment", "torch_npu"):
-        (finding,) = found(machine, name)
-        assert (finding.state, finding.mend) == ("bad", f"source {TOOLKIT}/set_env.sh")
-    shutil.rmtree(server / "usr/local/Ascend/ascend-toolkit")
-    (finding,) = found(look(server, {"HOME": "/home/me"}, answers(lost)), "torch_npu")
-    assert finding.mend == "source /home/me/Ascend/ascend-toolkit/set_env.sh"
-    (finding,) = found(look(server, {}, answers(lost)), "torch_npu")
-    assert finding.mend.startswith("install CANN")
+        (finding,) = named(examined(lost), name)
+        assert (finding.state, finding.fix) == ("bad", f"source {TOOLKIT}/set_env.sh")
+    lost = lost.changed(files={f"{TOOLKIT}/set_env.sh": None})
+    (finding,) = named(examined(lost), "torch_npu")
+    assert finding.fix == f"source {script}"
+    (finding,) = named(examined(lost.changed(environment={"HOME": None})), "torch_npu")
+    assert finding.fix.startswith("install CANN")
 
 
 @pytest.mark.parametrize("place", ["cann", "cann-9.0.0"])
-def test_newer_layouts_of_cann_are_found(server, place):
-    shutil.rmtree(server / "usr/local/Ascend/ascend-toolkit")
-    write(server, f"/usr/local/Ascend/{place}/set_env.sh")
-    scripts = look(server, {}, answers()).ascend.scripts
-    assert scripts == (f"/usr/local/Ascend/{place}/set_env.sh",)
+def test_newer_layouts_of_cann_are_found(tmp_path, place):
+    script = f"/usr/local/Ascend/{place}/set_env.sh"
+    box = NPU_BOX.changed(files={f"{TOOLKIT}/set_env.sh": None, script: ""})
+    assert box.machine(tmp_path).cann_scripts == [script]
 
 
-def test_directories_and_libraries_that_are_not_there_are_named(server):
-    environment = {"ASCEND_TOOLKIT_HOME": "/opt/gone", "LD_LIBRARY_PATH": "/opt/gone/lib64"}
-    ascend = look(server, environment, answers()).ascend
-    assert ascend.missing_directories == ("/opt/gone",)
-    assert ascend.missing_libraries == ("libascendcl.so", "libhccl.so")
-    (finding,) = found(look(server, environment, answers()), "CANN environment")
+def test_directories_and_libraries_that_are_not_there_are_named(examined):
+    box = NPU_BOX.changed(
+        environment={"ASCEND_HOME_PATH": "/opt/gone", "ASCEND_OPP_PATH": None},
+        probe={"libhccl_trouble": CPU_BOX.probe["libhccl_trouble"]},
+    )
+    (finding,) = named(examined(box), "CANN environment")
     assert "/opt/gone does not exist" in finding.what
-    assert "no libascendcl.so and no libhccl.so" in finding.what
+    assert "ASCEND_OPP_PATH is not set" in finding.what
+    assert "libhccl.so: cannot open" in finding.what
 
 
-def test_the_version_of_cann_in_its_older_file(server):
-    (server / TOOLKIT.lstrip("/") / "latest/aarch64-linux/ascend_toolkit_install.info").unlink()
-    text = "# version: 1.0\nruntime_running_version=[7.7.0.1.238:8.2.RC1]\n"
-    write(server, f"{TOOLKIT}/latest/version.cfg", text)
-    assert look(server, SOURCED, answers()).ascend.cann == "8.2.RC1"
-
-
-def test_npu_smi_that_fails_or_sees_an_ill_device(server):
-    ill = look(server, SOURCED, answers(smi=SMI.format(health="Alarm         "))).ascend.smi
-    assert ill.healthy == 1
-    assert ill.unhealthy[0].startswith("1 910B3 | Alarm")
-    late = look(server, SOURCED, answers(trouble="no answer within 10 s"))
-    (finding,) = found(late, "npu-smi")
+def test_npu_smi_that_fails_or_sees_an_ill_device(examined):
+    (finding,) = named(examined(NPU_BOX.changed(smi=(ALARM, ""))), "npu-smi")
+    assert "not healthy: 1 910B3 | Alarm" in finding.what
+    assert "0 910B3" not in finding.what
+    late = NPU_BOX.changed(smi=("", "no answer within 10 s"))
+    (finding,) = named(examined(late), "npu-smi")
     assert (finding.state, finding.what) == ("bad", "`npu-smi info`: no answer within 10 s")
 
 
-def test_containers_and_their_limits(tmp_path):
-    write(tmp_path, "/.dockerenv")
-    write(tmp_path, "/proc/meminfo", "MemTotal: 4194304 kB\nMemAvailable: 3145728 kB\n")
-    write(tmp_path, "/sys/fs/cgroup/memory.max", "2147483648\n")
-    write(tmp_path, "/sys/fs/cgroup/memory.current", "1073741824\n")
-    write(tmp_path, "/sys/fs/cgroup/cpu.max", "150000 100000\n")
-    write(tmp_path, "/proc/cpuinfo", "processor\t: 0\nflags\t\t: fpu avx512_bf16 avx2\n")
-    write(tmp_path, "/proc/driver/nvidia/version", "NVRM version: Kernel Module  580.95.05  x\n")
-    write(tmp_path, "/dev/nvidia0")
-    write(tmp_path, "/dev/nvidiactl")
-    machine = look(tmp_path, {}, answers([]))
-    assert machine.in_container
-    assert (machine.cpu.memory, machine.cpu.available) == (2 * GIB, GIB)
-    assert (machine.cpu.quota, machine.cpu.bfloat16) == (1.5, True)
-    assert (machine.nvidia_driver, machine.nvidia_nodes) == ("580.95.05", ("/dev/nvidia0",))
-    write(tmp_path, "/sys/fs/cgroup/cpu.max", "max 100000\n")
-    assert look(tmp_path, {}, answers([])).cpu.quota is None
+@pytest.mark.parametrize(
+    ("limit", "used"),
+    [
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ],
+)
+def test_containers_have_limits(examined, limit, used):
+    box = CPU_BOX.changed(
+        files={
+            "/proc/meminfo": "MemTotal: 4194304 kB\nMemAvailable: 3145728 kB\n",
+            f"/sys/fs/cgroup/{limit}": f"{2 * GIB}\n",
+            f"/sys/fs/cgroup/{used}": f"{GIB}\n",
+            "/sys/fs/cgroup/cpu.max": "max 100000\n",
+        }
+    )
+    (finding,) = named(examined(box), "CPU")
+    assert finding.what == "16 cores, 1.0 GiB of 2.0 GiB free"
+    assert "CPU quota" not in names(examined(box))
 
 
 def test_an_empty_root_is_read_without_an_error(tmp_path):
-    machine = look(tmp_path, {}, answers([]))
+    machine = Machine(tmp_path, {}, lambda *_: ("", ""))
     assert not machine.wants_npu
     assert not machine.wants_gpu
-    assert machine.limits.shm is None
-    assert [finding.name for finding in examine(machine) if finding.state == "bad"] == ["torch"]
+    bad = [finding.name for finding in examine(machine) if finding.state == "bad"]
+    assert bad == ["torch"]
 
 
-def test_ports_that_are_taken(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        machine = look(tmp_path, {"HCCL_IF_BASE_PORT": str(port)}, answers())
-        assert port in machine.ports.hccl_taken
-        # Also at the end of all ports, and where it is no number.
-        look(tmp_path, {"HCCL_IF_BASE_PORT": "65530"}, answers())
-        assert look(tmp_path, {"HCCL_IF_BASE_PORT": "x"}, answers()).ports.hccl_taken == ()
+def test_a_port_that_is_taken():
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # somebody else has it
+            stack.enter_context(socket.create_server(("127.0.0.1", 8000)))
+        loopback, port = checks.network(Machine())
+    assert loopback.state == "ok"
+    assert (port.name, port.state) == ("port 8000", "note")
+    assert "Address already in use" in port.what
 
 
 @pytest.mark.parametrize("name", ["memfd_create", "eventfd"])
-def test_rings_that_cannot_be_made_are_a_finding(tmp_path, monkeypatch, name):
+def test_rings_that_cannot_be_made_are_a_finding(examined, monkeypatch, name):
     def refuse(*arguments):
         raise PermissionError(1, "Operation not permitted")
 
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, name, refuse)
-    (finding,) = found(look(tmp_path, {}, answers()), "rings")
+    (finding,) = named(examined(CPU_BOX), "rings")
     assert finding.state == "bad"
-    assert "EPERM" in finding.what
+    assert "Operation not permitted" in finding.what
+    assert "seccomp" in finding.fix
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -664,29 +701,38 @@ def test_rings_that_cannot_be_made_are_a_finding(tmp_path, monkeypatch, name):
 
 def test_a_program_that_hangs_is_ended_and_what_it_said_is_kept(tmp_path):
     def stuck(command, environment, seconds):
-        if command[-1] == "info":
-            return Outcome("")
-        said = json.dumps({"triton": None, "npu_version": "2.13.0"})
+        said = json.dumps({"torch_npu": "2.13.0"})
         code = f"print({said!r}, flush=True); import time; time.sleep(60)"
         return run_command([sys.executable, "-c", code], environment, 1.0)
 
     start = time.monotonic()
-    machine = look(tmp_path, {}, stuck)
+    machine = Machine(tmp_path, {}, stuck)
+    (finding,) = named(examine(machine), "probe")
     assert time.monotonic() - start < 50
-    assert machine.torch.npu_version == "2.13.0"
-    (finding,) = found(machine, "probe")
+    assert machine.probe["torch_npu"] == "2.13.0"
     assert finding.state == "bad"
     assert "no answer within 1 s" in finding.what
 
 
 def test_a_program_that_crashes_fails_or_is_missing():
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    assert run_command([sys.executable, "-c", crash], {}, 20).trouble == "ended by signal 11"
-    fail = "import sys; sys.exit('no such chip')"
-    said = run_command([sys.executable, "-c", fail], {}, 20).trouble
-    assert said == "ended with status 1: no such chip"
-    missing = run_command(["/nowhere/npu-smi", "info"], {}, 20)
-    assert missing.trouble == "cannot be run: No such file or directory"
+    assert run_command([sys.executable, "-c", crash], {}, 20) == ("", "ended by signal 11")
+    fail = "import sys; print('half'); sys.exit('no such chip')"
+    said = run_command([sys.executable, "-c", fail], {}, 20)
+    assert said == ("half\n", "ended with status 1: no such chip")
+    _, missing = run_command(["/nowhere/npu-smi", "info"], {}, 20)
+    assert missing == "cannot be run: No such file or directory"
+
+
+def test_what_a_program_has_started_does_not_outlive_it(tmp_path):
+    left = f"sleep 60 >/dev/null 2>&1 & echo $! > {tmp_path}/pid"
+    assert run_command(["sh", "-c", left], dict(os.environ), 20) == ("", "")
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    for _ in range(200):
+        if not status.exists() or ") Z " in status.read_text():
+            return
+        time.sleep(0.01)
+    raise AssertionError(status.read_text())
 
 
 # -- here ---------------------------------------------------------------------------------
@@ -736,16 +782,18 @@ def test_what_is_bad_shows_in_the_exit_status(tmp_path):
 
 def test_the_doctor_itself_imports_no_torch():
     code = (
-        "import sys, nanoactor.cli.main, nanoactor.doctor as doctor\n"
-        "doctor.examine(doctor.look())\n"
+        "import sys, nanoactor.cli, nanoactor.doctor as doctor\n"
+        "doctor.examine(doctor.Machine())\n"
         "assert not {'torch', 'torch_npu', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=90, check=False)
     assert done.returncode == 0
 
 
-def test_main_ends_with_the_status(monkeypatch, capsys):
-    monkeypatch.setattr("nanoactor.cli.doctor.look", lambda: changed(CPU_BOX, python=(3, 10, 0)))
+def test_main_ends_with_the_status(monkeypatch, capsys, tmp_path, host):
+    box = CASES["python too old"][0]
+    host(box)
+    monkeypatch.setattr("nanoactor.cli.Machine", lambda: box.machine(tmp_path))
     with pytest.raises(SystemExit) as ended:
         main(["doctor"])
     assert ended.value.code == 1
@@ -764,5 +812,4 @@ def test_the_report():
         "",
         "nothing bad, 1 note",
     ]
-    assert is_well(findings)
     assert json.loads(as_json(findings))["ok"] is True

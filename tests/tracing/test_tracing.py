@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from nanoactor import AsyncLLM, SamplingParams
 from nanoactor.runtime.tracing import SPAN_DTYPE, IntervalSet, NodeTrace, Track, TrackTrace
+from nanoactor.tracing import Trace
 from nanoactor.tracing.export import joined
-from nanoactor.tracing.ledger import make_ledger
-from nanoactor.tracing.trace import Trace
+from nanoactor.tracing.summary import summarize
 from tests.engine.harness import settled
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12)
@@ -64,7 +64,7 @@ def node(*tracks, cpu=0.0):
     return NodeTrace("node", list(tracks), cpu, 0)
 
 
-def test_a_ledger_counts_idle_time_only_while_there_is_load():
+def test_a_summary_counts_idle_time_only_while_there_is_load():
     device = track("runner.0 device", [(0, 1, 0, 1000, 2000), (0, 2, 0, 2500, 3500)])
     load = track("scheduler load", [(0, 0, 0, 1000, 3500)])
     scheduler = track(
@@ -73,29 +73,29 @@ def test_a_ledger_counts_idle_time_only_while_there_is_load():
         [("schedule", "step", "r")],
     )
     late = track("frontend", [(0, 2, 0, 9000, 9100)])
-    ledger = make_ledger([node(device, load, scheduler, cpu=0.001), node(late)], tokens=10)
-    assert ledger.steps == 2
-    assert ledger.device_idle == pytest.approx(500 / 2500)
-    assert ledger.hidden == pytest.approx(200 / 600)
-    assert ledger.bottleneck == "scheduler"
-    assert ledger.cpu_us_per_token == {"scheduler": pytest.approx(100.0), "frontend": 0.0}
-    (wait,) = ledger.waits
+    summary = summarize([node(device, load, scheduler, cpu=0.001), node(late)], tokens=10)
+    assert summary.steps == 2
+    assert summary.device_idle == pytest.approx(500 / 2500)
+    assert summary.hidden == pytest.approx(200 / 600)
+    assert summary.bottleneck == "scheduler"
+    assert summary.cpu_us_per_token == {"scheduler": pytest.approx(100.0), "frontend": 0.0}
+    (wait,) = summary.waits
     assert (wait.edge, wait.messages) == ("r -> scheduler (schedule)", 2)
     assert wait.mean == pytest.approx(0.4)
 
 
-def test_a_ledger_begins_where_every_track_remembers():
+def test_a_summary_begins_where_every_track_remembers():
     device = track("runner.0 device", [(0, n, 0, 1000 * n, 1000 * n + 900) for n in range(10)])
     short = track("scheduler", [(0, 9, 0, 5000, 5100), (0, 9, 0, 8000, 8100)], lost=7)
-    ledger = make_ledger([node(device, short)], tokens=1)
-    assert ledger.steps == 4
-    assert ledger.lost == 7
-    assert ledger.seconds == pytest.approx((9900 - 5100) * 1e-9)
+    summary = summarize([node(device, short)], tokens=1)
+    assert summary.steps == 4
+    assert summary.lost == 7
+    assert summary.seconds == pytest.approx((9900 - 5100) * 1e-9)
 
 
-def test_nothing_happened_is_a_ledger_too():
-    ledger = make_ledger([node(track("frontend", []))], tokens=0)
-    assert ledger.line == "no step was computed"
+def test_nothing_happened_is_a_summary_too():
+    summary = summarize([node(track("frontend", []))], tokens=0)
+    assert summary.line == "no step was computed"
 
 
 async def traced(tmp_path, **options):
@@ -128,7 +128,7 @@ def test_arrows_follow_every_step_and_every_request_through_all_tracks(tmp_path,
     for category, tracks in (("step", TRACKS - {"tokenizer.0"}), ("request", TRACKS)):
         arrows = [e for e in events if e.get("cat") == category and e["ph"] in "stf"]
         numbers = {e["id"] for e in arrows}
-        assert len(numbers) == (4 if category == "request" else trace.ledger().steps)
+        assert len(numbers) == (4 if category == "request" else trace.summary().steps)
         # What a late frontend is told of several steps merges, and goes by the number of one.
         told = sorted({e["id"] for e in arrows if names[e["pid"], e["tid"]] == "frontend"})
         for number in numbers if category == "request" else [told[len(told) // 2]]:
@@ -151,15 +151,15 @@ def test_arrows_follow_every_step_and_every_request_through_all_tracks(tmp_path,
 def test_a_step_costs_few_spans(tmp_path):
     """At 0.5 us a span, 18 of them are under 1 % of a step of 1 ms."""
     trace, _ = asyncio.run(traced(tmp_path))
-    ledger = trace.ledger()
+    summary = trace.summary()
     spans = sum(len(track.spans) for node in trace.nodes for track in node.tracks)
     requests = 4 * 12  # what comes once for each of them
-    assert (spans - requests) / ledger.steps <= 18
-    assert ledger.steps >= 60
-    assert ledger.tokens == 240
-    assert 0 <= ledger.device_idle < 1
-    assert 0 < ledger.hidden <= 1
-    assert "device idle" in ledger.line
+    assert (spans - requests) / summary.steps <= 18
+    assert summary.steps >= 60
+    assert summary.tokens == 240
+    assert 0 <= summary.device_idle < 1
+    assert 0 < summary.hidden <= 1
+    assert "device idle" in summary.line
 
 
 # -- the latest only ----------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_an_engine_tells_how_busy_its_actors_and_its_device_are():
     assert max(means, key=means.get) == "runner.0 device"
     assert means["scheduler"] > 0
     assert shares["tokenizer.0"].max() == 0
-    assert trace.ledger().steps > 0
+    assert trace.summary().steps > 0
 
 
 def test_a_trace_in_parts_is_the_trace(tmp_path):
@@ -232,8 +232,8 @@ def test_a_trace_in_parts_is_the_trace(tmp_path):
     assert made.tracks[0].spans.tolist() == whole.trace("n").spans.tolist()
     assert [kind.name for kind in made.tracks[0].kinds] == ["work", "more"]
     command = [sys.executable, "-m", "nanoactor.tracing.export"]
-    looks = pickle.dumps([[first], [second]])
-    done = subprocess.run(command, input=looks, capture_output=True, check=True, timeout=30)
+    snapshots = pickle.dumps([[first], [second]])
+    done = subprocess.run(command, input=snapshots, capture_output=True, check=True, timeout=30)
     Trace((made,), 0).save(tmp_path / "trace.json")
     assert done.stdout == (tmp_path / "trace.json").read_bytes()
     assert len([e for e in json.loads(done.stdout)["traceEvents"] if e["ph"] == "X"]) == 7

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import nanoactor
-from nanoactor.doctor.ascend_facts import look_at_ascend
-from nanoactor.doctor.commands import Outcome
+from nanoactor.doctor import Machine
+from nanoactor.doctor.ascend import driver_version
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.npu import NPUDevice
 from nanoactor.models.errors import UnsupportedModel
@@ -79,9 +79,8 @@ def versions(rig: Rig) -> dict[str, str]:
         "chip": runtime.chip,
     }
     if torch_npu is not None:
-        ascend = look_at_ascend(Path("/"), os.environ, lambda *_: Outcome(""))
-        asked = runtime.versions()[2]
-        found |= {"CANN": asked or ascend.cann or "unknown", "driver": ascend.driver or "unknown"}
+        driver = driver_version(Machine()) or "unknown"
+        found |= {"CANN": runtime.versions()[2] or "unknown", "driver": driver}
     return found
 
 

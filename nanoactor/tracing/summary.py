@@ -1,4 +1,4 @@
-"""The sums: was the device kept busy, what was hidden behind it, who would be the next limit."""
+"""Sum up a trace: was the device kept busy, what was hidden behind it, who is the next limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from nanoactor.actors.runner import DEVICE
 from nanoactor.actors.scheduler import LOAD
-from nanoactor.runtime.tracing import IntervalSet, NodeTrace, TrackTrace
+from nanoactor.runtime.tracing import SPAN_DTYPE, IntervalSet, NodeTrace, TrackTrace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Wait:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ledger:
+class TraceSummary:
     """What the spans of a stretch of time add up to. Shares are of 1."""
 
     seconds: float
@@ -60,21 +60,21 @@ class Ledger:
         )
 
 
-def make_ledger(nodes: Sequence[NodeTrace], tokens: int) -> Ledger:
+def summarize(nodes: Sequence[NodeTrace], tokens: int) -> TraceSummary:
     """Add up what the tracks of all nodes remember; `tokens` were put out since the start."""
     tracks = [track for node in nodes for track in node.tracks]
     devices = [track for track in tracks if track.track.endswith(f" {DEVICE}")]
     loads = [track for track in tracks if track.track.endswith(f" {LOAD}")]
     actors = [track for track in tracks if track not in devices and track not in loads]
     begin, end = _stretch(tracks)
-    covers = {track.track: _cover(track).within(begin, end) for track in [*devices, *actors]}
+    covers = {track.track: _cover([track]).within(begin, end) for track in [*devices, *actors]}
     length = max(1, end - begin)
-    device = covers[devices[0].track] if devices else IntervalSet(*_no_spans())
-    load = _union([_cover(track).within(begin, end) for track in loads])
+    device = _cover(devices[:1]).within(begin, end)
+    load = _cover(loads).within(begin, end)
     work = sum(covers[track.track].length for track in actors)
     hidden = sum(device.overlap(covers[track.track]) for track in actors)
     busy = {name: cover.length / length for name, cover in covers.items()}
-    return Ledger(
+    return TraceSummary(
         seconds=length * 1e-9,
         steps=len(_steps(devices[0], begin)) if devices else 0,
         device_idle=1 - device.overlap(load) / load.length if load.length else 0.0,
@@ -88,19 +88,10 @@ def make_ledger(nodes: Sequence[NodeTrace], tokens: int) -> Ledger:
     )
 
 
-def _no_spans() -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
-    return np.empty(0, np.int64), np.empty(0, np.int64)
-
-
-def _cover(track: TrackTrace) -> IntervalSet:
-    return IntervalSet(track.spans["begin"], track.spans["end"])
-
-
-def _union(covers: list[IntervalSet]) -> IntervalSet:
-    if not covers:
-        return IntervalSet(*_no_spans())
-    begins, ends = ([getattr(c, name) for c in covers] for name in ("begins", "ends"))
-    return IntervalSet(np.concatenate(begins), np.concatenate(ends))
+def _cover(tracks: Sequence[TrackTrace]) -> IntervalSet:
+    """Return when any of these tracks was at work."""
+    spans = np.concatenate([np.empty(0, SPAN_DTYPE), *(track.spans for track in tracks)])
+    return IntervalSet(spans["begin"], spans["end"])
 
 
 def _stretch(tracks: list[TrackTrace]) -> tuple[int, int]:

@@ -1,0 +1,99 @@
+"""Options from dataclasses: names, types, defaults and help are those of the fields."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def add_options(group: Any, config: type[Any], **defaults: Any) -> None:
+    """Add an option for each field of a dataclass; `defaults` take the place of the fields' own.
+
+    A flag has a `--no-` form, a sequence is an option that may be repeated. A field without a
+    default is for an argument; a type that no command line can spell (an enum, say) is left out.
+    """
+    hints, said = typing.get_type_hints(config), descriptions(config)
+    for field in dataclasses.fields(config):
+        known = _keywords(hints[field.name])
+        if known is None or field.default is dataclasses.MISSING:
+            continue
+        text, default = said.get(field.name, ""), defaults.get(field.name, field.default)
+        if "efault" not in text and default not in (None, ()):
+            text = f"{text} Default: {default}."
+        name = field.name.replace("_", "-")
+        names = [name]
+        if known.get("action") == "append":
+            text = f"{text} May be repeated."
+            names = list(dict.fromkeys((name.removesuffix("s"), name)))
+        group.add_argument(
+            *(f"--{name}" for name in names),
+            dest=f"{config.__name__}.{field.name}",
+            default=defaults.get(field.name, argparse.SUPPRESS),
+            help=text.strip().replace("%", "%%"),
+            **known,
+        )
+
+
+def values(args: Any, config: type[Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass that were given, by name; lists as tuples."""
+    prefix = f"{config.__name__}."
+    return {
+        name.removeprefix(prefix): tuple(value) if isinstance(value, list) else value
+        for name, value in vars(args).items()
+        if name.startswith(prefix)
+    }
+
+
+def _keywords(hint: Any) -> dict[str, Any] | None:
+    """Return what argparse has to know about a type; None where it can not be an option."""
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    parts = typing.get_args(hint) if is_union else (hint,)
+    for part in parts:
+        if typing.get_origin(part) in (tuple, Sequence):
+            kind = typing.get_args(part)[0]
+            return {"action": "append", "type": kind, "metavar": kind.__name__.upper()}
+    (kind, *others) = (part for part in parts if part is not types.NoneType)
+    if others:
+        return None
+    if typing.get_origin(kind) is typing.Literal:  # the dataclass itself checks the choice
+        return {"metavar": f"{{{','.join(typing.get_args(kind))}}}"}
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if kind not in (int, float, str):
+        return None
+    is_optional = types.NoneType in parts
+    return {"type": _or_none(kind) if is_optional else kind, "metavar": kind.__name__.upper()}
+
+
+def _or_none(kind: type[Any]) -> Callable[[str], Any]:
+    """Return a reader of values that may be "none"."""
+
+    def read(text: str) -> Any:
+        return None if text.lower() == "none" else kind(text)
+
+    read.__name__ = kind.__name__  # argparse names it where a value is wrong
+    return read
+
+
+def descriptions(config: type[Any]) -> dict[str, str]:
+    """Return, by field, the text that stands below it in its source, where the source is there."""
+    try:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
+    except OSError:
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, below in itertools.pairwise(body.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            text = below.value if isinstance(below, ast.Expr) else None
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                found[field.target.id] = " ".join(text.value.split())
+    return found

@@ -1,0 +1,139 @@
+"""Ascend: driver, device nodes, npu-smi, CANN, torch_npu and what it sees, from below upwards.
+
+Never run on an NPU: names and commands are those of Huawei's documents and of torch_npu's files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+
+from nanoactor.doctor.checks import judge_devices, release
+from nanoactor.doctor.finding import Finding, judge
+from nanoactor.doctor.machine import Machine
+
+_DRIVER_FILE = "/usr/local/Ascend/driver/version.info"
+_MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
+_ILL = re.compile(r"\|\s*(Warning|Alarm|Critical|UNKNOWN)\s*\|", re.IGNORECASE)
+_DRIVER_MOUNT = "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro"
+_SMI_MOUNTS = " ".join(f"-v {p}:{p}:ro" for p in ("/usr/local/dcmi", "/usr/local/bin/npu-smi"))
+_INSTALL_DRIVER = "install the NPU's driver and firmware, until `npu-smi info` works"
+_INSTALL_CANN = "install CANN (toolkit, and the ops of your chip), then source its set_env.sh"
+
+
+def npu(machine: Machine) -> Iterator[Finding]:
+    """Check all of it where an NPU is meant to be used; else say so in one line."""
+    if machine.wants_npu:
+        for check in (_driver, _nodes, _smi, _cann, _torch_npu, _devices):
+            yield from check(machine)
+        return
+    ill = "one is on the PCI bus, but there is no driver, CANN or torch_npu: it is not used"
+    fix = f"{_INSTALL_DRIVER}; {_INSTALL_CANN}; {_install_pair(None)}"
+    is_on_bus = any(kind == "NPU" for kind, _, _ in machine.pci)
+    well = "there is none: no device, driver, CANN or torch_npu"
+    yield judge("NPU", not is_on_bus, well, ill, fix, "note")
+
+
+def driver_version(machine: Machine) -> str:
+    """Return the version of the NPU's driver, "" where there is none."""
+    return machine.match(r"^version\s*=\s*(.+)$", _DRIVER_FILE)
+
+
+def _driver(machine: Machine) -> Iterator[Finding]:
+    version = driver_version(machine)
+    if version or not machine.probe.get("npus"):  # else it lies elsewhere, and works
+        ill = f"no version in {_DRIVER_FILE}"
+        fix = f"{_INSTALL_DRIVER}; in a container: start it with {_DRIVER_MOUNT}; on a machine "
+        fix += "without an NPU: pip uninstall torch_npu"
+        yield judge("NPU driver", version, version, ill, fix)
+
+
+def _nodes(machine: Machine) -> Iterator[Finding]:
+    npus = machine.files("/dev/davinci[0-9]*") or ["/dev/davinci0"]
+    nodes = {node: machine.path(node) for node in (*npus, *_MANAGERS)}
+    if absent := [node for node, path in nodes.items() if not os.path.exists(path)]:
+        flags = " ".join(f"--device {node}" for node in absent)
+        mounts = f"{_DRIVER_MOUNT} {_SMI_MOUNTS} ..."
+        fix = f"{_INSTALL_DRIVER}; in a container: docker run {flags} {mounts}"
+        yield Finding("device nodes", "bad", f"missing: {', '.join(absent)}", fix)
+        return
+    # Not opened: that alone does something with a device.
+    closed = [node for node, path in nodes.items() if not os.access(path, os.R_OK | os.W_OK)]
+    ill = f"not readable and writable for this user: {', '.join(closed)}"
+    fix = "sudo usermod -aG HwHiAiUser $USER, then log in again; in a container: --group-add"
+    yield judge("device nodes", not closed, f"{', '.join(nodes)}", ill, fix)
+
+
+def _smi(machine: Machine) -> Iterator[Finding]:
+    names = f"{machine.environment.get('PATH', '')}:/usr/local/bin:/usr/local/sbin".split(":")
+    tool = shutil.which("npu-smi", path=":".join(str(machine.path(name)) for name in names))
+    if tool is None:
+        fix = f"it comes with the driver; in a container: {_SMI_MOUNTS}"
+        yield Finding("npu-smi", "note", "is not here", fix)
+        return
+    output, trouble = machine.run([tool, "info"], machine.environment, 10.0)
+    ill = [" ".join(line.strip("| ").split()) for line in output.splitlines() if _ILL.search(line)]
+    what = f"`npu-smi info`: {trouble or 'not healthy: ' + '; '.join(ill)}"
+    fix = f"npu-smi info -t health -i 0 names the error of NPU 0; {_INSTALL_DRIVER}"
+    yield judge("npu-smi", not trouble and not ill, "it works, and no device is ill", what, fix)
+
+
+def _cann(machine: Machine) -> Iterator[Finding]:
+    said, home, wrong = machine.probe, machine.environment.get("ASCEND_HOME_PATH", ""), []
+    for name in ("ASCEND_HOME_PATH", "ASCEND_OPP_PATH"):
+        path = machine.environment.get(name)
+        if not path:
+            wrong.append(f"{name} is not set")
+        elif not os.path.isdir(machine.path(path)):
+            wrong.append(f"{name}: {path} does not exist")
+    wrong += filter(None, (said.get(f"{name}_trouble") for name in ("libascendcl", "libhccl")))
+    yield judge("CANN environment", not wrong, home, "; ".join(wrong), _source_cann(machine))
+    if "cann" in said:
+        yield Finding("CANN", "ok", said["cann"])
+
+
+def _source_cann(machine: Machine) -> str:
+    scripts = machine.cann_scripts
+    return f"source {shlex.quote(scripts[0])}" if scripts else _INSTALL_CANN
+
+
+def _torch_npu(machine: Machine) -> Iterator[Finding]:
+    said, torch = machine.probe, machine.probe.get("torch")
+    pair = f"torch_npu {said.get('torch_npu')} with torch {torch}"
+    if "torch_npu_trouble" in said:
+        yield Finding("torch_npu", "bad", "is not installed", _install_pair(torch))
+    elif torch and release(torch) != release(said.get("torch_npu")):
+        what = f"{pair}: it works with the torch of its own number alone"
+        yield Finding("torch_npu", "bad", what, _install_pair(torch))
+    elif trouble := said.get("npus_trouble"):
+        fix = "fix what is bad above, then see: python -c 'import torch, torch_npu'"
+        if module := re.search(r"No module named '(\w+)", trouble):
+            fix = f"pip install {module[1]}"
+        elif ".so" in trouble:
+            driver = f"; in a container: {_DRIVER_MOUNT}" if "libascend_hal" in trouble else ""
+            fix = f"{_source_cann(machine)}{driver}"
+        yield Finding("torch_npu", "bad", f"{pair}: {trouble}", fix)
+    elif "npus" in said:
+        yield Finding("torch_npu", "ok", pair)
+
+
+def _install_pair(torch: str | None) -> str:
+    """Return how to install torch_npu for this torch, or both where torch itself is too old."""
+    if release(torch) < (2, 11):
+        return "pip install 'nanoactor[npu]'"
+    version = ".".join(str(part) for part in release(torch))
+    return f"pip install 'nanoactor[npu]' 'torch=={version}' 'torch_npu=={version}.*'"
+
+
+def _devices(machine: Machine) -> Iterator[Finding]:
+    npus = ", ".join(machine.files("/dev/davinci[0-9]*"))
+    if found := machine.probe.get("npus"):
+        yield judge_devices("NPU", found, "npu-smi info", driver_version(machine) or "unknown")
+    elif "npus" in machine.probe and npus:
+        fix = "npu-smi info must list it; in a container: give it with --device, and to no other"
+        if "ASCEND_RT_VISIBLE_DEVICES" in machine.environment:
+            fix = "unset ASCEND_RT_VISIBLE_DEVICES"
+        yield Finding("NPU", "bad", f"torch_npu sees none, though there is {npus}", fix)

@@ -1,0 +1,187 @@
+"""Checks of Python, torch, GPUs and the host: ports, what rings are made of, limits, processors."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import resource
+import shutil
+import socket
+from collections.abc import Iterator
+
+from nanoactor.doctor.finding import Finding, judge
+from nanoactor.doctor.machine import Machine
+
+_GIB = 1 << 30
+_CGROUP = "/sys/fs/cgroup"
+
+
+def python(machine: Machine) -> Iterator[Finding]:
+    """Check the interpreter's version."""
+    version = ".".join(str(part) for part in machine.python)
+    ill = f"{version}; nanoactor needs 3.11 to 3.13"
+    fix = "make a virtual environment of 3.11, 3.12 or 3.13: python3.13 -m venv .venv"
+    yield judge("Python", (3, 11) <= machine.python[:2] <= (3, 13), version, ill, fix)
+
+
+def torch(machine: Machine) -> Iterator[Finding]:
+    """Check torch's version, and that it could be asked at all."""
+    said, fix = machine.probe, "pip install 'torch>=2.11'"
+    version, trouble = said.get("torch"), said["cut_short"]
+    if version:
+        ill = f"{version}; nanoactor needs 2.11 or later"
+        yield judge("torch", release(version) >= (2, 11), version, ill, fix)
+    elif not trouble:
+        why = said.get("torch_trouble", "it says nothing")
+        yield Finding("torch", "bad", f"cannot be imported: {why}", fix)
+    if trouble:
+        what = f"the process that asks torch and the drivers: {trouble}"
+        names = "torch, torch_npu" if said.get("torch_npu") else "torch"
+        command = f"TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -X faulthandler -c 'import {names}'"
+        fix = f"see where it stops: {command}"
+        yield Finding("probe", "bad", f"{what}; what it had not yet said is unknown", fix)
+
+
+def release(version: str | None) -> tuple[int, ...]:
+    """Return (2, 13, 0) of "2.13.0+cpu" and of "2.13.0.post1", () of None."""
+    return tuple(int(number) for number in re.findall(r"\d+", version or "")[:3])
+
+
+def gpu(machine: Machine) -> Iterator[Finding]:
+    """Check NVIDIA GPUs, and Triton where there are any."""
+    driver = machine.match(r"\b(\d+\.\d+[\d.]*)\b", "/proc/driver/nvidia/version") or "unknown"
+    if found := machine.probe.get("gpus"):
+        yield judge_devices("GPU", found, "nvidia-smi", driver)
+        triton = machine.probe.get("triton", "")
+        ill = "missing: steps run operator by operator, which costs several times the speed"
+        yield judge("Triton", triton, triton, ill, "pip install triton", "note")
+    elif machine.wants_gpu:
+        yield _no_gpu(machine, driver)
+    elif not machine.wants_npu:
+        yield Finding("GPU", "ok", "there is no NVIDIA GPU; the engine runs on the CPU")
+
+
+def judge_devices(name: str, found: list[tuple[str, str]], tool: str, driver: str) -> Finding:
+    """Judge the devices that torch sees by the states that the probe gives them."""
+    states = {state for _, state in found}
+    what = f"{len(found)}: {'; '.join(line for line, _ in found)}; driver {driver}"
+    fix = f"{tool}: is it healthy, and nobody else's?"
+    return judge(name, states == {"ok"}, what, what, fix, "bad" if "bad" in states else "note")
+
+
+def _no_gpu(machine: Machine, driver: str) -> Finding:
+    said, hidden = machine.probe, machine.environment.get("CUDA_VISIBLE_DEVICES")
+    if said["cut_short"] or "torch" not in said:
+        what = "there is one, but torch could not be asked about it"
+        return Finding("GPU", "note", what, "fix torch first, see above")
+    if hidden is not None:
+        what = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU, the CPU is taken"
+        return Finding("GPU", "note", what, "unset CUDA_VISIBLE_DEVICES")
+    if driver == "unknown" and not machine.files("/dev/nvidia[0-9]*"):
+        what = "one is on the PCI bus, but there is no driver; the CPU is taken"
+        fix = "install NVIDIA's driver, or give the container its GPUs: docker run --gpus all"
+        return Finding("GPU", "note", what, fix)
+    if said.get("cuda_build") is None:
+        what = f"there is one, but torch {said['torch']} was built without CUDA"
+        fix = 'install a build for CUDA: PyTorch\'s page "Get started" shows the command'
+        return Finding("GPU", "bad", what, fix)
+    why = f"driver {driver}; {said.get('gpus_trouble', 'it sees none')}"
+    what = f"torch (CUDA {said['cuda_build']}) cannot use the GPU: {why}"
+    fix = "nvidia-smi must work, and show a CUDA version not older than torch's; update the driver"
+    return Finding("GPU", "bad", what, fix)
+
+
+def visible_devices(machine: Machine) -> Iterator[Finding]:
+    """Show the variables that hide devices, where they are set."""
+    for name in ("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        if name in machine.environment:
+            yield Finding(name, "ok", machine.environment[name] or "(empty)")
+
+
+def network(_machine: Machine) -> Iterator[Finding]:
+    """Listen on the loopback interface, at a free port and at the server's, and let go."""
+    up = "ip link set lo up (and let this process bind sockets, where a sandbox forbids it)"
+    other = "nanoactor serve MODEL --port 8001"
+    for name, port, fix in (("loopback", 0, up), ("port 8000", 8000, other)):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError as error:
+            yield Finding(name, "note" if port else "bad", f"cannot be bound: {error}", fix)
+            return
+        yield Finding(name, "ok", "can be bound")
+
+
+def rings(_machine: Machine) -> Iterator[Finding]:
+    """Make what a ring is made of: anonymous memory, mapped, and an eventfd."""
+    trouble = ""
+    try:
+        with os.fdopen(os.memfd_create("nanoactor-doctor"), "r+b") as memory:
+            memory.truncate(1 << 20)
+            mmap.mmap(memory.fileno(), 1 << 20).close()
+        os.close(os.eventfd(0))
+    except (OSError, AttributeError) as error:  # refused by a sandbox; or not of this Python
+        trouble = f"no anonymous memory or eventfd: {error}"
+    fix = "let this process call memfd_create and eventfd: a seccomp profile may forbid it"
+    yield judge("rings", not trouble, "memfd and eventfd can be had", trouble, fix)
+
+
+def limits(machine: Machine) -> Iterator[Finding]:
+    """Check open files, and /dev/shm where HCCL may want it."""
+    if machine.wants_npu:
+        with contextlib.suppress(OSError):
+            size = shutil.disk_usage(machine.path("/dev/shm")).total  # noqa: S108
+            what, fix = f"{size / _GIB:.1f} GiB in /dev/shm", "in a container: --shm-size=8g; else "
+            ill, fix = f"{what}; HCCL may want more", f"{fix}mount -o remount,size=8G /dev/shm"
+            yield judge("shared memory", size >= _GIB, what, ill, fix, "note")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    what = "no limit" if soft == resource.RLIM_INFINITY else f"{soft} at most"
+    fix = "ulimit -n 65536; where that is refused: raise nofile in /etc/security/limits.conf, or "
+    fix += "docker run --ulimit nofile=65536"
+    yield judge("open files", soft >= 4096 or what == "no limit", what, what, fix, "note")
+
+
+def numa(machine: Machine) -> Iterator[Finding]:
+    """Say where the accelerators are, and how to stay near them if there is more than one place."""
+    count = len(machine.files("/sys/devices/system/node/node[0-9]*")) or 1
+    where = [f"{kind} {address}: node {node}" for kind, address, node in machine.pci]
+    what = "; ".join([f"{count} node{'s' * (count > 1)}", *where])
+    nodes = {node for _, _, node in machine.pci} - {"?"}
+    node = nodes.pop() if len(nodes) == 1 else "N"
+    fix = f"keep runner processes near their device: numactl --cpunodebind={node} nanoactor serve"
+    yield judge("NUMA", count == 1 or not where, what, what, fix, "note")
+
+
+def cpu(machine: Machine) -> Iterator[Finding]:
+    """Check cores, memory and bfloat16 of the host, or of the container where it has less."""
+    cores, both, v1 = len(os.sched_getaffinity(0)), f"{_CGROUP}/cpu.max", f"{_CGROUP}/cpu/cpu.cfs"
+    yield Finding("CPU", "ok", f"{cores} cores, {_memory(machine)}")
+    given = _number(machine, r"^(\d+)", both, f"{v1}_quota_us")
+    quota = given / (_number(machine, r"(\d+)$", both, f"{v1}_period_us") or 1)
+    if 0 < quota < cores:
+        what = f"the container is given the time of {quota:g} of them"
+        fix = f"--threads {max(1, int(quota))}, or a larger quota"
+        yield Finding("CPU quota", "note", what, fix)
+    flags = machine.match(r"^(?:flags|Features)\s*:(.*)$", "/proc/cpuinfo").split()
+    is_native = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(
+        flags
+    )  # as models/devices/cpu.py
+    ill = "not native: a model on the CPU runs in float32, in twice the memory"
+    fix = "nothing; a newer processor has avx512_bf16 or amx_bf16"
+    yield judge("CPU bfloat16", is_native, "native", ill, fix, "note")
+
+
+def _memory(machine: Machine) -> str:
+    total = 1024 * _number(machine, r"^MemTotal:\s*(\d+)", "/proc/meminfo")
+    free = 1024 * _number(machine, r"^MemAvailable:\s*(\d+)", "/proc/meminfo")
+    v1 = f"{_CGROUP}/memory/memory"
+    limit = _number(machine, r"^(\d+)", f"{_CGROUP}/memory.max", f"{v1}.limit_in_bytes")
+    used = _number(machine, r"^(\d+)", f"{_CGROUP}/memory.current", f"{v1}.usage_in_bytes")
+    if 0 < limit < total:
+        total, free = limit, min(free or limit, max(0, limit - used))
+    return f"{free / _GIB:.1f} GiB of {total / _GIB:.1f} GiB free" if total else "memory unknown"
+
+
+def _number(machine: Machine, pattern: str, *paths: str) -> int:
+    return int(machine.match(pattern, *paths) or 0)
