@@ -67,6 +67,23 @@ def unavailable(message: str) -> APIError:
     return APIError(503, message, headers={"Retry-After": RETRY_AFTER})
 
 
+def check_model(asked: str, served: str) -> None:
+    """Raise `APIError` for any model but the one that is served."""
+    if asked != served:
+        raise APIError(
+            404,
+            f"the model {asked[:200]!r} does not exist here; it is {served!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def context_length_exceeded(tokens: int, limit: int) -> APIError:
+    """A prompt has too many tokens: said as the engine says it."""
+    text = f"a prompt has {tokens} tokens, but max_model_len is {limit}"
+    return APIError(400, text, param="prompt", code="context_length_exceeded")
+
+
 def from_engine(error: Exception, names: frozenset[str] = frozenset()) -> APIError:
     """What an engine's error means to a client; `names` are the fields of its request."""
     if isinstance(error, EngineOverloaded):
