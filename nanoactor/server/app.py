@@ -95,7 +95,7 @@ class Server:
     async def start(self) -> None:
         """Start the engine, then listen. Raises what the engine raises, and `OSError` where the
         address cannot be had; nothing is left running then."""
-        listener = _listen(self.config.host, self.config.port)
+        listener = _listen(self.config)
         self.port = listener.getsockname()[1]
         try:
             await self._runner.setup()
@@ -112,13 +112,12 @@ class Server:
     async def drain(self) -> None:
         """Refuse new work; return when what runs has ended, or has been broken off because the
         time for that is over."""
-        http, completions = self._http, self._completions
-        http.draining = True
-        log.info("shutting down: %d requests under way", http.at_work)
-        if not await http.idle(self.config.drain_timeout):
-            log.warning("%d answers are broken off", completions.live)
-            completions.break_off()
-            await http.idle(_REPLY_SECONDS)
+        self._http.draining = True
+        log.info("shutting down: %d requests under way", self._http.at_work)
+        if not await self._http.idle(self.config.drain_timeout):
+            log.warning("%d answers are broken off", self._completions.live)
+            self._completions.break_off()
+            await self._http.idle(_REPLY_SECONDS)
 
     async def stop(self) -> None:
         """Drain, then end everything."""
@@ -143,14 +142,17 @@ def _lifetime(
     return live
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(config: ServerConfig) -> socket.socket:
     """A bound socket: before the model is loaded it is known whether the address can be had."""
     family, _, _, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
+    # The kernel hangs up on whoever leaves unread what it was sent, for so many ms.
+    unread = max(1, min(int(1000 * config.send_timeout), 2**31 - 1))
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread)
         listener.setblocking(False)
         listener.bind(address)
     except BaseException:

@@ -17,22 +17,30 @@ from nanoactor.outputs import RequestOutput
 from nanoactor.request import Request
 from nanoactor.server.choices import ChatChoice, Choice, Delta, TextChoice
 from nanoactor.server.context import context_of, json_response
-from nanoactor.server.errors import APIError, context_length_exceeded, invalid, unavailable
+from nanoactor.server.errors import context_length_exceeded, invalid, unavailable
 from nanoactor.server.http import HttpFrontend
-from nanoactor.server.metrics import Metrics
+from nanoactor.server.metrics import Metrics, Timer
 from nanoactor.server.reasoning import CLOSE, OPEN, ReasoningParser
 from nanoactor.server.requests import (
     Body,
     ChatRequest,
     CompletionRequest,
+    StreamOptions,
     conversation,
     prompts,
     sampling_params,
     template_options,
 )
-from nanoactor.server.streaming import EventStream, event
 from nanoactor.server.text_service import TextService
 from nanoactor.server.tool_calls import ToolCallParser
+
+_STREAM = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    # Some proxies keep answers back until they are whole, unless they are told not to.
+    "X-Accel-Buffering": "no",
+}
+_DONE = b"data: [DONE]\n\n"
 
 Send = Callable[[list[Delta]], Awaitable[None]]
 """Takes new members of an answer's choices on to the client."""
@@ -50,7 +58,10 @@ class _Answer:
 
     def __init__(self, body: Body, requests: Sequence[Request | _Echoed]) -> None:
         chat = isinstance(body, ChatRequest)
-        self.body = body
+        self.streamed = body.stream
+        options = body.stream_options or StreamOptions()
+        self.tells_usage = options.include_usage
+        self.tells_usage_always = options.include_usage and options.continuous_usage_stats
         self.requests = requests
         self.choices: Sequence[Choice] = ()
         self.head = {
@@ -64,19 +75,14 @@ class _Answer:
         self._said = [0] * len(requests)
         """Tokens of each choice."""
 
-    @property
-    def tokens(self) -> int:
-        """Of all choices."""
-        return sum(self._said)
-
     def chunk(self, choices: list[Delta], usage: Any = None) -> bytes:
         """An event with new members of its choices."""
         value = {**self.chunk_head, "choices": choices}
-        if self.body.continuous_usage and choices:
+        if self.tells_usage_always and choices:
             index = choices[0]["index"]
             prompt, said = len(self.requests[index].prompt_token_ids), self._said[index]
             usage = _usage(prompt, said)
-        return event(value | {"usage": usage} if self.body.include_usage else value)
+        return _event(value | {"usage": usage} if self.tells_usage else value)
 
     def take(self, index: int, output: RequestOutput) -> list[Delta]:
         """What an output of the engine adds; raises `APIError` where it ends what should go on."""
@@ -95,17 +101,22 @@ class _Answer:
         """Tokens of all choices."""
         prompt = sum(len(request.prompt_token_ids) for request in self.requests)
         details = {"prompt_tokens_details": {"cached_tokens": self.cached}}
-        return _usage(prompt, self.tokens) | details
+        return _usage(prompt, sum(self._said)) | details
 
     @property
     def note(self) -> str:
         """For the log."""
-        return f" {self.usage['prompt_tokens']}+{self.tokens} tokens"
+        usage = self.usage
+        return f" {usage['prompt_tokens']}+{usage['completion_tokens']} tokens"
 
     def whole(self) -> dict[str, Any]:
         """All of it at once."""
         choices = [choice.whole() for choice in self.choices]
         return {**self.head, "choices": choices, "usage": self.usage}
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def _usage(prompt: int, completion: int) -> dict[str, Any]:
@@ -181,7 +192,6 @@ class Completions:
         answer.choices = [
             TextChoice(index, echo) for index, echo in enumerate(await self._echoes(wanted))
         ]
-
         context_of(request).note += answer.note
 
         async def finish(send: Send) -> None:
@@ -232,12 +242,8 @@ class Completions:
     ) -> web.StreamResponse:
         """Queue the prompts first: whether there is room shows at once, and what the answer still
         needs to know of them is found out while they wait."""
-        requests = self._llm.submit(
-            wanted,
-            sampling_params(body),
-            priority=body.priority or 0,
-            chat_template_kwargs=options,
-        )
+        params, priority = sampling_params(body), body.priority or 0
+        requests = self._llm.submit(wanted, params, priority=priority, chat_template_kwargs=options)
         answer = _Answer(body, requests)
         self._live[answer] = requests
         try:
@@ -258,7 +264,7 @@ class Completions:
         self, request: web.Request, answer: _Answer, read: Callable[[Send], Awaitable[None]]
     ) -> web.StreamResponse:
         """Send what `read` brings, as it comes or at once."""
-        if answer.body.stream:
+        if answer.streamed:
             return await self._stream(request, answer, read)
         for choice in answer.choices:
             choice.begin()
@@ -268,27 +274,35 @@ class Completions:
     async def _stream(
         self, request: web.Request, answer: _Answer, read: Callable[[Send], Awaitable[None]]
     ) -> web.StreamResponse:
-        context, stream = context_of(request), EventStream(request)
-        await stream.begin()
-        problem: APIError | None = None
+        """As server-sent events; from its head on errors can only be events."""
+        context, response = context_of(request), web.StreamResponse(headers=_STREAM)
+        await response.prepare(request)
+        last = _DONE
 
         async def send(deltas: list[Delta]) -> None:
-            await stream.send(b"".join([answer.chunk([delta]) for delta in deltas]))
+            # It waits while the client has 64 KiB unread; what comes meanwhile merges where it is
+            # made. Where nobody listens any more it raises `ConnectionError`.
+            await response.write(b"".join([answer.chunk([delta]) for delta in deltas]))
 
         try:
             for choice in answer.choices:
                 if deltas := choice.begin():
                     await send(deltas)
             await read(send)
-            if answer.body.include_usage:
-                await stream.send(answer.chunk([], answer.usage))
+            if answer.tells_usage:
+                await response.write(answer.chunk([], answer.usage))
         except ConnectionError:
             raise
         except Exception as error:
+            # It takes the place of the mark by which clients know that all has come.
             problem = context.explain(error)
+            last = _event(problem.body)
+            context.broken_off = True
             context.note += f" broken off: {problem.message!r:.300}"
             self._metrics.broken_off.inc()
-        return await stream.end(problem)
+        await response.write(last)
+        await response.write_eof()
+        return response
 
     async def _read_all(self, answer: _Answer, requests: Sequence[Request], send: Send) -> None:
         """Read every request to its end; the first error ends all."""
@@ -307,7 +321,7 @@ class Completions:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def _read(self, answer: _Answer, index: int, request: Request, send: Send) -> None:
-        timer = self._metrics.timer(request.metrics)
+        timer = Timer(self._metrics, request.metrics)
         async for output in request:
             timer.tokens(len(output.outputs[0].token_ids))
             if deltas := answer.take(index, output):

@@ -1,13 +1,13 @@
 """What becomes of each field of a request: honoured, refused, or ignored.
 
 Every field of the two completion routes in OpenAI's API and in vLLM's stands here. `docs/server.md`
-is made from this table (`python -m nanoactor.server.fields`).
+shows this table (`python -m tests.server.fields_table` writes it).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import logging
 import re
 from typing import Any, Literal
@@ -41,19 +41,17 @@ SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name !=
 server's affair."""
 
 
-def _honoured(routes: tuple[str, ...], *names: str, note: str = "") -> list[Field]:
-    return [Field(name, routes, "honoured", note=note) for name in names]
+def _fields(
+    status: Status, routes: tuple[str, ...], *names: str, note: str = "", **neutral: Any
+) -> list[Field]:
+    """Fields with the same fate; those by keyword have a value that asks for nothing."""
+    found = [Field(name, routes, status, note=note) for name in names]
+    return found + [Field(name, routes, status, (v,), note) for name, v in neutral.items()]
 
 
-def _refused(routes: tuple[str, ...], *names: str, note: str = "", **neutral: Any) -> list[Field]:
-    """Those by keyword have a value that asks for nothing."""
-    found = [Field(name, routes, "refused", note=note) for name in names]
-    return found + [Field(name, routes, "refused", (v,), note) for name, v in neutral.items()]
-
-
-def _ignored(routes: tuple[str, ...], *names: str, note: str = "") -> list[Field]:
-    return [Field(name, routes, "ignored", note=note) for name in names]
-
+_honoured = functools.partial(_fields, "honoured")
+_refused = functools.partial(_fields, "refused")
+_ignored = functools.partial(_fields, "ignored")
 
 FIELDS: tuple[Field, ...] = (
     *_honoured(_BOTH, *SAMPLING, "model", "stream"),
@@ -132,27 +130,3 @@ class Warned:
         log.warning("requests have the field %r, which %s", name, what)
         if len(self._names) == self.MOST:
             log.warning("%d names of ignored fields were logged; no more are", self.MOST)
-
-
-def table() -> str:
-    """The table, for docs/server.md."""
-    lines = ["| field | chat | completions | |", "| --- | --- | --- | --- |"]
-    names = sorted({field.name for field in FIELDS})
-    chat, text = of_route("chat"), of_route("completions")
-    for name in names:
-        pair = (chat.get(name), text.get(name))
-        notes = [_note(field) for field in pair if field is not None]
-        cells = [field.status if field is not None else "ignored" for field in pair]
-        note = "; ".join(dict.fromkeys(note for note in notes if note))
-        lines.append(f"| `{name}` | {cells[0]} | {cells[1]} | {note} |")
-    return "\n".join(lines) + "\n"
-
-
-def _note(field: Field) -> str:
-    accepted = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
-    parts = [f"but for {accepted}"] if accepted and field.status == "refused" else []
-    return ", ".join([*parts, field.note] if field.note else parts)
-
-
-if __name__ == "__main__":
-    print(table(), end="")  # noqa: T201

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import logging
 import re
@@ -45,11 +46,7 @@ class HttpFrontend:
     """Takes requests to their handlers, and makes errors of theirs answers."""
 
     def __init__(
-        self,
-        config: ServerConfig,
-        model: str,
-        max_body_bytes: int,
-        metrics: Metrics,
+        self, config: ServerConfig, model: str, max_body_bytes: int, metrics: Metrics
     ) -> None:
         """`model`: what clients call it; `metrics` count its requests."""
         self._config = config
@@ -76,17 +73,16 @@ class HttpFrontend:
             # Clients forget the /v1, and add slashes at the end.
             pattern = path.replace("/v1/", "/{version:(v1/)?}") + "{slashes:/*}"
             add = app.router.add_get if method == "GET" else app.router.add_post
-            add(pattern, handler, expect_handler=_expect_later)
+            for each in (path, pattern):
+                add(each, handler, expect_handler=_expect_later)
         return app
 
     async def idle(self, seconds: float) -> bool:
         """Wait until no work is under way; False where that takes longer."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return not self.at_work
 
     # -- middlewares, the outermost first -------------------------------------------------
 
@@ -208,8 +204,7 @@ class HttpFrontend:
         context = context_of(request)
         outcome = _OUTCOMES.get(status) or ("ok" if status < 400 else f"{status // 100}xx")
         path = context.path if context.path in self._paths else "other"
-        outcome = "broken_off" if context.broken_off else outcome
-        self._metrics.requests.labels(path, outcome).inc()
+        self._metrics.requests.labels(path, "broken_off" if context.broken_off else outcome).inc()
         if self._config.access_log:
             quiet = status < 400 and context.path in _QUIET
             access_log.log(

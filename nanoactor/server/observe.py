@@ -90,8 +90,8 @@ class Observation:
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """`GET /metrics`."""
-        headers = {"Content-Type": CONTENT_TYPE_LATEST}
-        return web.Response(body=self._metrics.text(), headers=headers)
+        kind = {"Content-Type": CONTENT_TYPE_LATEST}
+        return web.Response(body=self._metrics.text(), headers=kind)
 
     async def activity(self, request: web.Request) -> web.StreamResponse:
         """`GET /activity?since=N`: what the page draws."""
@@ -154,13 +154,11 @@ class Observation:
             exporter.stdin.write(looks)
             await exporter.stdin.drain()
             exporter.stdin.close()
-            part = await exporter.stdout.read(_PART)
-            if not part:
-                raise APIError(500, "the trace could not be written; the server's log says why")
-            await response.prepare(request)
-            while part:
+            while part := await exporter.stdout.read(_PART):
+                await response.prepare(request)  # the first time
                 await response.write(part)
-                part = await exporter.stdout.read(_PART)
+            if not response.prepared:
+                raise APIError(500, "the trace could not be written; the server's log says why")
             await response.write_eof()
             return response
         finally:
@@ -171,11 +169,9 @@ class Observation:
 
 def _only(request: web.Request, name: str, default: str) -> str:
     """The one parameter that a path takes; `APIError` for any other."""
-    query = request.query
-    for other in query:
-        if other != name:
-            raise invalid(f"{other[:100]!r} is not a parameter of {request.path}", other)
-    return query.get(name, default)
+    if others := [other for other in request.query if other != name]:
+        raise invalid(f"{others[0][:100]!r} is not a parameter of {request.path}", others[0])
+    return request.query.get(name, default)
 
 
 def _up_to(node: NodeTrace, end: int) -> NodeTrace:
@@ -187,15 +183,10 @@ def _up_to(node: NodeTrace, end: int) -> NodeTrace:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= MAX_TRACE_SECONDS:
-        raise invalid(
-            f"seconds must be a number above 0 and up to {MAX_TRACE_SECONDS:g}", "seconds"
-        )
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) <= MAX_TRACE_SECONDS:
+            return seconds
+    raise invalid(f"seconds must be a number above 0 and up to {MAX_TRACE_SECONDS:g}", "seconds")
 
 
 def _content_policy(page: str) -> str:

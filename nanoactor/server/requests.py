@@ -16,14 +16,7 @@ from nanoactor.engine import Prompt
 from nanoactor.outputs import RequestOutputKind
 from nanoactor.params import SamplingParams
 from nanoactor.server.errors import context_length_exceeded, from_decoding, invalid
-from nanoactor.server.fields import (
-    SAMPLING,
-    TEMPLATE_FIELDS,
-    Field,
-    Warned,
-    is_neutral,
-    of_route,
-)
+from nanoactor.server.fields import SAMPLING, TEMPLATE_FIELDS, Field, Warned, is_neutral, of_route
 
 MAX_PROMPTS, MAX_ITEMS = 512, 4096
 """How many prompts, and how many members of any other list, a request may hold: more would hold up
@@ -35,7 +28,9 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     """What a stream tells besides text."""
 
     include_usage: bool | None = None
+    """Whether it ends with its usage."""
     continuous_usage_stats: bool | None = None
+    """Whether, besides, each of its events has the usage so far."""
     include_obfuscation: Annotated[bool, Meta(description="Ignored")] | None = None
 
 
@@ -61,35 +56,11 @@ class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int, Meta(description="A lower one goes first")] | None = None
     user: Annotated[str, Meta(description="Stands in the access log")] | None = None
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether each of its events has the usage so far."""
-        return self.include_usage and bool(
-            self.stream_options and self.stream_options.continuous_usage_stats
-        )
-
-
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXT = {"type": "string", "minLength": 1}
-_ONE = {"anyOf": [_TEXT, _TOKEN_IDS]}
-_PROMPT = {
-    "anyOf": [
-        _TEXT,
-        _TOKEN_IDS,
-        {"type": "array", "items": _ONE, "minItems": 1, "maxItems": MAX_PROMPTS},
-    ]
-}
-
 
 class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[Any, Meta(extra_json_schema=_PROMPT)]
+    prompt: str | list[int | str | list[int]]
     echo: bool | None = None
 
 
@@ -132,7 +103,7 @@ class Message(Struct, forbid_unknown_fields=True):
     annotations: Annotated[list[Any], Meta(description="Ignored")] | None = None
 
 
-class Function(Struct, forbid_unknown_fields=True):
+class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """What a model may call."""
 
     name: str
@@ -310,9 +281,8 @@ class Decoder:
         if field is not None and field.status == "refused":
             shown = [msgspec.json.encode(one).decode() for one in (None, *neutral)]
             note = f" ({field.note})" if field.note else ""
-            raise invalid(
-                f"{name} is not supported; only {' or '.join(shown)} is accepted{note}", name
-            )
+            text = f"{name} is not supported; only {' or '.join(shown)} is accepted{note}"
+            raise invalid(text, name)
         if field is None and self._strict:
             raise invalid(f"{path[:200]!r} is not a parameter that this server knows", path[:200])
         self._warned.warn(path)
@@ -345,25 +315,24 @@ def prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
-    if not isinstance(prompt, list) or not prompt:
+    if not prompt:
         raise invalid(
             "prompt must be text, token ids, or a list of texts and lists of token ids, and not be "
             "empty",
             "prompt",
         )
-    if type(prompt[0]) is int:
-        return [_prompt(prompt, max_model_len)]
-    if len(prompt) > MAX_PROMPTS:
-        raise invalid(f"prompt has {len(prompt)} items, {MAX_PROMPTS} at most", "prompt")
-    return [_prompt(item, max_model_len) for item in prompt]
+    several: Sequence[Any] = [prompt] if isinstance(prompt[0], int) else prompt
+    if len(several) > MAX_PROMPTS:
+        raise invalid(f"prompt has {len(several)} items, {MAX_PROMPTS} at most", "prompt")
+    return [_prompt(item, max_model_len) for item in several]
 
 
-def _prompt(item: Any, max_model_len: int) -> Prompt:
+def _prompt(item: str | int | list[Any], max_model_len: int) -> Prompt:
     if isinstance(item, str):
         return item
     if isinstance(item, list) and len(item) >= max_model_len:
         raise context_length_exceeded(len(item), max_model_len)  # before each of them is looked at
-    if isinstance(item, list) and item and all(type(token) is int for token in item):
+    if isinstance(item, list) and item and all(isinstance(token, int) for token in item):
         return {"prompt_token_ids": item}
     raise invalid("the items of prompt must be texts or lists of token ids", "prompt")
 
@@ -383,10 +352,8 @@ def template_options(
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message:
         options["continue_final_message"] = True
-    if body.tools and not (isinstance(body, ChatRequest) and body.tool_choice == "none"):
-        options["tools"] = [msgspec.to_builtins(tool) for tool in body.tools]
-        for tool in options["tools"]:
-            tool["function"] = {k: v for k, v in tool["function"].items() if v is not None}
+    if body.tools and getattr(body, "tool_choice", None) != "none":
+        options["tools"] = msgspec.to_builtins(body.tools)
     return options
 
 
@@ -416,8 +383,8 @@ def _message(message: Message) -> dict[str, Any]:
         content = "".join(part.text for part in content)
     found: dict[str, Any] = {"role": role, "content": content or ""}
     for name in ("reasoning_content", "name", "tool_call_id"):
-        if getattr(message, name) is not None:
-            found[name] = getattr(message, name)
+        if (value := getattr(message, name)) is not None:
+            found[name] = value
     if message.tool_calls:
         found["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return found

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from nanoactor.errors import EngineDead, EngineOverloaded, InvalidRequest, NanoactorError
 from nanoactor.messages import Int32
@@ -136,7 +137,9 @@ class TextWorker(Actor):
 
     def _reply(self, number: int, compute: Callable[[], Any]) -> None:
         try:
-            reply = TextReply(number, msgspec.msgpack.encode(compute(), enc_hook=_as_list), "")
+            reply = TextReply(
+                number, msgspec.msgpack.encode(compute(), enc_hook=np.ndarray.tolist), ""
+            )
         except Exception as error:  # nothing that a client asks may end the process
             reply = TextReply(number, b"", (str(error) or repr(error))[:2000])
         outbox = self.context.outbox("server")
@@ -208,7 +211,7 @@ class TextService:
         """`longest`: bytes of the longest text that is accepted; `limits` of its templates."""
         self._config = directory, limits
         self._longest = longest
-        self._dead: EngineDead | None = None
+        self._dead: EngineDead | None = EngineDead("the desk is not started")
         self._silent = False
         self._restarting: asyncio.Task[None] | None = None
         self._client: TextClient | None = None
@@ -310,16 +313,15 @@ class TextService:
         """The result, of this kind, of a method of the worker's."""
         try:
             encoded = msgspec.msgpack.encode(arguments)
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the text is not valid Unicode: {error}") from None
         except OverflowError:
             raise InvalidRequest("token ids must be from 0 to 2147483647") from None
         if len(encoded) > self._longest:
             raise InvalidRequest(
                 f"{len(encoded)} bytes are too many, at most {self._longest} are accepted"
             )
-        if self._dead is not None or self._client is None:
-            raise self._dead or EngineDead("the desk is not started")
+        if self._dead is not None:
+            raise self._dead
+        assert self._client is not None
         try:
             async with asyncio.timeout(patience):
                 reply = await self._client.call(method, encoded)
@@ -351,13 +353,8 @@ def _topology(config: tuple[Path, RenderLimits], longest: int) -> Topology:
     return Topology(actors, nodes, edges, "user")
 
 
-def _as_list(ids: Int32) -> list[int]:
-    found: list[int] = ids.tolist()
-    return found
-
-
 def _json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except RecursionError as error:
         raise InvalidRequest(f"messages must be plain values, as in JSON: {error}") from None
