@@ -1,11 +1,12 @@
-"""The server put together: the engine, the desk, the monitor, and the routes to them."""
+"""The server put together: the engine, the text service, the monitor, and the routes to them."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import resource
 import socket
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 
@@ -14,14 +15,15 @@ from nanoactor.engine import AsyncLLM
 from nanoactor.model_files import max_prompt_bytes
 from nanoactor.server.completions import Completions
 from nanoactor.server.config import ServerConfig
-from nanoactor.server.desk import Desk
-from nanoactor.server.exchange import Exchange, json_response
-from nanoactor.server.http import Door, Routes
+from nanoactor.server.connections import acceptor
+from nanoactor.server.context import json_response
+from nanoactor.server.http import HttpFrontend, Routes
 from nanoactor.server.metrics import Metrics
 from nanoactor.server.monitor import Monitor
 from nanoactor.server.observe import Observation
 from nanoactor.server.openapi import document
 from nanoactor.server.text_routes import TextRoutes
+from nanoactor.server.text_service import TextService
 
 log = logging.getLogger("nanoactor.server")
 
@@ -37,131 +39,121 @@ class Server:
         """`llm` is not started yet, and ends with the server."""
         self.config = config
         self.llm = llm
-        self.metrics = Metrics()
-        self.port = 0
-        self._desk: Desk | None = None
-        self._monitor = Monitor(llm, self.metrics, llm.config.stall_timeout)
-        self._site: web.ServerRunner | None = None
-        self._completions: Completions | None = None
-        self._door: Door | None = None
-
-    @property
-    def name(self) -> str:
+        self.name = config.served_model_name or llm.config.model
         """What clients call the model."""
-        return self.config.served_model_name or self.llm.config.model
+        self.port = 0
+        self.metrics = Metrics()
+        self._monitor = Monitor(llm, self.metrics, llm.config.stall_timeout)
+        longest = 2 * max_prompt_bytes(llm.files)
+        self._texts: TextService | None = None
+        if llm.files.tokenizer_directory is not None:
+            limits = render_limits(llm.config, llm.files)
+            self._texts = TextService(llm.files.tokenizer_directory, longest, limits)
+        # Text may be escaped, token ids are written out: both take more than the prompt itself.
+        largest = config.max_body_bytes or longest + (1 << 20)
+        self._http = HttpFrontend(config, self.name, largest, self.metrics)
+        self._completions = Completions(
+            llm, self._texts, self._http, self.metrics, config.separate_reasoning
+        )
+        app = self._http.application(self._routes())
+        app.cleanup_ctx.append(_lifetime(llm.start, llm.close))
+        if self._texts is not None:
+            app.cleanup_ctx.append(_lifetime(self._texts.start, self._texts.close))
+        app.cleanup_ctx.append(_lifetime(self._monitor.start, self._monitor.stop))
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,  # a client that goes away ends its handler
+            shutdown_timeout=_REPLY_SECONDS,
+        )
+        self._listening: asyncio.Server | None = None
+
+    def _routes(self) -> Routes:
+        texts = TextRoutes(self.llm, self._texts, self._http, self.name)
+        looks = Observation(self.llm, self._monitor, self.metrics, self._http, self._texts)
+        openapi_document = document(self.name, bool(self.config.api_keys))
+
+        async def openapi(request: web.Request) -> web.StreamResponse:
+            return json_response(openapi_document)
+
+        return {
+            "/v1/chat/completions": ("POST", self._completions.chat),
+            "/v1/completions": ("POST", self._completions.completions),
+            "/v1/models": ("GET", texts.models),
+            "/v1/models/{model:.+?}": ("GET", texts.model),
+            "/tokenize": ("POST", texts.tokenize),
+            "/detokenize": ("POST", texts.detokenize),
+            "/live": ("GET", looks.live),
+            "/ready": ("GET", looks.ready),
+            "/health": ("GET", looks.health),
+            "/metrics": ("GET", looks.metrics),
+            "/trace": ("GET", looks.trace),
+            "/activity": ("GET", looks.activity),
+            "/openapi.json": ("GET", openapi),
+            "/favicon.ico": ("GET", looks.icon),
+            "/": ("GET", looks.page),
+        }
 
     async def start(self) -> None:
         """Start the engine, then listen. Raises what the engine raises, and `OSError` where the
         address cannot be had; nothing is left running then."""
-        config = self.config
-        listener = _listen(config.host, config.port)
+        listener = _listen(self.config)
         self.port = listener.getsockname()[1]
         try:
-            await self.llm.start()
-            files = self.llm.files
-            if files.tokenizer_directory is not None:
-                limits = render_limits(self.llm.config, files)
-                self._desk = Desk(files.tokenizer_directory, 2 * max_prompt_bytes(files), limits)
-                await self._desk.start()
-            await self._monitor.start()
-            await self._open(listener)
+            await self._runner.setup()
+            assert self._runner.server is not None
+            raise_descriptor_limit()
+            accept = acceptor(self._runner.server, self.config, self._http.note)
+            loop = asyncio.get_running_loop()
+            self._listening = await loop.create_server(accept, sock=listener, backlog=_BACKLOG)
         except BaseException:
             listener.close()
-            await self._close()
+            await self._runner.cleanup()
             raise
-
-    async def _open(self, listener: socket.socket) -> None:
-        config, llm = self.config, self.llm
-        # Text may be escaped, token ids are written out: both take more than the prompt itself.
-        largest = config.max_body_bytes or 2 * max_prompt_bytes(llm.files) + (1 << 20)
-        door = Door(config, largest)
-        name = self.name
-        completions = Completions(llm, self._desk, door, config, name, self.metrics)
-        texts = TextRoutes(llm, self._desk, door, completions, name, config.strict)
-        looks = Observation(llm, self._monitor, self.metrics, door, self._desk)
-        door.routes = _routes(completions, texts, looks, document(name, bool(config.api_keys)))
-        door.on_outcome = self._count
-        self._completions, self._door = completions, door
-        raise_descriptor_limit()
-        self._site = web.ServerRunner(door.server(), shutdown_timeout=_REPLY_SECONDS)
-        await self._site.setup()
-        await web.SockSite(self._site, listener, backlog=_BACKLOG).start()
-
-    def _count(self, path: str, outcome: str) -> None:
-        known = path if path in _COUNTED else "other"
-        self.metrics.requests.labels(known, outcome).inc()
 
     async def drain(self) -> None:
         """Refuse new work; return when what runs has ended, or has been broken off because the
         time for that is over."""
-        door, completions = self._door, self._completions
-        if door is None or completions is None:
-            return
-        door.draining = True
-        log.info("shutting down: %d requests under way", door.at_work)
-        if not await door.idle(self.config.drain_timeout):
-            log.warning("%d answers are broken off", completions.live)
-            completions.break_off()
-            await door.idle(_REPLY_SECONDS)
+        self._http.draining = True
+        log.info("shutting down: %d requests under way", self._http.at_work)
+        if not await self._http.idle(self.config.drain_timeout):
+            log.warning("%d answers are broken off", self._completions.live)
+            self._completions.break_off()
+            await self._http.idle(_REPLY_SECONDS)
 
     async def stop(self) -> None:
         """Drain, then end everything."""
         try:
             await self.drain()
         finally:
-            await self._close()
-
-    async def _close(self) -> None:
-        if self._site is not None:
-            await self._site.cleanup()
-        await self._monitor.stop()
-        if self._desk is not None:
-            await self._desk.close()
-        await self.llm.close()
+            if self._listening is not None:
+                self._listening.close()
+            await self._runner.cleanup()
 
 
-_COUNTED = {
-    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"),
-    *("/live", "/ready", "/health", "/metrics", "/trace", "/activity", "/openapi.json", "/"),
-}
+def _lifetime(
+    start: Callable[[], Awaitable[object]], stop: Callable[[], Awaitable[None]]
+) -> Callable[[web.Application], AsyncIterator[None]]:
+    """Of a part that lives as long as the application, in aiohttp's form."""
+
+    async def live(app: web.Application) -> AsyncIterator[None]:
+        await start()
+        yield
+        await stop()
+
+    return live
 
 
-def _routes(
-    completions: Completions,
-    texts: TextRoutes,
-    looks: Observation,
-    openapi_document: dict[str, Any],
-) -> Routes:
-    async def openapi(exchange: Exchange) -> web.StreamResponse:
-        return json_response(openapi_document, headers=exchange.headers)
-
-    return {
-        "/v1/chat/completions": {"POST": completions.chat},
-        "/v1/completions": {"POST": completions.completions},
-        "/v1/models": {"GET": texts.models},
-        "/v1/models/": {"GET": texts.model},
-        "/tokenize": {"POST": texts.tokenize},
-        "/detokenize": {"POST": texts.detokenize},
-        "/live": {"GET": looks.live},
-        "/ready": {"GET": looks.ready},
-        "/health": {"GET": looks.health},
-        "/metrics": {"GET": looks.metrics},
-        "/trace": {"GET": looks.trace},
-        "/activity": {"GET": looks.activity},
-        "/openapi.json": {"GET": openapi},
-        "/favicon.ico": {"GET": looks.icon},
-        "/": {"GET": looks.page},
-    }
-
-
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(config: ServerConfig) -> socket.socket:
     """A bound socket: before the model is loaded it is known whether the address can be had."""
     family, _, _, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
+    # The kernel hangs up on whoever leaves unread what it was sent, for so many ms.
+    unread = max(1, min(int(1000 * config.send_timeout), 2**31 - 1))
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread)
         listener.setblocking(False)
         listener.bind(address)
     except BaseException:

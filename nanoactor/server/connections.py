@@ -9,87 +9,53 @@ from typing import Any, cast
 
 import msgspec
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
 
 from nanoactor.server.config import ServerConfig
+from nanoactor.server.context import context_of, json_response
 from nanoactor.server.errors import RETRY_AFTER, APIError, unavailable
-from nanoactor.server.exchange import Exchange, json_response
 
-log = logging.getLogger("nanoactor.server")
+_LINGER = 2.0
+"""Seconds for which the rest of a refused body is read, so that its sender can read the answer."""
 
-Note = Callable[[Exchange, int, float], None]
+Note = Callable[[web.BaseRequest, int, float], None]
 """Takes a request, the status of its answer, and the seconds that it took."""
 
 
-class Connections(web.Server):
-    """Counts connections, and refuses those beyond the limit."""
+def acceptor(
+    server: web.Server, config: ServerConfig, note: Note
+) -> Callable[[], asyncio.BaseProtocol]:
+    """Return what makes a protocol of each new connection to `server`; connections beyond the limit
+    are refused. `note` hears of requests that get no further than here."""
+    options: dict[str, Any] = {
+        "loop": asyncio.get_running_loop(),
+        "keepalive_timeout": config.idle_timeout,
+        "lingering_time": _LINGER,
+        "access_log": None,
+        "auto_decompress": False,
+        "logger": logging.getLogger("nanoactor.http"),
+    }
 
-    def __init__(self, config: ServerConfig, note: Note, handler: Any, **options: Any) -> None:
-        """`note` hears of what gets no further than here."""
-        super().__init__(handler, **options)
-        self.config = config
-        self.note = note
-        self._options = options
-        for ours in ("handler_cancellation", "request_factory"):
-            self._options.pop(ours)
-
-    def __call__(self) -> Any:
-        """A protocol for a new connection."""
-        if len(self._connections) >= self.config.max_connections:
+    def accept() -> asyncio.BaseProtocol:
+        if len(server.connections) >= config.max_connections:
             return _Refusal()
-        return Connection(self, loop=self._loop, **self._options)
+        return Connection(server, note, **options)
+
+    return accept
 
 
-class Connection(RequestHandler):
-    """A connection whose broken requests get an answer in our shape, and no traceback in the log;
-    and which ends where nobody reads what it has to say."""
+class Connection(web.RequestHandler):
+    """A connection whose broken requests get an answer in our shape, no traceback in the log."""
 
-    def __init__(self, server: Connections, **options: Any) -> None:
+    def __init__(self, server: web.Server, note: Note, **options: Any) -> None:
         super().__init__(server, **options)
-        self._note = server.note
-        self._patience = server.config.send_timeout
-        self._watch: asyncio.TimerHandle | None = None
+        self._note = note
         self.stalled = False
-
-    def pause_writing(self) -> None:
-        """What was written waits: see whether it gets less."""
-        super().pause_writing()
-        self._look_again()
-
-    def resume_writing(self) -> None:
-        """It was read."""
-        self._look_no_more()
-        super().resume_writing()
-
-    def _look_again(self) -> None:
-        transport = self.transport
-        if transport is not None:
-            left = transport.get_write_buffer_size()
-            self._watch = self._loop.call_later(self._patience, self._look, transport, left)
-
-    def _look(self, transport: asyncio.Transport, before: int) -> None:
-        if transport.get_write_buffer_size() >= before:
-            self.stalled = True
-            transport.abort()
-        else:
-            self._look_again()
-
-    def _look_no_more(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        """Whether it has ended as its client did not read what it was sent."""
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Nothing is left to watch."""
-        self._look_no_more()
+        """Tell who never reads from who goes away."""
+        self.stalled = isinstance(exc, TimeoutError)
         super().connection_lost(exc)
-
-    def force_close(self) -> None:
-        """Hang up; what is not read in time then is lost."""
-        transport = self.transport
-        super().force_close()
-        if transport is not None and transport.get_write_buffer_size():
-            self._loop.call_later(self._patience, transport.abort)
 
     def handle_error(
         self,
@@ -99,15 +65,15 @@ class Connection(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """What is no HTTP request, or an error that nobody else has caught."""
-        exchange = Exchange(request)
-        if exchange.begun:
+        context = context_of(request)
+        if request.writer.output_size:
             raise ConnectionError("the answer has begun; it can only be broken off")
-        if status >= 500:
-            log.error("request %s failed", exchange.id, exc_info=exc)
-        text = "the request is not valid HTTP" if status < 500 else "internal error"
-        response = json_response(APIError(status, text).body, status, exchange.headers)
+        problem = APIError(status, "the request is not valid HTTP")
+        if status >= 500 and isinstance(exc, Exception):
+            problem = context.explain(exc)
+        response = json_response(problem.body, status=status, headers=context.headers)
         response.force_close()
-        self._note(exchange, status, 0.0)
+        self._note(request, status, 0.0)
         return response
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from nanoactor.errors import (
     ComputationFailed,
@@ -22,6 +22,21 @@ _LONGEST = 2000
 """Characters of a message: some quote what was sent."""
 _PATH = re.compile(r"`\$\.([A-Za-z_][\w.\[\]]*)`")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.([^`]*)`)?")
+
+
+class ErrorDetail(Struct):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Struct):
+    """The body of an answer that is an error, as OpenAI writes it."""
+
+    error: ErrorDetail
 
 
 class APIError(Exception):
@@ -45,16 +60,12 @@ class APIError(Exception):
         self.headers = dict(headers or {})
 
     @property
-    def body(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
-        error = {"message": self.message, "type": _kind(self.status)}
-        return {"error": error | {"param": self.param, "code": self.code}}
-
-
-def _kind(status: int) -> str:
-    if status == 429:
-        return "rate_limit_error"
-    return "invalid_request_error" if status < 500 else "server_error"
+    def body(self) -> Error:
+        """Of the answer."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
+        return Error(ErrorDetail(self.message, kind, self.param, self.code))
 
 
 def invalid(message: str, param: str | None = None) -> APIError:
@@ -67,7 +78,20 @@ def unavailable(message: str) -> APIError:
     return APIError(503, message, headers={"Retry-After": RETRY_AFTER})
 
 
-def from_engine(error: Exception, names: frozenset[str] = frozenset()) -> APIError:
+def check_model(asked: str, served: str) -> None:
+    """Raise `APIError` for any model but the one that is served."""
+    if asked != served:
+        text = f"the model {asked[:200]!r} does not exist here; it is {served!r}"
+        raise APIError(404, text, param="model", code="model_not_found")
+
+
+def context_length_exceeded(tokens: int, limit: int) -> APIError:
+    """A prompt has too many tokens: said as the engine says it."""
+    text = f"a prompt has {tokens} tokens, but max_model_len is {limit}"
+    return APIError(400, text, param="prompt", code="context_length_exceeded")
+
+
+def from_engine(error: Exception, names: frozenset[str]) -> APIError:
     """What an engine's error means to a client; `names` are the fields of its request."""
     if isinstance(error, EngineOverloaded):
         return APIError(429, str(error), code="overloaded", headers={"Retry-After": RETRY_AFTER})

@@ -1,21 +1,27 @@
 """What becomes of each field of a request: honoured, refused, or ignored.
 
 Every field of the two completion routes in OpenAI's API and in vLLM's stands here. `docs/server.md`
-is made from this table (`python -m nanoactor.server.fields`).
+shows this table (`python -m tests.server.fields_table` writes it).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import re
 from typing import Any, Literal
+
+from nanoactor.params import SamplingParams
 
 log = logging.getLogger("nanoactor.server")
 
 _INDEX = re.compile(r"\[\d+\]")
 Status = Literal["honoured", "refused", "ignored"]
 _BOTH, _CHAT, _TEXT = ("chat", "completions"), ("chat",), ("completions",)
+TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking", "thinking")
+"""Fields that a chat template may read as variables of these names."""
+_FOR_TEMPLATES = "given to the chat template, if that reads it; else ignored"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,22 +36,25 @@ class Field:
     note: str = ""
 
 
-def _honoured(routes: tuple[str, ...], *names: str, note: str = "") -> list[Field]:
-    return [Field(name, routes, "honoured", note=note) for name in names]
+SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name != "output_kind")
+"""The engine's sampling parameters, which requests have under the same names. `output_kind` is the
+server's affair."""
 
 
-def _refused(routes: tuple[str, ...], name: str, *neutral: Any, note: str = "") -> list[Field]:
-    return [Field(name, routes, "refused", neutral, note)]
+def _fields(
+    status: Status, routes: tuple[str, ...], *names: str, note: str = "", **neutral: Any
+) -> list[Field]:
+    """Fields with the same fate; those by keyword have a value that asks for nothing."""
+    found = [Field(name, routes, status, note=note) for name in names]
+    return found + [Field(name, routes, status, (v,), note) for name, v in neutral.items()]
 
 
-def _ignored(routes: tuple[str, ...], *names: str, note: str = "") -> list[Field]:
-    return [Field(name, routes, "ignored", note=note) for name in names]
-
+_honoured = functools.partial(_fields, "honoured")
+_refused = functools.partial(_fields, "refused")
+_ignored = functools.partial(_fields, "ignored")
 
 FIELDS: tuple[Field, ...] = (
-    *_honoured(_BOTH, "model", "stream", "max_tokens", "min_tokens", "temperature", "top_p"),
-    *_honoured(_BOTH, "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
-    *_honoured(_BOTH, "include_stop_str_in_output", "skip_special_tokens"),
+    *_honoured(_BOTH, *SAMPLING, "model", "stream"),
     *_honoured(_BOTH, "priority", note="a lower one goes first"),
     *_honoured(_BOTH, "user", note="stands in the access log"),
     *_honoured(_BOTH, "stream_options", note="`include_usage`, `continuous_usage_stats`"),
@@ -55,57 +64,26 @@ FIELDS: tuple[Field, ...] = (
     *_honoured(_CHAT, "add_generation_prompt", "continue_final_message", "separate_reasoning"),
     *_honoured(_CHAT, "tool_choice", note="`auto`, `none`; a call cannot be forced"),
     *_honoured(_CHAT, "parallel_tool_calls", note="false keeps the first call"),
-    *_honoured(
-        _CHAT,
-        *("reasoning_effort", "verbosity", "enable_thinking", "thinking"),
-        note="given to the chat template, if that reads it; else ignored",
-    ),
-    *_refused(_BOTH, "n", 1),
-    *_refused(_BOTH, "logit_bias", {}),
-    *_refused(_BOTH, "presence_penalty", 0),
-    *_refused(_BOTH, "frequency_penalty", 0),
-    *_refused(_BOTH, "repetition_penalty", 1),
-    *_refused(_BOTH, "response_format", {"type": "text"}),
+    *_honoured(_CHAT, *TEMPLATE_FIELDS, note=_FOR_TEMPLATES),
+    *_refused(_BOTH, n=1, best_of=1, use_beam_search=False, logit_bias={}),
+    *_refused(_BOTH, presence_penalty=0, frequency_penalty=0, repetition_penalty=1),
+    *_refused(_BOTH, "allowed_token_ids", bad_words=[], logits_processors=[]),
+    *_refused(_BOTH, response_format={"type": "text"}),
     *_refused(_BOTH, "structured_outputs", note="as all constraints of the output"),
-    *_refused(_BOTH, "guided_json"),
-    *_refused(_BOTH, "guided_regex"),
-    *_refused(_BOTH, "guided_choice"),
-    *_refused(_BOTH, "guided_grammar"),
-    *_refused(_BOTH, "structural_tag"),
-    *_refused(_BOTH, "prompt_logprobs"),
-    *_refused(_BOTH, "logprob_token_ids", []),
-    *_refused(_BOTH, "return_token_ids", False),
-    *_refused(_BOTH, "use_beam_search", False),
-    *_refused(_BOTH, "best_of", 1),
-    *_refused(_BOTH, "allowed_token_ids"),
-    *_refused(_BOTH, "bad_words", []),
-    *_refused(_BOTH, "logits_processors", []),
-    *_refused(_BOTH, "thinking_token_budget", -1),
-    *_refused(_BOTH, "truncate_prompt_tokens"),
-    *_refused(_BOTH, "repetition_detection", {}),
-    *_refused(_BOTH, "kv_transfer_params", {}, note="may replace the prompt"),
-    *_refused(_BOTH, "mm_processor_kwargs", {}),
-    *_refused(_BOTH, "media_io_kwargs", {}),
-    *_refused(_BOTH, "return_weight_versions", False),
-    *_refused(_BOTH, "routed_experts_prompt_start", 0),
-    *_refused(_TEXT, "logprobs", False),
-    *_refused(_TEXT, "suffix", ""),
-    *_refused(_TEXT, "prompt_embeds", []),
-    *_refused(_TEXT, "add_special_tokens", True),
-    *_refused(_CHAT, "add_special_tokens", False),
-    *_refused(_CHAT, "logprobs", False),
-    *_refused(_CHAT, "top_logprobs", 0),
-    *_refused(_CHAT, "echo", False),
-    *_refused(_CHAT, "include_reasoning", True, note="see `separate_reasoning`"),
-    *_refused(_CHAT, "return_prompt_text", False),
-    *_refused(_CHAT, "documents", []),
+    *_refused(_BOTH, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *_refused(_BOTH, "structural_tag", "prompt_logprobs", logprobs=False, logprob_token_ids=[]),
+    *_refused(_BOTH, return_token_ids=False, return_weight_versions=False),
+    *_refused(_BOTH, "truncate_prompt_tokens", thinking_token_budget=-1, repetition_detection={}),
+    *_refused(_BOTH, kv_transfer_params={}, note="may replace the prompt"),
+    *_refused(_BOTH, mm_processor_kwargs={}, media_io_kwargs={}, routed_experts_prompt_start=0),
+    *_refused(_TEXT, suffix="", prompt_embeds=[], add_special_tokens=True),
+    *_refused(_CHAT, add_special_tokens=False, top_logprobs=0, echo=False),
+    *_refused(_CHAT, include_reasoning=True, note="see `separate_reasoning`"),
+    *_refused(_CHAT, return_prompt_text=False, documents=[], modalities=["text"]),
     *_refused(_CHAT, "chat_template", note="the model's own is used"),
-    *_refused(_CHAT, "functions", [], note="give `tools`"),
-    *_refused(_CHAT, "function_call", "none", "auto", note="give `tool_choice`"),
-    *_refused(_CHAT, "audio"),
-    *_refused(_CHAT, "modalities", ["text"]),
-    *_refused(_CHAT, "moderation"),
-    *_refused(_CHAT, "web_search_options"),
+    *_refused(_CHAT, functions=[], note="give `tools`"),
+    Field("function_call", _CHAT, "refused", ("none", "auto"), "give `tool_choice`"),
+    *_refused(_CHAT, "audio", "moderation", "web_search_options"),
     *_ignored(_BOTH, "guided_decoding_backend", "guided_whitespace_pattern", "length_penalty"),
     *_ignored(_BOTH, "early_stopping", "truncation_side", "spaces_between_special_tokens"),
     *_ignored(_BOTH, "watermarking", "stream_interval", "return_tokens_as_token_ids"),
@@ -116,9 +94,6 @@ FIELDS: tuple[Field, ...] = (
     *_ignored(_CHAT, "metadata", "store", "service_tier", "prediction", "safety_identifier"),
     *_ignored(_CHAT, "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 )
-
-TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking", "thinking")
-"""Fields that a chat template may read as variables of these names."""
 
 
 def of_route(route: str) -> dict[str, Field]:
@@ -155,29 +130,3 @@ class Warned:
         log.warning("requests have the field %r, which %s", name, what)
         if len(self._names) == self.MOST:
             log.warning("%d names of ignored fields were logged; no more are", self.MOST)
-
-
-def table() -> str:
-    """The table, for docs/server.md."""
-    lines = ["| field | chat | completions | |", "| --- | --- | --- | --- |"]
-    names = sorted({field.name for field in FIELDS})
-    chat, text = of_route("chat"), of_route("completions")
-    for name in names:
-        pair = (chat.get(name), text.get(name))
-        notes = [_note(field) for field in pair if field is not None]
-        cells = [field.status if field is not None else "ignored" for field in pair]
-        note = "; ".join(dict.fromkeys(note for note in notes if note))
-        lines.append(f"| `{name}` | {cells[0]} | {cells[1]} | {note} |")
-    return "\n".join(lines) + "\n"
-
-
-def _note(field: Field) -> str:
-    import json
-
-    accepted = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
-    parts = [f"but for {accepted}"] if accepted and field.status == "refused" else []
-    return ", ".join([*parts, field.note] if field.note else parts)
-
-
-if __name__ == "__main__":
-    print(table(), end="")  # noqa: T201

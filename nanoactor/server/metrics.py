@@ -5,20 +5,16 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from nanoactor.outputs import RequestMetrics
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_LAGS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
 _TOKENS = tuple(float(1 << power) for power in range(18))
 
 
@@ -99,51 +95,36 @@ class Metrics(Collector):
             "Streams that ended with an error after they had begun.",
             registry=self._registry,
         )
-        self.ttft = Histogram(
-            "nanoactor_time_to_first_token_seconds",
+        self._histograms: list[Histogram] = []
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds",
             "From a request's arrival to its first token at the server's loop.",
-            _LATENCY,
         )
-        self.itl = Histogram(
-            "nanoactor_inter_token_latency_seconds",
+        self.itl = self._histogram(
+            "inter_token_latency_seconds",
             "Between two tokens of a stream; tokens that come together share the time.",
-            _LATENCY,
         )
-        self.tpot = Histogram(
-            "nanoactor_time_per_output_token_seconds",
-            "Of a request, after its first token.",
-            _LATENCY,
+        self.tpot = self._histogram(
+            "time_per_output_token_seconds", "Of a request, after its first token."
         )
-        self.e2e = Histogram(
-            "nanoactor_request_seconds", "From a request's arrival to its end.", _LATENCY
+        self.e2e = self._histogram("request_seconds", "From a request's arrival to its end.")
+        self.prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Of complete requests.", _TOKENS
         )
-        self.prompt_tokens = Histogram(
-            "nanoactor_request_prompt_tokens", "Of complete requests.", _TOKENS
+        self.output_tokens = self._histogram(
+            "request_output_tokens", "Of complete requests.", _TOKENS
         )
-        self.output_tokens = Histogram(
-            "nanoactor_request_output_tokens", "Of complete requests.", _TOKENS
-        )
-        self.lag = Histogram(
-            "nanoactor_event_loop_lag_seconds",
-            "How late the server's event loop was for a timer.",
-            (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1),
-        )
-        self._histograms = (
-            self.ttft,
-            self.itl,
-            self.tpot,
-            self.e2e,
-            self.prompt_tokens,
-            self.output_tokens,
-            self.lag,
+        self.lag = self._histogram(
+            "event_loop_lag_seconds", "How late the server's event loop was for a timer.", _LAGS
         )
         self.engine: Callable[[], Iterator[Metric]] = lambda: iter(())
         """Figures of the engine, as last known."""
         self._registry.register(self)
 
-    def timer(self, times: RequestMetrics) -> Timer:
-        """For one request."""
-        return Timer(self, times)
+    def _histogram(self, name: str, text: str, bounds: Sequence[float] = _LATENCY) -> Histogram:
+        histogram = Histogram(f"nanoactor_{name}", text, bounds)
+        self._histograms.append(histogram)
+        return histogram
 
     def collect(self) -> Iterator[Metric]:
         """For the registry."""
@@ -155,21 +136,3 @@ class Metrics(Collector):
         """In Prometheus' text format."""
         text: bytes = generate_latest(self._registry)
         return text
-
-
-def gauge(name: str, text: str, value: float) -> Metric:
-    """A figure that goes up and down."""
-    return GaugeMetricFamily(f"nanoactor_{name}", text, value=value)
-
-
-def counter(name: str, text: str, value: float) -> Metric:
-    """A figure that only grows."""
-    return CounterMetricFamily(f"nanoactor_{name}", text, value=value)
-
-
-def gauges(name: str, text: str, label: str, values: dict[str, Any]) -> Metric:
-    """One figure for each of several."""
-    family = GaugeMetricFamily(f"nanoactor_{name}", text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family

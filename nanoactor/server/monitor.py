@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from nanoactor.actors.runner import DEVICE
@@ -18,7 +19,7 @@ from nanoactor.actors.scheduler import LOAD
 from nanoactor.engine import AsyncLLM
 from nanoactor.errors import NanoactorError
 from nanoactor.server.health import Health, assess, dead
-from nanoactor.server.metrics import Metrics, counter, gauge, gauges
+from nanoactor.server.metrics import Metrics
 
 log = logging.getLogger("nanoactor.server")
 
@@ -30,10 +31,28 @@ _EARLIER = 0.5
 engine is given up."""
 _SHARE_OVER = 20
 """Looks over which shares are averaged: ten seconds."""
+_IDLE = "Share of the time with work for which the device had none, over ten seconds."
+_AGE = "Age of each actor's latest step while there is work, else 0."
+_CACHED = "Tokens of prompts that were looked up in the prefix cache."
+_PREEMPTIONS = "Sequences that gave their blocks to older ones."
+_UNCAPTURED = "Steps launched operator by operator, as their size could not be captured."
+_COUNTERS = (
+    ("prefix_cache_prompt_tokens", _CACHED, "blocks", "prompt_tokens"),
+    ("prefix_cache_hit_tokens", "Those of them that it held.", "blocks", "hit_tokens"),
+    ("prefill_tokens", "Prompt tokens computed.", "scheduler", "prefill_tokens"),
+    ("decode_tokens", "Decode tokens computed.", "scheduler", "decode_tokens"),
+    ("output_tokens", "Tokens that sequences got.", "scheduler", "output_tokens"),
+    ("steps", "Steps planned.", "scheduler", "steps"),
+    ("preemptions", _PREEMPTIONS, "scheduler", "preemptions"),
+    ("uncaptured_steps", _UNCAPTURED, "runner.0", "steps_uncaptured"),
+    ("device_busy_seconds", "For which the device computed.", "runner.0", "busy_seconds"),
+    ("load_seconds", "For which there was something to do.", "scheduler", "load_seconds"),
+)
+"""What counts up: its name and text, and whose figure it is under which name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Look:
+class Snapshot:
     """The engine at one moment."""
 
     number: int
@@ -50,14 +69,14 @@ class Look:
 
 
 class Monitor:
-    """Keeps the latest looks, and how late the loop is for its timers."""
+    """Keeps the latest snapshots, and how late the loop is for its timers."""
 
     def __init__(self, llm: AsyncLLM, metrics: Metrics, stall_timeout: float | None) -> None:
         """`stall_timeout` is the engine's: long before it ends, /health says no."""
         self._llm = llm
         self._metrics = metrics
         self._limit = math.inf if stall_timeout is None else _EARLIER * stall_timeout
-        self._looks: deque[Look] = deque(maxlen=KEPT)
+        self._snapshots: deque[Snapshot] = deque(maxlen=KEPT)
         self._figures: dict[str, dict[str, Any]] = {}
         self._heard_at: dict[str, int] = {}
         self._looked_to = time.monotonic_ns()
@@ -129,9 +148,9 @@ class Monitor:
             for name, track in tracks.items()
             if not name.endswith(f" {LOAD}")
         }
-        self._looks.append(self._summed(shares))
+        self._snapshots.append(self._summed(shares))
 
-    def _summed(self, tracks: dict[str, list[int]]) -> Look:
+    def _summed(self, tracks: dict[str, list[int]]) -> Snapshot:
         scheduler, frontend = self._of("scheduler"), self._of("frontend")
         blocks = scheduler.get("blocks", 0)
         figures = {
@@ -144,26 +163,38 @@ class Monitor:
             "hit_ratio": self._of("blocks").get("hit_ratio", 0.0),
         }
         runner = self._of("runner.0")
-        return Look(
-            self._number,
-            tracks,
-            runner.get("busy_seconds", 0.0),
-            scheduler.get("load_seconds", 0.0),
-            runner.get("steps_done", 0),
-            figures,
-        )
+        busy, steps = runner.get("busy_seconds", 0.0), runner.get("steps_done", 0)
+        load = scheduler.get("load_seconds", 0.0)
+        return Snapshot(self._number, tracks, busy, load, steps, figures)
 
     def _of(self, actor: str) -> dict[str, Any]:
         return self._figures.get(actor, {})
 
+    def _window(self, over: int) -> tuple[Snapshot, Snapshot]:
+        """The latest snapshot, after the one so many before it, or the oldest there is."""
+        return self._snapshots[max(0, len(self._snapshots) - 1 - over)], self._snapshots[-1]
+
     def _idle(self, over: int) -> float:
-        """Share of the time with work for which the device had none, in the last looks."""
-        looks = list(self._looks)[-over - 1 :]
-        if len(looks) < 2:
-            return 0.0
-        load = looks[-1].load_seconds - looks[0].load_seconds
-        busy = looks[-1].busy_seconds - looks[0].busy_seconds
+        """Share of the time with work for which the device had none, in the last snapshots."""
+        first, last = self._window(over)
+        load = last.load_seconds - first.load_seconds
+        busy = last.busy_seconds - first.busy_seconds
         return min(1.0, max(0.0, 1 - busy / load)) if load > 0 else 0.0
+
+    def _step_seconds(self, over: int) -> float:
+        """Mean time of a step in the last snapshots."""
+        first, last = self._window(over)
+        steps = last.steps - first.steps
+        return (last.busy_seconds - first.busy_seconds) / steps if steps else 0.0
+
+    def _busy(self, over: int) -> dict[str, float]:
+        """By track: its mean share in the last snapshots."""
+        several = list(self._snapshots)[-over:]
+        whole = 100 * BINS * len(several)
+        return {
+            name: sum(sum(each.tracks.get(name, [0])) for each in several) / whole
+            for name in several[-1].tracks
+        }
 
     # -- telling --------------------------------------------------------------------------
 
@@ -176,85 +207,52 @@ class Monitor:
 
     def since(self, number: int) -> dict[str, Any]:
         """The looks after one with this number, for the page."""
-        looks = [look for look in self._looks if look.number > number]
-        last = self._looks[-1]
+        new = [snapshot for snapshot in self._snapshots if snapshot.number > number]
+        before, last = self._window(1)
         return {
             "number": last.number,
             "interval": INTERVAL,
             "bins": BINS,
             "device": f"runner.0 {DEVICE}",
-            "tracks": [look.tracks for look in looks],
-            "tokens": [look.figures["output_tokens"] for look in looks],
+            "tracks": [snapshot.tracks for snapshot in new],
+            "tokens": [snapshot.figures["output_tokens"] for snapshot in new],
             "idle": self._idle(4),
-            "loaded": len(self._looks) > 1 and last.load_seconds > self._looks[-2].load_seconds,
+            "loaded": last.load_seconds > before.load_seconds,
             **last.figures,
         }
 
     def collect(self) -> Iterator[Metric]:
         """For Prometheus."""
-        if not self._looks:
+        if not self._snapshots:
             return
-        last = self._looks[-1]
-        figures, scheduler, blocks = last.figures, self._of("scheduler"), self._of("blocks")
-        yield gauge("up", "Whether the engine lives.", float(not self._dead))
+        last = self._snapshots[-1]
+        figures = last.figures
+        used = figures["blocks_used"] / max(1, figures["blocks"])
+        up = float(not self._dead)
+        yield GaugeMetricFamily("nanoactor_up", "Whether the engine lives.", value=up)
         if self._dead:
             return
-        yield gauge(
-            "queue_requests", "Requests without a first token.", figures["waiting_requests"]
-        )
-        yield gauge("queue_tokens", "Tokens of their prompts.", figures["waiting_tokens"])
-        yield gauge("running_sequences", "Sequences with a slot.", figures["running"])
-        yield gauge("kv_blocks", "Blocks of the KV cache.", figures["blocks"])
-        yield gauge("kv_blocks_used", "Blocks that sequences hold.", figures["blocks_used"])
-        used = figures["blocks_used"] / max(1, figures["blocks"])
-        yield gauge("kv_use_ratio", "Share of the KV cache that sequences hold.", used)
-        for name, text in (
-            ("prompt_tokens", "Tokens of prompts that were looked up in the prefix cache."),
-            ("hit_tokens", "Those of them that it held."),
+        for name, text, value in (
+            ("queue_requests", "Requests without a first token.", figures["waiting_requests"]),
+            ("queue_tokens", "Tokens of their prompts.", figures["waiting_tokens"]),
+            ("running_sequences", "Sequences with a slot.", figures["running"]),
+            ("kv_blocks", "Blocks of the KV cache.", figures["blocks"]),
+            ("kv_blocks_used", "Blocks that sequences hold.", figures["blocks_used"]),
+            ("kv_use_ratio", "Share of the KV cache that sequences hold.", used),
+            ("prefix_cache_hit_ratio", "In tokens, since the start.", figures["hit_ratio"]),
+            ("device_idle_ratio", _IDLE, self._idle(_SHARE_OVER)),
+            ("step_seconds", "Mean step over ten seconds.", self._step_seconds(_SHARE_OVER)),
         ):
-            yield counter(f"prefix_cache_{name}", text, blocks.get(name, 0))
-        yield gauge("prefix_cache_hit_ratio", "In tokens, since the start.", figures["hit_ratio"])
-        for name, text in (
-            ("prefill_tokens", "Prompt tokens computed."),
-            ("decode_tokens", "Decode tokens computed."),
-            ("output_tokens", "Tokens that sequences got."),
-            ("steps", "Steps planned."),
-            ("preemptions", "Sequences that gave their blocks to older ones."),
+            yield GaugeMetricFamily(f"nanoactor_{name}", text, value=value)
+        for name, text, actor, key in _COUNTERS:
+            count = self._of(actor).get(key, 0)
+            yield CounterMetricFamily(f"nanoactor_{name}", text, value=count)
+        ages = {name: own["step_age"] or 0.0 for name, own in self.health().actors.items()}
+        for name, text, values in (
+            ("busy_ratio", "Busy share over ten seconds.", self._busy(_SHARE_OVER)),
+            ("step_age_seconds", _AGE, ages),
         ):
-            yield counter(name, text, scheduler.get(name, 0))
-        yield counter(
-            "uncaptured_steps",
-            "Steps launched operator by operator, as their size could not be captured.",
-            self._of("runner.0").get("steps_uncaptured", 0),
-        )
-        yield counter("device_busy_seconds", "For which the device computed.", last.busy_seconds)
-        yield counter("load_seconds", "For which there was something to do.", last.load_seconds)
-        yield gauge(
-            "device_idle_ratio",
-            "Share of the time with work for which the device had none, over ten seconds.",
-            self._idle(_SHARE_OVER),
-        )
-        yield gauge("step_seconds", "Mean step over ten seconds.", self._step_seconds())
-        yield gauges(
-            "actor_busy_ratio", "Busy share over ten seconds.", "actor", self._busy(_SHARE_OVER)
-        )
-        yield gauges(
-            "actor_step_age_seconds",
-            "Age of each actor's latest step while there is work, else 0.",
-            "actor",
-            {name: own["step_age"] or 0.0 for name, own in self.health().actors.items()},
-        )
-
-    def _step_seconds(self) -> float:
-        """Mean time of a step in the last looks."""
-        first, last = self._looks[max(0, len(self._looks) - 1 - _SHARE_OVER)], self._looks[-1]
-        steps = last.steps - first.steps
-        return (last.busy_seconds - first.busy_seconds) / steps if steps else 0.0
-
-    def _busy(self, over: int) -> dict[str, float]:
-        """By track: its mean share in the last looks."""
-        looks = list(self._looks)[-over:]
-        return {
-            name: sum(sum(look.tracks.get(name, [0])) for look in looks) / (100 * BINS * len(looks))
-            for name in looks[-1].tracks
-        }
+            family = GaugeMetricFamily(f"nanoactor_actor_{name}", text, labels=["actor"])
+            for actor, value in values.items():
+                family.add_metric([actor], value)
+            yield family

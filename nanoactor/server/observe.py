@@ -19,12 +19,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from nanoactor.engine import AsyncLLM
 from nanoactor.runtime.tracing import NodeTrace
-from nanoactor.server.desk import Desk
+from nanoactor.server.context import json_response
 from nanoactor.server.errors import APIError, invalid, unavailable
-from nanoactor.server.exchange import Exchange, json_response
-from nanoactor.server.http import Door
+from nanoactor.server.http import HttpFrontend
 from nanoactor.server.metrics import Metrics
 from nanoactor.server.monitor import Monitor
+from nanoactor.server.text_service import TextService
 
 MAX_TRACE_SECONDS = 60.0
 _ICON = (
@@ -45,60 +45,64 @@ class Observation:
     """The handlers that only look."""
 
     def __init__(
-        self, llm: AsyncLLM, monitor: Monitor, metrics: Metrics, door: Door, desk: Desk | None
+        self,
+        llm: AsyncLLM,
+        monitor: Monitor,
+        metrics: Metrics,
+        http: HttpFrontend,
+        texts: TextService | None,
     ) -> None:
         self._llm = llm
         self._monitor = monitor
         self._metrics = metrics
-        self._door = door
-        self._desk = desk
+        self._http = http
+        self._texts = texts
         self._tracing = False
         self._exports = 0
         self._page = resources.files("nanoactor.server").joinpath("page.html").read_bytes()
         self._policy = _content_policy(self._page.decode())
 
-    async def live(self, exchange: Exchange) -> web.StreamResponse:
+    async def live(self, request: web.Request) -> web.StreamResponse:
         """`GET /live`: the process runs, and its loop too."""
-        return json_response({"status": "ok"}, headers=exchange.headers)
+        return json_response({"status": "ok"})
 
-    async def ready(self, exchange: Exchange) -> web.StreamResponse:
+    async def ready(self, request: web.Request) -> web.StreamResponse:
         """`GET /ready`: requests are welcome."""
-        if self._door.draining:
+        if self._http.draining:
             raise unavailable("the server is shutting down")
         health = self._monitor.health()
         if not health.well:
             raise unavailable(f"the engine is {health.status}: {health.culprit}")
-        return json_response({"status": "ok"}, headers=exchange.headers)
+        return json_response({"status": "ok"})
 
-    async def health(self, exchange: Exchange) -> web.StreamResponse:
+    async def health(self, request: web.Request) -> web.StreamResponse:
         """`GET /health`: how old each actor's latest step is; 503 where that is too old."""
         health = self._monitor.health()
-        value = {**dataclasses.asdict(health), "draining": self._door.draining}
-        if self._desk is not None:
-            value["desk"] = self._desk.state
-        return json_response(value, 200 if health.well else 503, exchange.headers)
+        value = {**dataclasses.asdict(health), "draining": self._http.draining}
+        if self._texts is not None:
+            value["desk"] = self._texts.state
+        return json_response(value, status=200 if health.well else 503)
 
-    async def icon(self, exchange: Exchange) -> web.StreamResponse:
+    async def icon(self, request: web.Request) -> web.StreamResponse:
         """`GET /favicon.ico`: three actors."""
-        headers = {**exchange.headers, "Cache-Control": "max-age=86400"}
+        headers = {"Cache-Control": "max-age=86400"}
         return web.Response(text=_ICON, headers=headers, content_type="image/svg+xml")
 
-    async def metrics(self, exchange: Exchange) -> web.StreamResponse:
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
         """`GET /metrics`."""
-        headers = {**exchange.headers, "Content-Type": CONTENT_TYPE_LATEST}
-        return web.Response(body=self._metrics.text(), headers=headers)
+        kind = {"Content-Type": CONTENT_TYPE_LATEST}
+        return web.Response(body=self._metrics.text(), headers=kind)
 
-    async def activity(self, exchange: Exchange) -> web.StreamResponse:
+    async def activity(self, request: web.Request) -> web.StreamResponse:
         """`GET /activity?since=N`: what the page draws."""
-        number = _only(exchange, "since", "0")
+        number = _only(request, "since", "0")
         if not re.fullmatch(r"\d{1,15}", number, re.ASCII):
             raise invalid("since must be the number of an earlier answer", "since")
-        return json_response(self._monitor.since(int(number)), headers=exchange.headers)
+        return json_response(self._monitor.since(int(number)))
 
-    async def page(self, exchange: Exchange) -> web.StreamResponse:
+    async def page(self, request: web.Request) -> web.StreamResponse:
         """`GET /`."""
         headers = {
-            **exchange.headers,
             "Content-Security-Policy": self._policy,
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
@@ -108,9 +112,9 @@ class Observation:
             body=self._page, headers=headers, content_type="text/html", charset="utf-8"
         )
 
-    async def trace(self, exchange: Exchange) -> web.StreamResponse:
+    async def trace(self, request: web.Request) -> web.StreamResponse:
         """`GET /trace?seconds=N`: what the actors do meanwhile, for ui.perfetto.dev."""
-        seconds = _seconds(_only(exchange, "seconds", "1"))
+        seconds = _seconds(_only(request, "seconds", "1"))
         if self._tracing or self._exports >= _MOST_EXPORTS:
             later = {"Retry-After": "5"}
             raise APIError(429, "a trace is being taken", code="overloaded", headers=later)
@@ -121,7 +125,7 @@ class Observation:
             self._tracing = False
         self._exports += 1
         try:
-            return await self._export(exchange, looks)
+            return await self._export(request, looks)
         finally:
             self._exports -= 1
 
@@ -138,26 +142,23 @@ class Observation:
             since = now
         return looks
 
-    async def _export(self, exchange: Exchange, looks: bytes) -> web.StreamResponse:
+    async def _export(self, request: web.Request, looks: bytes) -> web.StreamResponse:
         """In a process of its own, whose output is only passed on."""
         pipe = asyncio.subprocess.PIPE
         exporter = await asyncio.create_subprocess_exec(*_EXPORTER, stdin=pipe, stdout=pipe)
         assert exporter.stdin is not None
         assert exporter.stdout is not None
-        response = web.StreamResponse(headers=exchange.headers)
-        response.content_type = "application/json"
-        response.headers["Content-Disposition"] = 'attachment; filename="nanoactor-trace.json"'
+        named = {"Content-Disposition": 'attachment; filename="nanoactor-trace.json"'}
+        response = web.StreamResponse(headers={"Content-Type": "application/json", **named})
         try:
             exporter.stdin.write(looks)
             await exporter.stdin.drain()
             exporter.stdin.close()
-            part = await exporter.stdout.read(_PART)
-            if not part:
-                raise APIError(500, "the trace could not be written; the server's log says why")
-            await response.prepare(exchange.request)
-            while part:
+            while part := await exporter.stdout.read(_PART):
+                await response.prepare(request)  # the first time
                 await response.write(part)
-                part = await exporter.stdout.read(_PART)
+            if not response.prepared:
+                raise APIError(500, "the trace could not be written; the server's log says why")
             await response.write_eof()
             return response
         finally:
@@ -166,13 +167,11 @@ class Observation:
             await exporter.wait()
 
 
-def _only(exchange: Exchange, name: str, default: str) -> str:
+def _only(request: web.Request, name: str, default: str) -> str:
     """The one parameter that a path takes; `APIError` for any other."""
-    query = exchange.request.query
-    for other in query:
-        if other != name:
-            raise invalid(f"{other[:100]!r} is not a parameter of {exchange.request.path}", other)
-    return query.get(name, default)
+    if others := [other for other in request.query if other != name]:
+        raise invalid(f"{others[0][:100]!r} is not a parameter of {request.path}", others[0])
+    return request.query.get(name, default)
 
 
 def _up_to(node: NodeTrace, end: int) -> NodeTrace:
@@ -185,15 +184,10 @@ def _up_to(node: NodeTrace, end: int) -> NodeTrace:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= MAX_TRACE_SECONDS:
-        raise invalid(
-            f"seconds must be a number above 0 and up to {MAX_TRACE_SECONDS:g}", "seconds"
-        )
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) <= MAX_TRACE_SECONDS:
+            return seconds
+    raise invalid(f"seconds must be a number above 0 and up to {MAX_TRACE_SECONDS:g}", "seconds")
 
 
 def _content_policy(page: str) -> str:

@@ -5,21 +5,22 @@ A structure has what is honoured. What becomes of everything else, `fields.py` s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
 
 from nanoactor.engine import Prompt
-from nanoactor.errors import InvalidRequest
 from nanoactor.outputs import RequestOutputKind
 from nanoactor.params import SamplingParams
-from nanoactor.server.errors import APIError, from_decoding, from_engine, invalid
-from nanoactor.server.fields import TEMPLATE_FIELDS, Field, Warned, is_neutral, of_route
+from nanoactor.server.errors import context_length_exceeded, from_decoding, invalid
+from nanoactor.server.fields import SAMPLING, TEMPLATE_FIELDS, Field, Warned, is_neutral, of_route
 
-MAX_PROMPTS, MAX_MESSAGES = 512, 4096
-"""How many a request may hold: more would hold up the loop for too long."""
+MAX_PROMPTS, MAX_ITEMS = 512, 4096
+"""How many prompts, and how many members of any other list, a request may hold: more would hold up
+the loop for too long."""
 _DEFAULT_COMPLETION_TOKENS = 16
 
 
@@ -27,60 +28,39 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     """What a stream tells besides text."""
 
     include_usage: bool | None = None
+    """Whether it ends with its usage."""
     continuous_usage_stats: bool | None = None
+    """Whether, besides, each of its events has the usage so far."""
     include_obfuscation: Annotated[bool, Meta(description="Ignored")] | None = None
 
 
-class _Body(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of completion have in common."""
+# A parameter of the engine's is one of requests too, without being named here.
+if TYPE_CHECKING:
+    _Sampling = Struct
+else:
+    _HINTS = get_type_hints(SamplingParams)
+    _Sampling = msgspec.defstruct(
+        "_Sampling", [(name, _HINTS[name] | None, None) for name in SAMPLING], kw_only=True
+    )
+
+
+class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of completion have in common; the sampling parameters that stand here are
+    those of which HTTP has more to say."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
     seed: Annotated[int, Meta(description="64 bits; may be negative")] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     priority: Annotated[int, Meta(description="A lower one goes first")] | None = None
     user: Annotated[str, Meta(description="Stands in the access log")] | None = None
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether each of its events has the usage so far."""
-        return self.include_usage and bool(
-            self.stream_options and self.stream_options.continuous_usage_stats
-        )
-
-
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXT = {"type": "string", "minLength": 1}
-_ONE = {"anyOf": [_TEXT, _TOKEN_IDS]}
-_PROMPT = {
-    "anyOf": [
-        _TEXT,
-        _TOKEN_IDS,
-        {"type": "array", "items": _ONE, "minItems": 1, "maxItems": MAX_PROMPTS},
-    ]
-}
 
 
 class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[Any, Meta(extra_json_schema=_PROMPT)]
+    prompt: str | list[int | str | list[int]]
     echo: bool | None = None
 
 
@@ -123,7 +103,7 @@ class Message(Struct, forbid_unknown_fields=True):
     annotations: Annotated[list[Any], Meta(description="Ignored")] | None = None
 
 
-class Function(Struct, forbid_unknown_fields=True):
+class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """What a model may call."""
 
     name: str
@@ -145,7 +125,7 @@ _FOR_TEMPLATE = Meta(description="Given to the chat template, if that reads it."
 class ChatRequest(_Body, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_ITEMS)]
     max_completion_tokens: int | None = None
     tools: list[Tool] | None = None
     tool_choice: Annotated[
@@ -174,18 +154,44 @@ class ChatRequest(_Body, kw_only=True, forbid_unknown_fields=True):
         """Whether the answer may call a function."""
         return bool(self.tools) and self.tool_choice != "none"
 
+    def check(self) -> None:
+        """Raise `APIError` for what is not served, or does not go together."""
+        if self.tool_choice not in (None, "auto", "none"):
+            raise invalid(
+                'tool_choice: a call cannot be forced; only null, "auto" or "none" is accepted',
+                "tool_choice",
+            )
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise invalid(
+                "give max_completion_tokens or its older name max_tokens, not both", "max_tokens"
+            )
+
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """`POST /tokenize`: a prompt or messages."""
 
     model: str | None = None
     prompt: Annotated[str, Meta(min_length=1)] | None = None
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_ITEMS)] | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise `APIError` for what does not go together."""
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid("give either prompt or messages", "prompt")
+        of_chats = (self.tools, self.chat_template_kwargs, self.add_generation_prompt)
+        for value in (*of_chats, self.continue_final_message):
+            if self.prompt is not None and value is not None:
+                raise invalid("a prompt goes through no template: give messages", "prompt")
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise invalid(
+                "add_special_tokens goes with a prompt: a template writes its own",
+                "add_special_tokens",
+            )
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -196,45 +202,28 @@ class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 Body = CompletionRequest | ChatRequest
-_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind)
-    for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-}
+B = TypeVar("B", bound=Struct)
 _KNOWN: dict[type, dict[str, Field]] = {
     CompletionRequest: of_route("completions"),
     ChatRequest: of_route("chat"),
 }
-_INNER: dict[type, dict[str, type]] = {
-    CompletionRequest: {"stream_options": StreamOptions},
-    ChatRequest: {"stream_options": StreamOptions, "messages": Message, "tools": Tool},
-    TokenizeRequest: {"messages": Message, "tools": Tool},
-    Message: {"content": TextPart, "tool_calls": ToolCall},
-    ToolCall: {"function": CalledFunction},
-    Tool: {"function": Function},
-}
-"""Which fields hold structures, or lists of them."""
-_STRUCTURES: tuple[type[Struct], ...] = (
-    *(CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, StreamOptions, Message),
-    *(TextPart, ToolCall, CalledFunction, Tool, Function),
-)
-_NAMES: dict[type, frozenset[str]] = {
-    kind: frozenset(kind.__struct_fields__) for kind in _STRUCTURES
-}
 _MOST_UNKNOWN = 200
-_MOST_ITEMS = {"messages": MAX_MESSAGES, "content": 4096, "tool_calls": 4096, "tools": 4096}
-"""More would hold up the loop for too long."""
-_MEDIA = {
-    "image_url": "images",
-    "input_image": "images",
-    "image_embeds": "images",
-    "image_pil": "images",
-    "input_audio": "audio",
-    "audio_url": "audio",
-    "audio_embeds": "audio",
-    "video_url": "videos",
-    "video_embeds": "videos",
-    "file": "files",
-}
+_MEDIA = {"image": "images", "audio": "audio", "video": "videos", "file": "files"}
+"""What the types of parts that hold no text have in their names, and what we call them."""
+
+
+@functools.cache
+def _inner(kind: type[Struct]) -> dict[str, type[Struct]]:
+    """Which fields of a structure hold structures, or lists of them."""
+    hints = get_type_hints(kind).items()
+    return {name: inner for name, hint in hints for inner in _structures(hint)}
+
+
+def _structures(hint: Any) -> Iterator[type[Struct]]:
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        yield hint
+    for part in get_args(hint):
+        yield from _structures(part)
 
 
 class Decoder:
@@ -244,122 +233,81 @@ class Decoder:
         self._strict = strict
         self._warned = Warned()
 
-    def decode(self, kind: type[Any], body: bytes) -> Any:
+    def decode(self, kind: type[B], body: bytes) -> B:
         """A body as a structure of this kind; `APIError` says what is wrong with it."""
         try:
             try:
-                decoded = _DECODERS[kind].decode(body)
+                decoded = msgspec.json.decode(body, type=kind)
             except msgspec.ValidationError:
                 raw = msgspec.json.decode(body)
                 self._clean(raw, kind, "")
                 decoded = msgspec.convert(raw, kind)
         except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError) as error:
             raise from_decoding(error) from None
-        if isinstance(decoded, ChatRequest):
-            _check_chat(decoded)
-            self._tell_of_strict_tools(decoded)
+        if isinstance(decoded, ChatRequest | TokenizeRequest):
+            decoded.check()
+        tools = decoded.tools if isinstance(decoded, ChatRequest) else None
+        if any(tool.function.strict for tool in tools or ()):
+            self._warned.warn("tools[*].function.strict", "is accepted, but not enforced")
         return decoded
 
-    def _clean(self, raw: Any, kind: type[Any], path: str) -> None:
+    def _clean(self, raw: Any, kind: type[Struct], path: str) -> None:
         """Take out what is ignored; `APIError` for what is refused."""
         if not isinstance(raw, dict):
             return  # the structure says what is wrong with that
         if kind is TextPart:
             _check_part(raw, path)
-        unknown = raw.keys() - _NAMES[kind]
+        unknown = raw.keys() - set(kind.__struct_fields__)
         if len(unknown) > _MOST_UNKNOWN:
             raise invalid(f"{len(unknown)} fields that this server does not know are too many")
         for name in unknown:
             self._take_out(raw, kind, name, f"{path}{name}")
-        for name, most in _MOST_ITEMS.items():
-            if isinstance(raw.get(name), list) and len(raw[name]) > most:
-                raise invalid(f"{name} has {len(raw[name])} items, {most} at most", f"{path}{name}")
-        for name, inner in _INNER.get(kind, {}).items():
+        for name, inner in _inner(kind).items():
             value = raw.get(name)
-            if isinstance(value, list):
-                for index, item in enumerate(value):
-                    self._clean(item, inner, f"{path}{name}[{index}].")
-            else:
+            if not isinstance(value, list):
                 self._clean(value, inner, f"{path}{name}.")
+                continue
+            if len(value) > MAX_ITEMS:
+                text = f"{name} has {len(value)} items, {MAX_ITEMS} at most"
+                raise invalid(text, f"{path}{name}")
+            for index, item in enumerate(value):
+                self._clean(item, inner, f"{path}{name}[{index}].")
 
-    def _take_out(self, raw: dict[str, Any], kind: type[Any], name: str, path: str) -> None:
+    def _take_out(self, raw: dict[str, Any], kind: type[Struct], name: str, path: str) -> None:
         value, field = raw.pop(name), _KNOWN.get(kind, {}).get(name)
+        neutral = field.neutral if field is not None else ()
+        if is_neutral(value, neutral):
+            return
         if field is not None and field.status == "refused":
-            if not is_neutral(value, field.neutral):
-                shown = [msgspec.json.encode(one).decode() for one in (None, *field.neutral)]
-                note = f" ({field.note})" if field.note else ""
-                raise invalid(
-                    f"{name} is not supported; only {' or '.join(shown)} is accepted{note}", name
-                )
-        elif value is not None and field is None and self._strict:
+            shown = [msgspec.json.encode(one).decode() for one in (None, *neutral)]
+            note = f" ({field.note})" if field.note else ""
+            text = f"{name} is not supported; only {' or '.join(shown)} is accepted{note}"
+            raise invalid(text, name)
+        if field is None and self._strict:
             raise invalid(f"{path[:200]!r} is not a parameter that this server knows", path[:200])
-        elif value is not None and not (field is not None and is_neutral(value, field.neutral)):
-            self._warned.warn(path)
-
-    def _tell_of_strict_tools(self, body: ChatRequest) -> None:
-        if any(tool.function.strict for tool in body.tools or ()):
-            self._warned.warn("tools[*].function.strict", "is accepted, but not enforced")
+        self._warned.warn(path)
 
 
 def _check_part(part: dict[str, Any], path: str) -> None:
-    kind = part.get("type")
-    if isinstance(kind, str) and kind in _MEDIA:
-        raise invalid(f"this model takes no {_MEDIA[kind]}, only text", f"{path}type")
+    kind = str(part.get("type"))
+    if media := [many for one, many in _MEDIA.items() if one in kind]:
+        raise invalid(f"this model takes no {media[0]}, only text", f"{path}type")
     if kind == "refusal" and isinstance(part.get("refusal"), str):  # what the model said instead
         part |= {"type": "text", "text": part.pop("refusal")}
 
 
-def _check_chat(body: ChatRequest) -> None:
-    if body.tool_choice not in (None, "auto", "none"):
-        raise invalid(
-            'tool_choice: a call cannot be forced; only null, "auto" or "none" is accepted',
-            "tool_choice",
-        )
-    if None not in (body.max_tokens, body.max_completion_tokens):
-        raise invalid(
-            "give max_completion_tokens or its older name max_tokens, not both", "max_tokens"
-        )
-
-
 def sampling_params(body: Body) -> SamplingParams:
-    """The engine's parameters; `APIError` names the one that is wrong."""
-
-    def given(**values: Any) -> dict[str, Any]:
-        return {name: value for name, value in values.items() if value is not None}
-
-    seed = body.seed
-    if seed is not None and -(2**63) <= seed < 0:
-        seed += 2**64
-    longest = body.max_tokens
-    if isinstance(body, ChatRequest):
-        longest = longest if longest is not None else body.max_completion_tokens
-    elif longest is None:
-        longest = max(_DEFAULT_COMPLETION_TOKENS, body.min_tokens or 0)
-    try:
-        return SamplingParams(
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            min_p=body.min_p,
-            seed=seed,
-            max_tokens=longest,
-            stop=body.stop,
-            stop_token_ids=body.stop_token_ids,
-            output_kind=RequestOutputKind.DELTA,
-            **given(
-                min_tokens=body.min_tokens,
-                ignore_eos=body.ignore_eos,
-                include_stop_str_in_output=body.include_stop_str_in_output,
-                skip_special_tokens=body.skip_special_tokens,
-            ),
-        )
-    except InvalidRequest as error:
-        raise from_engine(error, names_of(type(body))) from None
-
-
-def names_of(kind: type[Struct]) -> frozenset[str]:
-    """The parameters of a request."""
-    return frozenset(kind.__struct_fields__)
+    """The engine's parameters; raises `InvalidRequest`, which names the one that is wrong."""
+    values = {name: getattr(body, name) for name in SAMPLING}
+    if body.max_tokens is None:
+        if isinstance(body, ChatRequest):
+            values["max_tokens"] = body.max_completion_tokens
+        else:
+            values["max_tokens"] = max(_DEFAULT_COMPLETION_TOKENS, values["min_tokens"] or 0)
+    if body.seed is not None and -(2**63) <= body.seed < 0:
+        values["seed"] = body.seed + 2**64
+    given = {name: value for name, value in values.items() if value is not None}
+    return SamplingParams(output_kind=RequestOutputKind.DELTA, **given)
 
 
 def prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
@@ -367,37 +315,26 @@ def prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
-    if not isinstance(prompt, list) or not prompt:
+    if not prompt:
         raise invalid(
             "prompt must be text, token ids, or a list of texts and lists of token ids, and not be "
             "empty",
             "prompt",
         )
-    if type(prompt[0]) is int:
-        return [_prompt(prompt, max_model_len)]
-    if len(prompt) > MAX_PROMPTS:
-        raise invalid(f"prompt has {len(prompt)} items, {MAX_PROMPTS} at most", "prompt")
-    return [_prompt(item, max_model_len) for item in prompt]
+    several: Sequence[Any] = [prompt] if isinstance(prompt[0], int) else prompt
+    if len(several) > MAX_PROMPTS:
+        raise invalid(f"prompt has {len(several)} items, {MAX_PROMPTS} at most", "prompt")
+    return [_prompt(item, max_model_len) for item in several]
 
 
-def _prompt(item: Any, max_model_len: int) -> Prompt:
+def _prompt(item: str | int | list[Any], max_model_len: int) -> Prompt:
     if isinstance(item, str):
         return item
     if isinstance(item, list) and len(item) >= max_model_len:
-        # As the engine says it, before it has looked at each of them.
-        raise APIError(
-            400,
-            f"a prompt has {len(item)} tokens, but max_model_len is {max_model_len}",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    if isinstance(item, list) and item and _are_ids(item):
+        raise context_length_exceeded(len(item), max_model_len)  # before each of them is looked at
+    if isinstance(item, list) and item and all(isinstance(token, int) for token in item):
         return {"prompt_token_ids": item}
     raise invalid("the items of prompt must be texts or lists of token ids", "prompt")
-
-
-def _are_ids(items: Sequence[Any]) -> bool:
-    return all(type(item) is int for item in items)
 
 
 def template_options(
@@ -415,10 +352,8 @@ def template_options(
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message:
         options["continue_final_message"] = True
-    if body.tools and not (isinstance(body, ChatRequest) and body.tool_choice == "none"):
-        options["tools"] = [msgspec.to_builtins(tool) for tool in body.tools]
-        for tool in options["tools"]:
-            tool["function"] = {k: v for k, v in tool["function"].items() if v is not None}
+    if body.tools and getattr(body, "tool_choice", None) != "none":
+        options["tools"] = msgspec.to_builtins(body.tools)
     return options
 
 
@@ -448,8 +383,8 @@ def _message(message: Message) -> dict[str, Any]:
         content = "".join(part.text for part in content)
     found: dict[str, Any] = {"role": role, "content": content or ""}
     for name in ("reasoning_content", "name", "tool_call_id"):
-        if getattr(message, name) is not None:
-            found[name] = getattr(message, name)
+        if (value := getattr(message, name)) is not None:
+            found[name] = value
     if message.tool_calls:
         found["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return found

@@ -8,20 +8,16 @@ from typing import Any
 from aiohttp import web
 
 from nanoactor.engine import AsyncLLM
-from nanoactor.errors import NanoactorError
-from nanoactor.server.completions import Completions
-from nanoactor.server.desk import Desk
-from nanoactor.server.errors import APIError, from_engine, invalid
-from nanoactor.server.exchange import Exchange, json_response
-from nanoactor.server.http import Door
+from nanoactor.server.context import json_response
+from nanoactor.server.errors import APIError, check_model
+from nanoactor.server.http import HttpFrontend
 from nanoactor.server.requests import (
-    Decoder,
     DetokenizeRequest,
     TokenizeRequest,
     conversation,
-    names_of,
     template_options,
 )
+from nanoactor.server.text_service import TextService
 from nanoactor.text.template import TemplateFacts
 
 
@@ -29,38 +25,29 @@ class TextRoutes:
     """What needs a tokenizer, or only knowledge of the model."""
 
     def __init__(
-        self,
-        llm: AsyncLLM,
-        desk: Desk | None,
-        door: Door,
-        completions: Completions,
-        model: str,
-        strict: bool,
+        self, llm: AsyncLLM, texts: TextService | None, http: HttpFrontend, model: str
     ) -> None:
-        """`strict`: whether fields that nobody knows are refused."""
+        """`texts` is None where the engine has no tokenizer; `model` is what clients call it."""
         self._llm = llm
-        self._desk = desk
-        self._door = door
-        self._completions = completions
+        self._texts = texts
+        self._http = http
         self._model = model
-        self._decoder = Decoder(strict)
         self._created = int(time.time())
 
     # -- models ---------------------------------------------------------------------------
 
-    async def models(self, exchange: Exchange) -> web.StreamResponse:
+    async def models(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/models`."""
-        value = {"object": "list", "data": [self._card()]}
-        return json_response(value, headers=exchange.headers)
+        return json_response({"object": "list", "data": [self._card()]})
 
-    async def model(self, exchange: Exchange) -> web.StreamResponse:
+    async def model(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/models/{name}`."""
-        self._completions.check_model(exchange.path.removeprefix("/v1/models/"))
-        return json_response(self._card(), headers=exchange.headers)
+        check_model(request.match_info["model"], self._model)
+        return json_response(self._card())
 
     def _card(self) -> dict[str, Any]:
-        files, config = self._llm.files, self._llm.config
-        template = self._desk.template if self._desk is not None else TemplateFacts()
+        files, config, facts = self._llm.files, self._llm.config, self._llm.facts
+        template = self._texts.template if self._texts is not None else TemplateFacts()
         return {
             "id": self._model,
             "object": "model",
@@ -72,7 +59,7 @@ class TextRoutes:
                 "chat": template.exists,
                 "tools": template.shows_tools,
                 "reasoning": template.knows_thoughts,
-                "text": self._desk is not None,
+                "text": self._texts is not None,
                 "vision": False,
                 "logprobs": False,
             },
@@ -80,58 +67,33 @@ class TextRoutes:
                 "max_sequences": config.max_num_seqs,
                 "max_waiting_requests": config.max_waiting_requests,
                 "max_waiting_tokens": config.max_waiting_tokens,
-                "kv_blocks": self._llm.facts["num_blocks"],
-                "block_size": self._llm.facts["block_size"],
+                "kv_blocks": facts["num_blocks"],
+                "block_size": facts["block_size"],
             },
         }
 
     # -- text and ids ---------------------------------------------------------------------
 
-    async def tokenize(self, exchange: Exchange) -> web.StreamResponse:
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """`POST /tokenize`: of a text or of a conversation, as the engine would."""
-        body: TokenizeRequest = self._decoder.decode(
-            TokenizeRequest, await self._door.body(exchange)
-        )
-        desk = self._need_desk(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("give either prompt or messages", "prompt")
+        body = await self._http.read(request, TokenizeRequest)
+        texts = self._need_texts()
         if body.prompt is not None:
-            only_chat = (body.tools, body.chat_template_kwargs, body.add_generation_prompt)
-            if any(value is not None for value in (*only_chat, body.continue_final_message)):
-                raise invalid("a prompt goes through no template: give messages", "prompt")
-        elif body.add_special_tokens is not None:
-            raise invalid(
-                "add_special_tokens goes with a prompt: a template writes its own",
-                "add_special_tokens",
-            )
-        try:
-            if body.messages is None:
-                assert body.prompt is not None
-                ids = await desk.encode(body.prompt, body.add_special_tokens is not False)
-            else:
-                messages, options = conversation(body.messages), template_options(body)
-                desk.template.check(options)
-                ids = await desk.encode_chat(messages, options)
-        except NanoactorError as error:
-            raise from_engine(error, names_of(TokenizeRequest)) from error
-        value = {"tokens": ids, "count": len(ids), "max_model_len": self._llm.files.max_model_len}
-        return json_response(value, headers=exchange.headers)
+            ids = await texts.encode(body.prompt, body.add_special_tokens is not False)
+        else:
+            messages, options = conversation(body.messages or ()), template_options(body)
+            texts.template.check(options)
+            ids = await texts.encode_chat(messages, options)
+        limit = self._llm.files.max_model_len
+        return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
 
-    async def detokenize(self, exchange: Exchange) -> web.StreamResponse:
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """`POST /detokenize`: special tokens included."""
-        body: DetokenizeRequest = self._decoder.decode(
-            DetokenizeRequest, await self._door.body(exchange)
-        )
-        desk = self._need_desk(body.model)
-        try:
-            (text,) = await desk.decode_all([body.tokens])
-        except NanoactorError as error:
-            raise from_engine(error, names_of(DetokenizeRequest)) from error
-        return json_response({"prompt": text}, headers=exchange.headers)
+        body = await self._http.read(request, DetokenizeRequest)
+        (text,) = await self._need_texts().decode_all([body.tokens])
+        return json_response({"prompt": text})
 
-    def _need_desk(self, model: str | None) -> Desk:
-        if model is not None:
-            self._completions.check_model(model)
-        if self._desk is None:
+    def _need_texts(self) -> TextService:
+        if self._texts is None:
             raise APIError(404, "the engine has no tokenizer (skip_tokenizer_init)")
-        return self._desk
+        return self._texts

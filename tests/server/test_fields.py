@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import openai.types.chat.completion_create_params as chat_params
@@ -10,7 +12,7 @@ import openai.types.completion_create_params as completion_params
 import pytest
 
 from nanoactor.server.errors import APIError
-from nanoactor.server.fields import FIELDS, TEMPLATE_FIELDS, Warned, of_route, table
+from nanoactor.server.fields import FIELDS, TEMPLATE_FIELDS, Warned, of_route
 from nanoactor.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -19,6 +21,7 @@ from nanoactor.server.requests import (
     conversation,
     template_options,
 )
+from tests.server.fields_table import table
 
 KINDS = {"chat": ChatRequest, "completions": CompletionRequest}
 BODIES = {
@@ -56,7 +59,7 @@ def test_the_table_says_once_what_becomes_of_each(route):
 
 def test_the_documentation_is_made_from_the_table():
     document = Path(__file__).parents[2] / "docs" / "server.md"
-    assert table() in document.read_text(), "run python -m nanoactor.server.fields"
+    assert table() in document.read_text(), "run python -m tests.server.fields_table"
 
 
 def decode(route, strict=False, **extra):
@@ -81,6 +84,33 @@ def test_each_field_is_treated_as_the_table_says(route, field):
     with pytest.raises(APIError, match=field.name) as caught:
         decode(route, **{field.name: {"any": ["thing"]}})
     assert (caught.value.status, caught.value.param) == (400, field.name)
+
+
+NEW_PARAMETER = """
+import dataclasses
+from nanoactor import params
+
+@dataclasses.dataclass(frozen=True)
+class More(params.SamplingParams):
+    charm: float | None = None
+
+params.SamplingParams = More
+from nanoactor.server import fields, openapi, requests
+
+for kind, more in ((requests.CompletionRequest, b'"prompt":"a"'), (requests.ChatRequest, CHAT)):
+    body = requests.Decoder(strict=True).decode(kind, b'{"model":"m","charm":2,' + more + b"}")
+    assert requests.sampling_params(body).charm == 2.0
+    schema = openapi.document("m", False)["components"]["schemas"][kind.__name__]
+    assert schema["properties"]["charm"]["anyOf"][0] == {"type": "number"}
+for route in ("chat", "completions"):
+    assert fields.of_route(route)["charm"].status == "honoured"
+"""
+
+
+def test_a_parameter_of_the_engine_is_one_of_requests_without_being_named():
+    chat = b'"messages":[{"role":"user","content":"a"}]'
+    program = f"CHAT = {chat!r}\n{NEW_PARAMETER}"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 # -- what nobody knows --------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanoactor.server.answers import ChatChoice
+from nanoactor.server.choices import ChatChoice
 from nanoactor.server.reasoning import ReasoningParser
 from nanoactor.server.tool_calls import Arguments, Call, ToolCallParser
 

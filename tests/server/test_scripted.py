@@ -131,7 +131,7 @@ def test_a_bug_in_the_middle_of_a_stream_is_an_error_that_clients_can_read(tmp_p
 
     async def main():
         async with talk(tmp_path, monkeypatch) as t:
-            monkeypatch.setattr("nanoactor.server.answers.ChatChoice.push", push)
+            monkeypatch.setattr("nanoactor.server.choices.ChatChoice.push", push)
             t.script.say("Hello.")
             ask = dict(model="m", messages=ASK)
             stream = await t.client.chat.completions.create(**ask, stream=True)

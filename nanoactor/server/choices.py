@@ -12,6 +12,10 @@ from nanoactor.server.tool_calls import Arguments, Call, Piece, ToolCallParser
 Delta = dict[str, Any]
 
 
+def _choice(index: int, reason: str | None, **content: Any) -> Delta:
+    return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+
+
 class TextChoice:
     """Of a completion."""
 
@@ -31,19 +35,16 @@ class TextChoice:
         if not text:
             return []
         self._text.append(text)
-        return [self._member(text, None)]
+        return [_choice(self._index, None, text=text)]
 
     def finish(self, reason: str) -> list[Delta]:
         """The reason alone."""
         self._reason = reason
-        return [self._member("", reason)]
-
-    def _member(self, text: str, reason: str | None) -> Delta:
-        return {"index": self._index, "text": text, "logprobs": None, "finish_reason": reason}
+        return [_choice(self._index, reason, text="")]
 
     def whole(self) -> Delta:
         """The text, with the prompt if it was asked for."""
-        return self._member("".join(self._text), self._reason)
+        return _choice(self._index, self._reason, text="".join(self._text))
 
 
 class ChatChoice:
@@ -80,13 +81,8 @@ class ChatChoice:
 
     def _pieces(self, text: str) -> list[Piece]:
         if self._tools is not None:
-            return self._wanted(self._tools.push(text))
+            return self._tools.push(text)
         return [text] if text else []
-
-    def _wanted(self, pieces: list[Piece]) -> list[Piece]:
-        if not self._one_call:
-            return pieces
-        return [piece for piece in pieces if isinstance(piece, str) or piece.index == 0]
 
     def finish(self, reason: str) -> list[Delta]:
         """What the parsers held back, then the reason."""
@@ -95,7 +91,7 @@ class ChatChoice:
             thoughts, text = self._reasoning.finish()
         pieces = self._pieces(text)
         if self._tools is not None:
-            pieces += self._wanted(self._tools.finish())
+            pieces += self._tools.finish()
         deltas = self._deltas(thoughts, pieces)
         self._reason = "tool_calls" if self._calls and reason == "stop" else reason
         return [*deltas, self._member({}, self._reason)]
@@ -105,8 +101,9 @@ class ChatChoice:
         if thoughts:
             self._thoughts.append(thoughts)
             deltas.append(self._member({"reasoning_content": thoughts}))
-        deltas += [self._member(self._delta(piece)) for piece in pieces]
-        return deltas
+        if self._one_call:
+            pieces = [piece for piece in pieces if isinstance(piece, str) or piece.index == 0]
+        return deltas + [self._member(self._delta(piece)) for piece in pieces]
 
     def _delta(self, piece: Piece) -> Delta:
         if isinstance(piece, Call):
@@ -125,7 +122,7 @@ class ChatChoice:
         return {"content": piece}
 
     def _member(self, delta: Delta, reason: str | None = None) -> Delta:
-        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return _choice(self._index, reason, delta=delta)
 
     def whole(self) -> Delta:
         """The message."""
@@ -139,12 +136,7 @@ class ChatChoice:
             message["reasoning_content"] = "".join(self._thoughts)
         if self._calls:
             message["tool_calls"] = self._calls
-        return {
-            "index": self._index,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": self._reason,
-        }
+        return _choice(self._index, self._reason, message=message)
 
 
 Choice = TextChoice | ChatChoice

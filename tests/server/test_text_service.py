@@ -1,4 +1,4 @@
-"""The desk: started, broken, started again, and never twice."""
+"""The text service: started, broken, started again, and never twice."""
 
 import asyncio
 import os
@@ -9,8 +9,8 @@ import pytest
 
 from nanoactor.errors import EngineDead, InvalidRequest
 from nanoactor.models.errors import ModelError
-from nanoactor.server import desk as module
-from nanoactor.server.desk import Desk
+from nanoactor.server import text_service as module
+from nanoactor.server.text_service import TextService
 from nanoactor.text.renderer import RenderLimits
 from tests.conftest import children
 from tests.text.test_chat import DEMO
@@ -30,45 +30,45 @@ async def until(check):
             await asyncio.sleep(0.02)
 
 
-def test_a_desk_that_cannot_start_says_why_and_leaves_nothing(model):
+def test_a_text_service_that_cannot_start_says_why_and_leaves_nothing(model):
     async def main():
         (model / "tokenizer.json").write_text("{}")
-        desk = Desk(model, 10_000, RenderLimits(5.0, 10_000))
+        service = TextService(model, 10_000, RenderLimits(5.0, 10_000))
         with pytest.raises(ModelError, match="not a tokenizer"):
-            await desk.start()
+            await service.start()
         await asyncio.sleep(0.2)
         assert len(asyncio.all_tasks()) == 1, "nothing tries again behind the caller's back"
-        await desk.close()
+        await service.close()
 
     before = children()
     asyncio.run(main())
     assert children() == before
 
 
-def test_a_desk_is_started_again_as_often_as_it_takes_and_only_once(model):
+def test_a_text_service_is_started_again_as_often_as_it_takes_and_only_once(model):
     async def main():
-        desk = Desk(model, 10_000, RenderLimits(5.0, 10_000))
-        await desk.start()
-        ids = await desk.encode("To be", True)
-        asked = asyncio.ensure_future(desk.encode("to be " * 1000, True))
+        service = TextService(model, 10_000, RenderLimits(5.0, 10_000))
+        await service.start()
+        ids = await service.encode("To be", True)
+        asked = asyncio.ensure_future(service.encode("to be " * 1000, True))
         await asyncio.sleep(0)
         (model / "tokenizer.json").rename(model / "away.json")
-        os.kill(desk._system.pids["desk"], signal.SIGKILL)
+        os.kill(service._system.pids["desk"], signal.SIGKILL)
         with pytest.raises(EngineDead, match="desk"):
             await asked
-        await until(lambda: desk.state == "dead")
+        await until(lambda: service.state == "dead")
         await asyncio.sleep(2)  # several starts fail
-        assert desk.state == "dead"
+        assert service.state == "dead"
         with pytest.raises(EngineDead):
-            await desk.encode("To be", True)
+            await service.encode("To be", True)
         (model / "away.json").rename(model / "tokenizer.json")
-        await until(lambda: desk.state == "ok")
-        assert await desk.encode("To be", True) == ids
+        await until(lambda: service.state == "ok")
+        assert await service.encode("To be", True) == ids
         assert len(children()) == len(before) + 1
-        assert list(await desk.decode_all([ids, [], ids])) == ["To be", "", "To be"]
+        assert list(await service.decode_all([ids, [], ids])) == ["To be", "", "To be"]
         with pytest.raises(InvalidRequest, match="too many"):
-            await desk.encode("x" * 20_000, True)
-        await desk.close()
+            await service.encode("x" * 20_000, True)
+        await service.close()
         assert len(asyncio.all_tasks()) == 1
 
     before = children()

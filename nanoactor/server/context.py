@@ -1,0 +1,64 @@
+"""What is known of a request besides what it asks for, and answers in JSON."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import uuid
+
+import msgspec
+from aiohttp import web
+
+from nanoactor.server.errors import APIError, from_engine
+
+log = logging.getLogger("nanoactor.server")
+
+_WITHOUT_VERSION = ("/models", "/completions", "/chat/completions")
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+class RequestContext:
+    """Goes with a request through the server, and says in the log what came of it."""
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        given = request.headers.get("x-request-id", "")
+        self.id = given if _ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+        self.path = _canonical(request.path)
+        self.headers = {"x-request-id": self.id, "Server": "nanoactor"}
+        """Of the answer, whatever it is."""
+        self.fields: frozenset[str] = frozenset()
+        """The parameters that its kind of request has."""
+        self.note = ""
+        """For the log: what came of it."""
+        self.broken_off = False
+        """Whether its answer ended with an error after it had begun."""
+
+    def explain(self, error: Exception) -> APIError:
+        """Turn an error into what the client is told; the log has the cause of a bug."""
+        problem = error if isinstance(error, APIError) else from_engine(error, self.fields)
+        if problem.code == "internal_error":
+            log.error("request %s failed", self.id, exc_info=error)
+        return problem
+
+
+_CONTEXT = web.RequestKey("context", RequestContext)
+
+
+def context_of(request: web.BaseRequest) -> RequestContext:
+    """Return the context of a request, which is made when it is first asked for."""
+    if _CONTEXT not in request:
+        request[_CONTEXT] = RequestContext(request)
+    return request[_CONTEXT]
+
+
+def _canonical(path: str) -> str:
+    """The path as routes know it: clients add slashes at its end, and forget the /v1."""
+    path = path.rstrip("/") or "/"
+    if path in _WITHOUT_VERSION or path.startswith("/models/"):
+        return f"/v1{path}"
+    return path
+
+
+json_response = functools.partial(web.json_bytes_response, dumps=msgspec.json.encode)
+"""Makes an answer in JSON of a value, and perhaps a `status` and `headers`."""

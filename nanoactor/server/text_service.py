@@ -1,0 +1,362 @@
+"""Text work that is no generation, in a process of its own: the server's loop only passes it on.
+
+A second small system of actors beside the engine's: whoever tokenizes a book for its own purposes
+delays neither prompts nor streams. In what users see it is called the desk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from nanoactor.errors import EngineDead, EngineOverloaded, InvalidRequest, NanoactorError
+from nanoactor.messages import Int32
+from nanoactor.models.errors import ModelError
+from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
+from nanoactor.runtime.codec import message
+from nanoactor.runtime.errors import PeerBroken, RecordTooLarge, RuntimeFault
+from nanoactor.runtime.ring import ring_capacity
+from nanoactor.runtime.system import System
+from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
+from nanoactor.runtime.wiring import Options
+from nanoactor.server.reasoning import OPEN
+from nanoactor.text.renderer import RenderLimits, RenderQueue
+from nanoactor.text.template import TemplateFacts
+
+log = logging.getLogger("nanoactor.server")
+
+T = TypeVar("T")
+
+_OUTSTANDING = 32
+"""Requests that may be under way; more wait in the server, ..."""
+_WAITING = 256
+"""... up to so many."""
+_PATIENCE, _SHORT = 30.0, 3.0
+"""Seconds until a reply is no longer waited for; the short one where a stream waits."""
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
+"""Seconds before a dead process is started again."""
+_MANY_OPENINGS = 256
+_HEAVY = ("torch", "transformers", "torch_npu")
+_NICE = 10
+
+
+@message(100)
+class TextRequest:
+    """Server to service: call a method."""
+
+    number: int
+    method: str
+    arguments: bytes
+    """A list, in msgpack."""
+
+
+@message(101)
+class TextReply:
+    """Service to server."""
+
+    number: int
+    result: bytes
+    """In msgpack; empty where there is an error."""
+    error: str
+
+
+@message(102)
+class Withdraw:
+    """Server to service: nobody waits for the reply to a request any more."""
+
+    number: int
+
+
+class TextWorker(Actor):
+    """The service's end, in its process: handles requests, one after the other."""
+
+    def __init__(self, config: tuple[Path, RenderLimits]) -> None:
+        """`config`: where the tokenizer lies, and what a chat template may take."""
+        self._directory, self._limits = config
+        self._templates: RenderQueue | None = None
+
+    def setup(self) -> TemplateFacts:
+        """Read the tokenizer."""
+        from nanoactor.text.tokenizer import TextEncoder
+
+        self._templates = RenderQueue(self._directory, self._limits)
+        self._encoder = TextEncoder(self._directory)
+        try:
+            facts, _ = self._templates.describe()  # a tokenizer has told what is wrong
+        except InvalidRequest:
+            facts = TemplateFacts(exists=True)
+        return facts
+
+    def stop(self) -> None:
+        """End the template's process."""
+        if self._templates is not None:
+            self._templates.close()
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Requests, and that nobody waits for a reply."""
+        return {TextRequest: self._request, Withdraw: self._withdraw}
+
+    def _withdraw(self, event: Withdraw) -> None:
+        assert self._templates is not None
+        self._templates.cancel(event.number)
+
+    def _request(self, event: TextRequest) -> None:
+        arguments = msgspec.msgpack.decode(event.arguments)
+        if event.method == "render":
+            messages, options, whole = arguments
+            done = functools.partial(self.context.call_soon, self._rendered, event.number, whole)
+            assert self._templates is not None
+            self._templates.render(event.number, messages, options, done)
+        else:
+            method = self._encoder.encode_text if event.method == "encode" else self._decode
+            self._reply(event.number, functools.partial(method, *arguments))
+
+    def _decode(self, several: list[list[int]]) -> list[str]:
+        return [self._encoder.decode(ids) for ids in several]
+
+    def _rendered(self, number: int, whole: bool, prompt: str | Exception) -> None:
+        def result() -> Int32 | bool:
+            if isinstance(prompt, Exception):
+                raise prompt
+            if whole:
+                return self._encoder.encode_rendered(prompt)
+            return prompt.rstrip().endswith(OPEN)
+
+        self._reply(number, result)
+
+    def _reply(self, number: int, compute: Callable[[], Any]) -> None:
+        try:
+            reply = TextReply(
+                number, msgspec.msgpack.encode(compute(), enc_hook=np.ndarray.tolist), ""
+            )
+        except Exception as error:  # nothing that a client asks may end the process
+            reply = TextReply(number, b"", (str(error) or repr(error))[:2000])
+        outbox = self.context.outbox("server")
+        try:
+            outbox.send(reply)
+        except RecordTooLarge as error:
+            outbox.send(TextReply(number, b"", f"too long: {error}"))
+
+
+class TextClient(Actor):
+    """The server's end, on its loop."""
+
+    def __init__(self, config: None) -> None:
+        self._replies: dict[int, asyncio.Future[TextReply]] = {}
+        self._numbers = itertools.count()
+        self._room = asyncio.Semaphore(_OUTSTANDING)
+        self._waiting = 0
+
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
+        """Find the edge."""
+        super().start(context, ready)
+        self._outbox = context.outbox("desk")
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Replies."""
+        return {TextReply: self._reply}
+
+    async def call(self, method: str, arguments: bytes) -> TextReply:
+        """Send a request and wait for its reply; `EngineOverloaded` where too many wait."""
+        if self._waiting >= _WAITING:
+            raise EngineOverloaded(f"{_WAITING} texts wait to be tokenized already")
+        self._waiting += 1
+        try:
+            await self._room.acquire()  # given back by the reply, even if nobody waits for it
+        finally:
+            self._waiting -= 1
+        number = next(self._numbers)
+        reply: asyncio.Future[TextReply] = self.context.loop.create_future()
+        self._replies[number] = reply
+        self._outbox.send(TextRequest(number, method, arguments))
+        try:
+            return await reply
+        except asyncio.CancelledError:  # its client has gone, or it takes too long
+            with contextlib.suppress(PeerBroken):
+                self._outbox.send(Withdraw(number))
+            raise
+
+    def _reply(self, event: TextReply) -> None:
+        self._room.release()
+        reply = self._replies.pop(event.number)
+        if not reply.done():
+            reply.set_result(event)
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody replies any more."""
+        for reply in self._replies.values():
+            self._room.release()
+            if not reply.done():
+                reply.set_exception(error)
+        self._replies.clear()
+
+
+class TextService:
+    """Tokenizes, detokenizes and renders templates elsewhere. Every method raises
+    `InvalidRequest` for what cannot be done and `EngineDead` while its process is dead or does not
+    answer; a dead one is started again."""
+
+    def __init__(self, directory: Path, longest: int, limits: RenderLimits) -> None:
+        """`longest`: bytes of the longest text that is accepted; `limits` of its templates."""
+        self._config = directory, limits
+        self._longest = longest
+        self._dead: EngineDead | None = EngineDead("the desk is not started")
+        self._silent = False
+        self._restarting: asyncio.Task[None] | None = None
+        self._client: TextClient | None = None
+        """None until the process has started: what fails before that, `start` raises."""
+        self._openings: dict[bytes, bool] = {}
+        """By digest of template options: whether a prompt ends with an open `<think>`."""
+        self._guessing = False
+        self.template = TemplateFacts()
+        """What the model's chat template can do; known once started."""
+
+    async def start(self) -> None:
+        """Start the process."""
+        self._client = None
+        self._system = System(_topology(self._config, self._longest), Options(), self._on_death)
+        await self._system.start()
+        client = self._system.actor("server")
+        assert isinstance(client, TextClient)
+        self._client = client
+        template = self._system.ready["desk"]
+        assert isinstance(template, TemplateFacts)
+        self.template = template
+        self._dead, self._silent = None, False
+
+    async def close(self) -> None:
+        """End it."""
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.gather(self._restarting, return_exceptions=True)
+        await self._system.close()
+
+    @property
+    def state(self) -> str:
+        """Either "ok", "silent" since a request was not answered in time, or "dead"."""
+        if self._dead is not None:
+            return "dead"
+        return "silent" if self._silent else "ok"
+
+    def _on_death(self, error: BaseException) -> None:
+        if self._client is None:
+            return
+        self._dead = EngineDead(f"the desk, which tokenizes for clients, has died: {error}")
+        self._client.fail(self._dead)
+        log.error("%s; it is started again", self._dead)
+        self._restarting = asyncio.ensure_future(self._restart())
+
+    async def _restart(self) -> None:
+        wait = _FIRST_WAIT
+        while True:
+            await self._system.close()
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT)
+            try:
+                await self.start()
+            except (RuntimeFault, NanoactorError, ModelError) as error:
+                log.error("the desk cannot be started: %s", error)
+            else:
+                log.warning("the desk answers again")
+                return
+
+    async def encode(self, text: str, special: bool) -> list[int]:
+        """Ids of a text; with `special`, those that the tokenizer adds by itself too."""
+        return await self._call(list[int], "encode", text, special)
+
+    async def encode_chat(self, messages: Any, options: Mapping[str, Any]) -> list[int]:
+        """Ids of a conversation."""
+        return await self._call(list[int], "render", _json(messages), _json(options), True)
+
+    async def decode_all(self, several: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each of these ids, special tokens included."""
+        return await self._call(list[str], "decode", several)
+
+    async def opens_thoughts(self, options: Mapping[str, Any]) -> bool:
+        """Whether a prompt with these template options ends with an open `<think>`; where the
+        service does not answer, whether one without options does."""
+        if not options:
+            return self.template.opens_thoughts
+        encoded = _json(options)
+        key = hashlib.sha256(encoded.encode()).digest()
+        if key not in self._openings:
+            if len(self._openings) >= _MANY_OPENINGS:
+                self._openings.clear()
+            messages = _json([{"role": "user", "content": "?"}])
+            try:
+                opens = await self._call(bool, "render", messages, encoded, False, patience=_SHORT)
+            except InvalidRequest:
+                return False  # the engine's own tokenizer has refused these options too, or will
+            except NanoactorError as error:
+                if not self._guessing:
+                    self._guessing = True
+                    log.warning(
+                        "thoughts may be taken for content, or the reverse, meanwhile: %s", error
+                    )
+                return self.template.opens_thoughts
+            self._openings[key] = opens
+            self._guessing = False
+        return self._openings[key]
+
+    async def _call(
+        self, kind: type[T], method: str, *arguments: Any, patience: float = _PATIENCE
+    ) -> T:
+        """The result, of this kind, of a method of the worker's."""
+        try:
+            encoded = msgspec.msgpack.encode(arguments)
+        except OverflowError:
+            raise InvalidRequest("token ids must be from 0 to 2147483647") from None
+        if len(encoded) > self._longest:
+            raise InvalidRequest(
+                f"{len(encoded)} bytes are too many, at most {self._longest} are accepted"
+            )
+        if self._dead is not None:
+            raise self._dead
+        assert self._client is not None
+        try:
+            async with asyncio.timeout(patience):
+                reply = await self._client.call(method, encoded)
+        except PeerBroken:
+            raise self._dead or EngineDead("the desk is closed") from None
+        except TimeoutError:
+            self._silent = True
+            raise EngineDead(f"the desk has not answered within {patience:g} s") from None
+        self._silent = False
+        if reply.error:
+            raise InvalidRequest(reply.error)
+        return msgspec.msgpack.decode(reply.result, type=kind)
+
+
+def _topology(config: tuple[Path, RenderLimits], longest: int) -> Topology:
+    record = ring_capacity(8 * longest + (1 << 20))
+    nodes = (
+        NodeSpec("user", ("server",)),
+        NodeSpec("desk", ("desk",), {"TOKENIZERS_PARALLELISM": "false"}, _HEAVY, nice=_NICE),
+    )
+    actors = (
+        ActorSpec("server", f"{__name__}:TextClient", None),
+        ActorSpec("desk", f"{__name__}:TextWorker", config),
+    )
+    edges = (
+        EdgeSpec("server", ("desk",), record),
+        EdgeSpec("desk", ("server",), record, bound=_OUTSTANDING),
+    )
+    return Topology(actors, nodes, edges, "user")
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError as error:
+        raise InvalidRequest(f"messages must be plain values, as in JSON: {error}") from None
