@@ -182,17 +182,31 @@ def test_an_option_is_made_of_a_field_alone():
         mode: typing.Literal["slow", "fast"] = "slow"
         kind: RequestOutputKind = RequestOutputKind.DELTA
         table: dict[str, int] | None = None
+        nested: Sequence[int | str] | None = None
+        words: list[str] = dataclasses.field(default_factory=list)
 
     parser = argparse.ArgumentParser()
     add_options(parser, Params, novelty=0.5)
     text = " ".join(parser.format_help().split())
     assert "--novelty FLOAT How new, up to 100 %. Default: 0.5." in text
     assert "--mode {slow,fast} Default: slow." in text
-    for left_out in ("needed", "kind", "table"):
+    for left_out in ("needed", "kind", "table", "nested"):
         assert left_out not in text
     assert values(parser.parse_args([]), Params) == {"novelty": 0.5}
-    said = ["--novelty", "none", "--mark", "1", "--marks", "2", "--no-loud", "--mode", "fast"]
-    expected = {"novelty": None, "marks": (1, 2), "loud": False, "mode": "fast"}
+    said = [
+        "--novelty",
+        "none",
+        "--mark",
+        "1",
+        "--marks",
+        "2",
+        "--no-loud",
+        "--mode",
+        "fast",
+        "--word",
+        "x",
+    ]
+    expected = {"novelty": None, "marks": (1, 2), "loud": False, "mode": "fast", "words": ("x",)}
     assert values(parser.parse_args(said), Params) == expected
 
 

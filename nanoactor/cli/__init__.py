@@ -29,7 +29,7 @@ from nanoactor.server.config import ServerConfig
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; exits with 1 and one line for an error, 2 for wrong arguments."""
+    """Run the command line; exit with 1 and one line for an error, 2 for wrong arguments."""
     _speak_utf8()
     args = _parse(sys.argv[1:] if arguments is None else arguments)
     level = {0: logging.WARNING, 1: logging.INFO}.get(args.verbose, logging.DEBUG)
@@ -54,7 +54,7 @@ def _speak_utf8() -> None:
 
 
 def _as_utf8(argument: str) -> str:
-    """An argument that was read as ASCII, read as UTF-8."""
+    """Read an argument as UTF-8 that was read as ASCII."""
     with contextlib.suppress(UnicodeError):
         return os.fsencode(argument).decode()
     return argument
@@ -74,7 +74,7 @@ _OTHER_NAMES = {
 
 
 def _hint(unknown: list[str], options: list[str]) -> str:
-    """Which option was meant, perhaps."""
+    """Return which options were meant, perhaps."""
     hints = []
     for given in (name.partition("=")[0] for name in unknown if name.startswith("-")):
         near = difflib.get_close_matches(given, options, 1)
@@ -85,7 +85,7 @@ def _hint(unknown: list[str], options: list[str]) -> str:
 
 
 def _parse(arguments: list[str]) -> Any:
-    """argparse takes an optional prompt only right behind the model; people also put it last."""
+    """Parse arguments, the prompt also last, where argparse takes none that is optional."""
     parser = _parser()
     args, rest = parser.parse_known_args([_as_utf8(argument) for argument in arguments])
     if len(rest) == 1 and not rest[0].startswith("-") and getattr(args, "prompt", "") is None:

@@ -13,6 +13,8 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+_PLAIN = (int, float, str)
+
 
 def add_options(group: Any, config: type[Any], **defaults: Any) -> None:
     """Add an option for each field of a dataclass; `defaults` take the place of the fields' own.
@@ -23,10 +25,11 @@ def add_options(group: Any, config: type[Any], **defaults: Any) -> None:
     hints, said = typing.get_type_hints(config), descriptions(config)
     for field in dataclasses.fields(config):
         known = _keywords(hints[field.name])
-        if known is None or field.default is dataclasses.MISSING:
+        required = dataclasses.MISSING is field.default is field.default_factory
+        if known is None or required:
             continue
         text, default = said.get(field.name, ""), defaults.get(field.name, field.default)
-        if "efault" not in text and default not in (None, ()):
+        if "efault" not in text and default not in (None, (), dataclasses.MISSING):
             text = f"{text} Default: {default}."
         name = field.name.replace("_", "-")
         names = [name]
@@ -53,12 +56,14 @@ def values(args: Any, config: type[Any]) -> dict[str, Any]:
 
 
 def _keywords(hint: Any) -> dict[str, Any] | None:
-    """Return what argparse has to know about a type; None where it can not be an option."""
+    """Return what argparse has to know about a type; None where it cannot be an option."""
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     parts = typing.get_args(hint) if is_union else (hint,)
     for part in parts:
-        if typing.get_origin(part) in (tuple, Sequence):
+        if typing.get_origin(part) in (tuple, list, Sequence):
             kind = typing.get_args(part)[0]
+            if kind not in _PLAIN:
+                return None
             return {"action": "append", "type": kind, "metavar": kind.__name__.upper()}
     (kind, *others) = (part for part in parts if part is not types.NoneType)
     if others:
@@ -67,7 +72,7 @@ def _keywords(hint: Any) -> dict[str, Any] | None:
         return {"metavar": f"{{{','.join(typing.get_args(kind))}}}"}
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if kind not in (int, float, str):
+    if kind not in _PLAIN:
         return None
     is_optional = types.NoneType in parts
     return {"type": _or_none(kind) if is_optional else kind, "metavar": kind.__name__.upper()}

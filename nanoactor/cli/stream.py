@@ -37,7 +37,7 @@ async def generate(args: Any) -> None:
 
 
 def _check_writable(path: str | None) -> None:
-    """Better now than after the run."""
+    """Refuse a path before the run that cannot be written after it."""
     if path is not None:
         try:
             with open(path, "a"):
@@ -47,7 +47,7 @@ def _check_writable(path: str | None) -> None:
 
 
 async def _report(llm: AsyncLLM, args: Any) -> None:
-    """The line that matters, and the timeline if one was asked for."""
+    """Print the line that matters, and write the timeline if one was asked for."""
     trace = await llm.trace()
     if not args.json:
         print(trace.summary().line, file=sys.stderr, flush=True)
@@ -78,14 +78,14 @@ async def chat(args: Any) -> None:
 
 
 async def _ask(lines: LineReader, quiet: bool) -> str | None:
-    """The user's next line; None at the end of input."""
+    """Return the user's next line, None at the end of input."""
     prompt = "" if quiet or not sys.stdin.isatty() else "\n> "
     print(prompt, end="", flush=True)
     return await lines.next()
 
 
 async def _stream(llm: AsyncLLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> str:
-    """Print the deltas as they come, then the summary; returns the whole text."""
+    """Print the deltas as they come, then the summary; return the whole text."""
     text: list[str] = []
     tokens = 0
     output: RequestOutput | None = None
