@@ -101,7 +101,7 @@ def test_a_body_that_is_too_long_is_refused_unread(fast_server):
     head = posted("/tokenize", b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
 
     async def pour():
-        """100 MB in chunks, whether or not anybody reads them; one in four is answered."""
+        """100 MB in chunks, whether or not anybody reads them."""
         reader, writer = await asyncio.open_connection("127.0.0.1", fast_server.port)
         writer.write(head)
         try:
@@ -121,9 +121,13 @@ def test_a_body_that_is_too_long_is_refused_unread(fast_server):
     async def main():
         return await asyncio.gather(*(pour() for _ in range(4)))
 
-    answers = asyncio.run(main())
-    assert any(status(answer) == 413 for answer in answers)
-    assert all(status(answer) in (0, 413) for answer in answers)
+    # The answer is lost where the kernel resets the connection first, which is a matter of luck.
+    for _ in range(20):
+        answers = [status(answer) for answer in asyncio.run(main())]
+        assert set(answers) <= {0, 413}
+        if 413 in answers:
+            break
+    assert 413 in answers
     assert fast_server.resident() - before < 64 << 20
     still_serves(fast_server)
 

@@ -31,5 +31,5 @@ def test_openai(demo_server, tmp_path):
     done = subprocess.run(
         [sys.executable, str(path)], capture_output=True, text=True, check=True, timeout=60
     )
-    assert len(done.stdout) > 20
+    assert done.stdout.strip()
     assert done.stderr == ""
