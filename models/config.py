@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from nanoactor.models.errors import ModelError, UnsupportedModel
+from nanoactor.models.family import Option
+from nanoactor.models.qwen3 import QWEN3
+from nanoactor.models.registry import family_of
 
-ARCHITECTURES = ("Qwen3ForCausalLM",)
-"""The architectures that `nanoactor.models.registry` builds."""
-_QWEN3_HEAD_DIM = 128  # where a file says nothing, as in transformers
 DTYPES = ("float32", "bfloat16", "float16")
 _MOST: dict[str, int] = {"vocab_size": 1 << 24, "max_position_embeddings": 1 << 30}
 _MOST_ELSE = 1 << 20
@@ -36,11 +36,15 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    low_freq_factor: float = 1.0
+    """llama3: pairs that turn no more than so often over the original length are stretched, ..."""
+    high_freq_factor: float = 4.0
+    """... those that turn so often or more are kept."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The sizes of a dense Qwen3 and its kin."""
+    """The sizes and options of a dense decoder."""
 
     architecture: str
     vocab_size: int
@@ -53,7 +57,11 @@ class ModelConfig:
     max_positions: int
     rms_norm_eps: float
     rope: RopeConfig
-    attention_bias: bool
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    """Of attention's output projection."""
+    mlp_bias: bool
     tie_embeddings: bool
     dtype: str
     """The data type in which the weights are stored, as the configuration says."""
@@ -89,8 +97,12 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
     if not isinstance(architectures, list):
         raise ModelError(f"{origin}: architectures must be a list, got {architectures!r}")
     # First: another architecture's file may lack everything else, or hold it elsewhere.
-    if raw.get("architectures"):
-        check_architecture(str(architectures[0]))
+    family = family_of(str(architectures[0])) if raw.get("architectures") else QWEN3
+
+    def option(name: str) -> bool:
+        given: Option = getattr(family, name)
+        return _flag(raw, given, origin, False) if isinstance(given, str) else given
+
     heads = _positive(raw, "num_attention_heads", origin)
     hidden = _positive(raw, "hidden_size", origin)
     config = ModelConfig(
@@ -101,25 +113,20 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
         num_layers=_positive(raw, "num_hidden_layers", origin),
         num_heads=heads,
         num_kv_heads=_positive(raw, "num_key_value_heads", origin, heads),
-        head_dim=_positive(raw, "head_dim", origin, _QWEN3_HEAD_DIM),
+        head_dim=_positive(raw, "head_dim", origin, family.head_dim or hidden // heads),
         max_positions=_positive(raw, "max_position_embeddings", origin),
         rms_norm_eps=_at_least_0(raw, "rms_norm_eps", origin, 1e-6),
         rope=_read_rope(raw, origin),
-        attention_bias=_flag(raw, "attention_bias", origin, False),
+        qk_norm=family.qk_norm,
+        qkv_bias=option("qkv_bias"),
+        output_bias=option("output_bias"),
+        mlp_bias=option("mlp_bias"),
         tie_embeddings=_flag(raw, "tie_word_embeddings", origin, False),
         dtype=_read_dtype(raw),
         eos_token_ids=as_ids(raw.get("eos_token_id"), origin),
     )
     _refuse_unknown(raw, config, origin)
     return config
-
-
-def check_architecture(name: str) -> None:
-    """Raise `UnsupportedModel`, with the list of known architectures, for another one."""
-    if name not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"architecture {name!r} is not supported; known are {', '.join(ARCHITECTURES)}"
-        )
 
 
 def as_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:
@@ -170,11 +177,11 @@ def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
     theta = _positive_number({**raw, **raw_rope}, "rope_theta", origin, 10_000.0)
     if kind == "default":
         return RopeConfig(kind, theta)
-    if kind not in ("linear", "yarn"):
+    if kind not in ("linear", "yarn", "llama3"):
         reason = " (it makes results depend on how a prompt is chunked)" * (kind == "dynamic")
         raise UnsupportedModel(
             f"{origin}: rope type {kind!r} is not supported{reason}; "
-            "known are default, linear, yarn"
+            "known are default, linear, yarn, llama3"
         )
     factor = raw_rope.get("factor")
     is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
@@ -199,9 +206,16 @@ def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
         optional("mscale"),
         optional("mscale_all_dim"),
         _flag(raw_rope, "truncate", origin, True),
+        _positive_number(raw_rope, "low_freq_factor", origin, 1.0),
+        _positive_number(raw_rope, "high_freq_factor", origin, 4.0),
     )
     if kind == "yarn":
         _check_yarn(config, origin)
+    if kind == "llama3" and config.high_freq_factor <= config.low_freq_factor:
+        raise ModelError(
+            f"{origin}: high_freq_factor must be above low_freq_factor, got "
+            f"{config.high_freq_factor:g} and {config.low_freq_factor:g}"
+        )
     return config
 
 
@@ -255,6 +269,11 @@ def _refuse_unknown(raw: Mapping[str, Any], config: ModelConfig, origin: object)
         raise UnsupportedModel(f"{origin}: hidden_act {raw['hidden_act']!r}; only silu is known")
     if raw.get("use_sliding_window"):
         raise UnsupportedModel(f"{origin}: use_sliding_window is not supported")
+    sliding = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
+    if sliding:
+        raise UnsupportedModel(f"{origin}: layer_types with {sliding[0]!r} is not supported")
+    if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise UnsupportedModel(f"{origin}: partial_rotary_factor is not supported")
     if raw.get("quantization_config"):
         raise UnsupportedModel(f"{origin}: quantized weights are not supported")
     if config.num_heads % config.num_kv_heads:

@@ -148,7 +148,7 @@ class Device(Protocol):
     def norm_rotate_store(
         self,
         qkv: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor],
+        weights: tuple[torch.Tensor, torch.Tensor] | None,
         eps: float,
         rotation: tuple[torch.Tensor, torch.Tensor],
         cache: KVCache,
@@ -157,7 +157,8 @@ class Device(Protocol):
         """Norm and rotate the heads of queries and keys, `write_kv`; returns the queries.
 
         `qkv` is (tokens, heads + 2 * kv_heads, head_dim): queries, keys, values; `weights` are
-        those of the two norms, `rotation` is what the method of this name gave.
+        those of the two norms, None where heads are not normed; `rotation` is what the method of
+        this name gave.
         """
 
     def attention(

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch.nn import functional as F
 
+from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.collective import Group
 from nanoactor.models.config import ModelConfig
 from nanoactor.models.device import Device
 from nanoactor.models.parallel import Shard, Span
 from nanoactor.models.weights import Weights
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerContext:
+    """What every layer is made from."""
+
+    config: ModelConfig
+    weights: Weights
+    device: Device
+    shard: Shard
+    group: Group
 
 
 class ColumnParallel:
@@ -20,19 +36,19 @@ class ColumnParallel:
 
     def __init__(
         self,
-        weights: Weights,
+        context: LayerContext,
         names: list[str],
         inputs: int,
         outputs: list[int],
         rows: list[Span],
-        device: Device,
         bias: bool = False,
     ) -> None:
         """`outputs` are those of the whole layer, `rows` this rank's part of each."""
+        weights = context.weights
         names_w, names_b = [f"{n}.weight" for n in names], [f"{n}.bias" for n in names]
         weight = weights.concatenated(names_w, outputs, inputs, rows=rows)
         added = weights.concatenated(names_b, outputs, rows=rows) if bias else None
-        self._operator = device.linear(weight, added)
+        self._operator = context.device.linear(weight, added)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, inputs) to (tokens, this rank's outputs)."""
@@ -44,20 +60,19 @@ class RowParallel:
 
     def __init__(
         self,
-        weights: Weights,
+        context: LayerContext,
         name: str,
         inputs: int,
         columns: Span,
         outputs: int,
-        device: Device,
-        group: Group,
         bias: bool = False,
     ) -> None:
+        weights, group = context.weights, context.group
         whole = columns.size == inputs
         weight = weights.take(f"{name}.weight", outputs, inputs, columns=None if whole else columns)
         self._group = group
         added = weights.take(f"{name}.bias", outputs) if bias else None
-        self._operator = device.linear(weight, added if group.size == 1 else None)
+        self._operator = context.device.linear(weight, added if group.size == 1 else None)
         self._bias = added if group.size > 1 else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,3 +116,91 @@ class RMSNorm:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual)."""
         return self._device.add_rms_norm(x, residual, self._weight, self._eps)
+
+
+class Attention:
+    """Project, norm each head (where the family does), rotate, remember, attend, project back."""
+
+    def __init__(self, context: LayerContext, prefix: str) -> None:
+        config, weights, shard = context.config, context.weights, context.shard
+        self._heads, self._kv_heads = shard.heads.size, shard.kv_heads.size
+        size = self._head_dim = config.head_dim
+        self._device = context.device
+        hidden, inner = config.hidden_size, config.num_heads * size
+        kv = config.num_kv_heads * size
+        qkv = [f"{prefix}.{name}_proj" for name in "qkv"]
+        rows = [shard.heads.times(size), shard.kv_heads.times(size), shard.kv_heads.times(size)]
+        self._qkv = ColumnParallel(
+            context, qkv, hidden, [inner, kv, kv], rows, bias=config.qkv_bias
+        )
+        self._out = RowParallel(
+            context,
+            f"{prefix}.o_proj",
+            inner,
+            shard.heads.times(size),
+            hidden,
+            bias=config.output_bias,
+        )
+        self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
+        if config.qk_norm:
+            names = [f"{prefix}.{name}_norm.weight" for name in "qk"]
+            self._norms = weights.take(names[0], size), weights.take(names[1], size)
+        self._eps = config.rms_norm_eps
+
+    def __call__(
+        self, x: torch.Tensor, rotation: Rotation, cache: KVCache, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """(tokens, hidden) to the same."""
+        heads = self._qkv(x).view(len(x), self._heads + 2 * self._kv_heads, self._head_dim)
+        q = self._device.norm_rotate_store(
+            heads, self._norms, self._eps, rotation, cache, batch.slot_mapping
+        )
+        attended = self._device.attention(q, cache, batch, self._head_dim**-0.5)
+        return self._out(attended.flatten(1))
+
+
+class MLP:
+    """Gate and up in one multiplication, SwiGLU, down."""
+
+    def __init__(self, context: LayerContext, prefix: str) -> None:
+        config, mine = context.config, context.shard.inner
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        self._gate_up = ColumnParallel(
+            context, names, hidden, [inner, inner], [mine, mine], bias=bias
+        )
+        self._down = RowParallel(context, f"{prefix}.down_proj", inner, mine, hidden, bias=bias)
+        self._device = context.device
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, hidden) to the same."""
+        return self._down(self._device.swiglu(self._gate_up(x)))
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm and beside the residual stream."""
+
+    def __init__(self, context: LayerContext, prefix: str) -> None:
+        size, eps = context.config.hidden_size, context.config.rms_norm_eps
+        weights, device = context.weights, context.device
+        self._input_norm = RMSNorm(weights, f"{prefix}.input_layernorm", size, eps, device)
+        self._attention = Attention(context, f"{prefix}.self_attn")
+        self._post_norm = RMSNorm(weights, f"{prefix}.post_attention_layernorm", size, eps, device)
+        self._mlp = MLP(context, f"{prefix}.mlp")
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        cache: KVCache,
+        batch: AttentionBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this layer's contribution, the residual stream without it)."""
+        if residual is None:
+            x, residual = self._input_norm(x), x
+        else:
+            x, residual = self._input_norm.add(x, residual)
+        x = self._attention(x, rotation, cache, batch)
+        x, residual = self._post_norm.add(x, residual)
+        return self._mlp(x), residual

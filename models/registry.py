@@ -1,27 +1,28 @@
-"""Which class serves which architecture."""
+"""The families that are known; imports no torch."""
 
 from __future__ import annotations
 
-from nanoactor.models.collective import Group
-from nanoactor.models.config import ARCHITECTURES, ModelConfig, check_architecture
-from nanoactor.models.device import Device
-from nanoactor.models.qwen3 import Qwen3ForCausalLM
-from nanoactor.models.weights import Weights
+from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.family import Family
+from nanoactor.models.llama import LLAMA
+from nanoactor.models.qwen2 import QWEN2
+from nanoactor.models.qwen3 import QWEN3
 
-Model = Qwen3ForCausalLM
-_CLASSES: dict[str, type[Model]] = dict(zip(ARCHITECTURES, (Qwen3ForCausalLM,), strict=True))
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (
+        QWEN3,
+        QWEN2,
+        LLAMA,
+    )
+}
 
 
-def build_model(
-    config: ModelConfig,
-    weights: Weights,
-    device: Device,
-    max_positions: int,
-    group: Group | None = None,
-) -> Model:
-    """The model of `config.architecture`, or one rank's part of it.
-
-    `UnsupportedModel` lists the known architectures otherwise.
-    """
-    check_architecture(config.architecture)
-    return _CLASSES[config.architecture](config, weights, device, max_positions, group)
+def family_of(architecture: str) -> Family:
+    """Return the family of an architecture's name; `UnsupportedModel`, with the list of known
+    ones, for another."""
+    if architecture not in FAMILIES:
+        raise UnsupportedModel(
+            f"architecture {architecture!r} is not supported; known are {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[architecture]

@@ -61,7 +61,18 @@ def _frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float
         return frequencies / config.factor, 1.0
     if config.kind == "yarn":
         return _yarn(config, head_dim, frequencies)
+    if config.kind == "llama3":
+        return _llama3(config, frequencies), 1.0
     return frequencies, 1.0
+
+
+def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Llama 3.1 (arXiv:2407.21783): stretch slow dimensions, keep fast ones, blend between by how
+    often they turn over the original length."""
+    turns = config.original_max_positions * frequencies / (2 * math.pi)
+    span = config.high_freq_factor - config.low_freq_factor
+    keep = ((turns - config.low_freq_factor) / span).clamp(0, 1)
+    return frequencies / config.factor * (1 - keep) + frequencies * keep
 
 
 def _yarn(

@@ -14,12 +14,12 @@ from nanoactor.models.columns import DEFAULTS
 from nanoactor.models.config import (
     ModelConfig,
     as_ids,
-    check_architecture,
     read_config,
     read_json,
 )
 from nanoactor.models.errors import ModelError
 from nanoactor.models.parallel import check_parallel
+from nanoactor.models.registry import family_of
 from nanoactor.params import SamplingParams
 from nanoactor.text.huggingface import find_tokenizer
 
@@ -50,7 +50,7 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     """
     directory = resolve_model(config.model)
     model = read_config(directory)
-    check_architecture(model.architecture)
+    family_of(model.architecture)
     check_parallel(model, config.tensor_parallel_size)
     raw: dict[str, Any] = {}
     if (directory / "generation_config.json").exists():

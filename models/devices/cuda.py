@@ -251,7 +251,7 @@ class CUDADevice(PortableCUDADevice):
     def norm_rotate_store(
         self,
         qkv: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor],
+        weights: tuple[torch.Tensor, torch.Tensor] | None,
         eps: float,
         rotation: tuple[torch.Tensor, torch.Tensor],
         cache: KVCache,

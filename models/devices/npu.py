@@ -267,7 +267,7 @@ class NPUDevice(PortableOperators):
     def norm_rotate_store(
         self,
         qkv: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor],
+        weights: tuple[torch.Tensor, torch.Tensor] | None,
         eps: float,
         rotation: tuple[torch.Tensor, torch.Tensor],
         cache: KVCache,
@@ -276,7 +276,10 @@ class NPUDevice(PortableOperators):
         """Five operators."""
         kv_heads, size = cache.keys.shape[2:]
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        q, k = self.rms_norm(q, weights[0], eps), self.rms_norm(k, weights[1], eps)
+        if weights is not None:
+            q, k = self.rms_norm(q, weights[0], eps), self.rms_norm(k, weights[1], eps)
+        else:
+            q, k = q.contiguous(), k.contiguous()
         if size in _ROTATED_TOGETHER:
             # It may work in place: what went in is not used again.
             q, k = torch.ops.npu.npu_apply_rotary_pos_emb(q[None], k[None], *rotation, "BSND")

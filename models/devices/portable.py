@@ -205,7 +205,7 @@ class PortableOperators:
     def norm_rotate_store(
         self,
         qkv: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor],
+        weights: tuple[torch.Tensor, torch.Tensor] | None,
         eps: float,
         rotation: tuple[torch.Tensor, torch.Tensor],
         cache: KVCache,
@@ -214,8 +214,9 @@ class PortableOperators:
         """One operator after the other."""
         kv_heads = cache.keys.shape[2]
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        q = self.rotary(self.rms_norm(q, weights[0], eps), *rotation)
-        k = self.rotary(self.rms_norm(k, weights[1], eps), *rotation)
+        if weights is not None:
+            q, k = self.rms_norm(q, weights[0], eps), self.rms_norm(k, weights[1], eps)
+        q, k = self.rotary(q, *rotation), self.rotary(k, *rotation)
         self.write_kv(k, v, cache, slots)
         return q
 

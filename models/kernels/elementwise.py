@@ -92,7 +92,7 @@ def _swiglu(gate_up, output, inner, block: tl.constexpr):
 
 def norm_rotate_store(
     qkv: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
     rotation: tuple[torch.Tensor, torch.Tensor],
     cache: KVCache,
@@ -100,8 +100,9 @@ def norm_rotate_store(
 ) -> torch.Tensor:
     """Norm and rotate the heads of queries and keys, store keys and values; returns the queries.
 
-    `qkv` is (tokens, heads + 2 * kv_heads, head_dim), contiguous; `weights` those of the two norms;
-    `rotation` cosines and sines (tokens, head_dim / 2); `slots` int64 (tokens,).
+    `qkv` is (tokens, heads + 2 * kv_heads, head_dim), contiguous; `weights` those of the two norms,
+    None where there are none; `rotation` cosines and sines (tokens, head_dim / 2); `slots` int64
+    (tokens,).
     """
     tokens, all_heads, size = qkv.shape
     kv_heads = cache.keys.shape[2]
@@ -111,7 +112,7 @@ def norm_rotate_store(
         each = 1 if tokens <= 64 else 8
         _norm_rotate_store[(triton.cdiv(tokens, each), all_heads)](
             qkv,
-            *weights,
+            *(weights or (qkv, qkv)),
             *rotation,
             queries,
             cache.keys,
@@ -124,6 +125,7 @@ def norm_rotate_store(
             half=size // 2,
             padded=triton.next_power_of_2(size // 2),
             each=each,
+            normed=weights is not None,
             num_warps=1 if each == 1 else 4,
         )
     return queries
@@ -147,6 +149,7 @@ def _norm_rotate_store(
     half: tl.constexpr,
     padded: tl.constexpr,
     each: tl.constexpr,
+    normed: tl.constexpr,
 ):
     head = tl.program_id(1)
     token = tl.program_id(0) * each + tl.arange(0, each)
@@ -158,14 +161,15 @@ def _norm_rotate_store(
     second = tl.load(qkv + at + half, mask=there, other=0.0).to(tl.float32)
     kind = queries.dtype.element_ty
     if head < heads + kv_heads:
-        weight = q_weight
-        if head >= heads:
-            weight = k_weight
-        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-        scale = tl.rsqrt(squares / (2 * half) + eps)[:, None]
-        low = tl.load(weight + dim, mask=dim < half, other=0.0).to(tl.float32)
-        high = tl.load(weight + half + dim, mask=dim < half, other=0.0).to(tl.float32)
-        first, second = first * scale * low[None, :], second * scale * high[None, :]
+        if normed:
+            weight = q_weight
+            if head >= heads:
+                weight = k_weight
+            squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+            scale = tl.rsqrt(squares / (2 * half) + eps)[:, None]
+            low = tl.load(weight + dim, mask=dim < half, other=0.0).to(tl.float32)
+            high = tl.load(weight + half + dim, mask=dim < half, other=0.0).to(tl.float32)
+            first, second = first * scale * low[None, :], second * scale * high[None, :]
         angle = wide[:, None] * half + dim[None, :]
         cos = tl.load(cosines + angle, mask=there, other=0.0).to(tl.float32)
         sin = tl.load(sines + angle, mask=there, other=0.0).to(tl.float32)

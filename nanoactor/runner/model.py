@@ -10,9 +10,9 @@ import torch
 from nanoactor.models.batch import KVCache, SamplingBatch
 from nanoactor.models.collective import Alone, Group, Ranks
 from nanoactor.models.config import ModelConfig, read_config
+from nanoactor.models.decoder import Decoder
 from nanoactor.models.device import Device
 from nanoactor.models.errors import RanksDisagree
-from nanoactor.models.registry import build_model
 from nanoactor.models.sharded_sampling import ShardedSampler
 from nanoactor.models.weights import RandomWeights, Weights
 from nanoactor.runner.config import ExecutorConfig, check_cache
@@ -40,9 +40,7 @@ class LoadedModel:
         """Bytes, before anything was loaded."""
         self.group = self._meet()
         with torch.inference_mode(), self._open_weights() as weights:
-            self.network = build_model(
-                self.config, weights, device, config.max_model_len, self.group
-            )
+            self.network = Decoder(self.config, weights, device, config.max_model_len, self.group)
             if config.rank == 0:
                 # Some tied checkpoints store the head nevertheless.
                 weights.warn_of_unused(("lm_head.weight",) if self.config.tie_embeddings else ())

@@ -89,9 +89,13 @@ def mixed_params(tokens):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_the_executor_gives_the_cpus_tokens(interpreted, monkeypatch, tmp_path, eager):
+@pytest.mark.parametrize(
+    "name", ["untied", "qwen2", pytest.param("llama3", marks=pytest.mark.long)]
+)
+def test_the_executor_gives_the_cpus_tokens(interpreted, monkeypatch, tmp_path, eager, name):
     """Four sequences at a time, a cache too small for them, graphs with padded rows."""
-    model = make_checkpoint(tmp_path, num_attention_heads=2, num_key_value_heads=1)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1)
+    model = make_checkpoint(tmp_path, **CONFIGURATIONS[name], **heads)
     prompts = ragged_prompts(VOCABULARY, [5, 9, 7, 11, 3, 6])
     limits = dict(max_num_seqs=4, max_num_batched_tokens=9, block_size=4, max_model_len=20)
 

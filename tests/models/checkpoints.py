@@ -1,4 +1,4 @@
-"""Small random Qwen3 checkpoints, and transformers' model of each to compare with."""
+"""Small random checkpoints of all families, and transformers' model of each to compare with."""
 
 import copy
 
@@ -39,18 +39,36 @@ CONFIGURATIONS = {
     "rope_linear": dict(
         rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
     ),
+    "qwen2": dict(family="Qwen2"),
+    "llama": dict(family="Llama"),
+    "llama3": dict(
+        family="Llama",
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
 }
 
 
-def make_checkpoint(directory, seed=0, dtype=torch.float32, shard=None, **config):
+def make_checkpoint(directory, seed=0, dtype=torch.float32, shard=None, family="Qwen3", **config):
     """Save random weights of `dtype`; returns transformers' model of them, in float32.
 
-    `shard` is a `max_shard_size` such as "40KB"; `config` changes the `Qwen3Config`.
+    `shard` is a `max_shard_size` such as "40KB"; `config` changes the family's configuration.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     values = {"tie_word_embeddings": False, **SMALL, **copy.deepcopy(config)}
-    model = Qwen3ForCausalLM(Qwen3Config(**values)).eval().requires_grad_(False)
+    if family != "Qwen3":
+        del values["head_dim"]
+    made = getattr(transformers, f"{family}Config")(**values)
+    model = getattr(transformers, f"{family}ForCausalLM")(made).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator) * 0.3

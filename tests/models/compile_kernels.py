@@ -66,7 +66,9 @@ def build_all(kind):
         build(prefill_attention._prefill, kind, prompts, num_warps=8, num_stages=1)
     build(decode_attention._combine_chunks, kind, {"heads": 16, "size": 128, "padded": 128})
     heads = {"heads": 16, "kv_heads": 8, "half": 64, "padded": 64, "each": 8}
-    build(elementwise._norm_rotate_store, kind, heads, {"slots": "*i64"})
+    for normed in (True, False):
+        store = {**heads, "normed": normed}
+        build(elementwise._norm_rotate_store, kind, store, {"slots": "*i64"})
     for added in (False, True):
         norm = {"size": 1024, "padded": 1024, "added": added}
         build(elementwise._rms_norm, kind, norm)

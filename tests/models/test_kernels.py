@@ -102,8 +102,9 @@ def test_locate_finds_each_tokens_place(device, tokens):
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 70])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 24), (3, 3, 8), (16, 8, 128)])
+@pytest.mark.parametrize("normed", [True, False])
 def test_heads_are_normed_rotated_and_stored_as_one_operator_after_the_other(
-    device, tokens, heads, kv_heads, dim
+    device, tokens, heads, kv_heads, dim, normed
 ):
     generator = torch.Generator().manual_seed(tokens)
 
@@ -112,6 +113,7 @@ def test_heads_are_normed_rotated_and_stored_as_one_operator_after_the_other(
 
     blocks = tokens // SIZE + 2
     qkv, weights = make(tokens, heads + 2 * kv_heads, dim), (make(dim), make(dim))
+    weights = weights if normed else None
     if tokens > 5:
         qkv[3, -1, 2], qkv[4, -kv_heads - 1, 1] = math.nan, math.inf
     angles = make(tokens, dim // 2)

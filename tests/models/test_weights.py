@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nanoactor.models.config import parse_config, read_config
+from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import open_device
 from nanoactor.models.errors import ModelError, UnsupportedModel, WeightsError
-from nanoactor.models.registry import build_model
 from nanoactor.models.weights import INDEX, Weights
 from tests.models.checkpoints import SMALL, make_checkpoint
 
@@ -42,7 +42,7 @@ def sharded(originals, tmp_path):
 
 def load(directory, dtype=torch.float32):
     with Weights(directory, dtype, CPU) as weights:
-        return build_model(read_config(directory), weights, open_device("cpu"), 64)
+        return Decoder(read_config(directory), weights, open_device("cpu"), 64)
 
 
 def edit(path, **changes):
@@ -200,7 +200,7 @@ def test_weights_that_are_not_finite_are_refused_unless_that_is_switched_off(sin
     resave(single, lambda tensors: tensors[name].flatten()[-1:].fill_(value))
     fails(single, WeightsError, name, "not finite", "check_weights")
     with Weights(single, torch.float32, CPU, check=False) as weights:
-        build_model(read_config(single), weights, open_device("cpu"), 64)
+        Decoder(read_config(single), weights, open_device("cpu"), 64)
 
 
 def test_weights_that_the_wanted_type_cannot_hold_are_refused(single):
@@ -221,7 +221,7 @@ def test_a_tensor_in_two_files_is_an_error(single):
 
 def warnings_of(directory, caplog):
     with Weights(directory, torch.float32, CPU) as weights:
-        build_model(read_config(directory), weights, open_device("cpu"), 64)
+        Decoder(read_config(directory), weights, open_device("cpu"), 64)
         weights.warn_of_unused()
     return [record.getMessage() for record in caplog.records]
 
@@ -289,13 +289,14 @@ def test_a_malformed_configuration_is_named(single, content):
     [
         (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), ["'dynamic'", "chunked"]),
         (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), ["'dynamic'", "chunked"]),
-        (dict(rope_parameters={"rope_type": "longrope"}), ["'longrope'", "linear, yarn"]),
-        (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), ["'llama3'", "linear, yarn"]),
+        (dict(rope_parameters={"rope_type": "longrope"}), ["'longrope'", "yarn, llama3"]),
+        (dict(layer_types=["full_attention", "sliding_attention"]), ["'sliding_attention'"]),
+        (dict(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
         (dict(use_sliding_window=True, sliding_window=4096), ["use_sliding_window"]),
         (dict(quantization_config={"quant_method": "fp8"}), ["quantized"]),
         (dict(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
         (dict(dtype="float8_e4m3fn"), ["'float8_e4m3fn'", "float32, bfloat16, float16"]),
-        (dict(architectures=["LlamaForCausalLM"]), ["'LlamaForCausalLM'", "Qwen3ForCausalLM"]),
+        (dict(architectures=["MistralForCausalLM"]), ["'MistralForCausalLM'", "Qwen3ForCausalLM"]),
         (dict(architectures=[]), ["Qwen3ForCausalLM"]),
     ],
     ids=str,

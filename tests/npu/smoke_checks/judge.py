@@ -10,10 +10,10 @@ import torch
 
 from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.config import read_config
+from nanoactor.models.decoder import Decoder
 from nanoactor.models.device import Device
 from nanoactor.models.devices.cpu import CPUDevice
 from nanoactor.models.lengths import HostLengths
-from nanoactor.models.registry import build_model
 from nanoactor.models.weights import Weights
 from tests.npu.smoke_checks.frame import BLOCK, Failed, Rig
 
@@ -50,7 +50,7 @@ class Model:
         self._config = read_config(directory)
         with torch.inference_mode(), Weights(directory, dtype, device.torch_device) as weights:
             positions = self._config.max_positions
-            self._network = build_model(self._config, weights, device, positions)
+            self._network = Decoder(self._config, weights, device, positions)
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """float32 (tokens, vocabulary), on the host: all of a sequence as one prompt."""

@@ -18,11 +18,11 @@ from nanoactor.models.batch import (
 )
 from nanoactor.models.columns import WORDS, columns_of
 from nanoactor.models.config import parse_config
+from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import npu_sampling
 from nanoactor.models.devices.npu import NPUDevice
 from nanoactor.models.lengths import HostLengths
 from nanoactor.models.options import DeviceOptions
-from nanoactor.models.qwen3 import Qwen3ForCausalLM
 from nanoactor.models.weights import RandomWeights
 from tests.npu.wheel.contract import RULES, ContractBroken, ContractChecker, check
 from tests.npu.wheel.soft_device import AscendRuntime
@@ -50,7 +50,7 @@ class Traced:
         self.device = NPUDevice(AscendRuntime(0), DeviceOptions("npugraph", layout))
         where = self.device.torch_device
         self.config = config_of(**values)
-        self.network = Qwen3ForCausalLM(self.config, NoWeights(where), self.device, 1024)
+        self.network = Decoder(self.config, NoWeights(where), self.device, 1024)
         shape = (BLOCKS, SIZE, values["num_kv_heads"], values["head_dim"])
         self.caches = [
             KVCache(*(torch.empty(shape, dtype=HALF, device=where) for _ in range(2)))
@@ -110,10 +110,9 @@ def vars_of(value):
     return [getattr(value, name) for name in value.__dataclass_fields__]
 
 
-def config_of(head_dim, num_heads, num_kv_heads):
+def config_of(head_dim, num_heads, num_kv_heads, architecture="Qwen3ForCausalLM", **more):
     values = dict(
-        architectures=["Qwen3ForCausalLM"],
-        model_type="qwen3",
+        architectures=[architecture],
         vocab_size=1000,
         hidden_size=1024,
         intermediate_size=3072,
@@ -127,6 +126,7 @@ def config_of(head_dim, num_heads, num_kv_heads):
         tie_word_embeddings=True,
         torch_dtype="bfloat16",
         eos_token_id=0,
+        **more,
     )
     return parse_config(values, Path("config.json"))
 
@@ -155,6 +155,25 @@ def test_every_kind_of_step_keeps_the_contract(layout, name):
     assert counts["npu_fused_infer_attention_score"] == LAYERS * parts
     for each in ("npu_scatter_pa_kv_cache", "npu_apply_rotary_pos_emb", "npu_swiglu"):
         assert counts[each] == LAYERS
+
+
+@pytest.mark.parametrize("layout", ["tnd", "bnsd"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        dict(architecture="Qwen2ForCausalLM"),
+        dict(architecture="LlamaForCausalLM", attention_bias=True, mlp_bias=True),
+    ],
+    ids=["qwen2", "llama"],
+)
+def test_heads_that_are_not_normed_keep_the_contract(layout, family):
+    with FakeTensorMode(), torch.inference_mode():
+        traced = Traced(layout, **family)
+        with ContractChecker() as checker:
+            traced.step(*STEPS["mixed"])
+    counts = Counter(checker.checked)
+    assert counts["npu_apply_rotary_pos_emb"] == LAYERS
+    assert counts["npu_rms_norm"] + counts["npu_add_rms_norm"] == 2 * LAYERS + 1
 
 
 @pytest.mark.parametrize("head_dim", [80, 96, 256])

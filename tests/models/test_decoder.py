@@ -1,4 +1,4 @@
-"""Qwen3 computes what transformers computes, however prompts are cut, batched and cached."""
+"""All families compute what transformers computes, however prompts are cut, batched and cached."""
 
 import dataclasses
 import json
@@ -9,8 +9,8 @@ import torch
 
 from nanoactor.models.batch import KVCache
 from nanoactor.models.config import RopeConfig, parse_config, read_config
+from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import open_device
-from nanoactor.models.registry import build_model
 from nanoactor.models.rope import RotaryEmbedding
 from nanoactor.models.weights import Weights
 from tests.models.batches import attention_batch
@@ -45,7 +45,7 @@ class Driver:
         self.device = open_device("cpu")
         config = read_config(directory)
         with Weights(directory, dtype, self.device.torch_device) as weights:
-            self.model = build_model(config, weights, self.device, config.max_positions)
+            self.model = Decoder(config, weights, self.device, config.max_positions)
         self.block_size = block_size
         self.heads = config.num_heads, config.num_kv_heads, config.head_dim
         shape = (blocks, block_size, config.num_kv_heads, config.head_dim)
@@ -216,6 +216,14 @@ ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "default_theta": {"rope_type": "default", "rope_theta": 5e6},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
     "yarn": {**YARN, "original_max_position_embeddings": 512},
     "yarn_without_original_length": YARN,
     "yarn_factor_1": {**YARN, "factor": 1.0, "original_max_position_embeddings": 2048},

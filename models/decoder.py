@@ -1,0 +1,75 @@
+"""Dense decoders: what the families in `nanoactor.models.registry` share."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.batch import AttentionBatch, KVCache
+from nanoactor.models.collective import Alone, Group
+from nanoactor.models.config import ModelConfig
+from nanoactor.models.device import Device
+from nanoactor.models.layers import DecoderLayer, Embedding, LayerContext, RMSNorm
+from nanoactor.models.parallel import shard_of
+from nanoactor.models.registry import family_of
+from nanoactor.models.rope import RotaryEmbedding
+from nanoactor.models.weights import Weights
+
+
+class Decoder:
+    """Embedding, layers, final norm, head: a pre-norm decoder of any family."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        device: Device,
+        max_positions: int,
+        group: Group | None = None,
+    ) -> None:
+        """Take all weights, or one rank's part. Raises `WeightsError` for the first that does not
+        fit, `UnsupportedModel` for a family that is not known."""
+        family_of(config.architecture)  # a file may have named none
+        self.group = group or Alone()
+        self.config = config
+        self._device = device
+        self.max_positions = max_positions
+        self.shard = shard_of(config, self.group.rank, self.group.size)
+        context = LayerContext(config, weights, device, self.shard, self.group)
+        self._embedding = Embedding(
+            weights, "model.embed_tokens.weight", self.shard, config, self.group
+        )
+        self._layers = [
+            DecoderLayer(context, f"model.layers.{index}") for index in range(config.num_layers)
+        ]
+        size = config.hidden_size
+        self._norm = RMSNorm(weights, "model.norm", size, config.rms_norm_eps, device)
+        self._head = device.linear(self._head_weight(weights), None)
+        rope = RotaryEmbedding(config.rope, config.head_dim, max_positions)
+        self._rope = rope.to(weights.device, weights.dtype)
+
+    def _head_weight(self, weights: Weights) -> torch.Tensor:
+        if self.config.tie_embeddings:
+            return self._embedding.weight
+        rows = self.shard.vocabulary if self.group.size > 1 else None
+        shape = self.config.vocab_size, self.config.hidden_size
+        return weights.take("lm_head.weight", *shape, rows=rows)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: list[KVCache],
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """Hidden states (tokens, hidden) of ids and positions (tokens,); writes the caches."""
+        x = self._embedding(token_ids)
+        rotation = self._device.rotation(*self._rope(positions))
+        residual = None
+        for layer, cache in zip(self._layers, caches, strict=True):
+            x, residual = layer(x, residual, rotation, cache, batch)
+        assert residual is not None
+        return self._norm.add(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden) to (rows, vocabulary), or to this rank's part of it, padding included."""
+        return self._head(hidden)
