@@ -197,17 +197,17 @@ def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
 
     config = RopeConfig(
         kind,
-        theta,
-        float(factor),
-        original,
-        _positive_number(raw_rope, "beta_fast", origin, 32.0),
-        _positive_number(raw_rope, "beta_slow", origin, 1.0),
-        optional("attention_factor"),
-        optional("mscale"),
-        optional("mscale_all_dim"),
-        _flag(raw_rope, "truncate", origin, True),
-        _positive_number(raw_rope, "low_freq_factor", origin, 1.0),
-        _positive_number(raw_rope, "high_freq_factor", origin, 4.0),
+        theta=theta,
+        factor=float(factor),
+        original_max_positions=original,
+        beta_fast=_positive_number(raw_rope, "beta_fast", origin, 32.0),
+        beta_slow=_positive_number(raw_rope, "beta_slow", origin, 1.0),
+        attention_factor=optional("attention_factor"),
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+        truncate=_flag(raw_rope, "truncate", origin, True),
+        low_freq_factor=_positive_number(raw_rope, "low_freq_factor", origin, 1.0),
+        high_freq_factor=_positive_number(raw_rope, "high_freq_factor", origin, 4.0),
     )
     if kind == "yarn":
         _check_yarn(config, origin)

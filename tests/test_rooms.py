@@ -87,3 +87,22 @@ def test_the_rooms_are_reached_through_committed_relative_links():
         link = ROOT / "nanoactor" / room
         assert link.is_symlink()
         assert str(link.readlink()) == f"../{room}"
+
+
+PRODUCT = [str(p.relative_to(ROOT)) for p in FILES if room_of(p) not in ("tests", "bench")]
+# What takes as many values as it is given, or takes none by name.
+VARIADIC = {"info", "warning", "error", "debug", "log", "pack", "pack_into", "_pack"}
+
+
+@pytest.mark.parametrize("path", [path for path in PRODUCT if "kernels" not in path])
+def test_no_call_passes_more_than_six_positional_arguments(path):
+    """Beyond that neither mypy nor a reader can tell arrays apart."""
+    for call in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(call, ast.Call) and len(call.args) > 6:
+            name = ast.unparse(call.func).rpartition(".")[2]
+            assert name in VARIADIC, f"line {call.lineno}: {ast.unparse(call.func)}"
+
+
+@pytest.mark.parametrize("path", PRODUCT)
+def test_no_file_has_more_than_500_lines(path):
+    assert len((ROOT / path).read_text().splitlines()) <= 500

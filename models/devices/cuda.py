@@ -268,17 +268,23 @@ class CUDADevice(PortableCUDADevice):
         first = batch.prefill_tokens
         if first:
             prefill_attention.prefill_attention(
-                queries, cache, batch.tables, batch.prefill_rows, batch.prefill_tiles, scale, output
+                queries,
+                cache=cache,
+                tables=batch.tables,
+                rows=batch.prefill_rows,
+                tiles=batch.prefill_tiles,
+                scale=scale,
+                output=output,
             )
         if len(batch.decode_slots):
             decode_attention.decode_attention(
                 queries[first:],
-                cache,
-                batch.tables,
-                batch.decode_slots,
-                batch.decode_contexts,
-                batch.plan,
-                scale,
-                output[first:],
+                cache=cache,
+                tables=batch.tables,
+                slots=batch.decode_slots,
+                contexts=batch.decode_contexts,
+                splits=batch.plan,
+                scale=scale,
+                output=output[first:],
             )
         return output

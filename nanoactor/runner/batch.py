@@ -206,12 +206,12 @@ class HostBatch:
         tile_numbers = np.arange(len(tile_rows)) - np.repeat(np.cumsum(groups) - groups, groups)
         return Prefill(
             step.token_ids.copy(),  # the record is gone when the step is launched
-            (np.arange(len(row_of)) + offsets).astype(np.int32),
-            step.slots[row_of],
-            np.stack((step.slots, firsts, counts, step.starts + counts)).astype(np.int32),
-            np.stack((tile_rows, tile_numbers)).astype(np.int32),
-            (firsts + counts - 1)[step.samples].astype(np.int32),
-            step.slots[step.samples],
+            positions=(np.arange(len(row_of)) + offsets).astype(np.int32),
+            slots=step.slots[row_of],
+            rows=np.stack((step.slots, firsts, counts, step.starts + counts)).astype(np.int32),
+            tiles=np.stack((tile_rows, tile_numbers)).astype(np.int32),
+            ends=(firsts + counts - 1)[step.samples].astype(np.int32),
+            sampling=step.slots[step.samples],
         )
 
     def _fallback_rows(self, prefill: Prefill | None) -> tuple[SampledRows, ...]:

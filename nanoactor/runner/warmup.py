@@ -59,7 +59,15 @@ def decode_update(rows: int, dummy: int, top_p: float, traits: BatchTraits) -> U
             fallback.append(dataclasses.replace(sampled, slots=np.full(len(part), dummy)))
     none = np.empty(0, np.int64)
     lengths = HostLengths([], [], [1] * rows)
-    return Update(0, none, _NONE, None, rows, tuple(fallback), lengths)
+    return Update(
+        0,
+        indices=none,
+        values=_NONE,
+        prefill=None,
+        decodes=rows,
+        fallback=tuple(fallback),
+        lengths=lengths,
+    )
 
 
 def longest_lengths(rows: int, blocks: int, block_size: int, most: int) -> HostLengths:

@@ -147,13 +147,13 @@ class Detokenizer:
             tokens, characters = entry.tokens, entry.characters
         pending.terminal = Terminal(
             finish.uid,
-            reason,
-            stop_reason,
-            finish.error,
-            tokens,
-            characters,
-            finish.cached_tokens,
-            finish.preemptions,
+            reason=reason,
+            stop_reason=stop_reason,
+            error=finish.error,
+            tokens=tokens,
+            characters=characters,
+            cached_tokens=finish.cached_tokens,
+            preemptions=finish.preemptions,
         )
 
     def _pending_of(self, uid: int) -> _Pending:
@@ -201,12 +201,12 @@ class Detokenizer:
             return None
         return Chunk(
             self._step,
-            tuple(opened),
-            np.array(uids, np.int64),
-            texts,
-            np.array(counts, np.int32),
-            np.array(ids, np.int32),
-            tuple(terminals),
+            opened=tuple(opened),
+            uids=np.array(uids, np.int64),
+            texts=texts,
+            counts=np.array(counts, np.int32),
+            token_ids=np.array(ids, np.int32),
+            terminals=tuple(terminals),
         )
 
     def _forget(self, told: int) -> None:

@@ -310,13 +310,13 @@ def after(owner, name, look):
 
 def slow_down(executor):
     """A step takes as long as on a large model: the host's turns are short beside it."""
-    run = executor.run
+    launch = executor.launch
 
     def slow(inputs):
         time.sleep(0.004)
-        return run(inputs)
+        return launch(inputs)
 
-    executor.run = slow
+    executor.launch = slow
 
 
 def waiting(sequence):

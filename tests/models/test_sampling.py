@@ -166,7 +166,7 @@ def warped(logits, temperature, top_k, top_p, min_p):
 
 def kept(logits, rows):
     """The set of tokens that our truncation keeps, as a mask over the vocabulary."""
-    params = batch(rows)
+    params = batch(rows).sampling
     scores, ids = (logits / params.temperature[:, None]).sort(dim=-1, descending=True)
     keep = truncation(scores, params.top_k, params.top_p, params.min_p)
     return torch.zeros_like(keep).scatter(1, ids, keep)
