@@ -16,6 +16,7 @@ import torchair.core._backend as backend
 from torch._dynamo.utils import counters
 from torchair._ge_concrete_graph.ge_ir_pb2 import ModelDef
 
+from nanoactor.models.columns import pack
 from nanoactor.models.devices import npu_graphs
 from nanoactor.models.options import DeviceOptions
 from nanoactor.runner.config import ExecutorConfig
@@ -81,7 +82,7 @@ def test_nothing_is_compiled_while_sequences_grow(model, monkeypatch, tmp_path, 
         assert compiled >= 2, "one for each size"
         for number in range(100):
             submit(runs, following(number, joined)).wait()
-        assert runs._batch._lengths.tolist() == [131, 131]
+        assert runs._batch.lengths.tolist() == [131, 131]
         assert counters["stats"]["unique_graphs"] == compiled
 
 
@@ -99,7 +100,8 @@ def following(number, joined):
 def greedily(step):
     """The same, of sequences that are not sampled."""
     admissions = step.admissions
-    cold = dataclasses.replace(admissions, temperature=0 * admissions.temperature)
+    words = np.frombuffer(pack({"temperature": 0.0}) * len(admissions.slots), np.int32)
+    cold = dataclasses.replace(admissions, sampling=words.reshape(len(admissions.slots), -1))
     return dataclasses.replace(step, admissions=cold)
 
 

@@ -185,8 +185,9 @@ def test_an_eager_step_launches_so_many_operators(model, opened, layout):
     assert mode.copies == [("aten::copy_", "copies")], "the chosen ids, to the host"
 
 
-SAMPLED_LAUNCHES = 199
-"""More than where all are greedy."""
+SAMPLED_LAUNCHES = 206
+"""More than where all are greedy; seven of them gather the rows' columns on the device, which the
+host need not send then."""
 
 
 def test_sampled_rows_launch_so_many_operators_more(model, opened):
