@@ -299,12 +299,12 @@ def test_a_directory_without_configuration_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        (dict(architectures=["LlamaForCausalLM"]), UnsupportedModel, "LlamaForCausalLM"),
+        (dict(architectures=["MistralForCausalLM"]), UnsupportedModel, "MistralForCausalLM"),
         (dict(hidden_act="gelu"), UnsupportedModel, "hidden_act"),
         (dict(use_sliding_window=True), UnsupportedModel, "sliding"),
         (dict(quantization_config={"bits": 4}), UnsupportedModel, "quantized"),
         (dict(dtype="float8_e4m3fn"), UnsupportedModel, "float8_e4m3fn"),
-        (dict(rope_parameters={"rope_type": "llama3"}), UnsupportedModel, "llama3"),
+        (dict(rope_parameters={"rope_type": "longrope"}), UnsupportedModel, "longrope"),
         (dict(hidden_size=None), ModelError, "hidden_size"),
         (dict(num_hidden_layers="6"), ModelError, "num_hidden_layers"),
         (dict(num_key_value_heads=3), ModelError, "heads"),

@@ -137,7 +137,12 @@ DAMAGES = [
     (dict(), truncate, WeightsError, "model.safetensors is damaged or incomplete"),
     (dict(intermediate_size=641), None, WeightsError, r"gate_proj.*\(640, 256\).*\(641, 256\)"),
     (dict(tie_word_embeddings=False), None, WeightsError, "no weight 'lm_head.weight'"),
-    (dict(architectures=["LlamaForCausalLM"]), None, UnsupportedModel, "LlamaForCausalLM.*Qwen3"),
+    (
+        dict(architectures=["MistralForCausalLM"]),
+        None,
+        UnsupportedModel,
+        "MistralForCausalLM.*Qwen3",
+    ),
     (dict(), lambda d: (d / "config.json").unlink(), ModelError, "config.json does not exist"),
     (dict(), lambda d: (d / "tokenizer.json").unlink(), ModelError, "no tokenizer.json"),
     (dict(), lambda d: (d / "tokenizer.json").write_text("{}"), ModelError, "not a tokenizer"),

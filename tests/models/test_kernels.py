@@ -217,6 +217,8 @@ def test_without_rows_nothing_is_sampled(device):
     ],
 )
 def test_rows_whose_logits_are_not_finite_get_no_token_and_harm_no_other(device, vocabulary, top_k):
+    if vocabulary > 100_000 and device.name == "interpreted":
+        pytest.skip("where there is a GPU, Triton's interpreter is off")
     tables = make_tables(device, by_slot([0.0, 1.0] * 4 + [0.0], [top_k] * SLOTS))
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(SLOTS, vocabulary, generator=generator)
