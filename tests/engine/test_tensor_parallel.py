@@ -25,7 +25,7 @@ from tests.promises import Delay, check_promise
 
 # What 2 and 4 ranks divide; the others are refused by name, which tests/models show.
 DIVIDED = {2: ["untied", "tied", "gqa_5", "gqa_8", "attention_bias", "rope_yarn", "qwen2"]}
-DIVIDED[2] += ["llama", "llama3"]
+DIVIDED[2] += ["llama3"]
 DIVIDED[4] = ["untied", "tied", "gqa_8", "attention_bias", "wide_heads", "qwen2", "llama3"]
 ALL = [(ranks, name) for ranks, names in DIVIDED.items() for name in names]
 ALWAYS = {(2, "gqa_8", (8, 64), 3), (4, "attention_bias", (6, 17), 2), (2, "llama3", (6, 17), 2)}

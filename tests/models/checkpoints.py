@@ -40,7 +40,6 @@ CONFIGURATIONS = {
         rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
     ),
     "qwen2": dict(family="Qwen2"),
-    "llama": dict(family="Llama"),
     "llama3": dict(
         family="Llama",
         attention_bias=True,
@@ -55,6 +54,10 @@ CONFIGURATIONS = {
         },
     ),
 }
+
+
+# Told apart by the model alone: every schedule would tell nothing more.
+ALONE = {"llama": dict(family="Llama"), **CONFIGURATIONS}
 
 
 def make_checkpoint(directory, seed=0, dtype=torch.float32, shard=None, family="Qwen3", **config):

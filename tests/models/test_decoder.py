@@ -14,7 +14,7 @@ from nanoactor.models.devices import open_device
 from nanoactor.models.rope import RotaryEmbedding
 from nanoactor.models.weights import Weights
 from tests.models.batches import attention_batch
-from tests.models.checkpoints import CONFIGURATIONS, SMALL, make_checkpoint
+from tests.models.checkpoints import ALONE, SMALL, make_checkpoint
 
 TOLERANCE = 2e-4
 LENGTH = 45
@@ -103,10 +103,10 @@ def assert_close(found, expected, tolerance=TOLERANCE):
     assert error < tolerance
 
 
-@pytest.fixture(scope="module", params=CONFIGURATIONS)
+@pytest.fixture(scope="module", params=ALONE)
 def checkpoint(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
-    return directory, make_checkpoint(directory, **CONFIGURATIONS[request.param])
+    return directory, make_checkpoint(directory, **ALONE[request.param])
 
 
 def test_test_checkpoints_tell_right_from_wrong(checkpoint):
