@@ -17,6 +17,7 @@ from nanoactor.models.registry import family_of
 DTYPES = ("float32", "bfloat16", "float16")
 _MOST: dict[str, int] = {"vocab_size": 1 << 24, "max_position_embeddings": 1 << 30}
 _MOST_ELSE = 1 << 20
+_ROPE_OBJECTS = ("rope_parameters", "rope_scaling")
 _HUGE = 1e30
 """No model has larger sizes: what exceeds them is damaged, and would be refused by an allocator."""
 
@@ -170,8 +171,9 @@ def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
     # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling.
     # Where a file has both, scaling is what a user has added by hand: it counts.
     raw_rope = {
-        **_rope_object(raw, "rope_parameters", origin),
-        **_rope_object(raw, "rope_scaling", origin),
+        name: value
+        for key in _ROPE_OBJECTS
+        for name, value in _rope_object(raw, key, origin).items()
     }
     kind = str(raw_rope.get("rope_type") or "default")
     theta = _positive_number({**raw, **raw_rope}, "rope_theta", origin, 10_000.0)
@@ -272,8 +274,9 @@ def _refuse_unknown(raw: Mapping[str, Any], config: ModelConfig, origin: object)
     sliding = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
     if sliding:
         raise UnsupportedModel(f"{origin}: layer_types with {sliding[0]!r} is not supported")
-    if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise UnsupportedModel(f"{origin}: partial_rotary_factor is not supported")
+    for part in (raw, *(_rope_object(raw, key, origin) for key in _ROPE_OBJECTS)):
+        if part.get("partial_rotary_factor") not in (None, 1):
+            raise UnsupportedModel(f"{origin}: partial_rotary_factor is not supported")
     if raw.get("quantization_config"):
         raise UnsupportedModel(f"{origin}: quantized weights are not supported")
     if config.num_heads % config.num_kv_heads:

@@ -292,6 +292,10 @@ def test_a_malformed_configuration_is_named(single, content):
         (dict(rope_parameters={"rope_type": "longrope"}), ["'longrope'", "yarn, llama3"]),
         (dict(layer_types=["full_attention", "sliding_attention"]), ["'sliding_attention'"]),
         (dict(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
+        (
+            dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+            ["partial_rotary_factor"],
+        ),
         (dict(use_sliding_window=True, sliding_window=4096), ["use_sliding_window"]),
         (dict(quantization_config={"quant_method": "fp8"}), ["quantized"]),
         (dict(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
