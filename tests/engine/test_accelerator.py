@@ -90,7 +90,7 @@ def mixed_params(tokens):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "name", ["untied", "qwen2", pytest.param("llama3", marks=pytest.mark.long)]
+    "name", ["untied", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen2", "llama3"))]
 )
 def test_the_executor_gives_the_cpus_tokens(interpreted, monkeypatch, tmp_path, eager, name):
     """Four sequences at a time, a cache too small for them, graphs with padded rows."""

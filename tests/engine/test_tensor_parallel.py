@@ -28,7 +28,7 @@ DIVIDED = {2: ["untied", "tied", "gqa_5", "gqa_8", "attention_bias", "rope_yarn"
 DIVIDED[2] += ["llama3"]
 DIVIDED[4] = ["untied", "tied", "gqa_8", "attention_bias", "wide_heads", "qwen2", "llama3"]
 ALL = [(ranks, name) for ranks, names in DIVIDED.items() for name in names]
-ALWAYS = {(2, "gqa_8", (8, 64), 3), (4, "attention_bias", (6, 17), 2), (2, "llama3", (6, 17), 2)}
+ALWAYS = {(2, "gqa_8", (8, 64), 3), (4, "attention_bias", (6, 17), 2)}
 MATRIX = list(itertools.product(ALL, BUDGETS, DEPTHS))
 
 

@@ -24,12 +24,13 @@ async def open_page(page, server):
     await page.until("document.getElementById('model') && model !== ''")
 
 
-def test_a_message_streams_is_stopped_and_the_tracks_move(tmp_path):
+def test_a_message_streams_is_stopped_and_the_tracks_move(tmp_path, monkeypatch):
     async def main():
         options = dict(device="simulated:20")
         async with here(**options) as server, browsing(tmp_path) as page:
             # What the device samples may be the end, and answers would stop where they please.
-            server.llm.files = dataclasses.replace(server.llm.files, eos_token_ids=())
+            endless = dataclasses.replace(server.llm.files, eos_token_ids=())
+            monkeypatch.setattr(server.llm._requests, "_files", endless)
             await open_page(page, server)
             assert "demo, 1024 tokens" in await page.evaluate("$('model').textContent")
 
