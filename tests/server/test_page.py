@@ -21,7 +21,8 @@ SAID = f"{ANSWER}.querySelector('.said').textContent"
 
 async def open_page(page, server):
     await page.call("Page.navigate", url=url(server))
-    await page.until("document.getElementById('model') && model !== ''")
+    # Until its script has run, the name is that of the element.
+    await page.until("document.getElementById('model') && typeof model === 'string' && model")
 
 
 def test_a_message_streams_is_stopped_and_the_tracks_move(tmp_path, monkeypatch):
@@ -79,7 +80,7 @@ def test_a_message_streams_is_stopped_and_the_tracks_move(tmp_path, monkeypatch)
             drawn = await page.evaluate(pixels)
             assert drawn > 0
             await page.until(f"{pixels} > {drawn}")
-            assert await page.evaluate("$('running').textContent") == "1"
+            await page.until("$('running').textContent === '1'")
             idle = await page.until("/^[0-9.]+ %$/.exec($('idle').textContent)?.[0]")
             assert 0 <= float(idle.split()[0]) < 100
             await page.evaluate("$('stop').click()")
