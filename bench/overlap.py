@@ -217,7 +217,7 @@ class InProcessLoop:
 
     def handle(self, event) -> None:
         """One event of the scheduler and all that follows from it at once, but for the device."""
-        from nanoactor.messages import Free, Known, Match, Open, Plan
+        from nanoactor.messages import Free, Match, Open, Plan, SampledTokens
 
         events = [event]
         while events:
@@ -228,8 +228,8 @@ class InProcessLoop:
                         self.pending = step.step, self.executor.prepare(step)
                     case Match():
                         self.manager.match(message)
-                    case Known():
-                        self.manager.known(message)
+                    case SampledTokens():
+                        self.manager.record_tokens(message)
                     case Free():
                         self.manager.free(message)
                     case Open():
@@ -242,7 +242,7 @@ class InProcessLoop:
 
     def deliver(self) -> None:
         """What an engine in one process does with text: hand it to each request."""
-        while (chunk := self.detokenizer.take_chunk(1 << 18)) is not None:
+        while (chunk := self.detokenizer.take_delta(1 << 18)) is not None:
             for uid, text in zip(chunk.uids.tolist(), chunk.texts, strict=True):
                 self.delivered[uid] = text
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanoactor.models.columns import SamplingColumns, columns_of
-from nanoactor.models.lengths import HostLengths
+from nanoactor.models.seq_lens import HostSeqLens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class AttentionBatch:
     """int32 (decode rows,)."""
     decode_contexts: torch.Tensor
     """int32 (decode rows,): each row's length, its new token included."""
-    lengths: HostLengths
+    lengths: HostSeqLens
     """What the host knows of the same, where the device asks for it."""
     plan: Any = None
     """The device's own, which `Device.plan` makes: what the attention of all layers shares."""

@@ -19,35 +19,35 @@ class Group(Protocol):
     rank: int
     size: int
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors, perhaps in the memory of `x`."""
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' tensors, (ranks, *x.shape), in the order of the ranks."""
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The least of all ranks' numbers."""
 
 
-class Alone:
+class SingleRank:
     """A group of one."""
 
     rank, size = 0, 1
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Nothing to add."""
         return x
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """One row."""
         return x[None]
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The only one."""
         return value
 
 
-class Ranks:
+class RankGroup:
     """A group of processes, by torch.distributed."""
 
     def __init__(
@@ -80,18 +80,18 @@ class Ranks:
             backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT, device_id=of_gpu
         )
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """In place."""
         dist.all_reduce(x)
         return x
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Into one new tensor."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous())
         return torch.stack(parts)
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """By way of a tensor."""
         held = torch.tensor([value], device=self._device)
         dist.all_reduce(held, dist.ReduceOp.MIN)

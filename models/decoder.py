@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanoactor.models.batch import AttentionBatch, KVCache
-from nanoactor.models.collective import Alone, Group
+from nanoactor.models.collective import Group, SingleRank
 from nanoactor.models.config import ModelConfig
 from nanoactor.models.device import Device
 from nanoactor.models.layers import DecoderLayer, Embedding, LayerContext, RMSNorm
@@ -29,7 +29,7 @@ class Decoder:
         """Take all weights, or one rank's part. Raises `WeightsError` for the first that does not
         fit, `UnsupportedModel` for a family that is not known."""
         family_of(config.architecture)  # a file may have named none
-        self.group = group or Alone()
+        self.group = group or SingleRank()
         self.config = config
         self._device = device
         self.max_positions = max_positions
@@ -52,7 +52,7 @@ class Decoder:
             return self._embedding.weight
         rows = self.shard.vocabulary if self.group.size > 1 else None
         shape = self.config.vocab_size, self.config.hidden_size
-        return weights.take("lm_head.weight", *shape, rows=rows)
+        return weights.load("lm_head.weight", *shape, rows=rows)
 
     def forward(
         self,

@@ -17,8 +17,8 @@ from nanoactor.models.batch import (
     SamplingBatch,
     SlotTables,
 )
-from nanoactor.models.lengths import HostLengths
 from nanoactor.models.options import FusedSampling
+from nanoactor.models.seq_lens import HostSeqLens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ ForwardFunction = Callable[
 ]
 """Token ids, positions, caches and batch to hidden states."""
 
-CapturedFunction = Callable[[HostLengths], torch.Tensor]
+CapturedFunction = Callable[[HostSeqLens], torch.Tensor]
 """What a device can capture: queues a step's work; the lengths alone may change."""
 
 
 class Captured(Protocol):
     """A recorded stretch of work, to be queued as one."""
 
-    def replay(self, lengths: HostLengths) -> torch.Tensor:
+    def replay(self, lengths: HostSeqLens) -> torch.Tensor:
         """Queue it; returns what the recorded function returned, written anew."""
 
 
@@ -79,11 +79,11 @@ class Device(Protocol):
     asynchronous: bool
     """Whether what is called is queued; else it is done when the call returns, and a maximal step
     may take minutes: the warm-up runs a smaller one."""
-    captures: bool
+    captures_graphs: bool
     """Whether `capture` gains anything, ..."""
     captures_prompts: bool
     """... for steps with prompts too."""
-    takes_lengths: bool
+    needs_host_seq_lens: bool
     """Whether `plan` reads `AttentionBatch.lengths`."""
     fused_sampling: FusedSampling
 
@@ -189,10 +189,10 @@ class Device(Protocol):
     ) -> torch.Tensor:
         """Queue a model's forward pass, perhaps as compiled before."""
 
-    def capture(self, function: CapturedFunction, lengths: HostLengths, turns: int) -> Captured:
+    def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
         """Record what a function queues, within `stream`, for lengths up to these. It has run once
-        before; captures share their memory, so the largest comes first. As many replays as there
-        are turns may be under way at once. Raises RuntimeError where the device cannot."""
+        before; captures share their memory, so the largest comes first. So many replays may be in
+        flight at once. Raises RuntimeError where the device cannot."""
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
         """How many tokens of a prompt a program of the prefill kernel has: what

@@ -69,15 +69,15 @@ class RowParallel:
     ) -> None:
         weights, group = context.weights, context.group
         whole = columns.size == inputs
-        weight = weights.take(f"{name}.weight", outputs, inputs, columns=None if whole else columns)
+        weight = weights.load(f"{name}.weight", outputs, inputs, columns=None if whole else columns)
         self._group = group
-        added = weights.take(f"{name}.bias", outputs) if bias else None
+        added = weights.load(f"{name}.bias", outputs) if bias else None
         self._operator = context.device.linear(weight, added if group.size == 1 else None)
         self._bias = added if group.size > 1 else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, this rank's inputs) to (tokens, outputs)."""
-        y = self._group.sum(self._operator(x))
+        y = self._group.all_reduce(self._operator(x))
         return y if self._bias is None else y + self._bias
 
 
@@ -88,7 +88,7 @@ class Embedding:
         self, weights: Weights, name: str, shard: Shard, config: ModelConfig, group: Group
     ) -> None:
         rows = shard.vocabulary if group.size > 1 else None
-        self.weight = weights.take(name, config.vocab_size, config.hidden_size, rows=rows)
+        self.weight = weights.load(name, config.vocab_size, config.hidden_size, rows=rows)
         self._start, self._group = shard.vocabulary.start, group
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -98,14 +98,14 @@ class Embedding:
         local = token_ids - self._start
         foreign = (local < 0) | (local >= len(self.weight))
         x = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return self._group.sum(x.masked_fill(foreign[:, None], 0.0))
+        return self._group.all_reduce(x.masked_fill(foreign[:, None], 0.0))
 
 
 class RMSNorm:
     """Root mean square normalisation, optionally with the residual sum before it."""
 
     def __init__(self, weights: Weights, name: str, size: int, eps: float, device: Device) -> None:
-        self._weight = weights.take(f"{name}.weight", size)
+        self._weight = weights.load(f"{name}.weight", size)
         self._eps = eps
         self._device = device
 
@@ -144,7 +144,7 @@ class Attention:
         self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
         if config.qk_norm:
             names = [f"{prefix}.{name}_norm.weight" for name in "qk"]
-            self._norms = weights.take(names[0], size), weights.take(names[1], size)
+            self._norms = weights.load(names[0], size), weights.load(names[1], size)
         self._eps = config.rms_norm_eps
 
     def __call__(

@@ -62,7 +62,7 @@ class ShardedSampler:
         """(the highest score of each row over all ranks, the lowest id that has it)."""
         values, at = scores.max(-1)
         # One message, one whole number for both; NPUs have no float64.
-        keys = self._group.gather(sort_keys(values, local_ids[at] + self._start))
+        keys = self._group.all_gather(sort_keys(values, local_ids[at] + self._start))
         return from_keys(keys.amax(0))
 
     def _plain(
@@ -93,5 +93,5 @@ class ShardedSampler:
         ids = torch.arange(scores.shape[-1], device=scores.device) + self._start
         mine = sort_keys(scores, ids).topk(min(candidates, len(ids))).values
         # (ranks, rows, candidates) to (rows, candidates of all).
-        keys = self._group.gather(mine).permute(1, 0, 2).flatten(1).topk(candidates).values
+        keys = self._group.all_gather(mine).permute(1, 0, 2).flatten(1).topk(candidates).values
         return choose_truncated(*from_keys(keys), batch, rows)

@@ -109,7 +109,7 @@ class Weights:
         """Whether the checkpoint has a tensor of this name."""
         return name in self._home
 
-    def take(
+    def load(
         self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None
     ) -> torch.Tensor:
         """One tensor, or a part of it, of the wanted type on the wanted device.
@@ -202,7 +202,7 @@ class Weights:
         multiplication."""
         spans: Sequence[Span | None] = rows or [None] * len(names)
         parts = [
-            self.take(name, n, *rest, rows=span)
+            self.load(name, n, *rest, rows=span)
             for name, n, span in zip(names, outputs, spans, strict=True)
         ]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -237,7 +237,7 @@ class RandomWeights(Weights):
         """Whatever the configuration asks for."""
         return True
 
-    def take(
+    def load(
         self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None
     ) -> torch.Tensor:
         """Normal with a deviation of 0.02, as models are initialised; norms are ones."""

@@ -1,4 +1,4 @@
-"""What a user of the engine may have to catch; each message says the cause and the mend.
+"""What a user of the engine may have to catch; each message says the cause and the fix.
 
 The rooms below know nothing of the engine, so their errors cannot derive from its base. Where one
 of them leaves the engine, `translated` gives it a class that derives from both.

@@ -129,7 +129,7 @@ class Admissions:
 class Plan:
     """Scheduler to block manager: one step, in counts. It becomes a `Step` there.
 
-    The rows are the prefill rows, then the slots of the decode set in ascending order.
+    The rows are the prefill rows, then the slots of the decode batch in ascending order.
     """
 
     step: int
@@ -142,16 +142,16 @@ class Plan:
     samples: NDArray[np.bool_]
     """... and whether the row ends what is to be prefilled, so that a token is sampled."""
     joins: Int32
-    """Slots that enter the decode set before this step."""
+    """Slots that enter the decode batch before this step."""
     leaves: Int32
-    """Slots that leave the decode set before this step."""
+    """Slots that leave the decode batch before this step."""
     grows: Int32
-    """Slots of the decode set that need one more block for this step."""
+    """Slots of the decode batch that need one more block for this step."""
     admissions: Admissions
 
 
 @message(23, by="step")
-class Known:
+class SampledTokens:
     """Scheduler to block manager: a step is done, and these slots got these tokens."""
 
     step: int
@@ -234,7 +234,7 @@ class Credits:
     fences: Int32
     """... and the step that must be done before they may be written again."""
     settled: int
-    """How many `Known` with failures are answered; ..."""
+    """How many `SampledTokens` with failures are answered; ..."""
     tainted: Int64
     """... these requests have read, or would read, what failing rows computed."""
 
@@ -299,7 +299,7 @@ class Terminal:
 
 
 @message(62, by="step")
-class Chunk:
+class OutputDelta:
     """Detokenizer to frontend: what is new, for any number of requests."""
 
     step: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from nanoactor.actors.config import CHUNK_BYTES, ActorConfig
+from nanoactor.actors.config import DELTA_BYTES, ActorConfig
 from nanoactor.actors.runner import RunnerConfig
 from nanoactor.config import EngineConfig
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
@@ -176,7 +176,7 @@ def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tu
     row = 128 + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
     step = ring_capacity(seqs * row + 4 * config.max_num_batched_tokens + 64 * 1024)
     tokens = ring_capacity(512 * seqs + 64 * 1024)
-    chunk = ring_capacity(4 * CHUNK_BYTES + 4 * length)
+    chunk = ring_capacity(4 * DELTA_BYTES + 4 * length)
     small = ring_capacity(64 * 1024 + 64 * seqs)
     runners = tuple(f"runner.{rank}" for rank in range(config.tensor_parallel_size))
     # Each cycle has an edge whose outbox the protocol bounds: one message that merges what is

@@ -1,4 +1,4 @@
-"""What can go wrong in the runtime, one type each; the message says the cause and the mend."""
+"""What can go wrong in the runtime, one type each; the message says the cause and the fix."""
 
 from __future__ import annotations
 

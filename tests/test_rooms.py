@@ -69,7 +69,7 @@ MAY_WAIT |= {
     "_decode_once",
     "_capture_decode",
     "_capture_mixed",
-    "_host_lengths",
+    "_host_seq_lens",
     "_record",
 }
 

@@ -22,8 +22,8 @@ from nanoactor.models.batch import (
 from nanoactor.models.device import CapturedFunction, Memory
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.errors import UnsupportedModel
-from nanoactor.models.lengths import HostLengths
 from nanoactor.models.options import FusedSampling
+from nanoactor.models.seq_lens import HostSeqLens
 
 try:
     from nanoactor.models.kernels import batch as slots_kernels
@@ -144,7 +144,7 @@ class CapturedGraph:
     graph: torch.cuda.CUDAGraph
     result: torch.Tensor
 
-    def replay(self, lengths: HostLengths) -> torch.Tensor:
+    def replay(self, lengths: HostSeqLens) -> torch.Tensor:
         """One launch, whatever is in it; lengths are on the device."""
         self.graph.replay()
         return self.result
@@ -162,8 +162,8 @@ class Scratch:
 class CUDADevice(PortableCUDADevice):
     """The same with operators in Triton, and steps as graphs."""
 
-    captures = captures_prompts = True
-    takes_lengths = False
+    captures_graphs = captures_prompts = True
+    needs_host_seq_lens = False
     fused_sampling: FusedSampling = "all"
 
     def __init__(self, index: int = 0) -> None:
@@ -173,9 +173,9 @@ class CUDADevice(PortableCUDADevice):
         self._pool: Any = None
 
     def capture(
-        self, function: CapturedFunction, lengths: HostLengths, turns: int
+        self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
     ) -> CapturedGraph:
-        """One CUDA graph for all turns; all share a memory pool."""
+        """One CUDA graph for all steps in flight; all share a memory pool."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on: NCCL has one that looks at events all the time.
         mode = "thread_local"

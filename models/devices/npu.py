@@ -35,8 +35,8 @@ from nanoactor.models.devices.npu_graphs import CompiledStep, NativeCapture, gra
 from nanoactor.models.devices.npu_runtime import AscendRuntime
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.errors import UnsupportedModel
-from nanoactor.models.lengths import HostLengths
 from nanoactor.models.options import DeviceOptions, FusedSampling
+from nanoactor.models.seq_lens import HostSeqLens
 
 log = logging.getLogger("nanoactor.models.npu")
 
@@ -60,7 +60,7 @@ class NPUDevice(PortableOperators):
         self.collective_backend = runtime.collective_backend
         self.default_dtype = runtime.default_dtype
         mode = "npugraph" if options.graph_mode == "auto" else options.graph_mode
-        self.graph_mode, self.captures = mode, mode != "eager"
+        self.graph_mode, self.captures_graphs = mode, mode != "eager"
         self._options = options
         compiled = mode in ("max-autotune", "reduce-overhead")
         self._directory = graph_cache(options.graph_cache_dir) if compiled else Path()
@@ -139,10 +139,10 @@ class NPUDevice(PortableOperators):
 
     # -- graphs ---------------------------------------------------------------------------
 
-    def capture(self, function: CapturedFunction, lengths: HostLengths, turns: int) -> Captured:
-        """Natively, once for each turn; or compiled, with the rest of the step beside it."""
+    def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
+        """Natively, once a step in flight; or compiled, with the rest of the step beside it."""
         if self.graph_mode == "npugraph":
-            return NativeCapture(self.runtime, function, lengths, turns)
+            return NativeCapture(self.runtime, function, lengths, in_flight)
         compiled = CompiledStep(self.graph_mode, self.runtime, self._options, self._directory)
         captured = _Compiled(self, function, compiled)
         try:
@@ -164,7 +164,7 @@ class NPUDevice(PortableOperators):
         return run(forward, token_ids, positions, caches, batch)
 
     def run_compiled(
-        self, compiled: CompiledStep, function: CapturedFunction, lengths: HostLengths
+        self, compiled: CompiledStep, function: CapturedFunction, lengths: HostSeqLens
     ) -> torch.Tensor:
         """A step whose forward pass is compiled."""
         self._compiled = compiled
@@ -310,6 +310,6 @@ class _Compiled:
     function: CapturedFunction
     compiled: CompiledStep
 
-    def replay(self, lengths: HostLengths) -> torch.Tensor:
+    def replay(self, lengths: HostSeqLens) -> torch.Tensor:
         """A few small operators, and the compiled pass."""
         return self.device.run_compiled(self.compiled, self.function, lengths)

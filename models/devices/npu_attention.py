@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from nanoactor.models.batch import KVCache
-from nanoactor.models.lengths import HostLengths
+from nanoactor.models.seq_lens import HostSeqLens
 
 MASK_SIZE = 2048
 _CAUSAL = 3
@@ -46,7 +46,7 @@ class Attention(Protocol):
     """A layout."""
 
     def plan(
-        self, tables: torch.Tensor, lengths: HostLengths, rows: torch.Tensor, mask: torch.Tensor
+        self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
         """What a step's layers share; `rows` int32 (4, prompts) has each chunk's first token and
         number of tokens in its second and third line."""
@@ -63,7 +63,7 @@ def make_attention(layout: str) -> Attention:
     return layouts[layout]()
 
 
-def _make_plan(tables: torch.Tensor, lengths: HostLengths, mask: torch.Tensor) -> Plan:
+def _make_plan(tables: torch.Tensor, lengths: HostSeqLens, mask: torch.Tensor) -> Plan:
     tokens = lengths.prefill_tokens + [1] * len(lengths.decode_contexts)
     ends = [*itertools.accumulate(tokens)]
     contexts = lengths.prefill_contexts + lengths.decode_contexts
@@ -104,7 +104,7 @@ class Packed:
     """One call for all rows, whatever they are."""
 
     def plan(
-        self, tables: torch.Tensor, lengths: HostLengths, rows: torch.Tensor, mask: torch.Tensor
+        self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
         """Nothing but the ends of the rows."""
         return _make_plan(tables, lengths, mask)
@@ -133,7 +133,7 @@ class Padded:
     """One call for the prompts, padded on the right to the longest, and one for the rest."""
 
     def plan(
-        self, tables: torch.Tensor, lengths: HostLengths, rows: torch.Tensor, mask: torch.Tensor
+        self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
         """And how prompts are padded."""
         plan, tokens = _make_plan(tables, lengths, mask), lengths.prefill_tokens

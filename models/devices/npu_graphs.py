@@ -20,8 +20,8 @@ from nanoactor.models.device import CapturedFunction, ForwardFunction
 from nanoactor.models.devices.npu_attention import Plan
 from nanoactor.models.devices.npu_runtime import AscendRuntime, RecordedGraph
 from nanoactor.models.errors import UnsupportedModel
-from nanoactor.models.lengths import NO_LENGTHS, HostLengths
 from nanoactor.models.options import DeviceOptions
+from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 
 log = logging.getLogger("nanoactor.models.npu")
 
@@ -41,23 +41,27 @@ def graph_cache(given: str | None) -> Path:
 
 
 class NativeCapture:
-    """A step recorded once for each turn, replayed in rotation.
+    """A step recorded once for each step in flight, replayed in rotation.
 
     A graph's lengths are parameters that the host writes before a replay. While one replay runs the
     next is prepared, so it must be another graph's.
     """
 
     def __init__(
-        self, runtime: AscendRuntime, function: CapturedFunction, lengths: HostLengths, turns: int
+        self,
+        runtime: AscendRuntime,
+        function: CapturedFunction,
+        lengths: HostSeqLens,
+        in_flight: int,
     ) -> None:
         record = functools.partial(function, lengths)
-        self._graphs: list[RecordedGraph] = [runtime.record(record) for _ in range(turns)]
-        self._turn = 0
+        self._graphs: list[RecordedGraph] = [runtime.record(record) for _ in range(in_flight)]
+        self._current = 0
 
-    def replay(self, lengths: HostLengths) -> torch.Tensor:
+    def replay(self, lengths: HostSeqLens) -> torch.Tensor:
         """One update of all layers' lengths, and one launch."""
-        graph = self._graphs[self._turn]
-        self._turn = (self._turn + 1) % len(self._graphs)
+        graph = self._graphs[self._current]
+        self._current = (self._current + 1) % len(self._graphs)
         if not graph.done.done():
             _log_once("more steps are under way than graphs were recorded for: waiting for one")
             graph.done.wait()
@@ -178,7 +182,7 @@ class DecodePass(torch.nn.Module):
             prefill_tiles=nothing,
             decode_slots=nothing,
             decode_contexts=nothing,
-            lengths=NO_LENGTHS,
+            lengths=NO_SEQ_LENS,
             plan=plan,
         )
         return self.forward_function(token_ids, positions, self.caches, batch)

@@ -18,9 +18,9 @@ from nanoactor.models.batch import (
     SlotTables,
 )
 from nanoactor.models.device import Captured, CapturedFunction, ForwardFunction, LinearOperator
-from nanoactor.models.lengths import HostLengths
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.sampling import sample
+from nanoactor.models.seq_lens import HostSeqLens
 
 
 class HostEvent:
@@ -67,8 +67,8 @@ class PortableOperators:
     """The operator half of the device protocol."""
 
     torch_device: torch.device
-    captures = captures_prompts = False
-    takes_lengths = True
+    captures_graphs = captures_prompts = False
+    needs_host_seq_lens = True
     fused_sampling: FusedSampling = "none"
 
     # -- the queue and the batch ----------------------------------------------------------
@@ -88,7 +88,7 @@ class PortableOperators:
         """Operator by operator."""
         return forward(token_ids, positions, caches, batch)
 
-    def capture(self, function: CapturedFunction, lengths: HostLengths, turns: int) -> Captured:
+    def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
         """Raises RuntimeError: there is nothing to record with."""
         raise RuntimeError("steps run operator by operator")
 

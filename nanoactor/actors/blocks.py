@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.kv.manager import BlockManager
-from nanoactor.messages import Free, Known, Match, Plan
+from nanoactor.messages import Free, Match, Plan, SampledTokens
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 
 
@@ -36,11 +36,16 @@ class BlockManagerActor(Actor):
 
     def handlers(self) -> Mapping[type, Handler]:
         """Matches, plans, results and frees, in the order in which the scheduler sent them."""
-        return {Match: self._match, Plan: self._plan, Known: self._known, Free: self._free}
+        return {
+            Match: self._match,
+            Plan: self._plan,
+            SampledTokens: self._sampled,
+            Free: self._free,
+        }
 
     def span_names(self) -> Mapping[type, str]:
         """Binding blocks is what a step waits for."""
-        return {Match: "match", Plan: "bind", Known: "index", Free: "free"}
+        return {Match: "match", Plan: "bind", SampledTokens: "index", Free: "free"}
 
     def _match(self, event: Match) -> None:
         self._manager.match(event)
@@ -51,8 +56,8 @@ class BlockManagerActor(Actor):
         self._step_at = time.monotonic_ns()
         self._manager.index()
 
-    def _known(self, event: Known) -> None:
-        self._manager.known(event)
+    def _sampled(self, event: SampledTokens) -> None:
+        self._manager.record_tokens(event)
         if len(event.failed):
             self._send_credits()
 

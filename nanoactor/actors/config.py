@@ -13,8 +13,8 @@ from nanoactor.runtime.actor import ReadyInfo
 if TYPE_CHECKING:
     from nanoactor.text.renderer import RenderLimits
 
-CHUNK_BYTES = 1 << 18
-"""The most text that one `Chunk` carries to the frontend."""
+DELTA_BYTES = 1 << 18
+"""The most text that one `OutputDelta` carries to the frontend."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

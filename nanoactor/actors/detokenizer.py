@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoactor.actors.config import CHUNK_BYTES, ActorConfig
+from nanoactor.actors.config import DELTA_BYTES, ActorConfig
 from nanoactor.messages import Open, Stop, Tokens
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.text.detokenizer import Detokenizer
@@ -19,7 +19,7 @@ class DetokenizerActor(Actor):
 
     def __init__(self, config: ActorConfig) -> None:
         self._directory = config.files.tokenizer_directory
-        self._chunk_bytes = CHUNK_BYTES
+        self._delta_bytes = DELTA_BYTES
         self._step_at = 0
 
     def setup(self) -> None:
@@ -66,7 +66,7 @@ class DetokenizerActor(Actor):
     def _flush(self) -> None:
         # Asking an edge that is not ready has it call back: only where there is something to say.
         while self._detokenizer.pending and self._frontend.ready:
-            chunk = self._detokenizer.take_chunk(self._chunk_bytes)
+            chunk = self._detokenizer.take_delta(self._delta_bytes)
             if chunk is not None:
                 self._frontend.send(chunk)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from nanoactor.actors.config import ActorConfig
 from nanoactor.errors import ComputationFailed, EngineOverloaded, InvalidRequest, NanoactorError
-from nanoactor.messages import Abort, Chunk, Submit, Terminal
+from nanoactor.messages import Abort, OutputDelta, Submit, Terminal
 from nanoactor.outputs import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 
@@ -148,11 +148,11 @@ class FrontendActor(Actor):
 
     def handlers(self) -> Mapping[type, Handler]:
         """News from the detokenizer."""
-        return {Chunk: self._chunk}
+        return {OutputDelta: self._deliver}
 
     def span_names(self) -> Mapping[type, str]:
         """News for the readers; what they do with it is theirs."""
-        return {Chunk: "deliver"}
+        return {OutputDelta: "deliver"}
 
     # -- from the user --------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class FrontendActor(Actor):
 
     # -- from the detokenizer -------------------------------------------------------------
 
-    def _chunk(self, chunk: Chunk) -> None:
+    def _deliver(self, chunk: OutputDelta) -> None:
         self._step_at = time.monotonic_ns()
         for opened in chunk.opened:
             self._opened(opened.uid, opened.prompt_token_ids.tolist())

@@ -53,7 +53,7 @@ class RunnerActor(Actor):
         self._queued: deque[int] = deque()
         """Tokens of each step that is queued or running."""
         self._decoding = 0
-        """Rows of the decode set."""
+        """Rows of the decode batch."""
         self._deadline = StepDeadline()
         self._received = self._completed = 0
         self._ahead = 0

@@ -40,7 +40,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Return one object on one line, where the key "mend" holds the fix."""
-    listed = [{"name": f.name, "state": f.state, "what": f.what, "mend": f.fix} for f in findings]
+    """Return one object on one line, where the key "fix" holds the fix."""
+    listed = [{"name": f.name, "state": f.state, "what": f.what, "fix": f.fix} for f in findings]
     is_well = all(finding.state != "bad" for finding in findings)
     return json.dumps({"ok": is_well, "findings": listed})

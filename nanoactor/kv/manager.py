@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from nanoactor.errors import ProtocolBug
 from nanoactor.kv.hashing import block_hash
 from nanoactor.kv.pool import BlockPool
-from nanoactor.messages import Credits, Free, Int32, Known, Match, Plan, Step
+from nanoactor.messages import Credits, Free, Int32, Match, Plan, SampledTokens, Step
 
 _NOTHING_HELD = -1
 
@@ -81,7 +81,7 @@ class BlockManager:
         self._to_index: list[tuple[int, int]] = []
         """(slot, tokens complete) where a block has filled since the last `index`."""
         self._decoders = np.empty(0, np.int64)
-        """The slots of the decode set."""
+        """The slots of the decode batch."""
         self._answers = _Answers()
         self.prompt_tokens = 0
         """Tokens of all sequences matched, a preempted one's again each time it comes back."""
@@ -205,7 +205,7 @@ class BlockManager:
 
     # -- results --------------------------------------------------------------------------
 
-    def known(self, event: Known) -> None:
+    def record_tokens(self, event: SampledTokens) -> None:
         """A step is done: fences pass, tokens become known. What filled waits for `index`."""
         while self._left and self._left[0][0] < event.step:
             self._left.popleft()
@@ -225,7 +225,7 @@ class BlockManager:
         if full.any():
             self._to_index += zip(slots[full].tolist(), complete[full].tolist(), strict=True)
 
-    def _distrust(self, event: Known) -> None:
+    def _distrust(self, event: SampledTokens) -> None:
         """Take what failing rows computed out of the index, and tell who has read it.
 
         What a sequence computes on blocks that are bad is bad too, so it spreads to whoever holds

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from nanoactor.messages import Int32, Int64, Step
 from nanoactor.models.columns import WORDS
-from nanoactor.models.lengths import NO_LENGTHS, HostLengths
 from nanoactor.models.options import FusedSampling
+from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 from nanoactor.runner.sampling_table import NO_ROWS, Long, SampledRows, SamplingTable
 
 # To sort whole vocabularies takes 127 bytes for each logit.
@@ -52,7 +52,7 @@ class StateLayout:
 
     @property
     def rows(self) -> int:
-        """The slots of the decode set, ascending, then dummies."""
+        """The slots of the decode batch, ascending, then dummies."""
         return self.sampling + WORDS * self.slots
 
     @property
@@ -89,10 +89,10 @@ class Update:
     """To be written into the state, before anything runs."""
     prefill: Prefill | None
     decodes: int
-    """Rows of the decode set."""
+    """Rows of the decode batch."""
     fallback: tuple[SampledRows, ...]
     """Rows that the fused sampler does not do, a few at a time."""
-    lengths: HostLengths
+    lengths: HostSeqLens
     """Where the device asks for them."""
 
     @property
@@ -117,14 +117,14 @@ class BatchTraits:
     """What of a device decides how its steps are laid out; see `nanoactor.models.device.Device`."""
 
     tokens_per_program: int = 1 << 30
-    takes_lengths: bool = False
+    needs_host_seq_lens: bool = False
     fused_sampling: FusedSampling = "none"
     fallback_at_once: int = FALLBACK_AT_ONCE
     """Rows that are sampled together without the fused sampler."""
 
 
 class HostBatch:
-    """The host's side: lengths, the decode set, and how slots sample."""
+    """The host's side: lengths, the decode batch, and how slots sample."""
 
     def __init__(self, max_num_seqs: int, max_blocks: int, traits: BatchTraits) -> None:
         self._traits = traits
@@ -168,12 +168,12 @@ class HostBatch:
             prefill,
             len(decode),
             fallback=self._fallback_rows(prefill),
-            lengths=self._host_lengths(step) if self._traits.takes_lengths else NO_LENGTHS,
+            lengths=self._host_seq_lens(step) if self._traits.needs_host_seq_lens else NO_SEQ_LENS,
         )
 
-    def _host_lengths(self, step: Step) -> HostLengths:
+    def _host_seq_lens(self, step: Step) -> HostSeqLens:
         contexts = (step.starts + step.counts).tolist()
-        return HostLengths(step.counts.tolist(), contexts, self.lengths[self._decode].tolist())
+        return HostSeqLens(step.counts.tolist(), contexts, self.lengths[self._decode].tolist())
 
     def _admitted(self, slots: Int32) -> tuple[Int64, Int32]:
         columns = self.layout.sampling + np.arange(WORDS)[:, None] * self.layout.slots
@@ -239,7 +239,7 @@ class HostBatch:
         return self.sampling.never_fused(slots, greedy_alone=fused == "greedy")
 
     def _fallback_decodes(self) -> tuple[Long, bool]:
-        """Rows of the decode set that are not fused in this step, and whether some of the set may
+        """Rows of the decode batch that are not fused in this step, and whether some of the set may
         not sample some ids yet."""
         decode = self._decode
         if self._fallback is None:

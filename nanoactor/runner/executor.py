@@ -29,7 +29,7 @@ from nanoactor.models.batch import (
 )
 from nanoactor.models.columns import WORDS
 from nanoactor.models.device import Device, TimedEvent
-from nanoactor.models.lengths import HostLengths
+from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.runner.batch import FALLBACK_AT_ONCE, BatchTraits, HostBatch, Prefill, Update
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.config import ExecutorConfig
@@ -52,7 +52,7 @@ _SMALL_WARMUP_TOKENS, _SMALL_WARMUP_ROWS = 256, 16
 
 
 @dataclasses.dataclass(slots=True)
-class _Turn:
+class _InFlight:
     """What a step under way has for itself."""
 
     begin: TimedEvent
@@ -68,12 +68,12 @@ class _Launched:
     """A step in the device's queue, or done."""
 
     executor: DeviceExecutor
-    turn: _Turn
+    buffers: _InFlight
     rows: int
 
     def wait(self) -> Computed:
         """Block until the ids are on the host."""
-        return self.executor.collect(self.turn, self.rows)
+        return self.executor.collect(self.buffers, self.rows)
 
 
 class DeviceExecutor:
@@ -88,14 +88,14 @@ class DeviceExecutor:
         self.device_name, self.asynchronous = device.name, device.asynchronous
         # Ranks decide together, outside of any kernel.
         self._fused = device.fused_sampling if config.ranks == 1 else "none"
-        self._captures = device.captures and not config.enforce_eager
+        self._uses_graphs = device.captures_graphs and not config.enforce_eager
         self.uncaptured = 0
         with device.stream():
             self._model = LoadedModel(config, device)
             self.dtype_name, self.block_size = self._model.dtype_name, self._model.block_size
-            self._turns: deque[_Turn] = deque()
-            self._last: _Turn | None = None
-            """Whose end the clock counts from; its turn comes again after the next step's."""
+            self._free_buffers: deque[_InFlight] = deque()
+            self._last: _InFlight | None = None
+            """The clock counts from their end; they are used again after the next step."""
             self._sizes = decode_sizes(config.max_num_seqs)
             self._mixed_sizes = MixedSizes.of(config.max_num_batched_tokens, config.max_num_seqs)
             self._captured = CapturedSteps(device, self._model.group, config.depth)
@@ -103,14 +103,14 @@ class DeviceExecutor:
             used, peak = self._warm_up()
             self.num_blocks = self._model.size_cache(used, peak)
             self._make_state(self.num_blocks)
-            if self._captures:
+            if self._uses_graphs:
                 self._capture()
             device.synchronize()
 
-    def _make_turn(self) -> _Turn:
+    def _make_in_flight(self) -> _InFlight:
         event, rows = self._device.timed_event, self._config.max_num_seqs
         ids = self._device.pinned(rows, dtype=torch.int32)
-        return _Turn(event(), event(), event(), event(), ids)
+        return _InFlight(event(), event(), event(), event(), ids)
 
     def _make_clock(self) -> DeviceClock:
         reference = self._device.timed_event()
@@ -127,7 +127,7 @@ class DeviceExecutor:
         heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
         self._traits = BatchTraits(
             device.tokens_per_program(heads, kv_heads),
-            device.takes_lengths,
+            device.needs_host_seq_lens,
             self._fused,
             FALLBACK_AT_ONCE if device.asynchronous else config.max_num_seqs,
         )
@@ -199,7 +199,7 @@ class DeviceExecutor:
         _, cut = self._measured(lambda: self._decode_once(decoding, top_p=0.9))
         captured = max(captured, peak)
         peak = max(peak * most // tokens, captured, cut)
-        if self._captures:
+        if self._uses_graphs:
             peak += captured + _GRAPH_BYTES * self._count_captures()
         log.info("warm-up took %.1f s", time.monotonic() - begin)
         self._caches = []
@@ -215,8 +215,8 @@ class DeviceExecutor:
     def _count_captures(self) -> int:
         mixed = self._mixed_sizes if self._device.captures_prompts else MixedSizes((), ())
         # Lengths that the host writes into a graph: one graph for each step under way.
-        turns = self._config.depth if self._device.takes_lengths else 1
-        return turns * len(self._sizes) + len(mixed.tokens) * len(mixed.rows)
+        in_flight = self._config.depth if self._device.needs_host_seq_lens else 1
+        return in_flight * len(self._sizes) + len(mixed.tokens) * len(mixed.rows)
 
     def _run_once(self, step: Step) -> None:
         self.launch(self.prepare(step)).wait()
@@ -252,8 +252,8 @@ class DeviceExecutor:
     def _mixed_captures(self) -> Iterator[Callable[[], None]]:
         dummy, each = self._batch.layout.dummy, self._traits.tokens_per_program
         for tokens in self._mixed_sizes.tokens[::-1]:
-            turns = self._config.depth + 2
-            self._fixed[tokens] = FixedPrefill(self._device, tokens, each, dummy, turns)
+            in_flight = self._config.depth + 2
+            self._fixed[tokens] = FixedPrefill(self._device, tokens, each, dummy, in_flight)
             for rows in self._mixed_sizes.rows[::-1]:
                 yield functools.partial(self._capture_mixed, tokens, rows)
 
@@ -267,8 +267,8 @@ class DeviceExecutor:
         run = functools.partial(self._mixed, self._fixed[tokens].inputs, rows)
         self._captured.add_mixed((tokens, rows), run)
 
-    def _decode(self, rows: int, lengths: HostLengths) -> torch.Tensor:
-        """A whole step of so many rows of the decode set, dummies included; returns their hidden
+    def _decode(self, rows: int, lengths: HostSeqLens) -> torch.Tensor:
+        """A whole step of so many rows of the decode batch, dummies included; returns their hidden
         states. (Logits would be kept for each capture: gigabytes.)"""
         device, slots = self._device, self._rows[:rows]
         buffers = self._sliced(0, rows)
@@ -320,7 +320,7 @@ class DeviceExecutor:
             return self._launch(prepared)
 
     def _launch(self, update: Update) -> _Launched:
-        turn = self._turns.popleft() if self._turns else self._make_turn()
+        buffers = self._free_buffers.popleft() if self._free_buffers else self._make_in_flight()
         prefill = update.prefill
         fits = self._fitting(prefill, update.decodes) if prefill else None
         staging = self._staging
@@ -331,7 +331,7 @@ class DeviceExecutor:
         staging.send()
         if prefill and fits:
             self._fixed[fits[0]].fill(prefill)
-        turn.begin.record()
+        buffers.begin.record()
         if changes:
             self._state[changes[0]] = changes[1]
         if staged is not None:
@@ -340,20 +340,20 @@ class DeviceExecutor:
             hidden = self._captured.mixed(fits)
         else:
             hidden = self._decode_step(update)
-        self._mark(turn.forwarded)
+        self._mark(buffers.forwarded)
         prompts = len(prefill.sampling) if prefill else 0
         padded = PREFILL_ROWS if fits else prompts
         for part in fallback:
             self._choose_fallback(update.step, hidden, part, (prompts, padded))
-        self._mark(turn.sampled)
+        self._mark(buffers.sampled)
         count = prompts + update.decodes
         if prompts:
-            turn.ids[:prompts].copy_(self._chosen[:prompts], non_blocking=True)
+            buffers.ids[:prompts].copy_(self._chosen[:prompts], non_blocking=True)
         if update.decodes:
             decoded = self._chosen[padded : padded + update.decodes]
-            turn.ids[prompts:count].copy_(decoded, non_blocking=True)
-        turn.end.record()
-        return _Launched(self, turn, count)
+            buffers.ids[prompts:count].copy_(decoded, non_blocking=True)
+        buffers.end.record()
+        return _Launched(self, buffers, count)
 
     def _mark(self, event: TimedEvent) -> None:
         """Record where a step is; one graph holds both, where the device has a queue."""
@@ -381,9 +381,9 @@ class DeviceExecutor:
         fields = dataclasses.fields(Prefill)
         return DevicePrefill(*(self._staging.put(getattr(prefill, field.name)) for field in fields))
 
-    def _mixed(self, prefill: DevicePrefill, rows: int, lengths: HostLengths) -> torch.Tensor:
+    def _mixed(self, prefill: DevicePrefill, rows: int, lengths: HostSeqLens) -> torch.Tensor:
         """A step with prompt chunks; returns the hidden states of the rows that sample: prompts
-        that end here, then the decode set."""
+        that end here, then the decode batch."""
         device, first = self._device, len(prefill.token_ids)
         every, decodes = self._sliced(0, first + rows), self._rows[:rows]
         every.token_ids[:first] = prefill.token_ids
@@ -439,16 +439,16 @@ class DeviceExecutor:
         self._chosen[index] = chosen.int()
         self._tables.last_tokens[slots] = chosen.int().clamp_min(0)
 
-    def collect(self, turn: _Turn, rows: int) -> Computed:
+    def collect(self, buffers: _InFlight, rows: int) -> Computed:
         """Wait for a step."""
-        turn.end.wait()
-        begin, end = self._clock.step(turn.begin, turn.end)
-        ids = turn.ids[:rows].numpy().copy()
+        buffers.end.wait()
+        begin, end = self._clock.step(buffers.begin, buffers.end)
+        ids = buffers.ids[:rows].numpy().copy()
         forwarded = sampled = end
         if not self.asynchronous:
-            forwarded = begin + round(turn.begin.milliseconds_until(turn.forwarded) * 1e6)
-            sampled = begin + round(turn.begin.milliseconds_until(turn.sampled) * 1e6)
+            forwarded = begin + round(buffers.begin.milliseconds_until(buffers.forwarded) * 1e6)
+            sampled = begin + round(buffers.begin.milliseconds_until(buffers.sampled) * 1e6)
         if self._last is not None:
-            self._turns.append(self._last)
-        self._last = turn
+            self._free_buffers.append(self._last)
+        self._last = buffers
         return Computed(ids, begin, forwarded, sampled, end)

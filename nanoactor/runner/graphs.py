@@ -11,7 +11,7 @@ import torch
 
 from nanoactor.models.collective import Group
 from nanoactor.models.device import Captured, CapturedFunction, Device
-from nanoactor.models.lengths import NO_LENGTHS, HostLengths
+from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 
 log = logging.getLogger("nanoactor.runner")
 
@@ -68,16 +68,16 @@ class CapturedSteps:
     by operator where there is none.
     """
 
-    def __init__(self, device: Device, group: Group, turns: int) -> None:
+    def __init__(self, device: Device, group: Group, in_flight: int) -> None:
         """So many steps may be under way at once. What one rank cannot capture none replays: they
         must be of the same size everywhere."""
-        self._device, self._group, self._turns = device, group, turns
+        self._device, self._group, self._in_flight = device, group, in_flight
         self._decode: dict[int, Captured] = {}
         self._sizes: list[int] = []
         self._mixed: dict[tuple[int, int], Captured] = {}
         self.failed = 0
 
-    def add_decode(self, rows: int, function: CapturedFunction, lengths: HostLengths) -> None:
+    def add_decode(self, rows: int, function: CapturedFunction, lengths: HostSeqLens) -> None:
         """Record a decode step for so many rows."""
         captured = self._record(f"decode steps of {rows} rows", function, lengths)
         if captured is not None:
@@ -87,22 +87,22 @@ class CapturedSteps:
     def add_mixed(self, size: tuple[int, int], function: CapturedFunction) -> None:
         """Record a mixed step."""
         name = f"steps of {size[0]} prompt tokens and {size[1]} decode rows"
-        captured = self._record(name, function, NO_LENGTHS)
+        captured = self._record(name, function, NO_SEQ_LENS)
         if captured is not None:
             self._mixed[size] = captured
 
     def _record(
-        self, name: str, function: CapturedFunction, lengths: HostLengths
+        self, name: str, function: CapturedFunction, lengths: HostSeqLens
     ) -> Captured | None:
         function(lengths)  # compiles what is special to this size
         self._device.synchronize()
         captured: Captured | None = None
         why = "another rank cannot"
         try:
-            captured = self._device.capture(function, lengths, self._turns)
+            captured = self._device.capture(function, lengths, self._in_flight)
         except RuntimeError as error:
             why = str(error)
-        if self._group.least(int(captured is not None)):
+        if self._group.all_reduce_min(int(captured is not None)):
             return captured
         if not self.failed:
             log.warning(
@@ -115,7 +115,7 @@ class CapturedSteps:
         self.failed += 1
         return None
 
-    def decode(self, rows: int, lengths: HostLengths) -> torch.Tensor | None:
+    def decode(self, rows: int, lengths: HostSeqLens) -> torch.Tensor | None:
         """Queue the least decode step that holds so many rows; None where there is none."""
         if not self._sizes or rows > self._sizes[-1]:
             return None
@@ -128,4 +128,4 @@ class CapturedSteps:
 
     def mixed(self, size: tuple[int, int]) -> torch.Tensor:
         """Queue a mixed step."""
-        return self._mixed[size].replay(NO_LENGTHS)
+        return self._mixed[size].replay(NO_SEQ_LENS)

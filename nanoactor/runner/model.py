@@ -8,7 +8,7 @@ import time
 import torch
 
 from nanoactor.models.batch import KVCache, SamplingBatch
-from nanoactor.models.collective import Alone, Group, Ranks
+from nanoactor.models.collective import Group, RankGroup, SingleRank
 from nanoactor.models.config import ModelConfig, read_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.device import Device
@@ -56,10 +56,10 @@ class LoadedModel:
     def _meet(self) -> Group:
         config = self._config
         if config.ranks == 1:
-            return Alone()
+            return SingleRank()
         backend, listener = self.device.collective_backend, config.meeting_socket
         where = self.device.torch_device
-        return Ranks(config.rank, config.ranks, backend, config.meeting_port, listener, where)
+        return RankGroup(config.rank, config.ranks, backend, config.meeting_port, listener, where)
 
     def _sharded_sampler(self) -> ShardedSampler:
         vocabulary = self.network.shard.vocabulary
@@ -110,7 +110,7 @@ class LoadedModel:
                 f"{self.block_bytes() / _MIB:.2f} MiB"
             )
         check_cache(blocks, config, self.block_size, arithmetic)
-        blocks = self.group.least(blocks)
+        blocks = self.group.all_reduce_min(blocks)
         log.info("KV cache: %d blocks of %d tokens", blocks, self.block_size)
         return blocks
 
@@ -127,6 +127,6 @@ class LoadedModel:
     def check_agreement(self, step: int, chosen: torch.Tensor) -> None:
         """Raise `RanksDisagree` where another rank has chosen other tokens."""
         weights = torch.arange(1, len(chosen) + 1, device=chosen.device) * 2654435761
-        hashes = self.group.gather(((chosen + 1) * weights).sum()[None])
+        hashes = self.group.all_gather(((chosen + 1) * weights).sum()[None])
         if (hashes != hashes[0]).any():
             raise RanksDisagree(f"step {step}: the ranks' choices hash to {hashes.tolist()}")

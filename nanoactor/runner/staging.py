@@ -20,25 +20,25 @@ _ALIGNMENT = 4
 class Staging:
     """Buffers on the host, used in turn; the device has one, as its work is in order."""
 
-    def __init__(self, device: Device, turns: int) -> None:
+    def __init__(self, device: Device, in_flight: int) -> None:
         """So many steps may be under way at once."""
         self._device = device
-        self._host = [device.pinned(_FIRST_WORDS, dtype=torch.int32) for _ in range(turns)]
+        self._host = [device.pinned(_FIRST_WORDS, dtype=torch.int32) for _ in range(in_flight)]
         self._there = device.zeros(_FIRST_WORDS, dtype=torch.int32)
-        self._turn = 0
+        self._current = 0
         self._used = 0
 
     def begin(self, words: int) -> None:
         """Take the next buffer, whose last step is done, for at most so many int32 numbers."""
-        self._turn = (self._turn + 1) % len(self._host)
+        self._current = (self._current + 1) % len(self._host)
         self._used = 0
-        if words > len(self._host[self._turn]):
+        if words > len(self._host[self._current]):
             size = 1 << words.bit_length()
-            self._host[self._turn] = self._device.pinned(size, dtype=torch.int32)
+            self._host[self._current] = self._device.pinned(size, dtype=torch.int32)
         if words > len(self._there):
             # The allocator gives the old one's memory to nobody before the queue is through.
             self._there = self._device.zeros(1 << words.bit_length(), dtype=torch.int32)
-        self._array: NDArray[np.int32] = self._host[self._turn].numpy()
+        self._array: NDArray[np.int32] = self._host[self._current].numpy()
 
     def put(self, array: NDArray[np.generic]) -> torch.Tensor:
         """Pack a contiguous array of 4- or 8-byte numbers; returns where it will be on the device,
@@ -54,7 +54,7 @@ class Staging:
         """Queue the copy."""
         if self._used:
             used = min(self._used, len(self._there))
-            self._there[:used].copy_(self._host[self._turn][:used], non_blocking=True)
+            self._there[:used].copy_(self._host[self._current][:used], non_blocking=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class FixedPrefill:
     padded with what changes nothing."""
 
     def __init__(
-        self, device: Device, tokens: int, tokens_per_program: int, dummy: int, turns: int
+        self, device: Device, tokens: int, tokens_per_program: int, dummy: int, in_flight: int
     ) -> None:
         """`dummy` is the slot of padded tokens and rows; so many steps may be under way at once."""
         tiles = -(-tokens // tokens_per_program) + PREFILL_ROWS
@@ -83,9 +83,9 @@ class FixedPrefill:
         self._shapes = (*shapes, (PREFILL_ROWS,), (PREFILL_ROWS,))
         self._padding = (0, 0, dummy, 0, -1, 0, dummy)
         words = sum(int(np.prod(shape)) for shape in self._shapes)
-        self._host = [device.pinned(words, dtype=torch.int32) for _ in range(turns)]
+        self._host = [device.pinned(words, dtype=torch.int32) for _ in range(in_flight)]
         self._there = device.zeros(words, dtype=torch.int32)
-        self._turn = 0
+        self._current = 0
         self.inputs = DevicePrefill(*self._views(self._there))
         self._arrays = [[view.numpy() for view in self._views(host)] for host in self._host]
         self.fill(None)
@@ -100,15 +100,15 @@ class FixedPrefill:
 
     def fill(self, prefill: Prefill | None) -> None:
         """Queue the copy of a step's inputs."""
-        self._turn = (self._turn + 1) % len(self._host)
+        self._current = (self._current + 1) % len(self._host)
         names = [field.name for field in dataclasses.fields(Prefill)]
         for name, array, padding in zip(
-            names, self._arrays[self._turn], self._padding, strict=True
+            names, self._arrays[self._current], self._padding, strict=True
         ):
             given = getattr(prefill, name) if prefill is not None else array[..., :0]
             array[..., : given.shape[-1]] = given
             array[..., given.shape[-1] :] = padding
-        self._there.copy_(self._host[self._turn], non_blocking=True)
+        self._there.copy_(self._host[self._current], non_blocking=True)
 
 
 _TORCH = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}

@@ -8,7 +8,7 @@ import numpy as np
 
 from nanoactor.messages import Admissions, Int32, Step
 from nanoactor.models.columns import WORDS, pack
-from nanoactor.models.lengths import HostLengths
+from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.runner.batch import BatchTraits, Update
 from nanoactor.runner.sampling_table import SampledRows, SamplingTable
 
@@ -58,7 +58,7 @@ def decode_update(rows: int, dummy: int, top_p: float, traits: BatchTraits) -> U
             sampled = table.rows(part, part)
             fallback.append(dataclasses.replace(sampled, slots=np.full(len(part), dummy)))
     none = np.empty(0, np.int64)
-    lengths = HostLengths([], [], [1] * rows)
+    lengths = HostSeqLens([], [], [1] * rows)
     return Update(
         0,
         indices=none,
@@ -70,7 +70,7 @@ def decode_update(rows: int, dummy: int, top_p: float, traits: BatchTraits) -> U
     )
 
 
-def longest_lengths(rows: int, blocks: int, block_size: int, most: int) -> HostLengths:
+def longest_lengths(rows: int, blocks: int, block_size: int, most: int) -> HostSeqLens:
     """What so many decode rows can be at their longest in a cache of so many blocks: the first as
     long as one can be, all together as long as fits. What is captured must be no shorter, and
     operators ask for as many blocks as all rows have in sum."""
@@ -79,4 +79,4 @@ def longest_lengths(rows: int, blocks: int, block_size: int, most: int) -> HostL
         own = max(1, min(-(-most // block_size), left - after))
         lengths.append(min(most, own * block_size))
         left -= own
-    return HostLengths([], [], lengths)
+    return HostSeqLens([], [], lengths)

@@ -28,10 +28,10 @@ from nanoactor.messages import (
     Credits,
     Free,
     Int32,
-    Known,
     Match,
     Open,
     Reject,
+    SampledTokens,
     StepDone,
     StepWanted,
     Stop,
@@ -366,7 +366,7 @@ class Scheduler:
         for sequence in candidates:
             if (end := sequence.end_reached()) is not None:
                 self._end(sequence, end)
-        self._out.append((BLOCKS, Known(event.step, slots, tokens, *failed)))
+        self._out.append((BLOCKS, SampledTokens(event.step, slots, tokens, *failed)))
 
     def _take_due(self, event: StepDone) -> PlannedStep:
         """Return the oldest step in flight. Raises `ProtocolBug` where it is not the one done."""

@@ -80,7 +80,7 @@ class Observation:
         health = self._monitor.health()
         value = {**dataclasses.asdict(health), "draining": self._http.draining}
         if self._texts is not None:
-            value["desk"] = self._texts.state
+            value["text_service"] = self._texts.state
         return json_response(value, status=200 if health.well else 503)
 
     async def icon(self, request: web.Request) -> web.StreamResponse:

@@ -1,7 +1,7 @@
 """Text work that is no generation, in a process of its own: the server's loop only passes it on.
 
 A second small system of actors beside the engine's: whoever tokenizes a book for its own purposes
-delays neither prompts nor streams. In what users see it is called the desk.
+delays neither prompts nor streams.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class TextClient(Actor):
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Find the edge."""
         super().start(context, ready)
-        self._outbox = context.outbox("desk")
+        self._outbox = context.outbox("text_service")
 
     def handlers(self) -> Mapping[type, Handler]:
         """Replies."""
@@ -211,7 +211,7 @@ class TextService:
         """`longest`: bytes of the longest text that is accepted; `limits` of its templates."""
         self._config = directory, limits
         self._longest = longest
-        self._dead: EngineDead | None = EngineDead("the desk is not started")
+        self._dead: EngineDead | None = EngineDead("the text service is not started")
         self._silent = False
         self._restarting: asyncio.Task[None] | None = None
         self._client: TextClient | None = None
@@ -230,7 +230,7 @@ class TextService:
         client = self._system.actor("server")
         assert isinstance(client, TextClient)
         self._client = client
-        template = self._system.ready["desk"]
+        template = self._system.ready["text_service"]
         assert isinstance(template, TemplateFacts)
         self.template = template
         self._dead, self._silent = None, False
@@ -252,7 +252,7 @@ class TextService:
     def _on_death(self, error: BaseException) -> None:
         if self._client is None:
             return
-        self._dead = EngineDead(f"the desk, which tokenizes for clients, has died: {error}")
+        self._dead = EngineDead(f"the text service, which tokenizes for clients, has died: {error}")
         self._client.fail(self._dead)
         log.error("%s; it is started again", self._dead)
         self._restarting = asyncio.ensure_future(self._restart())
@@ -266,9 +266,9 @@ class TextService:
             try:
                 await self.start()
             except (RuntimeFault, NanoactorError, ModelError) as error:
-                log.error("the desk cannot be started: %s", error)
+                log.error("the text service cannot be started: %s", error)
             else:
-                log.warning("the desk answers again")
+                log.warning("the text service answers again")
                 return
 
     async def encode(self, text: str, special: bool) -> list[int]:
@@ -328,10 +328,10 @@ class TextService:
             async with asyncio.timeout(patience):
                 reply = await self._client.call(method, encoded)
         except PeerBroken:
-            raise self._dead or EngineDead("the desk is closed") from None
+            raise self._dead or EngineDead("the text service is closed") from None
         except TimeoutError:
             self._silent = True
-            raise EngineDead(f"the desk has not answered within {patience:g} s") from None
+            raise EngineDead(f"the text service has not answered within {patience:g} s") from None
         self._silent = False
         if reply.error:
             raise InvalidRequest(reply.error)
@@ -342,15 +342,21 @@ def _topology(config: tuple[Path, RenderLimits], longest: int) -> Topology:
     record = ring_capacity(8 * longest + (1 << 20))
     nodes = (
         NodeSpec("user", ("server",)),
-        NodeSpec("desk", ("desk",), {"TOKENIZERS_PARALLELISM": "false"}, _HEAVY, nice=_NICE),
+        NodeSpec(
+            "text_service",
+            ("text_service",),
+            {"TOKENIZERS_PARALLELISM": "false"},
+            _HEAVY,
+            nice=_NICE,
+        ),
     )
     actors = (
         ActorSpec("server", f"{__name__}:TextClient", None),
-        ActorSpec("desk", f"{__name__}:TextWorker", config),
+        ActorSpec("text_service", f"{__name__}:TextWorker", config),
     )
     edges = (
-        EdgeSpec("server", ("desk",), record),
-        EdgeSpec("desk", ("server",), record, bound=_OUTSTANDING),
+        EdgeSpec("server", ("text_service",), record),
+        EdgeSpec("text_service", ("server",), record, bound=_OUTSTANDING),
     )
     return Topology(actors, nodes, edges, "user")
 

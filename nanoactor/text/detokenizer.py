@@ -9,7 +9,16 @@ from collections.abc import Mapping
 import numpy as np
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.messages import Chunk, Finish, Int32, Open, Opened, Terminal, TextOptions, Tokens
+from nanoactor.messages import (
+    Finish,
+    Int32,
+    Open,
+    Opened,
+    OutputDelta,
+    Terminal,
+    TextOptions,
+    Tokens,
+)
 from nanoactor.text.decoding import DecoderFactory, IncrementalDecoder
 from nanoactor.text.stops import StopMatcher
 
@@ -164,7 +173,7 @@ class Detokenizer:
 
     # -- towards the frontend -------------------------------------------------------------
 
-    def take_chunk(self, budget: int) -> Chunk | None:
+    def take_delta(self, budget: int) -> OutputDelta | None:
         """What is pending, up to about `budget` bytes; None where nothing is.
 
         A delta that exceeds the budget is split: the terminal travels with its last part.
@@ -199,7 +208,7 @@ class Detokenizer:
         self._forget(told)
         if not (opened or uids or terminals):
             return None
-        return Chunk(
+        return OutputDelta(
             self._step,
             opened=tuple(opened),
             uids=np.array(uids, np.int64),

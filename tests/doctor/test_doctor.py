@@ -764,9 +764,9 @@ def test_json_is_one_object_with_every_finding():
     assert said["ok"] is (done.returncode == 0)
     assert len(said["findings"]) > 8
     for finding in said["findings"]:
-        assert set(finding) == {"name", "state", "what", "mend"}
+        assert set(finding) == {"name", "state", "what", "fix"}
         assert finding["state"] in ("ok", "note", "bad")
-        assert bool(finding["mend"]) is (finding["state"] != "ok")
+        assert bool(finding["fix"]) is (finding["state"] != "ok")
 
 
 def test_what_is_bad_shows_in_the_exit_status(tmp_path):

@@ -139,7 +139,7 @@ def test_without_triton_the_portable_device_is_taken():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "from nanoactor.models.devices.cuda import HAS_TRITON, PortableCUDADevice\n"
-        "assert not HAS_TRITON and not PortableCUDADevice.captures"
+        "assert not HAS_TRITON and not PortableCUDADevice.captures_graphs"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

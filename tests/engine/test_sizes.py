@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from nanoactor import SamplingParams
-from nanoactor.actors.config import CHUNK_BYTES, ActorConfig
+from nanoactor.actors.config import DELTA_BYTES, ActorConfig
 from nanoactor.config import EngineConfig
 from nanoactor.kv.hashing import HASH_BYTES
 from nanoactor.messages import (
     Admissions,
     Admit,
     Credits,
-    Known,
     Match,
     Open,
     Opened,
     Plan,
+    SampledTokens,
     Step,
     StepDone,
     Stop,
@@ -61,7 +61,7 @@ def worst_messages(config, files):
     yield "tokenizer.0", "scheduler", Admit(*admit)
     yield "scheduler", "blocks", Match(0, 0, i32(length), hashes, blocks)
     yield "scheduler", "blocks", Plan(1, rows, rows, rows, flags, rows, rows, rows, admissions)
-    yield "scheduler", "blocks", Known(1, rows, rows, rows, rows)
+    yield "scheduler", "blocks", SampledTokens(1, rows, rows, rows, rows)
     tables = (rows, rows, rows, i32(seqs * blocks))
     stamped = Step(1, rows, rows, rows, flags, i32(step), rows, rows, *tables, admissions)
     yield "blocks", "runners", stamped
@@ -109,7 +109,7 @@ def test_a_chunk_stays_within_its_edge_however_much_is_pending():
     for uid in range(300):
         detokenizer._pending[uid].text.append("\U0001f600" * 100_000)
     seen = 0
-    while (chunk := detokenizer.take_chunk(CHUNK_BYTES)) is not None:
+    while (chunk := detokenizer.take_delta(DELTA_BYTES)) is not None:
         assert encode(chunk).nbytes <= edge.capacity // 2
         seen += len(chunk.opened)
         assert all(isinstance(opened, Opened) for opened in chunk.opened)

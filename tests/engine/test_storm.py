@@ -237,7 +237,7 @@ class Bench:
         self.back = {}
         """The step at which credits and slots, and blocks, were first seen to be all back."""
         after(self.scheduler, "handle", self.see_credits)
-        after(self.manager, "known", self.see_blocks)
+        after(self.manager, "record_tokens", self.see_blocks)
         slow_down(llm._system.actor("runner.0")._executor)
         self.streams = [self.start(STEM, 380)[1], self.start([7], 380)[1]]
 

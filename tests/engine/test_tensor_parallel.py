@@ -137,7 +137,7 @@ def test_an_engine_that_never_starts_leaves_no_socket(checkpoint):
 class Disagreeing:
     """A group in which rank 1 has chosen something else."""
 
-    def gather(self, x):
+    def all_gather(self, x):
         return torch.stack((x, x + 1))
 
 

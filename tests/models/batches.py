@@ -5,8 +5,8 @@ import torch
 
 from nanoactor.models.batch import AttentionBatch, SamplingBatch, SamplingGroups
 from nanoactor.models.columns import columns_of, pack
-from nanoactor.models.lengths import HostLengths
 from nanoactor.models.limits import CANDIDATES
+from nanoactor.models.seq_lens import HostSeqLens
 
 KINDS = ("greedy", "plain", "limited", "unlimited", "nucleus")
 
@@ -34,7 +34,7 @@ def attention_batch(device, tables, prefills, decodes, heads, block_size, places
         prefill_tiles=whole(tiles).view(-1, 2).T.contiguous(),
         decode_slots=whole(list(range(rows, len(tables)))),
         decode_contexts=whole(decodes),
-        lengths=HostLengths([t for t, _ in prefills], [c for _, c in prefills], list(decodes)),
+        lengths=HostSeqLens([t for t, _ in prefills], [c for _, c in prefills], list(decodes)),
     )
     scratch = device.scratch(max(1, len(decodes)), *heads, 10)
     return device.plan(scratch, batch)

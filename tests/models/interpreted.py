@@ -11,7 +11,7 @@ import torch
 from nanoactor.models.device import Memory
 from nanoactor.models.devices.cuda import CUDADevice
 from nanoactor.models.devices.portable import HostEvent
-from nanoactor.models.lengths import NO_LENGTHS
+from nanoactor.models.seq_lens import NO_SEQ_LENS
 
 
 class Rerun:
@@ -19,7 +19,7 @@ class Rerun:
 
     def __init__(self, function):
         self._function = function
-        self._result = function(NO_LENGTHS)
+        self._result = function(NO_SEQ_LENS)
 
     def replay(self, lengths):
         return self._result.copy_(self._function(lengths))

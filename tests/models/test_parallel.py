@@ -127,10 +127,10 @@ def test_a_part_past_the_end_is_padded_with_zeros(tmp_path):
     make_checkpoint(tmp_path)
     name = "model.embed_tokens.weight"
     with Weights(tmp_path, torch.float32, torch.device("cpu")) as weights:
-        whole = weights.take(name, 211, 64)
-        part = weights.take(name, 211, 64, rows=Span(200, 220))
-        beyond = weights.take(name, 211, 64, rows=Span(300, 303))
-        columns = weights.take(name, 211, 64, columns=Span(10, 20))
+        whole = weights.load(name, 211, 64)
+        part = weights.load(name, 211, 64, rows=Span(200, 220))
+        beyond = weights.load(name, 211, 64, rows=Span(300, 303))
+        columns = weights.load(name, 211, 64, columns=Span(10, 20))
     assert torch.equal(part[:11], whole[200:])
     assert not part[11:].any()
     assert beyond.shape == (3, 64)
@@ -147,14 +147,14 @@ class Threads:
         self.barrier = threading.Barrier(size, timeout=10)
 
     def rank(self, rank):
-        def gather(x):
+        def all_gather(x):
             self.parts[rank] = x
             self.barrier.wait()
             gathered = torch.stack(self.parts)
             self.barrier.wait()
             return gathered
 
-        return SimpleNamespace(rank=rank, size=self.size, gather=gather)
+        return SimpleNamespace(rank=rank, size=self.size, all_gather=all_gather)
 
     def run(self, work):
         results = [None] * self.size

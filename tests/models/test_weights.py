@@ -68,7 +68,7 @@ def test_every_layout_gives_the_tensors_that_were_saved(originals, single, shard
         (directory / INDEX).unlink()
     expected = originals[2].state_dict()
     with Weights(directory, torch.float32, CPU) as weights:
-        taken = {name: weights.take(name, *tensor.shape) for name, tensor in expected.items()}
+        taken = {name: weights.load(name, *tensor.shape) for name, tensor in expected.items()}
         assert "model.layers.9.mlp.up_proj.weight" not in weights
         assert all(name in weights for name in expected)
     # They stay valid after the files are closed.
@@ -144,7 +144,7 @@ def test_a_wrong_number_of_dimensions_is_a_wrong_shape(single):
     with Weights(single, torch.float32, CPU) as weights:
         for shape in [(64,), (96,), (96, 64, 1), (64, 96), ()]:
             with pytest.raises(WeightsError, match=GATE):
-                weights.take(GATE, *shape)
+                weights.load(GATE, *shape)
 
 
 def test_an_index_that_lists_a_weight_its_file_lacks_is_named(sharded):

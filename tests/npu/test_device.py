@@ -17,11 +17,11 @@ from nanoactor.models.devices.npu_attention import Plan
 from nanoactor.models.devices.npu_graphs import NativeCapture
 from nanoactor.models.devices.npu_runtime import RecordedGraph, load_torch_npu
 from nanoactor.models.errors import UnsupportedModel
-from nanoactor.models.lengths import NO_LENGTHS, HostLengths
 from nanoactor.models.options import DeviceOptions
+from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 from nanoactor.runner.warmup import longest_lengths
 
-LENGTHS = HostLengths([], [], [7, 1])
+LENGTHS = HostSeqLens([], [], [7, 1])
 
 
 class Event:
@@ -171,10 +171,10 @@ def test_captures_are_for_the_longest_that_fits(rows, blocks, most, expected):
 
 
 def test_padded_rows_have_one_position():
-    lengths = HostLengths([5], [9], [7, 300])
-    assert lengths.padded(4) == HostLengths([5], [9], [7, 300, 1, 1])
+    lengths = HostSeqLens([5], [9], [7, 300])
+    assert lengths.padded(4) == HostSeqLens([5], [9], [7, 300, 1, 1])
     assert lengths.padded(2) is lengths
-    assert NO_LENGTHS.padded(64) is NO_LENGTHS
+    assert NO_SEQ_LENS.padded(64) is NO_SEQ_LENS
 
 
 class Network:

@@ -19,10 +19,10 @@ from nanoactor.messages import (
     Abort,
     Admit,
     Free,
-    Known,
     Match,
     Plan,
     Reject,
+    SampledTokens,
     Step,
     StepDone,
     StepWanted,
@@ -145,7 +145,7 @@ class Simulation:
         self.expected = {}
         self.uid = 0
         self.stop_after = {}
-        self.decode_set = set()
+        self.decode_batch = set()
         self.in_flight = {}
         """By step that is planned and not done: the slots whose rows it has."""
 
@@ -220,9 +220,9 @@ class Simulation:
     def watch_slots(self, message):
         """No slot goes to another sequence while a step in flight has a row for it."""
         if isinstance(message, Plan):
-            self.decode_set -= set(message.leaves.tolist())
-            self.decode_set |= set(message.joins.tolist())
-            self.in_flight[message.step] = self.decode_set | set(message.slots.tolist())
+            self.decode_batch -= set(message.leaves.tolist())
+            self.decode_batch |= set(message.joins.tolist())
+            self.in_flight[message.step] = self.decode_batch | set(message.slots.tolist())
         elif isinstance(message, Match):
             assert not any(message.slot in slots for slots in self.in_flight.values())
 
@@ -235,8 +235,8 @@ class Simulation:
                 used = len(step.token_ids) + int(self.manager._decoding.sum())
                 assert 0 < used <= self.config.max_num_batched_tokens
                 self.edges["to_r"].append(step)
-            case Known():
-                self.manager.known(message)
+            case SampledTokens():
+                self.manager.record_tokens(message)
             case Free():
                 self.manager.free(message)
         self.manager.check()

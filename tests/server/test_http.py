@@ -435,7 +435,7 @@ def test_every_route_of_the_document_answers(fast_server):
     assert {"messages", "temperature", "tools", "n"} <= set(properties)
 
 
-def test_clients_of_the_desk_may_go_away(fast_server):
+def test_clients_of_the_text_service_may_go_away(fast_server):
     async def leave():
         _, writer = await asyncio.open_connection("127.0.0.1", fast_server.port)
         writer.write(posted("/tokenize", json.dumps({"prompt": "to be " * 5000}).encode()))

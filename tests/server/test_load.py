@@ -233,7 +233,7 @@ def test_the_server_stays_light():
             assert ("tokenizers" in maps) == (comm(pid) in READ_TEXT), comm(pid)
 
 
-READ_TEXT = ("na:tokenizer.0", "na:detokenizer", "na:desk")
+READ_TEXT = ("na:tokenizer.0", "na:detokenizer", "na:text_service")
 
 
 # -- slow readers -------------------------------------------------------------------------
@@ -521,34 +521,34 @@ def test_an_engine_that_dies_while_streams_end_makes_the_exit_status():
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 
 
-def test_the_desk_may_die_and_comes_back_while_generation_goes_on():
+def test_the_text_service_may_die_and_comes_back_while_generation_goes_on():
     with served(*SIMULATED) as server:
-        (pid,) = [p for p in server.family if comm(p) == "na:desk"]
+        (pid,) = [p for p in server.family if comm(p) == "na:text_service"]
         os.kill(pid, signal.SIGKILL)
         answer = until(
             lambda: (a := server.post("/tokenize", {"prompt": "a"})).status_code == 503 and a
         )
-        assert "desk" in answer.json()["error"]["message"]
-        assert server.get("/health").json()["desk"] == "dead"
+        assert "text service" in answer.json()["error"]["message"]
+        assert server.get("/health").json()["text_service"] == "dead"
         assert server.post(PATH, {"model": "demo", "prompt": "a"}).status_code == 200
         assert server.post("/v1/chat/completions", CHAT).status_code == 200
         until(lambda: server.post("/tokenize", {"prompt": "a"}).status_code == 200)
-        assert server.get("/health").json()["desk"] == "ok"
+        assert server.get("/health").json()["text_service"] == "ok"
 
 
-def test_a_desk_that_hangs_holds_up_no_conversation(tmp_path):
+def test_a_text_service_that_hangs_holds_up_no_conversation(tmp_path):
     model = str(directory(tmp_path))
     with served(*SIMULATED, "--served-model-name", "demo", model=model) as server:
-        with stopped(server, "na:desk"):
+        with stopped(server, "na:text_service"):
             assert server.post("/v1/chat/completions", CHAT).status_code == 200
             assert not [line for line in server.lines if "meanwhile" in line]
             other = {**CHAT, "chat_template_kwargs": {"enable_thinking": False}}
             assert server.post("/v1/chat/completions", other).status_code == 200
-            assert server.get("/health").json()["desk"] == "silent"
+            assert server.get("/health").json()["text_service"] == "silent"
             until(lambda: any("meanwhile" in line for line in server.lines))
             assert len([line for line in server.lines if "meanwhile" in line]) == 1
         assert server.post("/tokenize", {"prompt": "a"}).status_code == 200
-        assert server.get("/health").json()["desk"] == "ok"
+        assert server.get("/health").json()["text_service"] == "ok"
 
 
 def test_a_body_that_arrives_after_the_signal_is_refused():

@@ -53,8 +53,8 @@ def test_a_text_service_is_started_again_as_often_as_it_takes_and_only_once(mode
         asked = asyncio.ensure_future(service.encode("to be " * 1000, True))
         await asyncio.sleep(0)
         (model / "tokenizer.json").rename(model / "away.json")
-        os.kill(service._system.pids["desk"], signal.SIGKILL)
-        with pytest.raises(EngineDead, match="desk"):
+        os.kill(service._system.pids["text_service"], signal.SIGKILL)
+        with pytest.raises(EngineDead, match="text service"):
             await asked
         await until(lambda: service.state == "dead")
         await asyncio.sleep(2)  # several starts fail

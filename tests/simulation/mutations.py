@@ -191,7 +191,7 @@ MUTATIONS = [
         "if len(self._in_flight) > depth:",
     ),
     Mutation(
-        "a slot that leaves the decode set stays in it",
+        "a slot that leaves the decode batch stays in it",
         PLAN_BUILDER,
         "return changed[joins], changed[~joins]",
         "return changed[joins], changed[~joins][1:]",
@@ -301,19 +301,19 @@ MUTATIONS = [
         "firsts[step.samples].astype(np.int32)",
     ),
     Mutation(
-        "a steady decode set stays one step too long",
+        "a steady decode batch stays one step too long",
         TABLE,
         "self._steady = int((ends - scheduled).min())",
         "self._steady = int((ends - scheduled).min()) + 1",
     ),
     Mutation(
-        "a decode set stays the same although one of it has left",
+        "a decode batch stays the same although one of it has left",
         TABLE,
         "        self._steady = 0\n        self.held[slot]",
         "        self.held[slot]",
     ),
     Mutation(
-        "a decode set stays the same although a prompt is through",
+        "a decode batch stays the same although a prompt is through",
         TABLE,
         "        self._steady = 0\n        self._scheduled[slot] += count",
         "        self._scheduled[slot] += count",

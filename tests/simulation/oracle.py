@@ -10,12 +10,12 @@ import numpy as np
 
 from nanoactor.messages import (
     Abort,
-    Chunk,
     Credits,
     Free,
-    Known,
     Match,
+    OutputDelta,
     Plan,
+    SampledTokens,
     Step,
     StepDone,
     StepWanted,
@@ -402,10 +402,10 @@ class Oracle:
                     self._unanswered.popleft()
                 for uid, hit in zip(message.uids.tolist(), message.hits.tolist(), strict=True):
                     self._first_hit.setdefault(uid, hit)
-            case Chunk():
-                self._check_chunk(message)
+            case OutputDelta():
+                self._check_delta(message)
 
-    def _check_chunk(self, chunk: Chunk) -> None:
+    def _check_delta(self, chunk: OutputDelta) -> None:
         for opened in chunk.opened:
             prompt = self._scenario.asks[self.positions[opened.uid]].prompt
             assert opened.uid not in self._opened
@@ -424,7 +424,7 @@ class Oracle:
         if target not in ("scheduler", "blocks"):
             return
         self._check_credits()
-        if isinstance(message, Known):
+        if isinstance(message, SampledTokens):
             self._check_available()
         if target == "scheduler":
             if not self.scheduler._held_back:

@@ -51,7 +51,7 @@ class ResidentState:
     does what it can, and for one without; they must tell the device the same."""
 
     def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
-        fused = BatchTraits(_TOKENS_PER_PROGRAM, takes_lengths=True, fused_sampling="all")
+        fused = BatchTraits(_TOKENS_PER_PROGRAM, needs_host_seq_lens=True, fused_sampling="all")
         plain = BatchTraits(fused_sampling="none", fallback_at_once=2)
         self._fused = HostBatch(max_num_seqs, max_blocks, fused)
         self._plain = HostBatch(max_num_seqs, max_blocks, plain)

@@ -8,10 +8,10 @@ from typing import Any
 from nanoactor.messages import (
     Abort,
     Admit,
-    Chunk,
     Credits,
     Free,
     Match,
+    OutputDelta,
     Reject,
     Step,
     StepDone,
@@ -83,7 +83,7 @@ class Stories:
             case Stop():
                 for uid in message.uids.tolist():
                     self._add(uid, "a stop string is found")
-            case Chunk():
+            case OutputDelta():
                 for terminal in message.terminals:
                     self._add(terminal.uid, f"terminal: {terminal.reason} {terminal.error}")
 

@@ -208,7 +208,7 @@ class World:
         ready = {name: actor.setup() for name, actor in self.actors.items()}
         detokenizer: Any = self.actors["detokenizer"]
         detokenizer._detokenizer = Detokenizer(LetterDecoders())  # type: ignore[arg-type]
-        detokenizer._chunk_bytes = self.scenario.chunk_bytes
+        detokenizer._delta_bytes = self.scenario.chunk_bytes
         self.edges: dict[tuple[str, str], Edge] = {}
         for spec in specs:
             between = {spec.source, *spec.targets}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.messages import Chunk, Finish, Open, TextOptions, Tokens
+from nanoactor.messages import Finish, Open, OutputDelta, TextOptions, Tokens
 from nanoactor.text.decoding import DecoderFactory, byte_alphabet
 from nanoactor.text.detokenizer import Detokenizer
 from tests.text.tokenizers_for_tests import EVERY, SPECIALS, TEXTS, byte_level, single_bytes
@@ -62,7 +62,7 @@ class Driver:
 
     def read(self, budget=ALL):
         """One chunk, taken in as the frontend would; None where there is none."""
-        chunk = self.logic.take_chunk(budget)
+        chunk = self.logic.take_delta(budget)
         if chunk is None:
             return None
         assert chunk.uids.dtype == np.int64
@@ -269,7 +269,7 @@ def test_one_merged_entry_for_each_request_however_many_tokens_came():
         driver.step({0: letters[0], 1: letters[1]})
     assert driver.logic.pending == 2
     chunk = driver.step({}, finish(0), finish(1)).read()
-    assert isinstance(chunk, Chunk)
+    assert isinstance(chunk, OutputDelta)
     assert chunk.uids.tolist() == [0, 1]
     assert chunk.texts == ["a" * 100, "b" * 100]
     assert chunk.counts.tolist() == [100, 100]

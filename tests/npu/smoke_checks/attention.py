@@ -11,8 +11,8 @@ import torch
 
 from nanoactor.models.batch import KVCache
 from nanoactor.models.devices.npu_attention import MASK_SIZE, make_attention
-from nanoactor.models.lengths import HostLengths
 from nanoactor.models.options import ATTENTION_LAYOUTS
+from nanoactor.models.seq_lens import HostSeqLens
 from tests.npu.reference.registry import KERNELS
 from tests.npu.smoke_checks.frame import (
     BLOCK,
@@ -42,10 +42,10 @@ class Case:
     """Whether the pool has as many blocks as the rows would have if they shared none."""
 
     @property
-    def lengths(self) -> HostLengths:
+    def lengths(self) -> HostSeqLens:
         """As a step's plan takes them."""
         tokens, contexts = ([row[n] for row in self.prefills] for n in (0, 1))
-        return HostLengths(tokens, contexts, [*self.decodes])
+        return HostSeqLens(tokens, contexts, [*self.decodes])
 
     @property
     def contexts(self) -> list[int]:

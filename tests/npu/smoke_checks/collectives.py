@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from nanoactor.models.collective import Ranks
+from nanoactor.models.collective import RankGroup
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.npu import NPUDevice
 from nanoactor.models.options import DeviceOptions
@@ -73,13 +73,15 @@ def _add(rank: int, port: int, listener: int) -> None:
     with device.stream():
         inherited = listener if rank == 0 else None
         where = device.torch_device
-        group = Ranks(rank, RANKS, device.collective_backend, port, inherited, where)
+        group = RankGroup(rank, RANKS, device.collective_backend, port, inherited, where)
         for dtype in (device.default_dtype, torch.float32):
             for size in SIZES:
                 parts = [part(number, size, dtype) for number in range(RANKS)]
-                _compare("sum", group.sum(parts[rank].to(where, copy=True)), parts[0] + parts[1])
-                _compare("gather", group.gather(parts[rank].to(where)), torch.stack(parts))
-        if (least := group.least(rank + 5)) != 5:
+                _compare(
+                    "sum", group.all_reduce(parts[rank].to(where, copy=True)), parts[0] + parts[1]
+                )
+                _compare("gather", group.all_gather(parts[rank].to(where)), torch.stack(parts))
+        if (least := group.all_reduce_min(rank + 5)) != 5:
             raise Failed(f"the least of 5 and 6 is {least}")
         device.synchronize()
 

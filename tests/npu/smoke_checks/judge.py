@@ -13,7 +13,7 @@ from nanoactor.models.config import read_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.device import Device
 from nanoactor.models.devices.cpu import CPUDevice
-from nanoactor.models.lengths import HostLengths
+from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.models.weights import Weights
 from tests.npu.smoke_checks.frame import BLOCK, Failed, Rig
 
@@ -74,7 +74,7 @@ class Model:
                 prefill_tiles=rows[:2],
                 decode_slots=none,
                 decode_contexts=none,
-                lengths=HostLengths([count], [count], []),
+                lengths=HostSeqLens([count], [count], []),
             )
             batch = self._device.plan(None, batch)
             ids = torch.tensor(tokens, device=where)

@@ -21,8 +21,8 @@ from nanoactor.models.config import parse_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import npu_sampling
 from nanoactor.models.devices.npu import NPUDevice
-from nanoactor.models.lengths import HostLengths
 from nanoactor.models.options import DeviceOptions
+from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.models.weights import RandomWeights
 from tests.npu.wheel.contract import RULES, ContractBroken, ContractChecker, check
 from tests.npu.wheel.soft_device import AscendRuntime
@@ -86,7 +86,7 @@ class Traced:
         if first:
             of_tokens = self.whole(first)
             self.device.locate(tables, of_tokens, of_tokens, buffers.slot_mapping[:first])
-        lengths = HostLengths([n for n, _ in prompts], [c for _, c in prompts], decodes)
+        lengths = HostSeqLens([n for n, _ in prompts], [c for _, c in prompts], decodes)
         batch = AttentionBatch(
             buffers.slot_mapping,
             tables.blocks,

@@ -7,7 +7,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HostLengths:
+class HostSeqLens:
     """A step's rows in their order: prefill rows, then decode rows."""
 
     prefill_tokens: list[int]
@@ -17,14 +17,14 @@ class HostLengths:
     decode_contexts: list[int]
     """How long each row's sequence is, its new token included."""
 
-    def padded(self, rows: int) -> HostLengths:
+    def padded(self, rows: int) -> HostSeqLens:
         """With so many decode rows; those of the dummy have a context of one position."""
         missing = rows - len(self.decode_contexts)
-        if not missing or self is NO_LENGTHS:
+        if not missing or self is NO_SEQ_LENS:
             return self
         contexts = self.decode_contexts + [1] * missing
-        return HostLengths(self.prefill_tokens, self.prefill_contexts, contexts)
+        return HostSeqLens(self.prefill_tokens, self.prefill_contexts, contexts)
 
 
-NO_LENGTHS = HostLengths([], [], [])
+NO_SEQ_LENS = HostSeqLens([], [], [])
 """Where the device does not ask."""
