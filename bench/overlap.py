@@ -170,19 +170,20 @@ class InProcessLoop:
     """Schedule, run, postprocess, in turn; the engine's own logic without its actors."""
 
     def __init__(self, directory: Path, sequences: int, milliseconds: float) -> None:
+        from nanoactor.actors.config import ActorConfig
         from nanoactor.kv.manager import BlockManager
         from nanoactor.model_files import read_model_files
+        from nanoactor.runner.config import RankConfig
         from nanoactor.runner.simulated import SimulatedExecutor
         from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
         from nanoactor.text.decoding import DecoderFactory
         from nanoactor.text.detokenizer import Detokenizer
         from nanoactor.text.tokenizer import load_tokenizer
-        from nanoactor.topology import executor_config
 
         options = options_of(sequences, milliseconds, Mode("", depth=1))
         config = EngineConfig(str(directory), **options)
         files = read_model_files(config)
-        self.executor = SimulatedExecutor(executor_config(config, files))
+        self.executor = SimulatedExecutor(RankConfig(ActorConfig(config, files, b"overlap")))
         blocks, size, length = self.executor.num_blocks, 16, files.max_model_len
         self.scheduler = Scheduler(
             SchedulerConfig(blocks, size, sequences, config.max_num_batched_tokens, length, depth=1)

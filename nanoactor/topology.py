@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 
 from nanoactor.actors.config import DELTA_BYTES, ActorConfig
-from nanoactor.actors.runner import RunnerConfig
 from nanoactor.config import EngineConfig
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.params import MAX_STOP_IDS
 from nanoactor.rendezvous import Rendezvous
-from nanoactor.runner.config import SIMULATED, ExecutorConfig
+from nanoactor.runner.config import SIMULATED, RankConfig
 from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 
@@ -24,11 +23,6 @@ _DETOKENIZER_NICE = 10
 # Gloo's and NCCL's stay on this host unless the environment names another interface.
 _LOOPBACK = "lo"
 _SMALLEST_DEFAULT_BLOCK = 16
-
-
-def cores() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def engine_topology(config: ActorConfig, rendezvous: Rendezvous | None = None) -> Topology:
@@ -49,12 +43,7 @@ def engine_topology(config: ActorConfig, rendezvous: Rendezvous | None = None) -
 def _actors(
     config: ActorConfig, tokenizers: list[str], rendezvous: Rendezvous | None
 ) -> tuple[ActorSpec, ...]:
-    engine = config.engine
-    asks = engine.plan_lead == "late"
-    runners = [
-        RunnerConfig(executor_config(engine, config.files, rank, rendezvous), asks and rank == 0)
-        for rank in range(engine.tensor_parallel_size)
-    ]
+    ranks = [_rank_config(config, r, rendezvous) for r in range(config.engine.tensor_parallel_size)]
     home = "nanoactor.actors"
     return (
         ActorSpec("frontend", f"{home}.frontend:FrontendActor", config),
@@ -62,39 +51,17 @@ def _actors(
         ActorSpec("scheduler", f"{home}.scheduler:SchedulerActor", config),
         ActorSpec("blocks", f"{home}.blocks:BlockManagerActor", config),
         *(
-            ActorSpec(f"runner.{rank}", f"{home}.runner:RunnerActor", runner)
-            for rank, runner in enumerate(runners)
+            ActorSpec(f"runner.{rank}", f"{home}.runner:RunnerActor", config_of_rank)
+            for rank, config_of_rank in enumerate(ranks)
         ),
         ActorSpec("detokenizer", f"{home}.detokenizer:DetokenizerActor", config),
     )
 
 
-def executor_config(
-    config: EngineConfig, files: ModelFiles, rank: int = 0, rendezvous: Rendezvous | None = None
-) -> ExecutorConfig:
-    """What a rank's executor is told."""
-    return ExecutorConfig(
-        directory=files.directory,
-        device=config.device,
-        dtype=config.dtype,
-        threads=config.threads or max(1, cores() // config.tensor_parallel_size),
-        max_model_len=files.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=config.block_size,
-        num_kv_blocks=config.num_kv_blocks,
-        memory_utilization=config.memory_utilization,
-        rank=rank,
-        ranks=config.tensor_parallel_size,
-        meeting_port=rendezvous.port if rendezvous else 0,
-        meeting_socket=rendezvous.descriptor if rendezvous and rank == 0 else None,
-        depth=config.pipeline_depth,
-        enforce_eager=config.enforce_eager or config.graph_mode == "eager",
-        load_format=config.load_format,
-        debug=config.debug,
-        options=config.device_options,
-        check_weights=config.check_weights,
-    )
+def _rank_config(config: ActorConfig, rank: int, rendezvous: Rendezvous | None) -> RankConfig:
+    if rendezvous is None:
+        return RankConfig(config, rank)
+    return RankConfig(config, rank, rendezvous.port, rendezvous.descriptor if rank == 0 else None)
 
 
 def _nodes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import threading
 import time
@@ -15,7 +14,7 @@ import numpy as np
 
 from nanoactor.actors.config import RunnerReady
 from nanoactor.messages import Step, StepDone, StepWanted
-from nanoactor.runner.config import ExecutorConfig
+from nanoactor.runner.config import RankConfig
 from nanoactor.runner.deadline import StepDeadline
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 
@@ -33,19 +32,13 @@ _NOT_FINITE = (
 _LEAD_MARGIN = 0.0005
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunnerConfig:
-    """The device's side, and whether the scheduler waits to be asked for steps."""
-
-    executor: ExecutorConfig
-    asks: bool
-
-
 class RunnerActor(Actor):
     """One rank. Rank 0 alone reports what it sampled."""
 
-    def __init__(self, config: RunnerConfig) -> None:
+    def __init__(self, config: RankConfig) -> None:
         self._config = config
+        # Whether the scheduler waits to be asked for steps.
+        self._asks = config.rank == 0 and config.engine.plan_lead == "late"
         self._prepared: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[tuple[int, Launched] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -67,7 +60,7 @@ class RunnerActor(Actor):
 
     def setup(self) -> RunnerReady:
         """Load the model; what the cache's size became is for everyone to know."""
-        self._executor = self._open_on_thread(self._config.executor)
+        self._executor = self._open_on_thread()
         for tokens, seconds in self._executor.warmed_up:
             self._deadline.note(tokens, seconds)
         return RunnerReady(
@@ -77,7 +70,7 @@ class RunnerActor(Actor):
             device=self._executor.device_name,
         )
 
-    def _open_on_thread(self, config: ExecutorConfig) -> Executor:
+    def _open_on_thread(self) -> Executor:
         """Start the device's thread: the model is loaded on it, and steps are launched from it.
 
         OpenMP keeps a pool for each thread that computes. With a second one, from loading, there
@@ -90,7 +83,7 @@ class RunnerActor(Actor):
 
         def work() -> None:
             try:
-                executor = open_executor(config)
+                executor = open_executor(self._config)
             except BaseException as error:
                 opened.set_exception(error)
                 return
@@ -162,7 +155,7 @@ class RunnerActor(Actor):
                 return
 
     def _announce(self, step: int) -> None:
-        if self._config.asks:
+        if self._asks:
             self.context.call_soon(self._begun, step)
 
     def _report_done(self, step: int, launched: Launched) -> bool:
@@ -201,7 +194,7 @@ class RunnerActor(Actor):
         seconds = (computed.end - computed.begin) * 1e-9
         self._step_seconds += 0.2 * (seconds - self._step_seconds)
         self._deadline.note(tokens, seconds)
-        if self._config.executor.rank == 0:  # the others have chosen the same
+        if self._config.rank == 0:  # the others have chosen the same
             failed = np.flatnonzero(computed.token_ids < 0).astype(np.int32)
             errors = [_NOT_FINITE] * len(failed)
             done = StepDone(step, computed.token_ids, seconds, failed, errors)

@@ -32,7 +32,7 @@ from nanoactor.models.device import Device, TimedEvent
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.runner.batch import FALLBACK_AT_ONCE, BatchTraits, HostBatch, Prefill, Update
 from nanoactor.runner.clock import DeviceClock
-from nanoactor.runner.config import ExecutorConfig
+from nanoactor.runner.config import RankConfig
 from nanoactor.runner.graphs import PREFILL_ROWS, CapturedSteps, MixedSizes, decode_sizes
 from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.protocol import Computed
@@ -79,16 +79,18 @@ class _Launched:
 class DeviceExecutor:
     """One rank on one device."""
 
-    def __init__(self, config: ExecutorConfig, device: Device) -> None:
+    def __init__(self, config: RankConfig, device: Device) -> None:
         """Load the weights, size and allocate the cache, capture the decode steps.
 
         Raises `ModelError` where the model's files are wrong or memory does not suffice.
         """
-        self._config, self._device = config, device
+        engine = config.engine
+        self._config, self._device = engine, device
+        self._longest = config.files.max_model_len
         self.device_name, self.asynchronous = device.name, device.asynchronous
         # Ranks decide together, outside of any kernel.
-        self._fused = device.fused_sampling if config.ranks == 1 else "none"
-        self._uses_graphs = device.captures_graphs and not config.enforce_eager
+        self._fused = device.fused_sampling if engine.tensor_parallel_size == 1 else "none"
+        self._uses_graphs = device.captures_graphs and engine.device_options.graph_mode != "eager"
         self.uncaptured = 0
         with device.stream():
             self._model = LoadedModel(config, device)
@@ -96,9 +98,9 @@ class DeviceExecutor:
             self._free_buffers: deque[_InFlight] = deque()
             self._last: _InFlight | None = None
             """The clock counts from their end; they are used again after the next step."""
-            self._sizes = decode_sizes(config.max_num_seqs)
-            self._mixed_sizes = MixedSizes.of(config.max_num_batched_tokens, config.max_num_seqs)
-            self._captured = CapturedSteps(device, self._model.group, config.depth)
+            self._sizes = decode_sizes(engine.max_num_seqs)
+            self._mixed_sizes = MixedSizes.of(engine.max_num_batched_tokens, engine.max_num_seqs)
+            self._captured = CapturedSteps(device, self._model.group, engine.pipeline_depth)
             self._clock = self._make_clock()
             used, peak = self._warm_up()
             self.num_blocks = self._model.size_cache(used, peak)
@@ -123,7 +125,7 @@ class DeviceExecutor:
     def _make_state(self, blocks: int) -> None:
         """Tables, buffers and a cache of so many blocks, and more that padded rows write to."""
         config, model, device = self._config, self._model, self._device
-        most = -(-config.max_model_len // self.block_size)
+        most = -(-self._longest // self.block_size)
         heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
         self._traits = BatchTraits(
             device.tokens_per_program(heads, kv_heads),
@@ -168,7 +170,7 @@ class DeviceExecutor:
         self._scratch = device.scratch(
             rows + PREFILL_ROWS, heads, kv_heads, model.head_dim, model.vocab_size
         )
-        self._staging = Staging(device, config.depth + 2)
+        self._staging = Staging(device, config.pipeline_depth + 2)
 
     # -- memory ---------------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class DeviceExecutor:
         device.synchronize()
         free = device.memory().free
         used = max(0, self._model.free - free)
-        longest = config.max_model_len - 1
+        longest = self._longest - 1
         rows = min(-(-config.max_num_batched_tokens // longest), config.max_num_seqs)
         most = min(config.max_num_batched_tokens, rows * longest)
         tokens, decoding = most, config.max_num_seqs
@@ -215,7 +217,7 @@ class DeviceExecutor:
     def _count_captures(self) -> int:
         mixed = self._mixed_sizes if self._device.captures_prompts else MixedSizes((), ())
         # Lengths that the host writes into a graph: one graph for each step under way.
-        in_flight = self._config.depth if self._device.needs_host_seq_lens else 1
+        in_flight = self._config.pipeline_depth if self._device.needs_host_seq_lens else 1
         return in_flight * len(self._sizes) + len(mixed.tokens) * len(mixed.rows)
 
     def _run_once(self, step: Step) -> None:
@@ -252,15 +254,13 @@ class DeviceExecutor:
     def _mixed_captures(self) -> Iterator[Callable[[], None]]:
         dummy, each = self._batch.layout.dummy, self._traits.tokens_per_program
         for tokens in self._mixed_sizes.tokens[::-1]:
-            in_flight = self._config.depth + 2
+            in_flight = self._config.pipeline_depth + 2
             self._fixed[tokens] = FixedPrefill(self._device, tokens, each, dummy, in_flight)
             for rows in self._mixed_sizes.rows[::-1]:
                 yield functools.partial(self._capture_mixed, tokens, rows)
 
     def _capture_decode(self, rows: int) -> None:
-        longest = longest_lengths(
-            rows, self.num_blocks, self.block_size, self._config.max_model_len
-        )
+        longest = longest_lengths(rows, self.num_blocks, self.block_size, self._longest)
         self._captured.add_decode(rows, functools.partial(self._decode, rows), longest)
 
     def _capture_mixed(self, tokens: int, rows: int) -> None:
@@ -434,7 +434,7 @@ class DeviceExecutor:
             index = torch.where(index < ended, index, index + (padded - ended))
         logits = self._model.network.logits(hidden.index_select(0, index))
         chosen = self._model.sample(logits, SamplingBatch.of(self._tables, slots, groups))
-        if self._config.debug and self._config.ranks > 1:
+        if self._config.debug and self._config.tensor_parallel_size > 1:
             self._model.check_agreement(step, chosen)
         self._chosen[index] = chosen.int()
         self._tables.last_tokens[slots] = chosen.int().clamp_min(0)

@@ -3,51 +3,57 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 
 import torch
 
 from nanoactor.models.batch import KVCache, SamplingBatch
 from nanoactor.models.collective import Group, RankGroup, SingleRank
-from nanoactor.models.config import ModelConfig, read_config
+from nanoactor.models.config import ModelConfig
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.device import Device
 from nanoactor.models.errors import RanksDisagree
 from nanoactor.models.sharded_sampling import ShardedSampler
 from nanoactor.models.weights import RandomWeights, Weights
-from nanoactor.runner.config import ExecutorConfig, check_cache
+from nanoactor.runner.config import RankConfig, check_cache
 
 log = logging.getLogger("nanoactor.runner")
 
 _MIB = 1 << 20
 
 
+def _share_of_cores(ranks: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
 class LoadedModel:
     """One rank's model."""
 
-    def __init__(self, config: ExecutorConfig, device: Device) -> None:
+    def __init__(self, config: RankConfig, device: Device) -> None:
         """Load the weights. Raises `ModelError` where the model's files are wrong."""
         self._config = config
         self.device = device
-        device.prepare_thread(config.threads)
-        self.config: ModelConfig = read_config(config.directory)
+        engine, files = config.engine, config.files
+        device.prepare_thread(engine.threads or _share_of_cores(engine.tensor_parallel_size))
+        self.config: ModelConfig = files.config
         self.dtype = self._choose_dtype()
         self.dtype_name = str(self.dtype).removeprefix("torch.")
-        self.block_size = config.block_size or device.default_block_size
+        self.block_size = engine.block_size or device.default_block_size
         device.check(self.dtype, self.block_size, self.config.head_dim)
         begin = time.monotonic()
         self.free = device.memory().free
         """Bytes, before anything was loaded."""
         self.group = self._meet()
         with torch.inference_mode(), self._open_weights() as weights:
-            self.network = Decoder(self.config, weights, device, config.max_model_len, self.group)
+            self.network = Decoder(self.config, weights, device, files.max_model_len, self.group)
             if config.rank == 0:
                 # Some tied checkpoints store the head nevertheless.
                 weights.warn_of_unused(("lm_head.weight",) if self.config.tie_embeddings else ())
-        self._sample = device.sample if config.ranks == 1 else self._sharded_sampler()
+        self._sample = device.sample if self.group.size == 1 else self._sharded_sampler()
         device.synchronize()
         seconds = time.monotonic() - begin
-        log.info("loaded %s as %s in %.1f s", config.directory, self.dtype, seconds)
+        log.info("loaded %s as %s in %.1f s", files.directory, self.dtype, seconds)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Ids, int64 (rows,), from this rank's logits."""
@@ -55,24 +61,25 @@ class LoadedModel:
 
     def _meet(self) -> Group:
         config = self._config
-        if config.ranks == 1:
+        size = config.engine.tensor_parallel_size
+        if size == 1:
             return SingleRank()
-        backend, listener = self.device.collective_backend, config.meeting_socket
-        where = self.device.torch_device
-        return RankGroup(config.rank, config.ranks, backend, config.meeting_port, listener, where)
+        port, listener = config.rendezvous_port, config.rendezvous_socket
+        backend, where = self.device.collective_backend, self.device.torch_device
+        return RankGroup(config.rank, size, backend, port, listener, where)
 
     def _sharded_sampler(self) -> ShardedSampler:
         vocabulary = self.network.shard.vocabulary
         return ShardedSampler(self.group, vocabulary.start, self.config.vocab_size)
 
     def _open_weights(self) -> Weights:
-        config = self._config
-        kind = RandomWeights if config.load_format == "dummy" else Weights
-        return kind(config.directory, self.dtype, self.device.torch_device, config.check_weights)
+        engine, directory = self._config.engine, self._config.files.directory
+        kind = RandomWeights if engine.load_format == "dummy" else Weights
+        return kind(directory, self.dtype, self.device.torch_device, engine.check_weights)
 
     def _choose_dtype(self) -> torch.dtype:
-        if self._config.dtype != "auto":
-            return getattr(torch, self._config.dtype)  # type: ignore[no-any-return]
+        if self._config.engine.dtype != "auto":
+            return getattr(torch, self._config.engine.dtype)  # type: ignore[no-any-return]
         stored: torch.dtype = getattr(torch, self.config.dtype)
         if self.device.supports(stored):
             return stored
@@ -94,14 +101,14 @@ class LoadedModel:
         `used` are the weights' bytes, `peak` what steps take beside them. Raises
         `NotEnoughMemory`, with the arithmetic, where one sequence would not fit.
         """
-        config = self._config
-        needed = -(-config.max_model_len // self.block_size)
+        config, files = self._config.engine, self._config.files
+        needed = -(-files.max_model_len // self.block_size)
         if config.num_kv_blocks is not None:
             blocks, arithmetic = config.num_kv_blocks, "num_kv_blocks"
         else:
             share = config.memory_utilization or self.device.default_memory_utilization
             if self.device.shared_memory:  # and so are the figures of what is free and used
-                share, used = share / config.ranks, used // config.ranks
+                share, used = share / self.group.size, used // self.group.size
             left = int(self.free * share) - used - peak
             blocks = min(left // self.block_bytes(), config.max_num_seqs * needed)
             arithmetic = (
@@ -109,7 +116,7 @@ class LoadedModel:
                 f"{peak // _MIB} MiB for a step = {left // _MIB} MiB in blocks of "
                 f"{self.block_bytes() / _MIB:.2f} MiB"
             )
-        check_cache(blocks, config, self.block_size, arithmetic)
+        check_cache(blocks, files, self.block_size, arithmetic)
         blocks = self.group.all_reduce_min(blocks)
         log.info("KV cache: %d blocks of %d tokens", blocks, self.block_size)
         return blocks

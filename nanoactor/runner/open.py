@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-from nanoactor.runner.config import SIMULATED, ExecutorConfig
+from nanoactor.runner.config import SIMULATED, RankConfig
 from nanoactor.runner.protocol import Executor
 
 
-def open_executor(config: ExecutorConfig) -> Executor:
+def open_executor(config: RankConfig) -> Executor:
     """The executor of a configuration's device; raises what loading the model raises."""
-    if config.device.startswith(SIMULATED):
+    if config.engine.device.startswith(SIMULATED):
         from nanoactor.runner.simulated import SimulatedExecutor
 
         return SimulatedExecutor(config)
@@ -21,4 +21,6 @@ def open_executor(config: ExecutorConfig) -> Executor:
     from nanoactor.models.devices import open_device
     from nanoactor.runner.executor import DeviceExecutor
 
-    return DeviceExecutor(config, open_device(config.device, config.rank, config.options))
+    engine = config.engine
+    device = open_device(engine.device, config.rank, engine.device_options)
+    return DeviceExecutor(config, device)

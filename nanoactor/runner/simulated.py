@@ -13,9 +13,8 @@ import time
 import numpy as np
 
 from nanoactor.messages import Int32, Step
-from nanoactor.models.config import read_config
 from nanoactor.runner.batch import BatchTraits, HostBatch
-from nanoactor.runner.config import SIMULATED, ExecutorConfig, check_cache
+from nanoactor.runner.config import SIMULATED, RankConfig, check_cache
 from nanoactor.runner.protocol import Computed
 from nanoactor.runner.sampling_table import Long, SampledRows
 
@@ -49,17 +48,18 @@ class SimulatedExecutor:
     asynchronous = False
     uncaptured = 0
 
-    def __init__(self, config: ExecutorConfig) -> None:
-        self._nanoseconds = round(float(config.device.removeprefix(SIMULATED)) * 1e6)
+    def __init__(self, config: RankConfig) -> None:
+        engine, files = config.engine, config.files
+        self._nanoseconds = round(float(engine.device.removeprefix(SIMULATED)) * 1e6)
         self.warmed_up: tuple[tuple[int, float], ...] = ((1, self._nanoseconds * 1e-9),)
-        self._vocabulary = read_config(config.directory).vocab_size
-        self.block_size = config.block_size or _BLOCK_SIZE
-        each = -(-config.max_model_len // self.block_size)
-        self.num_blocks = config.num_kv_blocks or config.max_num_seqs * each
-        check_cache(self.num_blocks, config, self.block_size, "num_kv_blocks")
+        self._vocabulary = files.config.vocab_size
+        self.block_size = engine.block_size or _BLOCK_SIZE
+        each = -(-files.max_model_len // self.block_size)
+        self.num_blocks = engine.num_kv_blocks or engine.max_num_seqs * each
+        check_cache(self.num_blocks, files, self.block_size, "num_kv_blocks")
         self._free_at = 0
         self._batch = HostBatch(
-            config.max_num_seqs, each, BatchTraits(fallback_at_once=config.max_num_seqs)
+            engine.max_num_seqs, each, BatchTraits(fallback_at_once=engine.max_num_seqs)
         )
 
     def prepare(self, step: Step) -> _Promise:

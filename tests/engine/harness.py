@@ -9,7 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoactor import AsyncLLM, SamplingParams
+from nanoactor import AsyncLLM, EngineConfig, SamplingParams
+from nanoactor.actors.config import ActorConfig
+from nanoactor.model_files import read_model_files
+from nanoactor.runner.config import RankConfig
 
 TIE = 1e-4
 
@@ -29,6 +32,12 @@ def options(**changes):
         start_timeout=60.0,
     )
     return {**values, **changes}
+
+
+def rank_config(directory, rank=0, **options):
+    """What a runner is told, for an executor without an engine."""
+    config = EngineConfig(str(directory), threads=1, skip_tokenizer_init=True, **options)
+    return RankConfig(ActorConfig(config, read_model_files(config), bytes(16)), rank)
 
 
 async def collect(llm, prompt, params=None, **kwargs):

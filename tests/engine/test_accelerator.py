@@ -19,11 +19,18 @@ from nanoactor import SamplingParams
 from nanoactor.messages import Step
 from nanoactor.models.columns import pack
 from nanoactor.models.errors import NotEnoughMemory
-from nanoactor.runner.config import ExecutorConfig
 from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.open import open_executor
 from nanoactor.runner.warmup import admissions, prefill_step
-from tests.engine.harness import Reference, collect, engine, greedy, ids, ragged_prompts
+from tests.engine.harness import (
+    Reference,
+    collect,
+    engine,
+    greedy,
+    ids,
+    ragged_prompts,
+    rank_config,
+)
 from tests.engine.test_matrix import MATRIX, covering, loads, run
 from tests.models.batches import attention_batch
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
@@ -120,9 +127,8 @@ def test_the_executor_gives_the_cpus_tokens(interpreted, monkeypatch, tmp_path, 
 
 def test_a_cache_that_is_too_small_is_refused_with_the_arithmetic(interpreted, tmp_path):
     make_checkpoint(tmp_path)
-    config = ExecutorConfig(
-        tmp_path, "cuda", "float32", 1, 512, 2, 16, 16, None, 1e-9, enforce_eager=True
-    )
+    limits = dict(max_model_len=512, max_num_seqs=2, max_num_batched_tokens=16, block_size=16)
+    config = rank_config(tmp_path, device="cuda", **limits, memory_utilization=1e-9)
     with pytest.raises(NotEnoughMemory, match=r"MiB free - .* MiB of weights - .* MiB for a step"):
         open_executor(config)
 
@@ -218,10 +224,9 @@ def executor(wide):
 
 
 def make_executor(directory, rows):
-    config = ExecutorConfig(
-        directory, "cuda", "bfloat16", 4, 2048, rows, 4096, None, None, 0.2, depth=2
-    )
-    return open_executor(config)
+    limits = dict(max_model_len=2048, max_num_seqs=rows, max_num_batched_tokens=4096)
+    options = dict(device="cuda", dtype="bfloat16", memory_utilization=0.2)
+    return open_executor(rank_config(directory, **options, **limits))
 
 
 @pytest.mark.gpu
@@ -289,7 +294,9 @@ def test_host_time_does_not_grow_with_the_batch(wide):
 
 def our_logits(directory, dtype, tokens):
     """Of a prompt, in one chunk and then token by token; float64 on the host."""
-    config = ExecutorConfig(directory, "cuda", dtype, 1, 2048, 2, 256, 16, 64, None)
+    limits = dict(max_model_len=2048, max_num_seqs=2, max_num_batched_tokens=256)
+    options = dict(device="cuda", dtype=dtype, block_size=16, num_kv_blocks=64)
+    config = rank_config(directory, **options, **limits)
     device = devices.open_device("cuda")
     with device.stream():
         model = LoadedModel(config, device)

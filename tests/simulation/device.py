@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanoactor.actors.config import RunnerReady
-from nanoactor.actors.runner import RunnerActor, RunnerConfig
+from nanoactor.actors.runner import RunnerActor
 from nanoactor.models.limits import NO_TOKEN
+from nanoactor.runner.config import RankConfig
 from nanoactor.runner.protocol import Computed
 from nanoactor.runtime.actor import Actor, Context
 from tests.simulation.resident import ResidentState, StepInputs
@@ -31,7 +32,7 @@ SPOILT = -2
 class SimulatedRunner(RunnerActor):
     """`RunnerActor` with a latency model in the place of its thread."""
 
-    def __init__(self, config: RunnerConfig, world: World) -> None:
+    def __init__(self, config: RankConfig, world: World) -> None:
         super().__init__(config)
         self._world = world
         self._busy = False
@@ -78,7 +79,7 @@ class SimulatedRunner(RunnerActor):
         prepared = self._prepared.get()
         assert prepared is not None
         inputs: Any = prepared[1]
-        if self._config.asks:
+        if self._asks:
             self.context.call_soon(self._begun, inputs.step)
         scenario = self._world.scenario
         seconds = scenario.step_seconds + scenario.token_seconds * len(inputs.token_ids)

@@ -18,11 +18,9 @@ from torchair._ge_concrete_graph.ge_ir_pb2 import ModelDef
 
 from nanoactor.models.columns import pack
 from nanoactor.models.devices import npu_graphs
-from nanoactor.models.options import DeviceOptions
-from nanoactor.runner.config import ExecutorConfig
 from nanoactor.runner.open import open_executor
 from nanoactor.runner.warmup import prefill_step
-from tests.engine.harness import collect, engine, greedy, ids, ragged_prompts
+from tests.engine.harness import collect, engine, greedy, ids, ragged_prompts, rank_config
 from tests.engine.test_accelerator import decode_step, submit
 from tests.models.checkpoints import make_checkpoint
 from tests.npu.recorder import Recorder
@@ -41,10 +39,10 @@ def model(tmp_path_factory):
 
 
 def executor(model, mode, layout, cache, **changes):
-    options = DeviceOptions(mode, layout, "nd", str(cache))
     values = dict(max_model_len=512, max_num_seqs=2, max_num_batched_tokens=64, block_size=128)
-    values |= dict(num_kv_blocks=8, memory_utilization=None, options=options, depth=1) | changes
-    return open_executor(ExecutorConfig(model, "npu", "float32", 1, **values))
+    values |= dict(device="npu", dtype="float32", num_kv_blocks=8, pipeline_depth=1)
+    values |= dict(graph_mode=mode, attention_layout=layout, graph_cache_dir=str(cache)) | changes
+    return open_executor(rank_config(model, **values))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

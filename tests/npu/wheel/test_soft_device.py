@@ -12,10 +12,9 @@ from nanoactor.models.device import Memory
 from nanoactor.models.devices.npu import NPUDevice
 from nanoactor.models.devices.npu_runtime import AscendRuntime
 from nanoactor.models.options import DeviceOptions
-from nanoactor.runner.config import ExecutorConfig
 from nanoactor.runner.open import open_executor
 from nanoactor.runner.warmup import prefill_step
-from tests.engine.harness import Reference, collect, engine, ids, ragged_prompts
+from tests.engine.harness import Reference, collect, engine, ids, ragged_prompts, rank_config
 from tests.engine.test_accelerator import decode_step, submit
 from tests.models.checkpoints import make_checkpoint
 from tests.npu.emulation import emulate_everywhere
@@ -108,12 +107,10 @@ def test_two_ranks_give_the_tokens_of_one(model, monkeypatch):
 
 
 def executor(directory, mode, layout):
-    options = DeviceOptions(mode, layout)
     values = dict(max_model_len=512, max_num_seqs=2, max_num_batched_tokens=64, block_size=128)
-    values |= dict(num_kv_blocks=8, memory_utilization=None, options=options, depth=2)
-    eager = mode == "eager"
-    config = ExecutorConfig(directory, "npu", "float32", 1, **values, enforce_eager=eager)
-    return open_executor(config)
+    values |= dict(device="npu", dtype="float32", num_kv_blocks=8)
+    values |= dict(graph_mode=mode, attention_layout=layout)
+    return open_executor(rank_config(directory, **values))
 
 
 def steady(directory, mode, layout, sampling=greedily):
