@@ -11,15 +11,12 @@ from typing import Any
 
 from nanoactor.models.errors import ModelError, UnsupportedModel
 from nanoactor.models.family import Option
+from nanoactor.models.fields import at_least_0, flag, number, positive, positive_number
 from nanoactor.models.qwen3 import QWEN3
 from nanoactor.models.registry import family_of
 
 DTYPES = ("float32", "bfloat16", "float16")
-_MOST: dict[str, int] = {"vocab_size": 1 << 24, "max_position_embeddings": 1 << 30}
-_MOST_ELSE = 1 << 20
 _ROPE_OBJECTS = ("rope_parameters", "rope_scaling")
-_HUGE = 1e30
-"""No model has larger sizes: what exceeds them is damaged, and would be refused by an allocator."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,27 +99,27 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
 
     def option(name: str) -> bool:
         given: Option = getattr(family, name)
-        return _flag(raw, given, origin, False) if isinstance(given, str) else given
+        return flag(raw, given, origin, False) if isinstance(given, str) else given
 
-    heads = _positive(raw, "num_attention_heads", origin)
-    hidden = _positive(raw, "hidden_size", origin)
+    heads = positive(raw, "num_attention_heads", origin)
+    hidden = positive(raw, "hidden_size", origin)
     config = ModelConfig(
         architecture=str(architectures[0]),
-        vocab_size=_positive(raw, "vocab_size", origin),
+        vocab_size=positive(raw, "vocab_size", origin),
         hidden_size=hidden,
-        intermediate_size=_positive(raw, "intermediate_size", origin),
-        num_layers=_positive(raw, "num_hidden_layers", origin),
+        intermediate_size=positive(raw, "intermediate_size", origin),
+        num_layers=positive(raw, "num_hidden_layers", origin),
         num_heads=heads,
-        num_kv_heads=_positive(raw, "num_key_value_heads", origin, heads),
-        head_dim=_positive(raw, "head_dim", origin, family.head_dim or hidden // heads),
-        max_positions=_positive(raw, "max_position_embeddings", origin),
-        rms_norm_eps=_at_least_0(raw, "rms_norm_eps", origin, 1e-6),
+        num_kv_heads=positive(raw, "num_key_value_heads", origin, heads),
+        head_dim=positive(raw, "head_dim", origin, family.head_dim or hidden // heads),
+        max_positions=positive(raw, "max_position_embeddings", origin),
+        rms_norm_eps=at_least_0(raw, "rms_norm_eps", origin, 1e-6),
         rope=_read_rope(raw, origin),
         qk_norm=family.qk_norm,
         qkv_bias=option("qkv_bias"),
         output_bias=option("output_bias"),
         mlp_bias=option("mlp_bias"),
-        tie_embeddings=_flag(raw, "tie_word_embeddings", origin, False),
+        tie_embeddings=flag(raw, "tie_word_embeddings", origin, False),
         dtype=_read_dtype(raw),
         eos_token_ids=as_ids(raw.get("eos_token_id"), origin),
     )
@@ -138,26 +135,6 @@ def as_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:
             f"{origin}: eos_token_id must be a number or a list of them, got {value!r}"
         )
     return tuple(values)
-
-
-def _positive(raw: Mapping[str, Any], key: str, origin: object, default: int | None = None) -> int:
-    value = raw.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ModelError(f"{origin}: {key} must be a positive whole number, got {value!r}")
-    most = _MOST.get(key, _MOST_ELSE)
-    if value > most:
-        raise ModelError(f"{origin}: {key} must be {most} at most, got {value}")
-    return value
-
-
-def _flag(raw: Mapping[str, Any], key: str, origin: object, default: bool) -> bool:
-    value = raw.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise ModelError(f"{origin}: {key} must be true or false, got {value!r}")
-    return value
 
 
 def _read_dtype(raw: Mapping[str, Any]) -> str:
@@ -176,7 +153,7 @@ def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
         for name, value in _rope_object(raw, key, origin).items()
     }
     kind = str(raw_rope.get("rope_type") or "default")
-    theta = _positive_number({**raw, **raw_rope}, "rope_theta", origin, 10_000.0)
+    theta = positive_number({**raw, **raw_rope}, "rope_theta", origin, 10_000.0)
     if kind == "default":
         return RopeConfig(kind, theta)
     if kind not in ("linear", "yarn", "llama3"):
@@ -191,25 +168,25 @@ def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
         raise ModelError(
             f"{origin}: rope type {kind!r} needs a factor of at least 1, got {factor!r}"
         )
-    longest = _positive(raw, "max_position_embeddings", origin)
-    original = _positive(raw_rope, "original_max_position_embeddings", origin, longest)
+    longest = positive(raw, "max_position_embeddings", origin)
+    original = positive(raw_rope, "original_max_position_embeddings", origin, longest)
 
     def optional(key: str) -> float | None:
-        return None if raw_rope.get(key) is None else _number(raw_rope, key, origin, 0.0)
+        return None if raw_rope.get(key) is None else number(raw_rope, key, origin, 0.0)
 
     config = RopeConfig(
         kind,
         theta=theta,
         factor=float(factor),
         original_max_positions=original,
-        beta_fast=_positive_number(raw_rope, "beta_fast", origin, 32.0),
-        beta_slow=_positive_number(raw_rope, "beta_slow", origin, 1.0),
+        beta_fast=positive_number(raw_rope, "beta_fast", origin, 32.0),
+        beta_slow=positive_number(raw_rope, "beta_slow", origin, 1.0),
         attention_factor=optional("attention_factor"),
         mscale=optional("mscale"),
         mscale_all_dim=optional("mscale_all_dim"),
-        truncate=_flag(raw_rope, "truncate", origin, True),
-        low_freq_factor=_positive_number(raw_rope, "low_freq_factor", origin, 1.0),
-        high_freq_factor=_positive_number(raw_rope, "high_freq_factor", origin, 4.0),
+        truncate=flag(raw_rope, "truncate", origin, True),
+        low_freq_factor=positive_number(raw_rope, "low_freq_factor", origin, 1.0),
+        high_freq_factor=positive_number(raw_rope, "high_freq_factor", origin, 4.0),
     )
     if kind == "yarn":
         _check_yarn(config, origin)
@@ -238,31 +215,6 @@ def _rope_object(raw: Mapping[str, Any], key: str, origin: object) -> dict[str, 
         raise ModelError(f"{origin}: {key} must be an object, got {value!r}")
     if "type" in value:  # the older name
         value = {"rope_type": value["type"], **value}
-    return value
-
-
-def _number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
-    value = raw.get(key, default)
-    value = default if value is None and key != "rms_norm_eps" else value
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ModelError(f"{origin}: {key} must be a number, got {value!r}")
-    # JSON as Python reads it has NaN, Infinity and whole numbers of any length.
-    if not -_HUGE < value < _HUGE:
-        raise ModelError(f"{origin}: {key} must be a finite number, got {value!r:.50}")
-    return float(value)
-
-
-def _positive_number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
-    value = _number(raw, key, origin, default)
-    if value <= 0:
-        raise ModelError(f"{origin}: {key} must be above 0, got {value:g}")
-    return value
-
-
-def _at_least_0(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
-    value = _number(raw, key, origin, default)
-    if value < 0:
-        raise ModelError(f"{origin}: {key} must be 0 or more, got {value:g}")
     return value
 
 
