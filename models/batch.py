@@ -23,6 +23,17 @@ class KVCache:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class VisualRows:
+    """Tokens of a step whose embeddings come from pictures."""
+
+    rows: torch.Tensor
+    """int64 (visual tokens,): which of the step's tokens."""
+    features: torch.Tensor
+    """(visual tokens, hidden * (1 + deepstack levels)): the embedding, then what is added behind
+    each of the first layers."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Where each token's key and value go, and what each row attends to: prefill tokens, then one
     token for each decode row. Block tables stay on the device, indexed by slot. Captured steps see
@@ -46,6 +57,7 @@ class AttentionBatch:
     """What the host knows of the same, where the device asks for it."""
     plan: Any = None
     """The device's own, which `Device.plan` makes: what the attention of all layers shares."""
+    visual: VisualRows | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

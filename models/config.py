@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from nanoactor.models.errors import ModelError, UnsupportedModel
-from nanoactor.models.family import Option
+from nanoactor.models.family import Family, Option
 from nanoactor.models.fields import at_least_0, flag, number, positive, positive_number
 from nanoactor.models.qwen3 import QWEN3
 from nanoactor.models.registry import family_of
+from nanoactor.models.vision_config import VisionConfig, parse_vision
 
 DTYPES = ("float32", "bfloat16", "float16")
 _ROPE_OBJECTS = ("rope_parameters", "rope_scaling")
@@ -38,6 +39,8 @@ class RopeConfig:
     """llama3: pairs that turn no more than so often over the original length are stretched, ..."""
     high_freq_factor: float = 4.0
     """... those that turn so often or more are kept."""
+    sections: tuple[int, int, int] | None = None
+    """Frequencies of time, height and width, where tokens of pictures have three positions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class ModelConfig:
     dtype: str
     """The data type in which the weights are stored, as the configuration says."""
     eos_token_ids: tuple[int, ...]
+    vision: VisionConfig | None = None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -96,6 +100,8 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
         raise ModelError(f"{origin}: architectures must be a list, got {architectures!r}")
     # First: another architecture's file may lack everything else, or hold it elsewhere.
     family = family_of(str(architectures[0])) if raw.get("architectures") else QWEN3
+    vision = parse_vision(raw, origin) if family.vision_prefix else None
+    raw = _text_part(raw, family, origin)
 
     def option(name: str) -> bool:
         given: Option = getattr(family, name)
@@ -114,7 +120,7 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
         head_dim=positive(raw, "head_dim", origin, family.head_dim or hidden // heads),
         max_positions=positive(raw, "max_position_embeddings", origin),
         rms_norm_eps=at_least_0(raw, "rms_norm_eps", origin, 1e-6),
-        rope=_read_rope(raw, origin),
+        rope=_read_rope(raw, origin, vision is not None),
         qk_norm=family.qk_norm,
         qkv_bias=option("qkv_bias"),
         output_bias=option("output_bias"),
@@ -122,9 +128,21 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
         tie_embeddings=flag(raw, "tie_word_embeddings", origin, False),
         dtype=_read_dtype(raw),
         eos_token_ids=as_ids(raw.get("eos_token_id"), origin),
+        vision=vision,
     )
     _refuse_unknown(raw, config, origin)
     return config
+
+
+def _text_part(raw: Mapping[str, Any], family: Family, origin: object) -> Mapping[str, Any]:
+    """The decoder's configuration, where a family keeps it in an object of its own."""
+    if family.text_config is None:
+        return raw
+    text = raw.get(family.text_config)
+    if not isinstance(text, dict):
+        raise ModelError(f"{origin}: {family.text_config} must be an object, got {text!r:.50}")
+    # Whether weights are tied is said of the whole model; the text's own flag counts for nothing.
+    return {**raw, **text, "tie_word_embeddings": raw.get("tie_word_embeddings")}
 
 
 def as_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:
@@ -144,7 +162,7 @@ def _read_dtype(raw: Mapping[str, Any]) -> str:
     return name
 
 
-def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
+def _read_rope(raw: Mapping[str, Any], origin: object, has_vision: bool) -> RopeConfig:
     # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling.
     # Where a file has both, scaling is what a user has added by hand: it counts.
     raw_rope = {
@@ -154,8 +172,9 @@ def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
     }
     kind = str(raw_rope.get("rope_type") or "default")
     theta = positive_number({**raw, **raw_rope}, "rope_theta", origin, 10_000.0)
+    sections = _read_sections(raw_rope, origin) if has_vision else None
     if kind == "default":
-        return RopeConfig(kind, theta)
+        return RopeConfig(kind, theta, sections=sections)
     if kind not in ("linear", "yarn", "llama3"):
         reason = " (it makes results depend on how a prompt is chunked)" * (kind == "dynamic")
         raise UnsupportedModel(
@@ -187,6 +206,7 @@ def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
         truncate=flag(raw_rope, "truncate", origin, True),
         low_freq_factor=positive_number(raw_rope, "low_freq_factor", origin, 1.0),
         high_freq_factor=positive_number(raw_rope, "high_freq_factor", origin, 4.0),
+        sections=sections,
     )
     if kind == "yarn":
         _check_yarn(config, origin)
@@ -196,6 +216,16 @@ def _read_rope(raw: Mapping[str, Any], origin: object) -> RopeConfig:
             f"{config.high_freq_factor:g} and {config.low_freq_factor:g}"
         )
     return config
+
+
+def _read_sections(raw_rope: Mapping[str, Any], origin: object) -> tuple[int, int, int]:
+    """transformers' default; it interleaves whatever `mrope_interleaved` says."""
+    value = raw_rope.get("mrope_section", [24, 20, 20])
+    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
+        raise ModelError(f"{origin}: mrope_section must be three whole numbers, got {value!r}")
+    if len(value) != 3:
+        raise ModelError(f"{origin}: mrope_section must be three whole numbers, got {value!r}")
+    return value[0], value[1], value[2]
 
 
 def _check_yarn(config: RopeConfig, origin: object) -> None:
@@ -231,6 +261,7 @@ def _refuse_unknown(raw: Mapping[str, Any], config: ModelConfig, origin: object)
             raise UnsupportedModel(f"{origin}: partial_rotary_factor is not supported")
     if raw.get("quantization_config"):
         raise UnsupportedModel(f"{origin}: quantized weights are not supported")
+    _check_vision(config, origin)
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
             f"{origin}: {config.num_heads} attention heads cannot share "
@@ -238,3 +269,19 @@ def _refuse_unknown(raw: Mapping[str, Any], config: ModelConfig, origin: object)
         )
     if config.head_dim % 2:
         raise ModelError(f"{origin}: head_dim must be even, got {config.head_dim}")
+
+
+def _check_vision(config: ModelConfig, origin: object) -> None:
+    vision = config.vision
+    if vision is None:
+        return
+    if vision.out_hidden_size != config.hidden_size:
+        raise ModelError(
+            f"{origin}: the tower's out_hidden_size {vision.out_hidden_size} is not the decoder's "
+            f"hidden_size {config.hidden_size}"
+        )
+    if len(vision.deepstack_layers) > config.num_layers:
+        raise ModelError(
+            f"{origin}: deepstack_visual_indexes has {len(vision.deepstack_layers)} levels, the "
+            f"decoder only {config.num_layers} layers"
+        )

@@ -28,7 +28,7 @@ class Decoder:
     ) -> None:
         """Take all weights, or one rank's part. Raises `WeightsError` for the first that does not
         fit, `UnsupportedModel` for a family that is not known."""
-        family_of(config.architecture)  # a file may have named none
+        prefix = family_of(config.architecture).text_prefix  # a file may have named none
         self.group = group or SingleRank()
         self.config = config
         self._device = device
@@ -36,13 +36,13 @@ class Decoder:
         self.shard = shard_of(config, self.group.rank, self.group.size)
         context = LayerContext(config, weights, device, self.shard, self.group)
         self._embedding = Embedding(
-            weights, "model.embed_tokens.weight", self.shard, config, self.group
+            weights, f"{prefix}.embed_tokens.weight", self.shard, config, self.group
         )
         self._layers = [
-            DecoderLayer(context, f"model.layers.{index}") for index in range(config.num_layers)
+            DecoderLayer(context, f"{prefix}.layers.{index}") for index in range(config.num_layers)
         ]
         size = config.hidden_size
-        self._norm = RMSNorm(weights, "model.norm", size, config.rms_norm_eps, device)
+        self._norm = RMSNorm(weights, f"{prefix}.norm", size, config.rms_norm_eps, device)
         self._head = device.linear(self._head_weight(weights), None)
         rope = RotaryEmbedding(config.rope, config.head_dim, max_positions)
         self._rope = rope.to(weights.device, weights.dtype)
@@ -61,14 +61,21 @@ class Decoder:
         caches: list[KVCache],
         batch: AttentionBatch,
     ) -> torch.Tensor:
-        """Hidden states (tokens, hidden) of ids and positions (tokens,); writes the caches."""
+        """Hidden states (tokens, hidden) of ids (tokens,) and positions (tokens,), or (3, tokens)
+        where some are of pictures; writes the caches."""
         x = self._embedding(token_ids)
         rotation = self._device.rotation(*self._rope(positions))
+        visual = batch.visual
+        levels: tuple[torch.Tensor, ...] = ()
+        if visual is not None:
+            levels = torch.split(visual.features, self.config.hidden_size, dim=1)
+            x = x.index_copy(0, visual.rows, levels[0])
         residual = None
-        for layer, cache in zip(self._layers, caches, strict=True):
+        for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True), start=1):
             x, residual = layer(x, residual, rotation, cache, batch)
-        assert residual is not None
-        return self._norm.add(x, residual)[0]
+            if visual is not None and index < len(levels):  # deepstack, arXiv:2406.04334
+                x, residual = (residual + x).index_add_(0, visual.rows, levels[index]), None
+        return self._norm(x) if residual is None else self._norm.add(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden) to (rows, vocabulary), or to this rank's part of it, padding included."""

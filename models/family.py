@@ -22,3 +22,9 @@ class Family:
     output_bias: Option = False
     """Of attention's output projection."""
     mlp_bias: Option = False
+    text_config: str | None = None
+    """The object of `config.json` that holds the decoder's sizes; None: the file itself."""
+    text_prefix: str = "model"
+    """What the names of the decoder's weights begin with."""
+    vision_prefix: str | None = None
+    """The same of the vision tower; None: there is none."""

@@ -7,6 +7,7 @@ from nanoactor.models.family import Family
 from nanoactor.models.llama import LLAMA
 from nanoactor.models.qwen2 import QWEN2
 from nanoactor.models.qwen3 import QWEN3
+from nanoactor.models.qwen3_vl import QWEN3_VL
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
@@ -14,6 +15,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3,
         QWEN2,
         LLAMA,
+        QWEN3_VL,
     )
 }
 

@@ -17,15 +17,14 @@ class RotaryEmbedding:
         config: RopeConfig,
         head_dim: int,
         max_positions: int,
-        sections: tuple[int, int, int] | None = None,
     ) -> None:
-        """`sections`: how many frequencies belong to time, height and width, for tokens of images
-        and videos, which have three positions."""
         frequencies, scale = _frequencies(config, head_dim)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         self._cos = angles.cos() * scale
         self._sin = angles.sin() * scale
-        self._axes = None if sections is None else interleaved_axes(sections, head_dim // 2)
+        self._axes = None
+        if config.sections is not None:
+            self._axes = interleaved_axes(config.sections, head_dim // 2)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> RotaryEmbedding:
         """Move the tables; angles are computed in float32 whatever the dtype."""
@@ -35,8 +34,8 @@ class RotaryEmbedding:
         return self
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each (tokens, head_dim / 2), for integer positions (tokens,) or, with
-        sections, (3, tokens)."""
+        """(cos, sin), each (tokens, head_dim / 2), for integer positions (tokens,) or, where
+        the configuration has sections, (3, tokens)."""
         if positions.dim() == 1:
             return self._cos[positions], self._sin[positions]
         assert self._axes is not None

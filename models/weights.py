@@ -164,8 +164,13 @@ class Weights:
 
     def warn_of_unused(self, spare: Collection[str] = ()) -> None:
         """Name the tensors of the checkpoint that nobody has taken: is it another model's? Those in
-        `spare` may be there."""
-        spare = {name for name in self._home if name in spare or name.endswith(_SPARE)}
+        `spare` may be there, or all of a module where it ends with a dot."""
+        modules = tuple(name for name in spare if name.endswith("."))
+        spare = {
+            name
+            for name in self._home
+            if name in spare or name.endswith(_SPARE) or name.startswith(modules)
+        }
         unused = self._home.keys() - self._taken - spare
         if unused:
             log.warning(

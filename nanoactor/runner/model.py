@@ -14,6 +14,7 @@ from nanoactor.models.config import ModelConfig
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.device import Device
 from nanoactor.models.errors import RanksDisagree
+from nanoactor.models.registry import family_of
 from nanoactor.models.sharded_sampling import ShardedSampler
 from nanoactor.models.weights import RandomWeights, Weights
 from nanoactor.runner.config import RankConfig, check_cache
@@ -48,8 +49,7 @@ class LoadedModel:
         with torch.inference_mode(), self._open_weights() as weights:
             self.network = Decoder(self.config, weights, device, files.max_model_len, self.group)
             if config.rank == 0:
-                # Some tied checkpoints store the head nevertheless.
-                weights.warn_of_unused(("lm_head.weight",) if self.config.tie_embeddings else ())
+                weights.warn_of_unused(self._spare())
         self._sample = device.sample if self.group.size == 1 else self._sharded_sampler()
         device.synchronize()
         seconds = time.monotonic() - begin
@@ -58,6 +58,15 @@ class LoadedModel:
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Ids, int64 (rows,), from this rank's logits."""
         return self._sample(logits, batch)
+
+    def _spare(self) -> list[str]:
+        """Weights that may be there and are not taken."""
+        # Some tied checkpoints store the head nevertheless.
+        spare = ["lm_head.weight"] if self.config.tie_embeddings else []
+        if tower := family_of(self.config.architecture).vision_prefix:
+            log.warning("pictures are not served yet: the weights of %s are not loaded", tower)
+            spare.append(f"{tower}.")
+        return spare
 
     def _meet(self) -> Group:
         config = self._config

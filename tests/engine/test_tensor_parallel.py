@@ -24,9 +24,11 @@ from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.promises import Delay, check_promise
 
 # What 2 and 4 ranks divide; the others are refused by name, which tests/models show.
-DIVIDED = {2: ["untied", "tied", "gqa_5", "gqa_8", "attention_bias", "rope_yarn", "qwen2"]}
-DIVIDED[2] += ["llama3"]
-DIVIDED[4] = ["untied", "tied", "gqa_8", "attention_bias", "wide_heads", "qwen2", "llama3"]
+OTHERS = ["qwen2", "llama3", "qwen3_vl"]
+DIVIDED = {
+    2: ["untied", "tied", "gqa_5", "gqa_8", "attention_bias", "rope_yarn", *OTHERS],
+    4: ["untied", "tied", "gqa_8", "attention_bias", "wide_heads", *OTHERS],
+}
 ALL = [(ranks, name) for ranks, names in DIVIDED.items() for name in names]
 ALWAYS = {(2, "gqa_8", (8, 64), 3), (4, "attention_bias", (6, 17), 2)}
 MATRIX = list(itertools.product(ALL, BUDGETS, DEPTHS))

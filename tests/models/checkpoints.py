@@ -40,6 +40,7 @@ CONFIGURATIONS = {
         rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
     ),
     "qwen2": dict(family="Qwen2"),
+    "qwen3_vl": dict(family="Qwen3VL"),
     "llama3": dict(
         family="Llama",
         attention_bias=True,
@@ -56,6 +57,30 @@ CONFIGURATIONS = {
 }
 
 
+# Towers of which each has something odd; sizes are of the smallest kind that has everything.
+TOWER = dict(
+    depth=3,
+    hidden_size=32,
+    intermediate_size=40,
+    num_heads=2,
+    patch_size=4,
+    out_hidden_size=64,
+    num_position_embeddings=25,
+    deepstack_visual_indexes=[0, 2],
+)
+TOWERS = {
+    "two_levels": dict(),
+    "one_level": dict(deepstack_visual_indexes=[1]),
+    "four_levels": dict(depth=5, deepstack_visual_indexes=[3, 0, 2, 4]),
+    "no_level": dict(deepstack_visual_indexes=[]),
+    "three_heads": dict(num_heads=3, hidden_size=60, num_position_embeddings=49),
+    "other_patches": dict(patch_size=3, temporal_patch_size=1, spatial_merge_size=3),
+}
+# Ids of pictures and videos, and what stands around them: the last of the vocabulary of 211.
+VISION_IDS = dict(
+    image_token_id=207, video_token_id=208, vision_start_token_id=209, vision_end_token_id=210
+)
+
 # Told apart by the model alone: every schedule would tell nothing more.
 ALONE = {"llama": dict(family="Llama"), **CONFIGURATIONS}
 
@@ -65,13 +90,7 @@ def make_checkpoint(directory, seed=0, dtype=torch.float32, shard=None, family="
 
     `shard` is a `max_shard_size` such as "40KB"; `config` changes the family's configuration.
     """
-    import transformers
-
-    values = {"tie_word_embeddings": False, **SMALL, **copy.deepcopy(config)}
-    if family != "Qwen3":
-        del values["head_dim"]
-    made = getattr(transformers, f"{family}Config")(**values)
-    model = getattr(transformers, f"{family}ForCausalLM")(made).eval().requires_grad_(False)
+    model = _make_model(family, copy.deepcopy(config)).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
@@ -80,3 +99,27 @@ def make_checkpoint(directory, seed=0, dtype=torch.float32, shard=None, family="
     size = {} if shard is None else {"max_shard_size": shard}
     copy.deepcopy(model).to(dtype).save_pretrained(directory, **size)
     return model
+
+
+def _make_model(family, config):
+    import transformers
+
+    values = {"tie_word_embeddings": False, **SMALL}
+    if family == "Qwen3VL":
+        return _make_vision_model(transformers, values, config)
+    if family != "Qwen3":
+        del values["head_dim"]
+    made = getattr(transformers, f"{family}Config")(**{**values, **config})
+    return getattr(transformers, f"{family}ForCausalLM")(made)
+
+
+def _make_vision_model(transformers, values, config):
+    """The file has a part for the text and one for the tower; `tower` changes the latter."""
+    tower = {**TOWER, **config.pop("tower", {})}
+    tied = config.pop("tie_word_embeddings", values.pop("tie_word_embeddings"))
+    rope = dict(rope_type="default", rope_theta=5e4, mrope_section=[6, 3, 3])
+    text = {"rope_parameters": rope, **values, **config}
+    made = transformers.Qwen3VLConfig(
+        text_config=text, vision_config=tower, tie_word_embeddings=tied, **VISION_IDS
+    )
+    return transformers.Qwen3VLForConditionalGeneration(made)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from nanoactor.models.batch import KVCache
+from nanoactor.models.batch import KVCache, VisualRows
 from nanoactor.models.config import RopeConfig, parse_config, read_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import open_device
@@ -25,6 +25,12 @@ class Sequence:
     """Tokens that are all known: the driver only chooses how they are fed."""
 
     tokens: torch.Tensor
+    positions: torch.Tensor | None = None
+    """(3, tokens), where some are of pictures; ..."""
+    features: torch.Tensor | None = None
+    """... what the tower has made of them, ..."""
+    visual: torch.Tensor | None = None
+    """... and which they are, (tokens,)."""
     blocks: list = dataclasses.field(default_factory=list)
     done: int = 0
     logits: list = dataclasses.field(default_factory=list)
@@ -46,6 +52,7 @@ class Driver:
         config = read_config(directory)
         with Weights(directory, dtype, self.device.torch_device) as weights:
             self.model = Decoder(config, weights, self.device, config.max_positions)
+        self.features = config.vision.feature_size if config.vision else 0
         self.block_size = block_size
         self.heads = config.num_heads, config.num_kv_heads, config.head_dim
         shape = (blocks, block_size, config.num_kv_heads, config.head_dim)
@@ -79,13 +86,31 @@ class Driver:
             self.block_size,
             places=slots,
         )
+        places = torch.tensor(positions)
+        if any(sequence.positions is not None for sequence, _ in rows):
+            places, visual = self.pictures(rows)
+            batch = dataclasses.replace(batch, visual=visual)
         with torch.inference_mode():
-            hidden = self.model.forward(
-                torch.tensor(tokens), torch.tensor(positions), self.caches, batch
-            )
+            hidden = self.model.forward(torch.tensor(tokens), places, self.caches, batch)
             logits = self.model.logits(hidden)
         for (sequence, _), part in zip(rows, logits.split([n for _, n in rows]), strict=True):
             sequence.logits.append(part)
+
+    def pictures(self, rows):
+        """Positions, and the features of those tokens of these rows that are of pictures."""
+        positions, index, features, first = [], [], [torch.empty(0, self.features)], 0
+        for sequence, count in rows:
+            at = torch.arange(sequence.done - count, sequence.done)
+            positions.append(at.expand(3, -1))
+            if sequence.positions is not None:
+                positions[-1] = sequence.positions[:, at]
+                mask = sequence.visual[at]
+                index.append(first + mask.nonzero()[:, 0])
+                before = int(sequence.visual[: int(at[0])].sum())
+                features.append(sequence.features[before : before + int(mask.sum())])
+            first += count
+        visual = VisualRows(torch.cat(index), torch.cat(features)) if index else None
+        return torch.cat(positions, dim=1), visual
 
 
 def random_tokens(count, seed):
@@ -348,7 +373,7 @@ def test_multimodal_positions_turn_interleaved_frequencies_as_in_transformers(se
     positions = torch.randint(0, 500, (3, 40), generator=torch.Generator().manual_seed(0))
     x = torch.zeros(1, 40, size)
     expected = Qwen3VLTextRotaryEmbedding(config)(x, positions[:, None])
-    rope = RotaryEmbedding(RopeConfig("default", 5e6), size, 512, sections)
+    rope = RotaryEmbedding(RopeConfig("default", 5e6, sections=sections), size, 512)
     for found, wanted in zip(rope(positions), expected, strict=True):
         torch.testing.assert_close(found, wanted[0, :, : size // 2])
     # Text has the same position three times: one lookup, the same angles.

@@ -405,8 +405,8 @@ def test_values_that_cannot_be_are_model_errors_that_name_the_key(changes, text)
 
 
 def test_an_unknown_architecture_is_named_before_all_that_its_file_lacks():
-    raw = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": dict(SMALL)}
-    with pytest.raises(UnsupportedModel, match="'Qwen3VLForConditionalGeneration' is not supp"):
+    raw = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": dict(SMALL)}
+    with pytest.raises(UnsupportedModel, match="'Qwen3VLMoeForCond.*' is not supp"):
         parse_config(raw)
 
 
@@ -420,3 +420,14 @@ def test_the_stored_type_may_be_given_in_either_style():
     for raw in ({"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"dtype": "torch.bfloat16"}):
         assert parse_config({**SMALL, **raw}).dtype == "bfloat16"
     assert parse_config(SMALL).dtype == "float32"
+
+
+def test_weights_of_a_module_that_is_left_out_are_not_called_unused(tmp_path, caplog):
+    make_checkpoint(tmp_path, family="Qwen3VL")
+    with Weights(tmp_path, torch.float32, CPU) as weights:
+        Decoder(read_config(tmp_path), weights, open_device("cpu"), 64)
+        weights.warn_of_unused(["model.visual."])
+        assert not caplog.records
+        weights.warn_of_unused(["model.visual"])
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "model.visual.blocks" in told

@@ -1,0 +1,52 @@
+"""Positions of text, pictures and video frames in one prompt (interleaved M-RoPE of Qwen3-VL,
+arXiv:2511.21631); NumPy alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VisualSpan:
+    """The tokens of a picture, or of one temporal patch of a video, row by row in a prompt."""
+
+    start: int
+    """The index of the first of them."""
+    height: int
+    """In tokens."""
+    width: int
+
+    @property
+    def stop(self) -> int:
+        """The index behind the last."""
+        return self.start + self.height * self.width
+
+
+def rope_positions(length: int, spans: Sequence[VisualSpan]) -> tuple[NDArray[np.int32], int]:
+    """Return (positions, int32 (3, length): time, height, width; the delta of what follows).
+
+    Text counts on by one in all three. The tokens of a span stand at one time, at their row and
+    column; text goes on behind the longer side. What follows the prompt at index i has position
+    i + delta in all three. Spans must come in order and not overlap.
+    """
+    positions = np.empty((3, length), np.int32)
+    index = position = 0
+    for span in spans:
+        if span.start < index or span.stop > length:
+            raise ValueError(f"{span} begins before index {index} or ends after {length}")
+        text = span.start - index
+        positions[:, index : span.start] = position + np.arange(text, dtype=np.int32)
+        position += text
+        at = slice(span.start, span.stop)
+        rows, columns = np.indices((span.height, span.width), dtype=np.int32).reshape(2, -1)
+        positions[0, at] = position
+        positions[1, at] = position + rows
+        positions[2, at] = position + columns
+        position += max(span.height, span.width)
+        index = span.stop
+    positions[:, index:] = position + np.arange(length - index, dtype=np.int32)
+    return positions, position - index

@@ -1,0 +1,115 @@
+"""The configuration of a vision tower, read from `config.json`; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nanoactor.models.errors import ModelError, UnsupportedModel
+from nanoactor.models.fields import positive, positive_number
+
+_KEY = "vision_config"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """The sizes of Qwen3-VL's tower, and the ids that stand for its output in a prompt."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    channels: int
+    patch_size: int
+    """Pixels of a patch's side."""
+    temporal_patch_size: int
+    """Frames of a patch; a picture counts as so many equal ones."""
+    merge_size: int
+    """Patches of the side of a square that becomes one token."""
+    out_hidden_size: int
+    table_side: int
+    """The learned table of positions is square; it is resampled to each picture's grid."""
+    deepstack_layers: tuple[int, ...]
+    """After which blocks features leave for the decoder's first layers, a merger for each."""
+    rope_theta: float
+    image_token_id: int
+    video_token_id: int
+    start_token_id: int
+    end_token_id: int
+
+    @property
+    def row_size(self) -> int:
+        """Numbers in a patch: channels x frames x side x side."""
+        return self.channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers of a token: its embedding, then what each deepstack level adds."""
+        return self.out_hidden_size * (1 + len(self.deepstack_layers))
+
+
+def parse_vision(raw: Mapping[str, Any], origin: object) -> VisionConfig:
+    """Read a tower's configuration from the whole file's JSON; defaults are transformers' own.
+
+    Raises `ModelError` where something is wrong, `UnsupportedModel` for what is not implemented.
+    """
+    section = raw.get(_KEY)
+    if not isinstance(section, dict):
+        raise ModelError(f"{origin}: {_KEY} must be an object, got {section!r:.50}")
+    where = f"{origin}: {_KEY}"
+    if section.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        raise UnsupportedModel(
+            f"{where}: hidden_act {section['hidden_act']!r}; only gelu_pytorch_tanh is known"
+        )
+    depth = positive(section, "depth", where, 27)
+    positions = positive(section, "num_position_embeddings", where, 2304)
+    config = VisionConfig(
+        depth=depth,
+        hidden_size=positive(section, "hidden_size", where, 1152),
+        intermediate_size=positive(section, "intermediate_size", where, 4304),
+        num_heads=positive(section, "num_heads", where, 16),
+        channels=positive(section, "in_channels", where, 3),
+        patch_size=positive(section, "patch_size", where, 16),
+        temporal_patch_size=positive(section, "temporal_patch_size", where, 2),
+        merge_size=positive(section, "spatial_merge_size", where, 2),
+        out_hidden_size=positive(section, "out_hidden_size", where, 3584),
+        table_side=math.isqrt(positions),
+        deepstack_layers=_read_layers(section.get("deepstack_visual_indexes"), depth, where),
+        rope_theta=_read_theta(section, where),
+        image_token_id=positive(raw, "image_token_id", origin, 151655),
+        video_token_id=positive(raw, "video_token_id", origin, 151656),
+        start_token_id=positive(raw, "vision_start_token_id", origin, 151652),
+        end_token_id=positive(raw, "vision_end_token_id", origin, 151653),
+    )
+    _check(config, positions, where)
+    return config
+
+
+def _check(config: VisionConfig, positions: int, where: str) -> None:
+    if config.table_side**2 != positions:
+        raise ModelError(f"{where}: num_position_embeddings must be a square, got {positions}")
+    if config.hidden_size % (4 * config.num_heads):
+        raise ModelError(
+            f"{where}: hidden_size {config.hidden_size} must be 4 x num_heads {config.num_heads} "
+            "or a multiple: each head turns by rows and by columns"
+        )
+
+
+def _read_layers(value: Any, depth: int, where: str) -> tuple[int, ...]:
+    layers = [8, 16, 24] if value is None else value
+    whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    if not whole or len({*layers}) < len(layers) or not all(0 <= n < depth for n in layers):
+        raise ModelError(
+            f"{where}: deepstack_visual_indexes must be different numbers from 0 to {depth - 1}, "
+            f"got {value!r}"
+        )
+    return tuple(layers)
+
+
+def _read_theta(section: Mapping[str, Any], where: str) -> float:
+    rope = section.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", "axial") != "axial":
+        raise UnsupportedModel(f"{where}: rope_parameters {rope!r}; only rope type axial is known")
+    return positive_number(rope, "rope_theta", where, 10_000.0)
