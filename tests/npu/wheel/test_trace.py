@@ -38,7 +38,7 @@ class NoWeights(RandomWeights):
     def __init__(self, device):
         self.dtype, self.device = HALF, device
 
-    def take(self, name, *shape, rows=None, columns=None):
+    def load(self, name, *shape, rows=None, columns=None):
         return torch.empty(shape, dtype=HALF, device=self.device)
 
 
