@@ -1,0 +1,113 @@
+"""Encoded pictures: what their headers say, and their pixels as transformers reads them.
+
+Nothing is decoded before its size is known and allowed. Needs Pillow, and no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from nanoactor.errors import InvalidRequest
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+_ORIENTATION = 0x0112
+# Chunks of a PNG that may say which way up it is.
+_PNG_METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+_PNG_SIGNATURE = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Header:
+    """A picture's size the right way up, in pixels."""
+
+    height: int
+    width: int
+
+
+def read_header(data: bytes, max_pixels: int) -> Header:
+    """Return a picture's size without decoding it.
+
+    Raises `InvalidRequest` for what is no picture of a known format, and for one of more pixels
+    than `max_pixels`.
+    """
+    with _refusing():
+        image = _open(data)
+        width, height = image.size
+        if width * height > max_pixels:
+            raise InvalidRequest(
+                f"the picture has {width} x {height} pixels, more than the {max_pixels} allowed"
+            )
+        orientation = 1 if _is_bare_png(image, data) else image.getexif().get(_ORIENTATION, 1)
+        turned = orientation in range(5, 9)
+        return Header(width, height) if turned else Header(height, width)
+
+
+def decode(data: bytes, height: int, width: int) -> NDArray[np.uint8]:
+    """Return a picture's pixels at this size, (height, width, 3): turned as its EXIF says, its
+    first frame, without transparency, resized bicubically.
+
+    Raises `InvalidRequest` for what cannot be decoded. Check `read_header` first: a small file may
+    hold a huge picture.
+    """
+    with _refusing():
+        image = ImageOps.exif_transpose(_open(data)).convert("RGB")
+        return _resized(image, height, width)
+
+
+def resize_image(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
+    """Return the pixels of an opened picture, (height, width, 3); it is not turned, and what is
+    transparent becomes white, as where transformers is given one."""
+    with _refusing():
+        if "A" in image.getbands() or "transparency" in image.info:
+            image = image.convert("RGBA")
+            white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+            image = Image.alpha_composite(white, image)
+        return _resized(image.convert("RGB"), height, width)
+
+
+def _resized(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
+    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC), np.uint8)
+
+
+def _open(data: bytes) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise InvalidRequest(
+            f"the {len(data)} bytes are no picture that is known: {', '.join(FORMATS)}"
+        ) from None
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn whatever Pillow raises for broken or hostile data into one error."""
+    with warnings.catch_warnings():
+        # About sizes, which are bounded here, and odd metadata.
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except InvalidRequest:
+            raise
+        except Exception as error:
+            detail = str(error) or type(error).__name__
+            raise InvalidRequest(f"the picture cannot be decoded: {detail}") from error
+
+
+def _is_bare_png(image: Image.Image, data: bytes) -> bool:
+    """Whether it is a PNG without metadata; where Pillow finds none, it decodes it to find more."""
+    if image.format != "PNG":
+        return False
+    at = _PNG_SIGNATURE
+    while at + 8 <= len(data):
+        if data[at + 4 : at + 8] in _PNG_METADATA:
+            return False
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+    return True

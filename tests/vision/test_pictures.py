@@ -1,0 +1,178 @@
+"""Pictures of every kind have the pixels that transformers gives them, or are refused."""
+
+import base64
+import contextlib
+import io
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.vision import pictures
+from nanoactor.vision.pictures import Header, decode, read_header, resize_image
+
+MOST = 1 << 22
+SIZE = (37, 53)
+
+
+def noise(mode, size=SIZE, seed=0):
+    width, height = size
+    rng = np.random.default_rng(seed)
+    colours = rng.integers(0, 256, (height, width, 4), np.uint8)
+    image = Image.fromarray(colours, "RGBA")
+    if mode == "I;16":
+        return Image.fromarray(rng.integers(0, 1 << 16, (height, width), np.uint16))
+    return image.convert("RGB").convert(mode) if mode in ("P", "CMYK") else image.convert(mode)
+
+
+def encoded(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def theirs(data, height, width):
+    """By transformers: load the picture, then resize it with the processor's NumPy backend."""
+    from transformers.image_transforms import resize
+    from transformers.image_utils import ChannelDimension, load_image
+
+    image = load_image("data:image/png;base64," + base64.b64encode(data).decode())
+    channels_first = np.moveaxis(np.array(image), -1, 0)
+    return resize(
+        channels_first,
+        (height, width),
+        Image.Resampling.BICUBIC,
+        data_format=ChannelDimension.LAST,
+        input_data_format=ChannelDimension.FIRST,
+    )
+
+
+ENCODINGS = [
+    *(("PNG", mode) for mode in ("RGB", "RGBA", "L", "LA", "P", "1", "I;16")),
+    *(("JPEG", mode) for mode in ("RGB", "L", "CMYK")),
+    *(("WEBP", mode) for mode in ("RGB", "RGBA")),
+    *(("GIF", mode) for mode in ("P", "L")),
+    ("BMP", "RGB"),
+]
+
+
+@pytest.mark.parametrize(("kind", "mode"), ENCODINGS)
+@pytest.mark.parametrize("to", [(32, 64), (96, 64)], ids=str)
+def test_pixels_are_those_of_transformers(kind, mode, to):
+    data = encoded(noise(mode), kind)
+    assert read_header(data, MOST) == Header(53, 37)
+    found = decode(data, *to)
+    assert found.shape == (*to, 3)
+    assert found.dtype == np.uint8
+    assert (found == theirs(data, *to)).all()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_turned_as_their_metadata_says(kind, orientation):
+    image = noise("RGB")
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    data = encoded(image, kind, exif=exif)
+    upright = Header(37, 53) if orientation >= 5 else Header(53, 37)
+    assert read_header(data, MOST) == upright
+    assert (decode(data, 64, 32) == theirs(data, 64, 32)).all()
+
+
+def test_of_a_moving_picture_the_first_frame_counts():
+    frames = [noise("RGB", seed=seed) for seed in range(3)]
+    for kind in ("GIF", "WEBP"):
+        data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
+        assert (decode(data, 32, 32) == theirs(data, 32, 32)).all()
+
+
+def test_one_pixel_is_a_picture():
+    data = encoded(noise("RGB", (1, 1)), "PNG")
+    assert read_header(data, MOST) == Header(1, 1)
+    assert len(np.unique(decode(data, 32, 32).reshape(-1, 3), axis=0)) == 1
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "P", "L"])
+def test_opened_pictures_become_white_where_they_are_transparent(mode):
+    from transformers.image_transforms import convert_to_rgb
+
+    image = noise(mode)
+    expected = convert_to_rgb(image, return_numpy=True)
+    assert (resize_image(image, 53, 37) == expected).all()
+
+
+# -- what is refused ----------------------------------------------------------------------
+
+
+def forbid_decoding(monkeypatch):
+    def load(self):
+        raise AssertionError("it is decoded")
+
+    for name in ("PngImagePlugin.PngImageFile", "JpegImagePlugin.JpegImageFile"):
+        module, _, kind = name.partition(".")
+        plugin = getattr(__import__(f"PIL.{module}"), module)
+        monkeypatch.setattr(getattr(plugin, kind), "load", load)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_sizes_are_read_without_decoding(monkeypatch, kind):
+    data = encoded(noise("RGB"), kind)
+    forbid_decoding(monkeypatch)
+    assert read_header(data, MOST) == Header(53, 37)
+    with pytest.raises(InvalidRequest, match="37 x 53 pixels, more than the 1000 allowed"):
+        read_header(data, 1000)
+
+
+def bomb(width, height):
+    """A PNG of some kilobytes that would be gigabytes."""
+
+    def chunk(kind, body):
+        whole = kind + body
+        return len(body).to_bytes(4, "big") + whole + zlib.crc32(whole).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000)))
+    return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("side", [10_000, 30_000, 2**31 - 1])
+def test_a_decompression_bomb_is_refused_unread(monkeypatch, side):
+    forbid_decoding(monkeypatch)
+    with pytest.raises(InvalidRequest, match=r"more than the|cannot be decoded"):
+        read_header(bomb(side, side), 1 << 26)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.98])
+def test_a_file_that_is_cut_off_is_refused(kind, share):
+    data = encoded(noise("RGB", (200, 200)), kind)
+    with pytest.raises(InvalidRequest, match=r"no picture that is known|cannot be decoded"):
+        decode(data[: int(share * len(data))], 32, 32)
+
+
+@pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1", b"%PDF-1.7", b"<svg/>", bytes(5000)])
+def test_what_is_no_picture_is_refused_with_the_known_formats(data):
+    with pytest.raises(InvalidRequest, match=r"no picture that is known: JPEG, PNG"):
+        read_header(data, MOST)
+
+
+def test_formats_that_are_not_known_are_refused():
+    for kind in ("TIFF", "PPM", "ICO"):
+        with pytest.raises(InvalidRequest, match="no picture that is known"):
+            read_header(encoded(noise("RGB"), kind), MOST)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(pictures.FORMATS), st.integers(0, 2**32), st.integers(1, 20))
+def test_damaged_files_give_pixels_or_the_one_error(kind, seed, changes):
+    data = bytearray(encoded(noise("RGB"), kind))
+    rng = np.random.default_rng(seed)
+    for at in rng.integers(0, len(data), changes):
+        data[at] = rng.integers(0, 256)
+    for read in (lambda: read_header(bytes(data), MOST), lambda: decode(bytes(data), 32, 32)):
+        with contextlib.suppress(InvalidRequest):
+            read()
