@@ -1,0 +1,139 @@
+"""What the vision tower has made of pictures: who needs each, what is evicted, in pages of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+
+from nanoactor.errors import ProtocolBug
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class EncodedItem:
+    """One picture's rows, those of all deepstack levels together."""
+
+    key: bytes
+    """16 bytes that name its content, its size and how it is processed."""
+    rows: int
+    pages: list[int]
+    references: int = 0
+    planned: int = 0
+    """How many rows the steps planned so far encode. Kept while the item lives: whoever holds it
+    next goes on from there."""
+    ticket: int = 0
+    """Which release quarantined it: the latest one counts."""
+    trusted: bool = True
+
+
+class EncoderCache:
+    """References, fences and the order of eviction, whole items at a time.
+
+    An item is *held* (somebody's reference), *quarantined* (nobody's, but a step in flight may
+    still use it) or *idle*; idle ones are evicted, least recently used first. The scheduler spends
+    a credit for each page, as with blocks, so that `hold` never has to say no.
+    """
+
+    def __init__(self, pages: int, page_rows: int) -> None:
+        self._page_rows = page_rows
+        self._free: deque[int] = deque(range(pages))
+        self._items: dict[bytes, EncodedItem] = {}
+        self._idle: OrderedDict[bytes, EncodedItem] = OrderedDict()
+        self._quarantine: deque[tuple[int, int, EncodedItem]] = deque()
+        """(step that must be done before it may be written over, ticket, item)."""
+        self._tickets = self._completed = 0
+        self.evictions = self.hits = 0
+
+    def pages_of(self, rows: int) -> int:
+        """Return how many pages so many rows take."""
+        return -(-rows // self._page_rows)
+
+    def hold(self, key: bytes, rows: int) -> tuple[EncodedItem, int]:
+        """Take a reference to an item; returns it, and how many of the pages debited for it others
+        hold already.
+
+        Raises `ProtocolBug` where there is no room: the scheduler spent credits it did not have.
+        """
+        item = self._items.get(key)
+        if item is None:
+            item = EncodedItem(key, rows, self._allocate(self.pages_of(rows)))
+            self._items[key] = item
+        elif item.rows != rows:
+            raise ProtocolBug(f"item {key.hex()} has {item.rows} rows and is held as one of {rows}")
+        else:
+            self.hits += 1
+        self._idle.pop(key, None)
+        item.references += 1
+        return item, len(item.pages) if item.references > 1 else 0
+
+    def _allocate(self, pages: int) -> list[int]:
+        while len(self._free) < pages and self._idle:
+            _, item = self._idle.popitem(last=False)
+            self.evictions += 1
+            self._drop(item)
+        if len(self._free) < pages:
+            raise ProtocolBug("no page is free or idle: more credits were spent than exist")
+        return [self._free.popleft() for _ in range(pages)]
+
+    def _drop(self, item: EncodedItem) -> None:
+        if self._items.get(item.key) is item:
+            del self._items[item.key]
+        self._free.extend(item.pages)
+
+    def release(self, item: EncodedItem, fence: int) -> int:
+        """Drop a reference; returns how many pages nobody holds any more, which become available
+        once step `fence` is completed."""
+        if item.references <= 0:
+            raise ProtocolBug(f"item {item.key.hex()} is released but nobody holds it")
+        item.references -= 1
+        if item.references:
+            return 0
+        self._tickets += 1
+        item.ticket = self._tickets
+        self._quarantine.append((fence, item.ticket, item))
+        self.complete(self._completed)
+        return len(item.pages)
+
+    def complete(self, step: int) -> None:
+        """Step `step` is done, and all before it: end the quarantines that waited for it."""
+        self._completed = max(self._completed, step)
+        while self._quarantine and self._quarantine[0][0] <= self._completed:
+            _, ticket, item = self._quarantine.popleft()
+            # Held again, or let go again later: not yet.
+            if item.references or item.ticket != ticket:
+                continue
+            if item.trusted:
+                self._idle[item.key] = item
+            else:
+                self._drop(item)
+
+    def distrust(self, item: EncodedItem) -> None:
+        """Forget what an item is, as a step that encoded some of it has failed: nobody finds it
+        any more, and who needs it encodes it anew."""
+        item.trusted = False
+        if self._items.get(item.key) is item:
+            del self._items[item.key]
+        if self._idle.get(item.key) is item:
+            del self._idle[item.key]
+            self._free.extend(item.pages)
+
+    def check(self, pages: int, holders: Mapping[EncodedItem, int]) -> None:
+        """Raise `ProtocolBug` unless the books agree with `holders`, references by item, and every
+        one of so many pages is in one place."""
+        quarantined = {
+            id(item): item
+            for _, ticket, item in self._quarantine
+            if not item.references and item.ticket == ticket
+        }
+        for item, count in holders.items():
+            if item.references != count:
+                raise ProtocolBug(
+                    f"item {item.key.hex()}: {item.references} references, {count} users"
+                )
+        places = [*holders, *quarantined.values(), *self._idle.values()]
+        used = [page for item in places for page in item.pages]
+        if sorted([*self._free, *used]) != [*range(pages)]:
+            raise ProtocolBug(f"pages in two places or in none: {len(used)} used of {pages}")
+        lost = [i for i in self._items.values() if i not in places]
+        if lost:
+            raise ProtocolBug(f"item {lost[0].key.hex()} is indexed but in no state")
