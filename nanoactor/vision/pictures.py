@@ -19,8 +19,9 @@ from nanoactor.errors import InvalidRequest
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _ORIENTATION = 0x0112
-# Chunks of a PNG that may say which way up it is.
-_PNG_METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+# What of a PNG may say which way up it is: a chunk, or the keyword of a chunk with text.
+_PNG_EXIF = b"eXIf"
+_PNG_KEYWORDS = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")
 _PNG_SIGNATURE = 8
 
 
@@ -102,12 +103,12 @@ def _refusing() -> Iterator[None]:
 
 
 def _is_bare_png(image: Image.Image, data: bytes) -> bool:
-    """Whether it is a PNG without metadata; where Pillow finds none, it decodes it to find more."""
+    """Whether it is a PNG that says nothing of its orientation: Pillow would decode it to see."""
     if image.format != "PNG":
         return False
     at = _PNG_SIGNATURE
     while at + 8 <= len(data):
-        if data[at + 4 : at + 8] in _PNG_METADATA:
+        if data[at + 4 : at + 8] == _PNG_EXIF or data.startswith(_PNG_KEYWORDS, at + 8):
             return False
         at += 12 + int.from_bytes(data[at : at + 4], "big")
     return True

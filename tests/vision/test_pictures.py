@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.vision import pictures
@@ -27,6 +28,12 @@ def noise(mode, size=SIZE, seed=0):
     if mode == "I;16":
         return Image.fromarray(rng.integers(0, 1 << 16, (height, width), np.uint16))
     return image.convert("RGB").convert(mode) if mode in ("P", "CMYK") else image.convert(mode)
+
+
+def chunk(kind, body):
+    """Of a PNG."""
+    whole = kind + body
+    return len(body).to_bytes(4, "big") + whole + zlib.crc32(whole).to_bytes(4, "big")
 
 
 def encoded(image, kind, **options):
@@ -83,6 +90,22 @@ def test_pictures_are_turned_as_their_metadata_says(kind, orientation):
     assert (decode(data, 64, 32) == theirs(data, 64, 32)).all()
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_orientations_of_a_png_are_found_wherever_they_stand(after):
+    """Editors write XMP, and some write EXIF behind the pixels."""
+    chunks = PngInfo()
+    if not after:
+        chunks.add_itxt("XML:com.adobe.xmp", '<rdf tiff:Orientation="8"/>')
+    data = encoded(noise("RGB"), "PNG", pnginfo=chunks)
+    if after:
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        end = data.index(b"IEND") - 4
+        data = data[:end] + chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0")) + data[end:]
+    assert read_header(data, MOST) == Header(37, 53)
+    assert (decode(data, 64, 32) == theirs(data, 64, 32)).all()
+
+
 def test_of_a_moving_picture_the_first_frame_counts():
     frames = [noise("RGB", seed=seed) for seed in range(3)]
     for kind in ("GIF", "WEBP"):
@@ -118,9 +141,17 @@ def forbid_decoding(monkeypatch):
         monkeypatch.setattr(getattr(plugin, kind), "load", load)
 
 
+def with_text():
+    """As many programs write it."""
+    chunks = PngInfo()
+    chunks.add_text("Software", "a camera")
+    chunks.add_itxt("Comment", "XML:com.adobe.xmp stands here, and is no keyword")
+    return dict(pnginfo=chunks)
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_sizes_are_read_without_decoding(monkeypatch, kind):
-    data = encoded(noise("RGB"), kind)
+    data = encoded(noise("RGB"), kind, **(with_text() if kind == "PNG" else {}))
     forbid_decoding(monkeypatch)
     assert read_header(data, MOST) == Header(53, 37)
     with pytest.raises(InvalidRequest, match="37 x 53 pixels, more than the 1000 allowed"):
@@ -129,11 +160,6 @@ def test_sizes_are_read_without_decoding(monkeypatch, kind):
 
 def bomb(width, height):
     """A PNG of some kilobytes that would be gigabytes."""
-
-    def chunk(kind, body):
-        whole = kind + body
-        return len(body).to_bytes(4, "big") + whole + zlib.crc32(whole).to_bytes(4, "big")
-
     header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
     body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000)))
     return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")
