@@ -29,8 +29,10 @@ test: .venv/.ready
 		-m '$(USUAL) and alone'; echo $$? > $(LEFT)/alone/status
 	@! grep -vx 0 $(LEFT)/*/status
 
+# Hours on two cores; the soak test alone takes half an hour.
 test-long: .venv/.ready
-	$(PYTEST) -m 'not gpu'
+	$(PYTEST) -n 2 --dist worksteal -m 'not gpu and not alone'
+	$(PYTEST) -m 'not gpu and alone'
 
 # torch_npu and stand-ins for CANN, apart from everything else: in a normal environment both would
 # break `import torch`. The rest is .venv's.
