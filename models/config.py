@@ -120,7 +120,7 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
         head_dim=positive(raw, "head_dim", origin, family.head_dim or hidden // heads),
         max_positions=positive(raw, "max_position_embeddings", origin),
         rms_norm_eps=at_least_0(raw, "rms_norm_eps", origin, 1e-6),
-        rope=_read_rope(raw, origin, vision is not None),
+        rope=_read_rope(raw, family, origin),
         qk_norm=family.qk_norm,
         qkv_bias=option("qkv_bias"),
         output_bias=option("output_bias"),
@@ -162,7 +162,7 @@ def _read_dtype(raw: Mapping[str, Any]) -> str:
     return name
 
 
-def _read_rope(raw: Mapping[str, Any], origin: object, has_vision: bool) -> RopeConfig:
+def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeConfig:
     # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling.
     # Where a file has both, scaling is what a user has added by hand: it counts.
     raw_rope = {
@@ -171,8 +171,8 @@ def _read_rope(raw: Mapping[str, Any], origin: object, has_vision: bool) -> Rope
         for name, value in _rope_object(raw, key, origin).items()
     }
     kind = str(raw_rope.get("rope_type") or "default")
-    theta = positive_number({**raw, **raw_rope}, "rope_theta", origin, 10_000.0)
-    sections = _read_sections(raw_rope, origin) if has_vision else None
+    theta = positive_number({**raw, **raw_rope}, "rope_theta", origin, family.rope_theta)
+    sections = _read_sections(raw_rope, origin) if family.vision_prefix else None
     if kind == "default":
         return RopeConfig(kind, theta, sections=sections)
     if kind not in ("linear", "yarn", "llama3"):
@@ -221,11 +221,10 @@ def _read_rope(raw: Mapping[str, Any], origin: object, has_vision: bool) -> Rope
 def _read_sections(raw_rope: Mapping[str, Any], origin: object) -> tuple[int, int, int]:
     """transformers' default; it interleaves whatever `mrope_interleaved` says."""
     value = raw_rope.get("mrope_section", [24, 20, 20])
-    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
+    sizes = value if isinstance(value, list) else []
+    if len(sizes) != 3 or not all(type(size) is int and size >= 0 for size in sizes):
         raise ModelError(f"{origin}: mrope_section must be three whole numbers, got {value!r}")
-    if len(value) != 3:
-        raise ModelError(f"{origin}: mrope_section must be three whole numbers, got {value!r}")
-    return value[0], value[1], value[2]
+    return sizes[0], sizes[1], sizes[2]
 
 
 def _check_yarn(config: RopeConfig, origin: object) -> None:
@@ -279,6 +278,12 @@ def _check_vision(config: ModelConfig, origin: object) -> None:
         raise ModelError(
             f"{origin}: the tower's out_hidden_size {vision.out_hidden_size} is not the decoder's "
             f"hidden_size {config.hidden_size}"
+        )
+    ids = (vision.image_token_id, vision.video_token_id)
+    if max(*ids, vision.start_token_id, vision.end_token_id) >= config.vocab_size:
+        raise ModelError(
+            f"{origin}: the ids of pictures and videos, {ids}, and those around them must be below "
+            f"vocab_size {config.vocab_size}"
         )
     if len(vision.deepstack_layers) > config.num_layers:
         raise ModelError(

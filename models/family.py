@@ -22,6 +22,8 @@ class Family:
     output_bias: Option = False
     """Of attention's output projection."""
     mlp_bias: Option = False
+    rope_theta: float = 10_000.0
+    """Where the file says nothing."""
     text_config: str | None = None
     """The object of `config.json` that holds the decoder's sizes; None: the file itself."""
     text_prefix: str = "model"

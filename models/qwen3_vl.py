@@ -5,14 +5,14 @@ Source: Qwen3-VL Technical Report, arXiv:2511.21631; options as in transformers'
 
 from __future__ import annotations
 
-from nanoactor.models.family import Family
+import dataclasses
 
-QWEN3_VL = Family(
+from nanoactor.models.qwen3 import QWEN3
+
+QWEN3_VL = dataclasses.replace(
+    QWEN3,
     architecture="Qwen3VLForConditionalGeneration",
-    head_dim=128,
-    qk_norm=True,
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
+    rope_theta=500_000.0,
     text_config="text_config",
     text_prefix="model.language_model",
     vision_prefix="model.visual",

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from nanoactor.models.device import Device, LinearOperator
+from nanoactor.models.layers import Rotation
 from nanoactor.models.vision_config import VisionConfig
 from nanoactor.models.weights import Weights
 
@@ -33,9 +34,6 @@ class Grid:
     def patches(self) -> int:
         """In all."""
         return self.frames * self.height * self.width
-
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class VisionTower:
@@ -100,13 +98,12 @@ class VisionTower:
         return (F.embedding(index, self._table) * weight[:, :, None]).sum(1)
 
     def _rotation(self, places: torch.Tensor) -> Rotation:
-        """(cos, sin), float32 (patches, 1, head_dim / 2): half of the angles by rows, half by
-        columns."""
+        """(cos, sin), float32 (patches, head_dim / 2): first by rows, then by columns."""
         config = self._config
         size = config.hidden_size // config.num_heads // 2
         exponents = torch.arange(0, size, 2, dtype=torch.float32, device=places.device) / size
         angles = places[..., None].float() * (1.0 / config.rope_theta**exponents)
-        angles = angles.flatten(1)[:, None]
+        angles = angles.flatten(1)
         return angles.cos(), angles.sin()
 
 
@@ -148,7 +145,7 @@ class _Block:
         self._out = _linear(weights, device, f"{prefix}.attn.proj", size, size)
         self._up = _linear(weights, device, f"{prefix}.mlp.linear_fc1", size, inner)
         self._down = _linear(weights, device, f"{prefix}.mlp.linear_fc2", inner, size)
-        self._heads = config.num_heads
+        self._heads, self._device = config.num_heads, device
 
     def __call__(self, x: torch.Tensor, rotation: Rotation, segments: list[int]) -> torch.Tensor:
         x = x + self._out(self._attend(self._norms[0](x), rotation, segments))
@@ -157,7 +154,7 @@ class _Block:
     def _attend(self, x: torch.Tensor, rotation: Rotation, segments: list[int]) -> torch.Tensor:
         """Each segment attends to itself; those of one length that follow each other at once."""
         q, k, v = self._qkv(x).view(len(x), 3, self._heads, -1).unbind(1)
-        q, k = _rotate(q, rotation), _rotate(k, rotation)
+        q, k = (self._device.rotary(x.float(), *rotation).to(x.dtype) for x in (q, k))
         parts, at = [], 0
         for length, equal in itertools.groupby(segments):
             count = len(list(equal))
@@ -168,14 +165,6 @@ class _Block:
             parts.append(attended.transpose(1, 2).reshape(count * length, -1))
             at = span.stop
         return torch.cat(parts)
-
-
-def _rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate (patches, heads, head_dim) in float32; dimension i is paired with i + head_dim / 2."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = rotation
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
 
 
 class _Merger:

@@ -140,7 +140,7 @@ class NPUDevice(PortableOperators):
     # -- graphs ---------------------------------------------------------------------------
 
     def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
-        """Natively, once a step in flight; or compiled, with the rest of the step beside it."""
+        """Record natively, once for each step in flight; or compile, and run the rest beside it."""
         if self.graph_mode == "npugraph":
             return NativeCapture(self.runtime, function, lengths, in_flight)
         compiled = CompiledStep(self.graph_mode, self.runtime, self._options, self._directory)

@@ -41,7 +41,7 @@ def graph_cache(given: str | None) -> Path:
 
 
 class NativeCapture:
-    """A step recorded once for each step in flight, replayed in rotation.
+    """A step recorded as often as steps may be in flight; the recordings take turns.
 
     A graph's lengths are parameters that the host writes before a replay. While one replay runs the
     next is prepared, so it must be another graph's.

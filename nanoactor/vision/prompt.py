@@ -113,10 +113,12 @@ def _check(placeholders: Int32, items: Sequence[VisualItem], config: VisionConfi
             )
     for number, (token, item) in enumerate(zip(placeholders.tolist(), items, strict=True)):
         if (token == config.image_token_id) != (item.times is None):
-            kind = "image" if token == config.image_token_id else "video"
+            wanted, got = "an image", "a video"
+            if token == config.video_token_id:
+                wanted, got = got, wanted
             raise InvalidRequest(
-                f"placeholder {number + 1} of the prompt is for an {kind}, but that item is not: "
-                "give items in the order of their placeholders"
+                f"placeholder {number + 1} of the prompt stands for {wanted}, but its item is "
+                f"{got}: give items in the order of their placeholders"
             )
 
 

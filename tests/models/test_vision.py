@@ -173,6 +173,22 @@ def test_whether_weights_are_tied_is_said_of_the_whole_model(tmp_path, tied):
     assert parse_config(raw).tie_embeddings is tied
 
 
+def test_what_the_file_leaves_out_is_as_in_transformers(tmp_path):
+    from transformers import AutoConfig
+
+    raw = raw_config(tmp_path)
+    del raw["text_config"]["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    theirs = AutoConfig.from_pretrained(tmp_path).text_config.rope_parameters["rope_theta"]
+    assert parse_config(raw).rope.theta == theirs == 5e5
+
+
+def test_ids_outside_of_the_vocabulary_are_refused(tmp_path):
+    raw = raw_config(tmp_path) | {"video_token_id": 211}
+    with pytest.raises(ModelError, match="must be below vocab_size 211"):
+        parse_config(raw)
+
+
 WRONG = [
     ("vision_config", None, ModelError, "vision_config must be an object"),
     ("text_config", [], ModelError, "text_config must be an object"),
