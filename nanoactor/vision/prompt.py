@@ -133,14 +133,12 @@ def patch_times(times: Sequence[float], together: int) -> tuple[float, ...]:
 def block_extras(
     prompt: ExpandedPrompt, items: Sequence[VisualItem], block_size: int
 ) -> dict[int, bytes]:
-    """Return, by block, what tells it from blocks of the same ids: the key of each item in it and
-    which of its rows comes first there. Equal pictures at equal places share blocks, no others."""
+    """Return, by block, what tells it from blocks of the same ids: the key and the shape of each
+    item in it. Which rows these are follows from the blocks before, on which its name depends."""
     extras: dict[int, bytes] = {}
     for placed in prompt.spans:
         span = placed.span
         for block in range(span.start // block_size, -(-span.stop // block_size)):
-            offset = max(span.start, block * block_size) - span.start
-            row = (placed.first_row + offset).to_bytes(4, "little")
             shape = span.height.to_bytes(4, "little") + span.width.to_bytes(4, "little")
-            extras[block] = extras.get(block, b"") + items[placed.item].key + row + shape
+            extras[block] = extras.get(block, b"") + items[placed.item].key + shape
     return extras
