@@ -13,8 +13,11 @@ WALKS = {
     "A device": r"(?i)\bcuda\b",
     "A message": r"\bStepWanted\b",
 }
-# Trains the demo model, on whatever there is.
-APART = {"models/demo/train.py"}
+# Train the demo models, on whatever there is.
+APART = {
+    "models/demo/train.py",
+    *(f"models/demo_vl/{name}.py" for name in ("ablate", "evaluate", "train")),
+}
 
 
 def listed(title):

@@ -1,0 +1,163 @@
+"""How well a checkpoint reads pictures that it was not trained on, by transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration
+
+from nanoactor.models.demo_vl.layout import (
+    END_OF_TEXT,
+    HELD_OUT_SEED,
+    IMAGE,
+    MOST_DIGITS,
+    PAIR,
+    READ,
+    TURN_END,
+    Model,
+)
+from nanoactor.models.demo_vl.network import run_model
+from nanoactor.models.demo_vl.prompts import encode_prompt, lay_out, make_batch
+from nanoactor.models.demo_vl.render import Pictures, Renderer
+
+
+def decode_answers(ids: torch.Tensor) -> list[str]:
+    """Return generated ids (rows, size) as text up to the end of each answer: `?` stands for what
+    is not ASCII, `…` for a missing end."""
+    answers = []
+    for row in ids.tolist():
+        end = next((i for i, token in enumerate(row) if token in (TURN_END, END_OF_TEXT)), None)
+        answers.append("".join(chr(t) if t < 128 else "?" for t in row[:end]))
+        if end is None:
+            answers[-1] += "…"
+    return answers
+
+
+@torch.no_grad()
+def read(model: Model, pictures: Sequence[Pictures], prompt: Sequence[int]) -> list[str]:
+    """Return the greedy answers of the training code's forward pass."""
+    count, device = len(pictures[0].digits), pictures[0].digits.device
+    answers = torch.empty(count, 0, dtype=torch.int64, device=device)
+    chosen = torch.zeros(count, dtype=torch.int64, device=device)
+    for _ in range(MOST_DIGITS + 1):
+        logits, _ = run_model(model, make_batch(pictures, [prompt], chosen, answers))
+        answers = torch.cat((answers, logits[:, -1:].argmax(-1)), dim=1)
+    return decode_answers(answers)
+
+
+class Reader:
+    """A checkpoint as transformers runs it, in float32."""
+
+    def __init__(self, directory: Path, device: str) -> None:
+        torch.backends.cudnn.allow_tf32 = False
+        processor: Any = Qwen2VLImageProcessorPil
+        self._processor = processor.from_pretrained(directory)
+        model: Model = Qwen3VLForConditionalGeneration.from_pretrained(
+            directory, dtype=torch.float32
+        )
+        self.model = model.to(device).eval()
+
+    @torch.no_grad()
+    def __call__(self, pictures: Sequence[Pictures], prompt: Sequence[int]) -> list[str]:
+        """Return greedy answers; `pictures` are those of each placeholder."""
+        device = self.model.device
+        images = [i for row in zip(*(p.images() for p in pictures), strict=True) for i in row]
+        inputs = self._processor(images, return_tensors="pt").to(device)
+        row = lay_out(prompt, [p.size for p in pictures]).ids
+        ids = torch.tensor([row] * len(pictures[0].digits), device=device)
+        output = self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == IMAGE).int(),
+            pixel_values=inputs["pixel_values"],
+            image_grid_thw=inputs["image_grid_thw"],
+            max_new_tokens=MOST_DIGITS + 1,
+            do_sample=False,
+        )
+        return decode_answers(output[:, ids.shape[1] :])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Questions:
+    """Pictures with a prompt, and the right answers."""
+
+    pictures: list[Pictures]
+    prompt: tuple[int, ...]
+    wanted: list[str]
+
+
+def held_out(
+    renderer: Renderer,
+    count: int,
+    *,
+    most: int = MOST_DIGITS,
+    plain: bool = False,
+    chat: bool = False,
+) -> Iterator[Questions]:
+    """Draw questions about one picture, in groups of 25 of one size."""
+    for _ in range(count // 25):
+        pictures = renderer.draw(25, most, plain=plain)
+        yield Questions([pictures], encode_prompt(1, READ[0], chat), pictures.texts())
+
+
+def held_out_pairs(renderer: Renderer, count: int, chat: bool = False) -> Iterator[Questions]:
+    """Draw questions about the first or second of two pictures, in groups of 25."""
+    for index in range(count // 25):
+        pictures = [renderer.draw(25, MOST_DIGITS, plain=False) for _ in PAIR]
+        asked = index % 2
+        wanted = pictures[asked].texts()
+        yield Questions(pictures, encode_prompt(2, PAIR[asked], chat), wanted)
+
+
+def share(flags: Sequence[bool]) -> float:
+    """Return the share of true ones, to four digits."""
+    return round(sum(flags) / max(len(flags), 1), 4)
+
+
+def evaluate(reader: Reader, device: str) -> dict[str, Any]:
+    """Measure exact matches in transformers on held-out pictures, and whether the training code's
+    forward pass gives the same answers."""
+    renderer = Renderer(HELD_OUT_SEED, device)
+    same: list[bool] = []
+
+    def ask(groups: Iterator[Questions]) -> list[tuple[int, bool]]:
+        """Return the length of each answer, and whether it was exact."""
+        marks = []
+        for group in groups:
+            answers = reader(group.pictures, group.prompt)
+            ours = read(reader.model, group.pictures, group.prompt)
+            same.extend(a == b for a, b in zip(answers, ours, strict=True))
+            pairs = zip(answers, group.wanted, strict=True)
+            marks += [(len(wanted), answer == wanted) for answer, wanted in pairs]
+        return marks
+
+    marks = ask(held_out(renderer, 500))
+    sets = {
+        "one_white_digit": ask(held_out(renderer, 100, most=1, plain=True)),
+        "white_digits_in_cells": ask(held_out(renderer, 100, plain=True)),
+        "chat": ask(held_out(renderer, 100, chat=True)),
+        "two_pictures": ask(held_out_pairs(renderer, 200)),
+        "two_pictures_chat": ask(held_out_pairs(renderer, 100, chat=True)),
+    }
+    return {
+        "exact": share([exact for _, exact in marks]),
+        "pictures": len(marks),
+        "exact_by_digits": {
+            size: share([exact for n, exact in marks if n == size])
+            for size in range(1, MOST_DIGITS + 1)
+        },
+        **{name: share([exact for _, exact in found]) for name, found in sets.items()},
+        "same_answers_as_in_training": share(same),
+    }
+
+
+def describe(device: str) -> str:
+    """Name what the training ran on."""
+    if device == "cpu":
+        return f"{torch.get_num_threads()} threads, {platform.machine()}"
+    return torch.cuda.get_device_name(device)

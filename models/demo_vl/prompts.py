@@ -1,0 +1,176 @@
+"""Prompts about pictures, tokenized and laid out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jinja2
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from nanoactor.models.demo_vl.layout import (
+    CELL,
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    IGNORED,
+    IMAGE,
+    NO_DIGIT,
+    PAIR,
+    READ,
+    SPECIAL_TOKENS,
+    TURN_END,
+)
+from nanoactor.models.demo_vl.render import Pictures, Renderer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Phase:
+    """One part of the curriculum."""
+
+    name: str
+    most: int
+    """Digits in a picture, at most."""
+    plain: float
+    """Share of batches with one white digit in each black cell of 32 pixels."""
+    until: float
+    """Share of all the time at which the phase ends in any case."""
+    passed: float
+    """Mean loss of an answer's token at which it ends earlier."""
+    pairs: float = 0.0
+    """Share of prompts with two pictures."""
+    chats: float = 0.0
+    """Share of prompts written by the chat template."""
+
+
+def make_tokenizer() -> Tokenizer:
+    """Make one token of each byte, with the byte as its id, and append the special tokens."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    characters = {byte: chr(byte) for byte in visible}
+    characters |= {byte: chr(256 + index) for index, byte in enumerate(hidden)}
+    vocabulary = {character: byte for byte, character in characters.items()}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
+    return tokenizer
+
+
+@functools.cache
+def encode_prompt(pictures: int, question: str, chat: bool) -> tuple[int, ...]:
+    """Return the ids of a prompt with one placeholder for each picture."""
+    if chat:
+        content = [{"type": "image"}] * pictures + [{"type": "text", "text": question}]
+        messages = [{"role": "user", "content": content}]
+        template = jinja2.Template(CHAT_TEMPLATE)
+        text = template.render(messages=messages, add_generation_prompt=True)
+    else:
+        text = "<|vision_start|><|image_pad|><|vision_end|>" * pictures + question
+    return tuple(make_tokenizer().encode(text).ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """A prompt with a token for each merged square of its pictures."""
+
+    ids: list[int]
+    spans: list[slice]
+    """Where each picture stands."""
+    sizes: list[tuple[int, int]]
+    """Height and width of each picture in tokens."""
+
+    def positions(self, length: int) -> torch.Tensor:
+        """Return time, row and column of the first `length` tokens, int64 (3, length); text goes
+        on after the prompt."""
+        positions = torch.empty(3, length, dtype=torch.int64)
+        at = place = 0
+        for span, (rows, columns) in zip(self.spans, self.sizes, strict=True):
+            positions[:, at : span.start] = torch.arange(place, place + span.start - at)
+            place += span.start - at
+            positions[0, span] = place
+            positions[1, span] = place + torch.arange(rows).repeat_interleave(columns)
+            positions[2, span] = place + torch.arange(columns).repeat(rows)
+            place, at = place + max(rows, columns), span.stop
+        positions[:, at:] = torch.arange(place, place + length - at)
+        return positions
+
+
+def lay_out(prompt: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Layout:
+    """Expand a prompt's placeholders; `sizes`: height and width of its pictures in pixels."""
+    grids = [(height // CELL, width // CELL) for height, width in sizes]
+    ids: list[int] = []
+    spans: list[slice] = []
+    for token in prompt:
+        count = math.prod(grids[len(spans)]) if token == IMAGE else 1
+        if token == IMAGE:
+            spans.append(slice(len(ids), len(ids) + count))
+        ids += [token] * count
+    return Layout(ids, spans, grids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """Prompts that differ in their pictures and in what follows these."""
+
+    pictures: Sequence[Pictures]
+    """For each placeholder those of all prompts."""
+    spans: Sequence[slice]
+    positions: torch.Tensor
+    """Time, row and column, int64 (3, length)."""
+    ids: torch.Tensor
+    """int64 (prompts, length)."""
+    targets: torch.Tensor
+    """The answers' ids in their places, elsewhere `IGNORED`: int64 (prompts, length)."""
+
+
+def make_batch(
+    pictures: Sequence[Pictures],
+    prompts: Sequence[Sequence[int]],
+    chosen: torch.Tensor,
+    answers: torch.Tensor,
+) -> Batch:
+    """Put answers behind prompts that are equal up to the last picture.
+
+    `chosen`: which of the prompts each row has, int64 (rows,); `answers`: ids, or `IGNORED` where
+    there is none, int64 (rows, size).
+    """
+    device, count = answers.device, len(answers)
+    layouts = [lay_out(prompt, [p.size for p in pictures]) for prompt in prompts]
+    length = max(len(layout.ids) for layout in layouts) + answers.shape[1]
+    ids = torch.full((len(layouts), count, length), END_OF_TEXT, device=device)
+    targets = torch.full_like(ids, IGNORED)
+    for index, layout in enumerate(layouts):
+        start, stop = len(layout.ids), len(layout.ids) + answers.shape[1]
+        ids[index, :, :start] = torch.tensor(layout.ids, device=device)
+        ids[index, :, start:stop] = answers.where(answers != IGNORED, END_OF_TEXT)
+        targets[index, :, start:stop] = answers
+    rows = torch.arange(count, device=device)
+    positions = layouts[0].positions(length).to(device)
+    return Batch(pictures, layouts[0].spans, positions, ids[chosen, rows], targets[chosen, rows])
+
+
+def answer_ids(digits: torch.Tensor) -> torch.Tensor:
+    """Return the ids of digits, int64 (rows, 3), and of the end behind them: int64 (rows, 4)."""
+    ends = (digits != NO_DIGIT).sum(1, keepdim=True)
+    ids = torch.cat((digits + ord("0"), torch.zeros_like(ends)), dim=1)
+    column = torch.arange(ids.shape[1], device=digits.device)
+    return ids.where(column < ends, IGNORED).where(column != ends, TURN_END)
+
+
+def sample_batch(renderer: Renderer, phase: Phase, count: int) -> Batch:
+    """Draw a batch of a phase: pictures of one size, or two for each prompt."""
+    pair = renderer.chance() < phase.pairs
+    chat = renderer.chance() < phase.chats
+    bare = chat and renderer.chance() < 0.5
+    plain = renderer.chance() < phase.plain
+    pictures = [renderer.draw(count, phase.most, plain=plain) for _ in range(1 + pair)]
+    questions = [q.strip() if bare else q for q in (PAIR if pair else READ)]
+    prompts = [encode_prompt(len(pictures), question, chat) for question in questions]
+    device = pictures[0].digits.device
+    rows = torch.arange(count, device=device)
+    chosen = rows % len(pictures)
+    digits = torch.stack([p.digits for p in pictures])[chosen, rows]
+    return make_batch(pictures, prompts, chosen, answer_ids(digits))

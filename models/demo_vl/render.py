@@ -1,0 +1,221 @@
+"""Pictures of digits, drawn in batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from nanoactor.models.demo_vl.layout import (
+    CELL,
+    FONT_SIZES,
+    HEIGHTS,
+    LEAST_CONTRAST,
+    MOST_DIGITS,
+    NO_DIGIT,
+    PATCH,
+    PLAIN_FONT_SIZE,
+    WIDTH_SHARES,
+    WIDTHS,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Glyphs:
+    """The ten digits in each font size, and as the eleventh nothing."""
+
+    masks: torch.Tensor
+    """How much ink, from 0 to 255, the digit's box at the top left: (sizes, 11, side, side)."""
+    boxes: torch.Tensor
+    """Left, top, width and height of the ink as seen from the pen: int64 (sizes, 11, 4)."""
+    advances: torch.Tensor
+    """From a pen to the next, int64 (sizes,): digits of the built-in font are equally wide."""
+
+
+@functools.cache
+def draw_glyphs() -> Glyphs:
+    """Draw all digits in Pillow's built-in font."""
+    side = max(FONT_SIZES)
+    masks = torch.zeros(len(FONT_SIZES), 11, side, side)
+    boxes = torch.zeros(len(FONT_SIZES), 11, 4, dtype=torch.int64)
+    advances = torch.zeros(len(FONT_SIZES), dtype=torch.int64)
+    for row, size in enumerate(FONT_SIZES):
+        font = ImageFont.load_default(size)
+        advances[row] = round(max(font.getlength(str(digit)) for digit in range(10)))
+        for digit in range(10):
+            canvas = Image.new("L", (2 * side, 2 * side))
+            ImageDraw.Draw(canvas).text((0, 0), str(digit), fill=255, font=font)
+            left, top, right, bottom = canvas.getbbox() or (0, 0, 0, 0)
+            width, height = right - left, bottom - top
+            ink = bytearray(canvas.crop((left, top, right, bottom)).tobytes())
+            glyph = torch.frombuffer(ink, dtype=torch.uint8).view(height, width)
+            masks[row, digit, :height, :width] = glyph
+            boxes[row, digit] = torch.tensor([left, top, width, height])
+    return Glyphs(masks, boxes, advances)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pictures:
+    """Pictures of one size."""
+
+    digits: torch.Tensor
+    """From left to right, `NO_DIGIT` behind the last: int64 (pictures, 3)."""
+    pixels: torch.Tensor
+    """Whole numbers from 0 to 255, float32 (pictures, height, width, 3)."""
+    classes: torch.Tensor
+    """The digit with its centre in a patch, or `NO_DIGIT`: int64 (pictures, patches)."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.pixels.shape[1], self.pixels.shape[2]
+
+    def images(self) -> list[Image.Image]:
+        """Return them for other programs."""
+        return [Image.fromarray(pixels.numpy()) for pixels in self.pixels.byte().cpu()]
+
+    def texts(self) -> list[str]:
+        """Return what they show."""
+        return ["".join(str(d) for d in row if d != NO_DIGIT) for row in self.digits.tolist()]
+
+
+class Renderer:
+    """Draws random pictures. Chance is drawn on the CPU: a seed gives the same on all devices."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._device = device
+        self._glyphs = draw_glyphs()
+        self._masks = self._glyphs.masks.to(device)
+
+    def chance(self) -> float:
+        """Draw a number from 0 to 1."""
+        return float(self._rand())
+
+    def draw(self, count: int, most: int, *, plain: bool) -> Pictures:
+        """Draw pictures of one random size with up to `most` digits; more digits are likelier.
+
+        `plain`: one digit in each cell, white on black.
+        """
+        height, width = self._size(most, plain)
+        digits = self._digits(count, min(most, width // CELL))
+        place = self._in_cells if plain else self._anywhere
+        sizes, pens = place(digits, height, width)
+        boxes = self._glyphs.boxes[sizes[:, None], digits]
+        corners = pens + boxes[:, :, :2]
+        ink = self._compose(sizes, digits, corners, height, width)
+        front, paper = self._colours(count, plain)
+        pixels = (paper + (front - paper) * ink[..., None] / 255).round()
+        classes = patch_classes(digits, corners + boxes[:, :, 2:] // 2, height, width)
+        return Pictures(digits.to(self._device), pixels, classes.to(self._device))
+
+    def _rand(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=self._generator)
+
+    def _size(self, most: int, plain: bool) -> tuple[int, int]:
+        """Choose height and width in pixels."""
+        if plain:
+            return CELL, CELL * most
+        width = torch.multinomial(torch.tensor(WIDTH_SHARES), 1, generator=self._generator)
+        return HEIGHTS[int(self.chance() * len(HEIGHTS))], WIDTHS[int(width)]
+
+    def _digits(self, count: int, most: int) -> torch.Tensor:
+        """Draw digits, `NO_DIGIT` behind the last, int64 (count, 3)."""
+        shares = torch.arange(1.0, most + 1)
+        numbers = 1 + torch.multinomial(shares, count, replacement=True, generator=self._generator)
+        digits = torch.randint(10, (count, MOST_DIGITS), generator=self._generator)
+        return digits.where(torch.arange(MOST_DIGITS) < numbers[:, None], NO_DIGIT)
+
+    def _in_cells(
+        self, digits: torch.Tensor, height: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put each digit near the middle of its own cell; return the same as `_anywhere`."""
+        count = len(digits)
+        sizes = torch.full((count,), FONT_SIZES.index(PLAIN_FONT_SIZE))
+        boxes = self._glyphs.boxes[sizes[:, None], digits]
+        pens = (CELL - boxes[:, :, 2:]) // 2 - boxes[:, :, :2]
+        pens += (self._rand(count, MOST_DIGITS, 2) * 5).long() - 2
+        pens[:, :, 0] += torch.arange(MOST_DIGITS) * CELL
+        return sizes, pens
+
+    def _anywhere(
+        self, digits: torch.Tensor, height: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put a line of a random font size and spacing at a random place.
+
+        Return the index of the font size, int64 (count,), and pens, int64 (count, 3, 2) with x
+        before y. Without extra spacing the line is as Pillow writes it.
+        """
+        count, numbers = len(digits), (digits != NO_DIGIT).sum(1)
+        boxes, advances = self._glyphs.boxes[:, :NO_DIGIT], self._glyphs.advances
+        tops = boxes[:, :, 1].amin(1)
+        heights = (boxes[:, :, 1] + boxes[:, :, 3]).amax(1) - tops
+        fits = (numbers[:, None] * advances <= width) & (heights <= height)
+        sizes = self._rand(count, len(FONT_SIZES)).where(fits, -1.0).argmax(1)
+        free = width - numbers * advances[sizes]
+        spacing = (self._rand(count) * ((free // numbers).clamp(max=4) + 1)).long()
+        x = (self._rand(count) * (free - spacing * (numbers - 1) + 1)).long()
+        y = (self._rand(count) * (height - heights[sizes] + 1)).long() - tops[sizes]
+        steps = torch.arange(MOST_DIGITS) * (advances[sizes] + spacing)[:, None]
+        pens = x[:, None] + steps
+        return sizes, torch.stack((pens, y[:, None].expand_as(pens)), dim=2)
+
+    def _compose(
+        self,
+        sizes: torch.Tensor,
+        digits: torch.Tensor,
+        corners: torch.Tensor,
+        height: int,
+        width: int,
+    ) -> torch.Tensor:
+        """Put glyphs at their corners; return how much ink, float32 (count, height, width)."""
+        side = self._masks.shape[-1]
+        sizes, digits, corners = (t.to(self._device) for t in (sizes, digits, corners))
+        ink = torch.zeros(len(digits), height, width, device=self._device)
+        for index in range(MOST_DIGITS):
+            x = torch.arange(width, device=self._device) - corners[:, index, :1]
+            y = torch.arange(height, device=self._device) - corners[:, index, 1:]
+            inside = ((y >= 0) & (y < side))[:, :, None] & ((x >= 0) & (x < side))[:, None]
+            x, y = x.clamp(0, side - 1)[:, None], y.clamp(0, side - 1)[:, :, None]
+            glyph = self._masks[sizes[:, None, None], digits[:, index, None, None], y, x]
+            ink = torch.maximum(ink, glyph * inside)
+        return ink
+
+    def _colours(self, count: int, plain: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose colours of ink and paper, float32 (count, 1, 1, 3) each; one picture in five is
+        white on black or black on white."""
+        paper = (self._rand(count, 1, 3) * 256).floor()
+        inks = (self._rand(count, 8, 3) * 256).floor()
+        brightness = torch.tensor([0.299, 0.587, 0.114])
+        contrast = ((inks - paper) @ brightness).abs().clamp(max=LEAST_CONTRAST)
+        front = inks[torch.arange(count), contrast.argmax(1)][:, None]
+        dice = torch.zeros(count, 1, 1) if plain else self._rand(count, 1, 1)
+        white = torch.where(dice < 0.1, 255.0, 0.0)
+        front = front.where(dice >= 0.2, white)[:, None]
+        paper = paper.where(dice >= 0.2, 255.0 - white)[:, None]
+        return front.to(self._device), paper.to(self._device)
+
+
+def patch_classes(
+    digits: torch.Tensor, centres: torch.Tensor, height: int, width: int
+) -> torch.Tensor:
+    """Return the digit with its centre, int64 (pictures, 3, 2), in a patch, `NO_DIGIT` where there
+    is none: int64 (pictures, patches). Of two digits the first one counts."""
+    rows, columns = height // PATCH, width // PATCH
+    classes = torch.full((len(digits), rows, columns), NO_DIGIT)
+    picture = torch.arange(len(digits))
+    for index in reversed(range(MOST_DIGITS)):
+        column = (centres[:, index, 0] // PATCH).clamp(0, columns - 1)
+        row = (centres[:, index, 1] // PATCH).clamp(0, rows - 1)
+        classes[picture, row, column] = digits[:, index]
+    return merge_order(classes[..., None])[..., 0]
+
+
+def merge_order(grid: torch.Tensor) -> torch.Tensor:
+    """Reorder (pictures, rows, columns, size) to (pictures, patches, size): the four patches of a
+    merged token follow each other."""
+    count, rows, columns, size = grid.shape
+    squares = grid.view(count, rows // 2, 2, columns // 2, 2, size)
+    return squares.transpose(2, 3).reshape(count, rows * columns, size)
