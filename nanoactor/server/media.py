@@ -1,0 +1,483 @@
+"""Pictures by URL: what a `data:` URL holds, or what a host that the operator trusts sends.
+
+Whoever sends a URL chooses where this server connects to. So a host must be allowed by name, and
+nothing is connected to but addresses that have been seen to be public, at every redirect anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import contextlib
+import dataclasses
+import functools
+import ipaddress
+import re
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from nanoactor.errors import EngineClosed, InvalidConfig, InvalidRequest
+from nanoactor.server.addresses import is_public
+
+LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Takes a host's name and a port; returns the host's addresses."""
+
+_INSTEAD = "send the picture itself as data:image/png;base64,..."
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}):")
+_WEB = ("http", "https")
+_WEB_PORTS = (80, 443)
+_REDIRECTS = (301, 302, 303, 307, 308)
+_LONGEST_URL = 8192
+_CONNECTIONS = 64
+"""At once, to all hosts together: each may bring `max_bytes` into memory."""
+_LOOKUPS = 4
+"""Names that are looked up at once."""
+
+_NAME = re.compile(r"(?=.{1,253}\Z)(?:[a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}")
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+_ENTRY = re.compile(r"(\*?\.)?(\[[0-9a-f]*:[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::([0-9]{1,5}))?")
+_UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
+
+
+_IMAGE = re.compile(r"image/[a-z0-9][a-z0-9!#$&^_.+-]*")
+_UNTYPED = ("", "application/octet-stream", "binary/octet-stream")
+_HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "nanoactor"}
+
+_LONGEST_HEAD = 1024
+"""Characters of a `data:` URL up to its comma."""
+_SMALL = 1 << 20
+_PIECE = 1 << 16
+"""Characters, a multiple of four, that are decoded in one go."""
+_SPACES = b" \t\n\f\r"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """What may be fetched, and how much of it. Raises `InvalidConfig`, naming an option."""
+
+    allowed_domains: tuple[str, ...]
+    """Host names, in lower case; ".example.org" or "*.example.org" is each name below example.org,
+    and not itself. Ports 80 and 443 are meant, or the one in "example.org:8080". Without any,
+    nothing is fetched."""
+    max_bytes: int = 20 << 20
+    """The largest picture, as it is encoded."""
+    timeout: float = 10.0
+    """Seconds from looking up the first host's name to the picture's last byte."""
+    max_redirects: int = 3
+    """How often one URL may lead to another."""
+
+    def __post_init__(self) -> None:
+        """Check every option by itself."""
+        for entry in self.allowed_domains:
+            _Rule.of(entry)
+        for name, least in (("max_bytes", 1), ("max_redirects", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise InvalidConfig(f"{name} must be an integer from {least} on, got {value!r}")
+        if not 0 < self.timeout < 1e9:
+            raise InvalidConfig(f"timeout must be a positive number, got {self.timeout!r}")
+
+
+class MediaLoader:
+    """Gets pictures by their URLs. Must be closed, after which it fetches nothing more."""
+
+    def __init__(
+        self,
+        limits: MediaLimits,
+        *,
+        _resolve: LookUp | None = None,
+        _is_public: Callable[[str], bool] | None = None,
+    ) -> None:
+        self._limits = limits
+        self._rules = tuple(map(_Rule.of, limits.allowed_domains))
+        self._is_public = _is_public or is_public
+        self._resolver = _Resolver(_resolve, self._is_public)
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+        self._running: set[asyncio.Timeout] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def load(self, url: str) -> bytes:
+        """Return the bytes of the picture that a URL holds or leads to, still encoded.
+
+        Nothing is known of them but their number. Raises `InvalidRequest` for a URL that is not
+        allowed and for one that leads to no picture, and `EngineClosed` after `close`.
+        """
+        found = _SCHEME.match(url)
+        if found is None:
+            raise InvalidRequest("the image URL must begin with data:, https: or http:")
+        scheme = found[1].lower()
+        if scheme == "data":
+            return await _load_data(url, self._limits.max_bytes)
+        if scheme not in _WEB:
+            raise _wrong_scheme("the image URL", scheme)
+        if not self._rules:
+            raise InvalidRequest(f"this server fetches no pictures from URLs: {_INSTEAD}")
+        return await self._fetch(url)
+
+    async def close(self) -> None:
+        """Break off what is being fetched, and leave no connection."""
+        self._closed = True
+        for limit in self._running:
+            if not limit.expired():
+                limit.reschedule(0)
+        await self._idle.wait()
+        if self._session is not None:
+            await self._session.close()
+        await self._resolver.close()
+
+    async def _fetch(self, url: str) -> bytes:
+        """Return what the URL leads to, in time; errors of aiohttp's are told as ours."""
+        seconds = self._limits.timeout
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                with self._listed(limit):
+                    return await self._follow(_parsed(url, "the image URL"))
+        except TimeoutError:
+            if self._closed:
+                raise _closed() from None
+            raise InvalidRequest(
+                f"the picture did not arrive within {seconds:g} s: try again, or {_INSTEAD}"
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            # The error's own text holds addresses, which are nobody's business.
+            raise InvalidRequest(f"{_reason(error)}: try again, or {_INSTEAD}") from error
+
+    @contextlib.contextmanager
+    def _listed(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """Let `close` find a fetch by its time limit, and wait for its end."""
+        self._running.add(limit)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running.discard(limit)
+            if not self._running:
+                self._idle.set()
+
+    async def _follow(self, url: URL) -> bytes:
+        """Return what the URL leads to. Each hop passes all checks before it is taken."""
+        what = "the image URL"
+        for _ in range(self._limits.max_redirects + 1):
+            self._check(url, what)
+            async with self._open().get(url, allow_redirects=False) as response:
+                if response.status not in _REDIRECTS:
+                    return await self._read(response)
+                url = _target(url, response)
+            what = "what the image URL redirects to"
+        raise InvalidRequest(
+            f"the image URL redirects more than {self._limits.max_redirects} times: "
+            "send the URL of the picture itself"
+        )
+
+    def _check(self, url: URL, what: str) -> None:
+        """Raise `InvalidRequest` for a URL that may not be fetched, as far as it alone tells."""
+        if url.scheme not in _WEB:
+            raise _wrong_scheme(what, url.scheme)
+        if "@" in url.raw_authority:
+            raise InvalidRequest(f"{what} must not hold a user's name or password")
+        try:
+            host, port = _canonical(url.raw_host or ""), url.port
+        except ValueError:
+            raise InvalidRequest(
+                f"{what} has no valid host or port: a host is a name, an IPv4 address of four "
+                "decimal numbers, or an IPv6 address in brackets"
+            ) from None
+        rules = [rule for rule in self._rules if rule.names(host)]
+        if not rules:
+            raise InvalidRequest(f"{what} has a host that is not allowed here: {_INSTEAD}")
+        if not any(rule.allows(port) for rule in rules):
+            raise InvalidRequest(f"{what} has the port {port}, which is not allowed here")
+        # Only names reach the resolver.
+        if _is_address(host) and not self._is_public(host):
+            raise _not_public()
+
+    def _open(self) -> aiohttp.ClientSession:
+        """Return the one session, which is made when it is first needed."""
+        if self._closed:
+            raise _closed()
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    resolver=self._resolver, use_dns_cache=False, limit=_CONNECTIONS
+                ),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=_HEADERS,
+                timeout=aiohttp.ClientTimeout(),  # none: ours is around everything
+                auto_decompress=False,
+                trust_env=False,
+            )
+        return self._session
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        """Return the body of an answer that is a picture, no matter what length it claims."""
+        _check_head(response)
+        limit = self._limits.max_bytes
+        if (response.content_length or 0) > limit:
+            raise _too_large(limit)
+        body = bytearray()
+        while part := await response.content.readany():
+            body += part
+            if len(body) > limit:
+                raise _too_large(limit)
+        if not body:
+            raise InvalidRequest("the image URL leads to nothing: its host sent 0 bytes")
+        return bytes(body)
+
+
+# -- hosts --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rule:
+    """An entry of `allowed_domains`."""
+
+    host: str
+    """With a dot in front where names below it are meant."""
+    port: int | None
+
+    @classmethod
+    def of(cls, entry: str) -> _Rule:
+        """Raise `InvalidConfig` for what no host could match."""
+        found = _ENTRY.fullmatch(entry)
+        try:
+            if found is None:
+                raise ValueError
+            host = _canonical(found[2].strip("[]"))
+            port = int(found[3]) if found[3] else None
+            if port is not None and not 0 < port < 1 << 16:
+                raise ValueError
+            if found[1] and _is_address(host):
+                raise ValueError
+        except ValueError:
+            raise InvalidConfig(
+                "allowed_domains must hold host names in lower case, such as 'example.org', "
+                f"'*.example.org' or 'example.org:8080', got {entry!r}"
+            ) from None
+        return cls(f".{host}" if found[1] else host, port)
+
+    def names(self, host: str) -> bool:
+        """Whether this is a host that is meant."""
+        return host.endswith(self.host) if self.host.startswith(".") else host == self.host
+
+    def allows(self, port: int | None) -> bool:
+        """Whether this is a port that is meant."""
+        return port in _WEB_PORTS if self.port is None else port == self.port
+
+
+class _Resolver(AbstractResolver):
+    """Looks up names, and gives aiohttp nothing but public addresses to connect to.
+
+    Where it connects is thus what was checked: nobody looks the name up again.
+    """
+
+    def __init__(self, look_up: LookUp | None, is_public: Callable[[str], bool]) -> None:
+        self._look_up = look_up or self._ask_system
+        self._is_public = is_public
+        # Slow name servers must not take the threads of the event loop, which others need.
+        self._threads = ThreadPoolExecutor(_LOOKUPS, "nanoactor-names")
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """Return all addresses of a host; raise `InvalidRequest` if not every one is public."""
+        try:
+            addresses = await self._look_up(host, port)
+        except (socket.gaierror, UnicodeError):
+            addresses = ()
+        # Unknown names are told from inner ones to nobody.
+        if not addresses or not all(map(self._is_public, addresses)):
+            raise _not_public()
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                proto=socket.IPPROTO_TCP,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for address in addresses
+        ]
+
+    async def close(self) -> None:
+        """Look up nothing more; what is being looked up ends by itself."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _ask_system(self, host: str, port: int) -> list[str]:
+        ask = functools.partial(
+            socket.getaddrinfo, host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+        )
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+        return [str(address[0]) for *_, address in found]
+
+
+def _canonical(host: str) -> str:
+    """Return a host as hosts are compared; raise `ValueError` for what is neither a name nor an
+    address in its usual form."""
+    if ":" in host:
+        if "%" in host:
+            raise ValueError
+        return str(ipaddress.IPv6Address(host))
+    host = host.lower()
+    if not _NAME.fullmatch(host):
+        raise ValueError
+    # The system would read 0x7f.1 and 2130706433 as addresses; so would browsers.
+    if _NUMBER.fullmatch(host.rpartition(".")[2]):
+        return str(ipaddress.IPv4Address(host))
+    return host
+
+
+def _is_address(host: str) -> bool:
+    """Whether a canonical host is an address."""
+    return ":" in host or not host.strip("0123456789.")
+
+
+# -- URLs and answers ---------------------------------------------------------------------
+
+
+def _parsed(text: str, what: str) -> URL:
+    """Return a URL; its path and query stay as they are, since they may be signed."""
+    if len(text) > _LONGEST_URL:
+        raise InvalidRequest(f"{what} must not be longer than {_LONGEST_URL} characters")
+    if _UNSAFE.search(text):
+        raise InvalidRequest(
+            f"{what} holds a space, a backslash or a control character: write it as %20, say"
+        )
+    try:
+        text.encode()  # yarl would leave out what is no character
+        return URL(text, encoded=text.isascii())
+    except (ValueError, IndexError):  # the latter for http://[]@
+        raise InvalidRequest(f"{what} is not a valid URL") from None
+
+
+def _target(url: URL, response: aiohttp.ClientResponse) -> URL:
+    """Return where a redirect leads, which may be anywhere."""
+    what = "what the image URL redirects to"
+    location = response.headers.get("Location")
+    if not location:
+        raise InvalidRequest("the image URL redirects without saying where: send another")
+    target = _parsed(location, what)
+    try:
+        return url.join(target)
+    except ValueError:
+        raise InvalidRequest(f"{what} is not a valid URL") from None
+
+
+def _check_head(response: aiohttp.ClientResponse) -> None:
+    """Raise `InvalidRequest` for an answer that cannot be a picture as it is."""
+    if response.status != 200:
+        raise InvalidRequest(
+            f"the image URL leads to no picture: its host answered {response.status}, not 200"
+        )
+    kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if kind not in _UNTYPED and not _IMAGE.fullmatch(kind):
+        raise InvalidRequest(
+            f"the image URL leads to no picture: its Content-Type is {kind[:100]!r}, not image/*"
+        )
+    encoding = ",".join(response.headers.getall("Content-Encoding", ())).strip().lower()
+    if encoding not in ("", "identity"):
+        raise InvalidRequest(
+            f"the image URL's host compressed the picture ({encoding[:100]!r}) though asked not to"
+        )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return "the image URL's host has no valid certificate for its name"
+    if isinstance(error, aiohttp.ClientSSLError):
+        return "the image URL's host does not speak TLS as it should"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "the image URL's host cannot be connected to"
+    return "the image URL's host did not answer as HTTP demands, or broke off"
+
+
+def _wrong_scheme(what: str, scheme: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{what} has the scheme {scheme[:31]!r}: pictures come from data:, https: and http: URLs"
+        " only, and redirects lead to the latter two"
+    )
+
+
+def _not_public() -> InvalidRequest:
+    return InvalidRequest(
+        "the image URL's host must be known by name servers, and have public addresses only: "
+        f"else {_INSTEAD}"
+    )
+
+
+def _too_large(limit: int) -> InvalidRequest:
+    return InvalidRequest(f"the picture is larger than the {limit} bytes allowed: make it smaller")
+
+
+def _closed() -> EngineClosed:
+    return EngineClosed("the server is closing, and fetches no more pictures")
+
+
+# -- data: URLs ---------------------------------------------------------------------------
+
+
+async def _load_data(url: str, max_bytes: int) -> bytes:
+    """Return what a `data:` URL holds.
+
+    Spaces and line breaks within base64 are skipped, as browsers do: encoders for mail put them
+    there. Nothing else is forgiven, neither another alphabet nor missing padding.
+    """
+    comma = url.find(",", 0, _LONGEST_HEAD)
+    if comma < 0:
+        raise InvalidRequest("the data: URL has no comma: write data:image/png;base64,...")
+    kind, *parameters = (part.strip().lower() for part in url[len("data:") : comma].split(";"))
+    if not _IMAGE.fullmatch(kind):
+        raise InvalidRequest(
+            f"the data: URL has the media type {kind[:100]!r}: write data:image/png;base64,..."
+        )
+    if parameters[-1:] != ["base64"]:
+        raise InvalidRequest("the data: URL is not in base64: write data:image/png;base64,...")
+    if len(url) - comma <= _SMALL:
+        return _decoded(url, comma + 1, max_bytes)
+    return await asyncio.to_thread(_decoded, url, comma + 1, max_bytes)
+
+
+def _decoded(url: str, start: int, max_bytes: int) -> bytes:
+    """Return what is in base64 from `start` on."""
+    text = _compact(url, start, max_bytes)
+    if not text:
+        raise InvalidRequest("the data: URL holds nothing after its comma")
+    padding = 2 if text.endswith(b"==") else int(text.endswith(b"="))
+    if len(text) // 4 * 3 - padding > max_bytes:
+        raise _too_large(max_bytes)
+    pieces = (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+    try:
+        # What strict_mode makes of padding differs from version to version.
+        if len(text) % 4 or text.find(b"=", 0, len(text) - padding) >= 0:
+            raise ValueError
+        return b"".join(binascii.a2b_base64(piece, strict_mode=True) for piece in pieces)
+    except ValueError:
+        raise InvalidRequest(
+            "the data: URL is not valid base64: it may hold A-Z, a-z, 0-9, + and /, and must be "
+            "padded with = to a multiple of four characters"
+        ) from None
+
+
+def _compact(url: str, start: int, max_bytes: int) -> bytes:
+    """Return base64 without spaces, before it is decoded known not to be much too long.
+
+    Like decoding, this goes piece by piece: a thread keeps the interpreter to itself while it is
+    within one call.
+    """
+    limit = (max_bytes + 2) // 3 * 4
+    pieces: list[bytes] = []
+    size = 0
+    for at in range(start, len(url), _PIECE):
+        piece = url[at : at + _PIECE].encode("ascii", "replace").translate(None, _SPACES)
+        size += len(piece)
+        if size > limit:
+            raise _too_large(max_bytes)
+        pieces.append(piece)
+    return b"".join(pieces)
