@@ -212,7 +212,6 @@ class InProcessLoop:
                 pack({"seed": number}),
                 Stopping(30_000, 0, (), ()),
                 TextOptions((), False, True, 0),
-                {},
             )
         )
 

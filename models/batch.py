@@ -71,6 +71,9 @@ class SlotTables:
     of the next token."""
     last_tokens: torch.Tensor
     """int32 (slots,)."""
+    rope_deltas: torch.Tensor | None
+    """int32 (slots,): rotary position of the next token, less its position in the sequence; None
+    where the model sees no pictures, so that there is no difference."""
     words: torch.Tensor
     """int32 (columns.WORDS, slots): how each slot samples, ..."""
     block_size: int
@@ -89,7 +92,7 @@ class RowBuffers:
     token_ids: torch.Tensor
     """int32 (rows,)."""
     positions: torch.Tensor
-    """int32 (rows,)."""
+    """int32 (rows,): rotary."""
     slot_mapping: torch.Tensor
     """int64 (rows,)."""
     contexts: torch.Tensor

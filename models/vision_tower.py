@@ -36,6 +36,19 @@ class Grid:
         return self.frames * self.height * self.width
 
 
+@dataclasses.dataclass(slots=True)
+class TowerState:
+    """Pictures on their way through the tower."""
+
+    x: torch.Tensor
+    """(patches, hidden)."""
+    rotation: Rotation
+    segments: list[int]
+    """How many patches attend to each other, one after the other."""
+    levels: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """Features of the deepstack levels so far."""
+
+
 class VisionTower:
     """Patch embedding, blocks, and a merger for the embedding and for each deepstack level."""
 
@@ -60,16 +73,27 @@ class VisionTower:
     def __call__(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """(patches, row_size) of these grids, one after the other, to (tokens, feature_size): the
         embedding's features, then those of the deepstack levels in the order of their layers."""
+        state = self.begin(patches, grids)
+        self.run(state, range(len(self._blocks)))
+        return self.finish(state)
+
+    def begin(self, patches: torch.Tensor, grids: Sequence[Grid]) -> TowerState:
+        """Embed patches; what follows is `run` with all blocks in order, then `finish`."""
         places = torch.cat([self._places(grid) for grid in grids])
         x = self._patch(patches) + self._positions(places, grids).to(patches.dtype)
-        rotation = self._rotation(places)
         segments = [grid.height * grid.width for grid in grids for _ in range(grid.frames)]
-        levels = []
-        for index, block in enumerate(self._blocks):
-            x = block(x, rotation, segments)
+        return TowerState(x, self._rotation(places), segments)
+
+    def run(self, state: TowerState, blocks: range) -> None:
+        """Take pictures through some blocks."""
+        for index in blocks:
+            state.x = self._blocks[index](state.x, state.rotation, state.segments)
             if index in self._levels:
-                levels.append(self._levels[index](x))
-        return torch.cat((self._merger(x), *levels), dim=1)
+                state.levels.append(self._levels[index](state.x))
+
+    def finish(self, state: TowerState) -> torch.Tensor:
+        """Return the rows, (tokens, feature_size), behind the last block."""
+        return torch.cat((self._merger(state.x), *state.levels), dim=1)
 
     def _places(self, grid: Grid) -> torch.Tensor:
         """Row and column of each patch, int64 (patches, 2), in the order of the merged squares."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 from nanoactor.errors import InvalidConfig
@@ -25,7 +26,7 @@ class EngineConfig:
     """How to run a model. Raises `InvalidConfig` on construction, naming the option."""
 
     model: str
-    """A directory, `demo`, or a name on the Hugging Face hub."""
+    """A directory, `demo`, `demo-vl`, or a name on the Hugging Face hub."""
     device: str = "auto"
     """"auto" takes a GPU where PyTorch sees one, else an NPU, else the CPU; "cpu", "cuda" (each
     rank its own GPU), "cuda:N", "npu", "npu:N", or "simulated:MS": steps that take MS milliseconds
@@ -49,6 +50,15 @@ class EngineConfig:
     """KV blocks in the cache. Default: what fits `memory_utilization`."""
     memory_utilization: float | None = None
     """Share of the memory free at start for weights and KV cache; default: the device's."""
+    encoder_cache_tokens: int | None = None
+    """Tokens of pictures whose encodings are kept at once: the largest request's must fit. Default:
+    16384, or max_model_len where that is less."""
+    num_vision_workers: int = 1
+    """Processes that decode pictures, for models that see."""
+    max_image_pixels: int = 64_000_000
+    """A picture of more pixels is refused before it is decoded."""
+    limit_mm_per_prompt: Mapping[str, int] | None = None
+    """How many pictures a request may have: {"image": 4}. Default: as many as fit."""
     enable_prefix_caching: bool = True
     """Keep the KV blocks of what was computed, so that common beginnings are computed once."""
     enforce_eager: bool = False
@@ -119,6 +129,10 @@ class EngineConfig:
                 raise InvalidConfig(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("max_model_len", "block_size", "num_kv_blocks", "threads"):
             self._check_whole(name, optional=True)
+        self._check_whole("encoder_cache_tokens", optional=True)
+        self._check_whole("num_vision_workers")
+        self._check_whole("max_image_pixels")
+        self._check_media_limits()
         for name in ("max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "num_tokenizers"):
             self._check_whole(name)
         self._check_whole("tensor_parallel_size")
@@ -144,6 +158,20 @@ class EngineConfig:
         self._check_simulated()
         self._check_npu()
         self._check_together()
+
+    def _check_media_limits(self) -> None:
+        limits = self.limit_mm_per_prompt
+        if limits is None:
+            return
+        if not isinstance(limits, Mapping) or set(limits) - {"image"}:
+            raise InvalidConfig(
+                f"limit_mm_per_prompt must be a dict such as {{'image': 4}}, got {limits!r:.80}"
+            )
+        for count in limits.values():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise InvalidConfig(
+                    f"limit_mm_per_prompt: a limit must be a whole number, got {count!r:.50}"
+                )
 
     def _check_stall_timeout(self) -> None:
         if self.stall_timeout is not None:

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoactor.engine")
 
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""Text, `{"prompt": text}`, `{"prompt_token_ids": [...]}`, or a list of chat messages."""
+"""Text, `{"prompt": text}`, `{"prompt_token_ids": [...]}`, or a list of chat messages. A dict may
+have `"multi_modal_data": {"image": [...]}`, a message content parts with pictures."""
 
 
 class AsyncLLM:
@@ -263,11 +264,12 @@ class AsyncLLM:
     ) -> Callable[[int], Entry]:
         """Check a request; return what makes its entry, once it has a number."""
         params = sampling_params or SamplingParams()
-        checked = self._requests.build(prompt, params, priority, chat_template_kwargs)
+        checked, media = self._requests.build(prompt, params, priority, chat_template_kwargs)
 
         def make(uid: int) -> Entry:
             submit = dataclasses.replace(checked, uid=uid)
-            return Entry(request_id or f"{self._ids}-{uid}", submit, params.output_kind)
+            name = request_id or f"{self._ids}-{uid}"
+            return Entry(name, submit, params.output_kind, media)
 
         return make
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.runtime.codec import NamedArrays, message
+from nanoactor.runtime.codec import message
+from nanoactor.vision.messages import EncoderCredits, EncodeSlices, Items, VisionStep
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -56,6 +57,8 @@ class Submit:
     """How the runners choose its tokens: a row of `nanoactor.models.columns`."""
     stopping: Stopping
     text_options: TextOptions
+    num_items: int = 0
+    """Pictures and videos, of which a vision worker will tell the tokenizer."""
 
 
 @message(11, by="uid")
@@ -75,8 +78,8 @@ class Admit:
     sampling: bytes
     stopping: Stopping
     text_options: TextOptions
-    arrays: NamedArrays
-    """Pixels, grids and the like, by name; nothing reads them yet."""
+    items: tuple[Items, ...] = ()
+    """At most one; none for text."""
 
 
 @message(12, by="uid")
@@ -109,6 +112,8 @@ class Match:
     token_ids: Int32
     hashes: NDArray[np.uint8]
     blocks: int
+    items: tuple[Items, ...] = ()
+    """At most one; none for text. Pages of the encoder cache were debited for all of them."""
 
 
 @message(21)
@@ -123,6 +128,8 @@ class Admissions:
     masked_ids: Int32
     masked_counts: Int32
     """How many of `masked_ids` belong to each row."""
+    rope_deltas: Int32
+    """Rotary position less index of what follows the prompt: below 0 after a picture."""
 
 
 @message(22, by="step")
@@ -148,6 +155,8 @@ class Plan:
     grows: Int32
     """Slots of the decode batch that need one more block for this step."""
     admissions: Admissions
+    slices: tuple[EncodeSlices, ...] = ()
+    """At most one."""
 
 
 @message(23, by="step")
@@ -196,6 +205,8 @@ class Step:
     table_blocks: Int32
     """... and the block ids, one change after the other."""
     admissions: Admissions
+    vision: tuple[VisionStep, ...] = ()
+    """At most one; none where nothing is encoded, and no prompt has pictures."""
 
 
 @message(31, by="step")
@@ -233,6 +244,8 @@ class Credits:
     """For each `Free` answered: blocks that nobody holds any more, ..."""
     fences: Int32
     """... and the step that must be done before they may be written again."""
+    encoder: tuple[EncoderCredits, ...]
+    """At most one; none where the matches have no items, and no pages are given back."""
     settled: int
     """How many `SampledTokens` with failures are answered; ..."""
     tainted: Int64

@@ -18,12 +18,15 @@ from nanoactor.models.config import (
     read_json,
 )
 from nanoactor.models.errors import ModelError
+from nanoactor.models.image_config import ImageConfig, read_image_config
 from nanoactor.models.parallel import check_parallel
 from nanoactor.models.registry import family_of
 from nanoactor.params import SamplingParams
 from nanoactor.text.huggingface import find_tokenizer
 
 DEMO = "demo"
+DEMOS = {DEMO: "demo", "demo-vl": "demo_vl"}
+"""Models that come with the package, and their directories."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class ModelFiles:
     """Settings of `generation_config.json` that are not applied."""
     tokenizer_directory: Path | None
     """Where `tokenizer.json` and the chat template lie; None where only token ids are served."""
+    images: ImageConfig | None = None
+    """How pictures are resized; None for a model that sees nothing."""
 
 
 def read_model_files(config: EngineConfig) -> ModelFiles:
@@ -75,6 +80,7 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
         max_model_len=length,
         ignored=_ignored(raw),
         tokenizer_directory=None if skips else find_tokenizer(directory, config.start_timeout),
+        images=None if model.vision is None else read_image_config(directory, model.vision),
     )
 
 
@@ -112,12 +118,12 @@ def max_prompt_bytes(files: ModelFiles) -> int:
 
 
 def resolve_model(name: str) -> Path:
-    """Return a model's directory: as given, the demo, or from the Hugging Face cache or hub."""
+    """Return a model's directory: as given, a demo, or from the Hugging Face cache or hub."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
-    if name == DEMO:
-        return Path(__file__).parent / "models" / "demo"
+    if name in DEMOS:
+        return Path(__file__).parent / "models" / DEMOS[name]
     looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
     if looks_local or os.sep == "\\":
         raise ModelError(f"{name} is neither a directory nor a name on the hub (owner/model)")

@@ -16,6 +16,8 @@ from nanoactor.messages import Int32, Stopping, Submit, TextOptions
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.models import columns
 from nanoactor.params import SamplingParams, plain_number
+from nanoactor.vision.media import Media
+from nanoactor.vision.parts import MediaTaker
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -31,6 +33,7 @@ class RequestBuilder:
         self._skips_tokenizer = config.skip_tokenizer_init
         self._files = files
         self._seeds = seeds
+        self._media = MediaTaker(config, files.images)
 
     def build(
         self,
@@ -38,17 +41,18 @@ class RequestBuilder:
         params: Any,
         priority: Any = 0,
         chat_template_kwargs: Any = None,
-    ) -> Submit:
-        """Return the request; its uid is 0 until the frontend numbers it."""
+    ) -> tuple[Submit, tuple[Media, ...]]:
+        """Return the request and its pictures; its uid is 0 until the frontend numbers it."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
         priority = _check_priority(priority)
+        prompt, media = self._take_media(prompt)
         text, chat, token_ids = self._read_prompt(prompt)
         options = self._check_options(chat_template_kwargs)
         if chat_template_kwargs and chat is None:
             raise InvalidRequest("chat_template_kwargs go with a list of messages")
         self._check_params(params)
-        return Submit(
+        submit = Submit(
             uid=0,
             epoch=0,
             text=text,
@@ -59,7 +63,20 @@ class RequestBuilder:
             sampling=self._sampling(params),
             stopping=self._stopping(params),
             text_options=_text_options(params),
+            num_items=len(media),
         )
+        return submit, media
+
+    def _take_media(self, prompt: Any) -> tuple[Any, tuple[Media, ...]]:
+        """Return the prompt without its pictures, and these."""
+        if isinstance(prompt, Mapping):
+            prompt = dict(prompt)
+            given = prompt.pop("multi_modal_data", None)
+            kwargs = prompt.pop("mm_processor_kwargs", None)
+            return prompt, self._media.of_data(given, kwargs)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
+            return self._media.of_messages(list(prompt))
+        return prompt, ()
 
     def _read_prompt(self, prompt: Any) -> tuple[str | None, str | None, Int32]:
         """Return (text, messages, token ids), of which one is given."""
@@ -69,8 +86,8 @@ class RequestBuilder:
                 return None, None, self._check_ids(_token_ids(prompt["prompt_token_ids"]))
             if keys != {"prompt"}:
                 raise InvalidRequest(
-                    "a prompt's keys must be 'prompt' or 'prompt_token_ids', got "
-                    f"{sorted(map(str, keys))}"
+                    "a prompt's keys must be 'prompt' or 'prompt_token_ids', and perhaps "
+                    f"'multi_modal_data' and 'mm_processor_kwargs', got {sorted(map(str, keys))}"
                 )
             prompt = prompt["prompt"]
         if self._skips_tokenizer:

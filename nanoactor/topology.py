@@ -20,6 +20,10 @@ _MIB = 1 << 20
 # Text may come a moment later, the next step may not: where cores are scarce, control and runner
 # go first. The detokenizer merges what it cannot say in time.
 _DETOKENIZER_NICE = 10
+# Pictures may come a moment later still.
+_VISION_NICE = 19
+# Of what an edge for pieces of pictures or of pixels holds: so much is copied at once.
+_PIECES = 4 << 20
 # Gloo's and NCCL's stay on this host unless the environment names another interface.
 _LOOPBACK = "lo"
 _SMALLEST_DEFAULT_BLOCK = 16
@@ -32,22 +36,28 @@ def engine_topology(config: ActorConfig, rendezvous: Rendezvous | None = None) -
     """
     engine, files = config.engine, config.files
     tokenizers = [f"tokenizer.{index}" for index in range(engine.num_tokenizers)]
+    workers = engine.num_vision_workers if files.images is not None else 0
+    vision = [f"vision.{index}" for index in range(workers)]
     return Topology(
-        _actors(config, tokenizers, rendezvous),
-        _nodes(engine, tokenizers, rendezvous),
-        _edges(engine, files, tokenizers),
+        _actors(config, tokenizers, vision, rendezvous),
+        _nodes(engine, tokenizers, vision, rendezvous),
+        _edges(engine, files, tokenizers, vision),
         USER,
     )
 
 
 def _actors(
-    config: ActorConfig, tokenizers: list[str], rendezvous: Rendezvous | None
+    config: ActorConfig,
+    tokenizers: list[str],
+    vision: list[str],
+    rendezvous: Rendezvous | None,
 ) -> tuple[ActorSpec, ...]:
     ranks = [_rank_config(config, r, rendezvous) for r in range(config.engine.tensor_parallel_size)]
     home = "nanoactor.actors"
     return (
         ActorSpec("frontend", f"{home}.frontend:FrontendActor", config),
         *(ActorSpec(name, f"{home}.tokenizer:TokenizerActor", config) for name in tokenizers),
+        *(ActorSpec(name, f"{home}.vision:VisionActor", config) for name in vision),
         ActorSpec("scheduler", f"{home}.scheduler:SchedulerActor", config),
         ActorSpec("blocks", f"{home}.blocks:BlockManagerActor", config),
         *(
@@ -65,11 +75,14 @@ def _rank_config(config: ActorConfig, rank: int, rendezvous: Rendezvous | None) 
 
 
 def _nodes(
-    config: EngineConfig, tokenizers: list[str], rendezvous: Rendezvous | None
+    config: EngineConfig,
+    tokenizers: list[str],
+    vision: list[str],
+    rendezvous: Rendezvous | None,
 ) -> tuple[NodeSpec, ...]:
     if config.placement == "single":
         others = ("scheduler", "blocks", "detokenizer", "runner.0")
-        return (NodeSpec(USER, ("frontend", *tokenizers, *others)),)
+        return (NodeSpec(USER, ("frontend", *tokenizers, *vision, *others)),)
     light = {"TOKENIZERS_PARALLELISM": "false"}
     runner_blocks: tuple[str, ...] = ("tokenizers", "transformers", "jinja2")
     if config.device.startswith(SIMULATED):
@@ -80,6 +93,7 @@ def _nodes(
     return (
         NodeSpec(USER, ("frontend",)),
         *(NodeSpec(name, (name,), light, _HEAVY) for name in tokenizers),
+        *(NodeSpec(name, (name,), light, _HEAVY, nice=_VISION_NICE) for name in vision),
         *(NodeSpec(name, actors, {}, _HEAVY) for name, actors in control.items()),
         NodeSpec("detokenizer", ("detokenizer",), light, _HEAVY, nice=_DETOKENIZER_NICE),
         *_runner_nodes(config, runner_blocks, rendezvous),
@@ -128,7 +142,9 @@ def _of_ascend(config: EngineConfig) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tuple[EdgeSpec, ...]:
+def _edges(
+    config: EngineConfig, files: ModelFiles, tokenizers: list[str], vision: list[str]
+) -> tuple[EdgeSpec, ...]:
     """Every edge, in a ring twice as large as the largest record that can come to it.
 
     Memory that is never touched costs nothing, so the rings are sized for the worst case.
@@ -137,11 +153,12 @@ def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tu
     # Text or ids, template options, stop strings.
     prompt = ring_capacity(2 * max_prompt_bytes(files) + 4 * length + _MIB)
     # Ids, the hash of every block, stop strings.
-    admitted = ring_capacity(4 * length + 16 * length + _MIB)
+    admitted = ring_capacity(4 * length + 16 * length + 64 * length * bool(vision) + _MIB)
     # A step may admit every sequence with its whole block table, where prefixes are cached.
     table = 4 * -(-length // (config.block_size or _SMALLEST_DEFAULT_BLOCK))
     row = 128 + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
-    step = ring_capacity(seqs * row + 4 * config.max_num_batched_tokens + 64 * 1024)
+    token = 4 + 24 * bool(vision)  # its rotary positions, and its row in the encoder cache
+    step = ring_capacity(seqs * row + token * config.max_num_batched_tokens + 64 * 1024)
     tokens = ring_capacity(512 * seqs + 64 * 1024)
     chunk = ring_capacity(4 * DELTA_BYTES + 4 * length)
     small = ring_capacity(64 * 1024 + 64 * seqs)
@@ -155,8 +172,29 @@ def _edges(config: EngineConfig, files: ModelFiles, tokenizers: list[str]) -> tu
         EdgeSpec("scheduler", ("blocks",), max(admitted, step)),
         EdgeSpec("blocks", ("scheduler",), small, bound=1),
         EdgeSpec("blocks", runners, step, name="runners"),
-        EdgeSpec("runner.0", ("scheduler",), tokens, bound=4 * config.pipeline_depth),
+        *(
+            EdgeSpec(runner, ("scheduler",), tokens, bound=4 * config.pipeline_depth)
+            for runner in (runners if vision else runners[:1])
+        ),
+        *_vision_edges(tokenizers, vision, runners, small),
         EdgeSpec("scheduler", ("detokenizer",), max(admitted, tokens)),
         EdgeSpec("detokenizer", ("scheduler",), prompt, bound=1),
         EdgeSpec("detokenizer", ("frontend",), chunk, bound=1, paced=True),
     )
+
+
+def _vision_edges(
+    tokenizers: list[str], vision: list[str], runners: tuple[str, ...], small: int
+) -> list[EdgeSpec]:
+    """Return the edges of vision workers; what these say is merged until there is room for it."""
+    edges = []
+    for worker in vision:
+        edges += [
+            EdgeSpec("frontend", (worker,), _PIECES),
+            EdgeSpec("scheduler", (worker,), small),
+            EdgeSpec(worker, ("frontend",), small, bound=1),
+            EdgeSpec(worker, ("scheduler",), small, bound=1),
+            EdgeSpec(worker, runners, _PIECES, name="runners", bound=1),
+            *(EdgeSpec(worker, (tokenizer,), small, bound=1) for tokenizer in tokenizers),
+        ]
+    return edges

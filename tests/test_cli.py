@@ -129,6 +129,8 @@ WORDS = {int: ("3", 3), float: ("0.5", 0.5), str: ("x", "x")}
 
 def words_and_value(hint):
     """What is said on a command line for a field of a plain type; None for any other."""
+    if "Mapping" in str(hint):
+        return ['{"image": 3}'], {"image": 3}
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         parts = [part for part in typing.get_args(hint) if part is not types.NoneType]
         found = [words_and_value(part) for part in parts]

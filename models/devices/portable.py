@@ -112,6 +112,8 @@ class PortableOperators:
         torch.add(into.positions, 1, out=into.contexts)
         self.locate(tables, rows, into.positions, into.slot_mapping)
         tables.lengths.index_copy_(0, rows.long(), into.contexts)
+        if tables.rope_deltas is not None:
+            into.positions.add_(tables.rope_deltas.index_select(0, rows))
         tables.lengths[-1:].zero_()  # the dummy's
 
     def locate(

@@ -16,6 +16,7 @@ def advance(tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
             tables.blocks,
             tables.lengths,
             tables.last_tokens,
+            tables.lengths if tables.rope_deltas is None else tables.rope_deltas,
             rows,
             into.token_ids,
             into.positions,
@@ -25,6 +26,7 @@ def advance(tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
             len(tables.lengths) - 1,
             tables.blocks.stride(0),
             block_size=tables.block_size,
+            turns=tables.rope_deltas is not None,
             width=128,
             num_warps=4,
         )
@@ -35,6 +37,7 @@ def _advance(
     blocks,
     lengths,
     last_tokens,
+    rope_deltas,
     rows,
     token_ids,
     positions,
@@ -44,6 +47,7 @@ def _advance(
     dummy,
     stride,
     block_size: tl.constexpr,
+    turns: tl.constexpr,
     width: tl.constexpr,
 ):
     row = tl.program_id(0) * width + tl.arange(0, width)
@@ -51,7 +55,10 @@ def _advance(
     slot = tl.load(rows + row, mask=there, other=0)
     length = tl.load(lengths + slot, mask=there, other=0)
     tl.store(token_ids + row, tl.load(last_tokens + slot, mask=there, other=0), mask=there)
-    tl.store(positions + row, length, mask=there)
+    turned = length
+    if turns:
+        turned += tl.load(rope_deltas + slot, mask=there, other=0)
+    tl.store(positions + row, turned, mask=there)
     tl.store(contexts + row, length + 1, mask=there)
     at = slot.to(tl.int64) * stride + length // block_size
     block = tl.load(blocks + at, mask=there, other=0).to(tl.int64)

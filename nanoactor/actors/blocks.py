@@ -6,10 +6,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from nanoactor.actors.config import ActorConfig, RunnerReady
+from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits
 from nanoactor.kv.manager import BlockManager
 from nanoactor.messages import Free, Match, Plan, SampledTokens
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
+from nanoactor.vision.messages import DropPixels
 
 
 class BlockManagerActor(Actor):
@@ -30,6 +31,7 @@ class BlockManagerActor(Actor):
             max_model_len=self._config.files.max_model_len,
             salt=self._config.salt,
             prefix_caching=engine.enable_prefix_caching,
+            encoder=encoder_limits(self._config, cache),
         )
         self._runners = context.outbox("runners")
         self._scheduler = context.outbox("scheduler")
@@ -41,6 +43,7 @@ class BlockManagerActor(Actor):
             Plan: self._plan,
             SampledTokens: self._sampled,
             Free: self._free,
+            DropPixels: self._drop_pixels,
         }
 
     def span_names(self) -> Mapping[type, str]:
@@ -55,6 +58,12 @@ class BlockManagerActor(Actor):
         self._runners.send(self._manager.bind_blocks(self.context.own(event)))
         self._step_at = time.monotonic_ns()
         self._manager.index()
+        if event.slices or len(event.slots):  # pages may be on their way back
+            self._send_credits()
+
+    def _drop_pixels(self, event: DropPixels) -> None:
+        self._manager.items.drop(event)
+        self._runners.send(self.context.own(event))
 
     def _sampled(self, event: SampledTokens) -> None:
         self._manager.record_tokens(event)
@@ -90,6 +99,8 @@ class BlockManagerActor(Actor):
             "evictions": manager.pool.evictions,
             "prompt_tokens": manager.prompt_tokens,
             "hit_tokens": manager.hit_tokens,
+            "encoder_hits": manager.items.cache.hits,
+            "encoder_evictions": manager.items.cache.evictions,
             "hit_ratio": manager.hit_tokens / max(1, manager.prompt_tokens),
             "step_at": self._step_at,
         }

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 from nanoactor.config import EngineConfig
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.runtime.actor import ReadyInfo
+from nanoactor.vision.units import EncoderLimits
 
 if TYPE_CHECKING:
     from nanoactor.text.renderer import RenderLimits
 
 DELTA_BYTES = 1 << 18
 """The most text that one `OutputDelta` carries to the frontend."""
+_DEFAULT_ENCODER_TOKENS = 16384
+ENCODER_PAGE_ROWS = 16
+"""Rows of a page of the encoder cache: tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class RunnerReady:
     dtype: str
     device: str
     """For people: what computes."""
+    encoder_pages: int = 0
+    """Pages of the encoder cache; 0 for a model that sees nothing."""
 
     @classmethod
     def find(cls, ready: Mapping[str, ReadyInfo]) -> RunnerReady:
@@ -45,6 +51,28 @@ class RunnerReady:
         found = ready["runner.0"]
         assert isinstance(found, cls)
         return found
+
+
+def encoder_limits(config: ActorConfig, cache: RunnerReady) -> EncoderLimits:
+    """Return what of pictures fits at once, and what a step encodes of them."""
+    vision, engine = config.files.config.vision, config.engine
+    if vision is None:
+        return EncoderLimits()
+    return EncoderLimits(
+        pages=cache.encoder_pages,
+        page_rows=ENCODER_PAGE_ROWS,
+        budget=engine.max_num_batched_tokens,
+        depth=vision.depth,
+        ranks=engine.tensor_parallel_size,
+    )
+
+
+def encoder_pages(config: EngineConfig, files: ModelFiles) -> int:
+    """Return how many pages the encoder cache has; 0 for a model that sees nothing."""
+    if files.images is None:
+        return 0
+    tokens = config.encoder_cache_tokens or min(files.max_model_len, _DEFAULT_ENCODER_TOKENS)
+    return -(-tokens // ENCODER_PAGE_ROWS)
 
 
 def render_limits(config: EngineConfig, files: ModelFiles) -> RenderLimits:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from nanoactor.actors.config import ActorConfig
 from nanoactor.errors import ComputationFailed, EngineOverloaded, InvalidRequest, NanoactorError
 from nanoactor.messages import Abort, OutputDelta, Submit, Terminal
 from nanoactor.outputs import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
+from nanoactor.vision.media import PIECE_BYTES, Media
+from nanoactor.vision.messages import MediaPiece, ResendMedia
 
 # A tokenizer other than the first takes prompts longer than this, where there are several.
 _LONG_PROMPT_BYTES = 64 * 1024
@@ -23,9 +29,17 @@ class Entry:
     One future wakes its one reader; deltas that come meanwhile merge.
     """
 
-    def __init__(self, request_id: str, submit: Submit, kind: RequestOutputKind) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        submit: Submit,
+        kind: RequestOutputKind,
+        media: Sequence[Media] = (),
+    ) -> None:
         self.request_id = request_id
         self.submit = submit
+        self.media = media
+        """Its pictures, as they were given: they may be wanted again until it is over."""
         self.kind = kind
         self.metrics = RequestMetrics(time.monotonic())
         self.charge = len(submit.token_ids) or _text_bytes(submit)
@@ -123,6 +137,7 @@ class FrontendActor(Actor):
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config.engine
+        self._sees = config.files.images is not None
         self._entries: dict[int, Entry] = {}
         self._by_id: dict[str, Entry] = {}
         """The same by what their users call them."""
@@ -134,6 +149,11 @@ class FrontendActor(Actor):
         self._load = [0] * self._config.num_tokenizers
         self._next_uid = 0
         self._step_at = 0
+        self._sending: dict[int, deque[MediaPiece]] = {}
+        """By vision worker: pieces of pictures for which its edge had no room; of each item the
+        next one, ..."""
+        self._data: dict[tuple[int, int], memoryview] = {}
+        """... and all bytes of those."""
         self._progress: asyncio.Event | None = None
         """Set, and forgotten, when a request no longer waits; None where nobody wants to know."""
 
@@ -144,11 +164,13 @@ class FrontendActor(Actor):
             context.outbox(f"tokenizer.{index}") for index in range(self._config.num_tokenizers)
         ]
         self._scheduler = context.outbox("scheduler")
+        workers = self._config.num_vision_workers if self._sees else 0
+        self._vision = [context.outbox(f"vision.{index}") for index in range(workers)]
         self._submit_kind = context.track.kind("submit", "uid")
 
     def handlers(self) -> Mapping[type, Handler]:
-        """News from the detokenizer."""
-        return {OutputDelta: self._deliver}
+        """News from the detokenizer, and what vision workers lack."""
+        return {OutputDelta: self._deliver, ResendMedia: self._resend}
 
     def span_names(self) -> Mapping[type, str]:
         """News for the readers; what they do with it is theirs."""
@@ -193,6 +215,8 @@ class FrontendActor(Actor):
         uid, begin = entry.submit.uid, time.monotonic_ns()
         tokenizer = self._choose_tokenizer(entry.charge)
         self._tokenizers[tokenizer].send(entry.submit)
+        for item in range(len(entry.media)):
+            self._send_media(entry, item, tokenizer)
         self._next_uid += 1
         self._load[tokenizer] += entry.charge
         self._untokenized[uid] = (tokenizer, entry.charge)
@@ -200,6 +224,56 @@ class FrontendActor(Actor):
         self._waiting_requests.add(uid)
         self._waiting_tokens += entry.charge
         self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
+
+    # -- pictures -------------------------------------------------------------------------
+
+    def _send_media(self, entry: Entry, item: int, tokenizer: int) -> None:
+        """Send a picture's bytes, in pieces, as its worker's edge has room for them."""
+        uid, media = entry.submit.uid, entry.media[item]
+        worker = uid % len(self._vision)
+        data = memoryview(media.data).cast("B")
+        empty = np.empty(0, np.uint8)
+        piece = MediaPiece(
+            uid,
+            item,
+            tokenizer,
+            form=media.form,
+            shape=media.shape,
+            area=media.area,
+            size=len(data),
+            offset=0,
+            data=empty,
+        )
+        self._data[uid, item] = data
+        self._sending.setdefault(worker, deque()).append(piece)
+        self._send_pieces(worker)
+
+    def _send_pieces(self, worker: int) -> None:
+        pieces, outbox = self._sending.get(worker, deque()), self._vision[worker]
+        while pieces and outbox.ready:
+            piece = pieces.popleft()
+            place, end = (piece.uid, piece.item), piece.offset + PIECE_BYTES
+            data = np.frombuffer(self._data[place][piece.offset : end], np.uint8)
+            outbox.send(dataclasses.replace(piece, data=data))
+            if end < piece.size:
+                pieces.appendleft(dataclasses.replace(piece, offset=end))
+            else:
+                del self._data[place]
+
+    def _resend(self, event: ResendMedia) -> None:
+        """A worker has forgotten some bytes. Of a request that is over nobody wants them."""
+        for uid, item in zip(event.uids.tolist(), event.items.tolist(), strict=True):
+            entry = self._entries.get(uid)
+            if entry is not None and (uid, item) not in self._data:
+                self._send_media(entry, item, -1)
+
+    def on_ready(self, outbox: Any) -> None:
+        """An edge has room again."""
+        for worker, mine in enumerate(self._vision):
+            if mine is outbox:
+                self._send_pieces(worker)
+
+    # -- the queue ------------------------------------------------------------------------
 
     async def wait_for_capacity(self) -> None:
         """Wait until a waiting request has got its first token, or is over."""
@@ -218,7 +292,8 @@ class FrontendActor(Actor):
         if entry is not None and not entry.aborted:
             entry.aborted = True
             self._scheduler.send(Abort(uid))
-            if entry.submit.chat is not None and uid in self._untokenized:
+            waits = entry.submit.chat is not None or entry.media
+            if waits and uid in self._untokenized:
                 self._tokenizers[self._untokenized[uid][0]].send(Abort(uid))
 
     def fail_all(self, error: NanoactorError) -> None:
@@ -227,6 +302,8 @@ class FrontendActor(Actor):
             entry.error = error
             entry.end()
         self._entries.clear()
+        self._sending.clear()
+        self._data.clear()
         self._by_id.clear()
         self._waiting_requests.clear()
         self._waiting_tokens = 0
@@ -315,5 +392,6 @@ class FrontendActor(Actor):
             "waiting_requests": len(self._waiting_requests),
             "waiting_tokens": self._waiting_tokens,
             "untokenized": len(self._untokenized),
+            "media_sending": len(self._data),
             "step_at": self._step_at,
         }

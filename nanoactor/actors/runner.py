@@ -11,12 +11,16 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanoactor.actors.config import RunnerReady
 from nanoactor.messages import Step, StepDone, StepWanted
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.deadline import StepDeadline
+from nanoactor.runner.pixels import PixelStore
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
+from nanoactor.vision.messages import DropPixels, ItemsReady, NoPixels, Pixels
+from nanoactor.vision.units import EncodeUnits
 
 if TYPE_CHECKING:
     from nanoactor.runner.protocol import Computed, Executor, Launched
@@ -57,6 +61,9 @@ class RunnerActor(Actor):
         self._asked_at = 0.0
         self._asked_for = 0
         self._busy_ns = self._idle_ns = self._device_free_at = 0
+        self._pixels = PixelStore()
+        self._ready: list[int] = []
+        """Pixels that are there, and of which the scheduler is not told."""
 
     def setup(self) -> RunnerReady:
         """Load the model; what the cache's size became is for everyone to know."""
@@ -68,6 +75,7 @@ class RunnerActor(Actor):
             block_size=self._executor.block_size,
             dtype=self._executor.dtype_name,
             device=self._executor.device_name,
+            encoder_pages=self._executor.encoder_pages,
         )
 
     def _open_on_thread(self) -> Executor:
@@ -112,8 +120,13 @@ class RunnerActor(Actor):
         self._report = self.context.track.kind("report", "step")
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Steps, in order."""
-        return {Step: self._on_step}
+        """Steps, in order, and pixels on an edge of their own."""
+        return {
+            Step: self._on_step,
+            Pixels: self._on_pixels,
+            NoPixels: self._on_no_pixels,
+            DropPixels: self._on_drop,
+        }
 
     def span_names(self) -> Mapping[type, str]:
         """Laying out a step's inputs, and handing them to the device."""
@@ -122,13 +135,48 @@ class RunnerActor(Actor):
     def _on_step(self, step: Step) -> None:
         """Lay out the step's inputs while the one before may still be running."""
         self._ahead += bool(self._queued)
-        prepared = self._executor.prepare(step)
+        prepared = self._executor.prepare(step, self._pixels.take(step, self._units_of))
         self._received = step.step
         if step.step == self._asked_for:
             self._lead += 0.2 * (self.context.now() - self._asked_at - self._lead)
         self._decoding += len(step.joins) - len(step.leaves)
-        self._queued.append(len(step.token_ids) + self._decoding)
+        encoded = sum(int(v.slices.counts.sum()) for v in step.vision)
+        budget = self._config.engine.max_num_batched_tokens if encoded else 0
+        self._queued.append(len(step.token_ids) + self._decoding + budget)
         self._prepared.put((step.step, prepared))
+
+    def _units_of(self, pixels: NDArray[np.uint8]) -> int:
+        """Count the units in which an item is encoded."""
+        files, budget = self._config.files, self._config.engine.max_num_batched_tokens
+        assert files.images is not None
+        assert files.config.vision is not None
+        vision = files.config.vision
+        return EncodeUnits.of_pixels(pixels.shape, files.images, vision, budget).count
+
+    def _on_pixels(self, event: Pixels) -> None:
+        if self._pixels.add(event):
+            self._ready.append(event.pixels)
+            self._tell_ready()
+
+    def _on_no_pixels(self, event: NoPixels) -> None:
+        for number in event.pixels.tolist():
+            self._pixels.note_absent(number)
+
+    def _on_drop(self, event: DropPixels) -> None:
+        numbers = event.pixels.tolist()
+        for number in numbers:
+            self._pixels.drop(number)
+        self._executor.drop_pixels(numbers)
+
+    def _tell_ready(self) -> None:
+        outbox = self.context.outbox("scheduler")
+        if self._ready and outbox.ready:
+            outbox.send(ItemsReady(self._config.rank, np.array(self._ready, np.int64)))
+            self._ready.clear()
+
+    def on_ready(self, outbox: Any) -> None:
+        """The scheduler's edge has room again."""
+        self._tell_ready()
 
     def _launch(self, executor: Executor) -> None:
         """The device's thread: it hands steps to the device, or is the device where that is the
@@ -235,6 +283,8 @@ class RunnerActor(Actor):
             "steps_uncaptured": self._executor.uncaptured,
             "ahead": self._ahead,
             "queued": len(self._queued),
+            "pixels": len(self._pixels),
+            "pixel_bytes": self._pixels.nbytes,
             "busy_seconds": self._busy_ns * 1e-9,
             "idle_seconds": self._idle_ns * 1e-9,
             "step_at": self._device_free_at,

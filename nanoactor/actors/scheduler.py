@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoactor import messages as m
-from nanoactor.actors.config import ActorConfig, RunnerReady
+from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -116,4 +116,5 @@ def _limits(config: ActorConfig, cache: RunnerReady) -> SchedulerConfig:
         plan_lead=engine.plan_lead,
         prefix_caching=engine.enable_prefix_caching,
         priority_window=engine.priority_window,
+        encoder=encoder_limits(config, cache),
     )

@@ -8,12 +8,16 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanoactor.actors.config import ActorConfig, RunnerReady, render_limits
+from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits, render_limits
 from nanoactor.errors import InvalidRequest
 from nanoactor.kv.hashing import block_hashes
 from nanoactor.messages import Abort, Admit, Int32, Reject, Stopping, Submit
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.text.renderer import Cancelled, RenderQueue
+from nanoactor.vision.gather import ItemGathering
+from nanoactor.vision.media import ReadItem
+from nanoactor.vision.messages import Items, ItemsRead
+from nanoactor.vision.prompt import VisualItem, block_extras, expand_prompt, items_message
 
 log = logging.getLogger("nanoactor.tokenizer")
 
@@ -29,6 +33,11 @@ class TokenizerActor(Actor):
         self._requests = 0
         self._tokens = 0
         self._templates: RenderQueue | None = None
+        self._items = ItemGathering()
+        self._held: dict[int, tuple[Submit, Callable[[Submit], Int32]]] = {}
+        """Requests that wait for what their pictures are."""
+        self._workers: dict[int, int] = {}
+        """By request: the vision worker that has its pictures."""
 
     def setup(self) -> None:
         """Read the tokenizer and the template, so that a broken one is found at the start."""
@@ -38,7 +47,9 @@ class TokenizerActor(Actor):
 
             limits = render_limits(self._config.engine, self._config.files)
             self._templates = RenderQueue(directory, limits)
-            self._encoder = TextEncoder(directory)
+            vision = self._config.files.config.vision
+            reserved = (vision.image_token_id, vision.video_token_id) if vision else ()
+            self._encoder = TextEncoder(directory, reserved)
             self._check_template(self._templates)
 
     def _check_template(self, templates: RenderQueue) -> None:
@@ -52,11 +63,13 @@ class TokenizerActor(Actor):
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Learn the block size, for the hashes."""
         super().start(context, ready)
-        self._block_size = RunnerReady.find(ready).block_size
+        cache = RunnerReady.find(ready)
+        self._block_size = cache.block_size
+        self._limits = encoder_limits(self._config, cache)
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Requests, and that one is wanted no more."""
-        return {Submit: self._submit, Abort: self._abort}
+        """Requests, what their pictures are, and that one is wanted no more."""
+        return {Submit: self._submit, Abort: self._abort, ItemsRead: self._items_read}
 
     def span_names(self) -> Mapping[type, str]:
         """A prompt's."""
@@ -69,15 +82,31 @@ class TokenizerActor(Actor):
         assert self._templates is not None
         own = self.context.own(event)  # it outlives this handler
         done = functools.partial(self.context.call_soon, self._rendered, own)
-        self._templates.render(event.uid, event.chat, event.chat_options, done)
+        chat = self._encoder.hide_placeholders(event.chat)
+        self._templates.render(event.uid, chat, event.chat_options, done)
 
     def _abort(self, event: Abort) -> None:
         if self._templates is not None:
             self._templates.cancel(event.uid)
+        if event.uid in self._held:
+            submit, _ = self._held.pop(event.uid)
+            self._refuse(submit, "")
+
+    def _items_read(self, event: ItemsRead) -> None:
+        for row, (uid, item) in enumerate(
+            zip(event.uids.tolist(), event.items.tolist(), strict=True)
+        ):
+            error = event.errors[row]
+            read = ReadItem(bytes(event.keys[row]), tuple(event.grids[row].tolist()))
+            count = self._items.add(uid, item, error or read)
+            if count:
+                self._workers[uid] = event.worker
+            if uid in self._held and count == self._held[uid][0].num_items:
+                self._answer(*self._held.pop(uid))
 
     def _rendered(self, event: Submit, result: str | Exception) -> None:
         if isinstance(result, Cancelled):
-            self.context.outbox("scheduler").send(Reject(event.uid, event.epoch, ""))
+            self._refuse(event, "")
             return
 
         def tokenize(_: Submit) -> Int32:
@@ -87,32 +116,72 @@ class TokenizerActor(Actor):
 
         self._answer(event, tokenize)
 
+    def _refuse(self, event: Submit, reason: str) -> None:
+        self._forget_items(event)
+        reject = Reject(event.uid, event.epoch, reason[:_LONGEST_REASON])
+        self.context.outbox("scheduler").send(reject)
+
+    def _forget_items(self, event: Submit) -> None:
+        if event.num_items:
+            self._items.forget(event.uid, event.num_items)
+            self._workers.pop(event.uid, None)
+
     def _answer(self, event: Submit, tokenize: Callable[[Submit], Int32]) -> None:
-        scheduler = self.context.outbox("scheduler")
+        if event.num_items and not self._items.has(event.uid, event.num_items):
+            self._held[event.uid] = self.context.own(event), tokenize
+            return
         try:
-            tokens = tokenize(event)
+            tokens, items = self._place_items(event, tokenize(event))
             stopping = self._check(tokens, event.stopping)
         except Exception as error:  # nothing in a prompt may end the engine
             known = isinstance(error, InvalidRequest)
             reason = str(error) if known else f"the prompt cannot be tokenized: {error!r}"
-            scheduler.send(Reject(event.uid, event.epoch, reason[:_LONGEST_REASON]))
+            self._refuse(event, reason)
             return
+        self._forget_items(event)
         self._requests += 1
         self._tokens += len(tokens)
-        scheduler.send(
+        extras = block_extras(items[0], self._block_size) if items else {}
+        hashes = block_hashes(tokens, self._block_size, self._config.salt, extras=extras)
+        self.context.outbox("scheduler").send(
             Admit(
                 uid=event.uid,
                 epoch=event.epoch,
                 token_ids=tokens,
                 prompt_length=len(tokens),
-                hashes=block_hashes(tokens, self._block_size, self._config.salt),
+                hashes=hashes,
                 priority=event.priority,
                 sampling=event.sampling,
                 stopping=stopping,
                 text_options=event.text_options,
-                arrays={},
+                items=items,
             )
         )
+
+    def _place_items(self, event: Submit, tokens: Int32) -> tuple[Int32, tuple[Items, ...]]:
+        """Return the prompt with a token for each row of its pictures, and where they stand."""
+        vision = self._config.files.config.vision
+        if vision is None:
+            return tokens, ()
+        read = self._items.of(event.uid) if event.num_items else []
+        visual = [VisualItem(one.key, one.grid[1], one.grid[2]) for one in read]
+        prompt = expand_prompt(tokens, visual, vision, self._encode)
+        if not visual:
+            return tokens, ()
+        items = items_message(prompt, visual, vision, self._workers[event.uid])
+        pages = sum(-(-item.tokens // self._limits.page_rows) for item in visual)
+        if pages > self._limits.pages:
+            room = self._limits.pages * self._limits.page_rows
+            raise InvalidRequest(
+                f"the request's pictures have {sum(item.tokens for item in visual)} tokens, "
+                f"rounded up for each, but the encoder cache holds {room}: give fewer or smaller "
+                "pictures, or raise encoder_cache_tokens"
+            )
+        return prompt.token_ids, (items,)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._encoder.encode_text(text, special=False).tolist()
+        return ids
 
     def _tokenize(self, event: Submit) -> Int32:
         if event.text is not None:
@@ -156,4 +225,8 @@ class TokenizerActor(Actor):
 
     def statistics(self) -> dict[str, Any]:
         """Prompts and tokens so far."""
-        return {"requests": self._requests, "tokens": self._tokens}
+        return {
+            "requests": self._requests,
+            "tokens": self._tokens,
+            "held": len(self._held) + len(self._items),
+        }

@@ -60,6 +60,7 @@ def _as_utf8(argument: str) -> str:
     return argument
 
 
+_MODEL = "a directory, a name on the Hugging Face hub, `demo` or `demo-vl`"
 _OTHER_NAMES = {
     "--gpu-memory-utilization": "--memory-utilization",
     "--max-num-batched-token": "--max-num-batched-tokens",
@@ -116,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     check = commands.add_parser("doctor", help="diagnose this machine and print fixes")
     for command in (one, talk, http):
-        command.add_argument("model", help="a directory, a name on the Hugging Face hub, or `demo`")
+        command.add_argument("model", help=_MODEL)
     one.add_argument("prompt", nargs="?", help="default: standard input")
     talk.add_argument("--system", help="a system message to begin with")
     for command in (one, talk):
@@ -128,6 +129,13 @@ def _parser() -> argparse.ArgumentParser:
             "--trace", metavar="FILE", help="write a timeline of all actors, for ui.perfetto.dev"
         )
         command.add_argument("--json", action="store_true", help="print a JSON object a line")
+        command.add_argument(
+            "--image",
+            metavar="FILE",
+            action="append",
+            default=[],
+            help="a picture that the prompt begins with, for models that see. May be repeated.",
+        )
     add_options(http.add_argument_group("engine"), EngineConfig)
     add_options(http.add_argument_group("server"), ServerConfig)
     check.add_argument("--json", action="store_true", help="print one JSON object")

@@ -7,10 +7,11 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import json
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _PLAIN = (int, float, str)
@@ -65,6 +66,8 @@ def _keywords(hint: Any) -> dict[str, Any] | None:
             if kind not in _PLAIN:
                 return None
             return {"action": "append", "type": kind, "metavar": kind.__name__.upper()}
+        if typing.get_origin(part) is Mapping:
+            return {"type": json_object, "metavar": "JSON"}
     (kind, *others) = (part for part in parts if part is not types.NoneType)
     if others:
         return None
@@ -76,6 +79,14 @@ def _keywords(hint: Any) -> dict[str, Any] | None:
         return None
     is_optional = types.NoneType in parts
     return {"type": _or_none(kind) if is_optional else kind, "metavar": kind.__name__.upper()}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read an object in JSON."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is no JSON object")
+    return value
 
 
 def _or_none(kind: type[Any]) -> Callable[[str], Any]:

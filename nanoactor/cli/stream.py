@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from nanoactor.cli.options import values
@@ -14,6 +15,7 @@ from nanoactor.engine import AsyncLLM, Prompt
 from nanoactor.errors import InvalidRequest
 from nanoactor.outputs import RequestOutput, RequestOutputKind
 from nanoactor.params import SamplingParams
+from nanoactor.vision.prompt import IMAGE_PLACEHOLDER, VISION_END, VISION_START
 
 
 def _params(args: Any) -> SamplingParams:
@@ -32,8 +34,18 @@ async def generate(args: Any) -> None:
     async with _engine(args) as llm:
         if not args.json:
             print(prompt, end="", flush=True)
-        await _stream(llm, prompt, params, args.json)
+        await _stream(llm, _with_images(prompt, args.image), params, args.json)
         await _report(llm, args)
+
+
+def _with_images(text: str, files: list[str]) -> Prompt:
+    """Put pictures before a text, unless it says where they belong."""
+    if not files:
+        return text
+    if IMAGE_PLACEHOLDER not in text:
+        text = VISION_START + IMAGE_PLACEHOLDER + VISION_END + text
+        text = (VISION_START + IMAGE_PLACEHOLDER + VISION_END) * (len(files) - 1) + text
+    return {"prompt": text, "multi_modal_data": {"image": [Path(file) for file in files]}}
 
 
 def _check_writable(path: str | None) -> None:
@@ -57,15 +69,17 @@ async def _report(llm: AsyncLLM, args: Any) -> None:
 
 async def chat(args: Any) -> None:
     """Keep a conversation; its history is sent again each time, and found in the prefix cache."""
-    messages: list[dict[str, str]] = []
+    messages: list[dict[str, Any]] = []
     if args.system:
         messages.append({"role": "system", "content": args.system})
     params = _params(args)
     _check_writable(args.trace)
     lines = LineReader(sys.stdin.fileno())
+    pictures = list(args.image)
     async with _engine(args) as llm:
         while (said := await _ask(lines, args.json)) is not None:
-            messages.append({"role": "user", "content": said})
+            messages.append({"role": "user", "content": _first_turn(said, pictures)})
+            pictures = []
             try:
                 answer = await _stream(llm, messages, params, args.json)
             except InvalidRequest as error:  # the conversation has outgrown the model, say
@@ -75,6 +89,14 @@ async def chat(args: Any) -> None:
             messages.append({"role": "assistant", "content": answer})
         if args.trace is not None:
             (await llm.trace()).save(args.trace)
+
+
+def _first_turn(said: str, files: list[str]) -> str | list[dict[str, Any]]:
+    """What a user says, with the pictures of the command line in the first turn."""
+    if not files:
+        return said
+    parts: list[dict[str, Any]] = [{"type": "image", "image": Path(file)} for file in files]
+    return [*parts, {"type": "text", "text": said}]
 
 
 async def _ask(lines: LineReader, quiet: bool) -> str | None:

@@ -6,7 +6,11 @@ import dataclasses
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nanoactor.errors import ProtocolBug
+from nanoactor.vision.units import EncodeUnits
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -15,11 +19,13 @@ class EncodedItem:
 
     key: bytes
     """16 bytes that name its content, its size and how it is processed."""
-    rows: int
+    units: EncodeUnits
     pages: list[int]
+    number: int
+    """Never the same twice."""
     references: int = 0
     planned: int = 0
-    """How many rows the steps planned so far encode. Kept while the item lives: whoever holds it
+    """How many units the steps planned so far encode. Kept while the item lives: whoever holds it
     next goes on from there."""
     ticket: int = 0
     """Which release quarantined it: the latest one counts."""
@@ -38,17 +44,19 @@ class EncoderCache:
         self._page_rows = page_rows
         self._free: deque[int] = deque(range(pages))
         self._items: dict[bytes, EncodedItem] = {}
+        self._numbered: dict[int, EncodedItem] = {}
+        """All that have pages."""
         self._idle: OrderedDict[bytes, EncodedItem] = OrderedDict()
         self._quarantine: deque[tuple[int, int, EncodedItem]] = deque()
         """(step that must be done before it may be written over, ticket, item)."""
-        self._tickets = self._completed = 0
+        self._tickets = self._completed = self._made = 0
         self.evictions = self.hits = 0
 
     def pages_of(self, rows: int) -> int:
         """Return how many pages so many rows take."""
         return -(-rows // self._page_rows)
 
-    def hold(self, key: bytes, rows: int) -> tuple[EncodedItem, int]:
+    def hold(self, key: bytes, units: EncodeUnits) -> tuple[EncodedItem, int]:
         """Take a reference to an item; returns it, and how many of the pages debited for it others
         hold already.
 
@@ -56,15 +64,35 @@ class EncoderCache:
         """
         item = self._items.get(key)
         if item is None:
-            item = EncodedItem(key, rows, self._allocate(self.pages_of(rows)))
-            self._items[key] = item
-        elif item.rows != rows:
-            raise ProtocolBug(f"item {key.hex()} has {item.rows} rows and is held as one of {rows}")
+            self._made += 1
+            pages = self._allocate(self.pages_of(units.all_rows))
+            item = EncodedItem(key, units, pages, self._made)
+            self._items[key] = self._numbered[item.number] = item
+        elif item.units != units:
+            raise ProtocolBug(f"item {key.hex()} has {item.units} and is held as one of {units}")
         else:
             self.hits += 1
         self._idle.pop(key, None)
         item.references += 1
         return item, len(item.pages) if item.references > 1 else 0
+
+    def find(self, number: int) -> EncodedItem | None:
+        """Return an item that has pages; None where it was evicted."""
+        return self._numbered.get(number)
+
+    def numbered(self, number: int) -> EncodedItem:
+        """Return an item that has pages. Raises `ProtocolBug` where there is none."""
+        item = self._numbered.get(number)
+        if item is None:
+            raise ProtocolBug(f"item number {number} is named, but has no pages")
+        return item
+
+    def locate(self, item: EncodedItem, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return where rows of an item, int32 (rows,), lie among all rows of the cache."""
+        pages = np.array(item.pages, np.int32)
+        size = np.int32(self._page_rows)
+        places: NDArray[np.int32] = pages[rows // size] * size + rows % size
+        return places
 
     def _allocate(self, pages: int) -> list[int]:
         while len(self._free) < pages and self._idle:
@@ -78,6 +106,7 @@ class EncoderCache:
     def _drop(self, item: EncodedItem) -> None:
         if self._items.get(item.key) is item:
             del self._items[item.key]
+        del self._numbered[item.number]
         self._free.extend(item.pages)
 
     def release(self, item: EncodedItem, fence: int) -> int:
@@ -115,7 +144,7 @@ class EncoderCache:
             del self._items[item.key]
         if self._idle.get(item.key) is item:
             del self._idle[item.key]
-            self._free.extend(item.pages)
+            self._drop(item)
 
     def check(self, pages: int, holders: Mapping[EncodedItem, int]) -> None:
         """Raise `ProtocolBug` unless the books agree with `holders`, references by item, and every

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +26,17 @@ def block_hash(parent: bytes, tokens: NDArray[np.int32], salt: bytes, extra: byt
 
 
 def block_hashes(
-    tokens: NDArray[np.int32], block_size: int, salt: bytes, parent: bytes = b""
+    tokens: NDArray[np.int32],
+    block_size: int,
+    salt: bytes,
+    parent: bytes = b"",
+    extras: Mapping[int, bytes] = MappingProxyType({}),
 ) -> NDArray[np.uint8]:
-    """The chained hashes of all full blocks of `tokens`: uint8, (full blocks, 16)."""
+    """The chained hashes of all full blocks of `tokens`: uint8, (full blocks, 16); `extras` are by
+    block."""
     hashes = bytearray()
     for start in range(0, len(tokens) - block_size + 1, block_size):
-        parent = block_hash(parent, tokens[start : start + block_size], salt)
+        extra = extras.get(start // block_size, b"")
+        parent = block_hash(parent, tokens[start : start + block_size], salt, extra)
         hashes += parent
     return np.frombuffer(bytes(hashes), np.uint8).reshape(-1, HASH_BYTES)

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.kv.hashing import block_hash
+from nanoactor.kv.items import HeldItems, ItemKeeper
 from nanoactor.kv.pool import BlockPool
 from nanoactor.messages import Credits, Free, Int32, Match, Plan, SampledTokens, Step
+from nanoactor.vision.messages import VisionStep
+from nanoactor.vision.units import NO_ENCODER, EncoderLimits
 
 _NOTHING_HELD = -1
+_NO_EXTRAS: Mapping[int, bytes] = {}
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,6 +33,7 @@ class Holding:
     hashes: list[bytes]
     """Of the leading full blocks: all of the prompt's, then as outputs become known."""
     table: list[int]
+    items: HeldItems | None = None
     announced: int = 0
     """Leading entries of the table that the runners know."""
     distrusted: bool = False
@@ -58,8 +64,10 @@ class BlockManager:
         max_model_len: int,
         salt: bytes,
         prefix_caching: bool = True,
+        encoder: EncoderLimits = NO_ENCODER,
     ) -> None:
         self.pool = BlockPool(blocks)
+        self.items = ItemKeeper(encoder)
         self._block_size = block_size
         self._salt = salt
         self._prefix_caching = prefix_caching
@@ -99,7 +107,11 @@ class BlockManager:
         if event.slot in self._holdings:
             raise ProtocolBug(f"slot {event.slot} is matched but held by {self._story(event.slot)}")
         tokens = event.token_ids
-        hashes = self._complete_hashes([bytes(row) for row in event.hashes], tokens)
+        items = None
+        if event.items:
+            items = HeldItems.of(event.items[0], len(tokens), self._block_size)
+        extras = items.extras if items is not None else _NO_EXTRAS
+        hashes = self._complete_hashes([bytes(row) for row in event.hashes], tokens, extras)
         table: list[int] = []
         refund = 0
         for content in hashes[: (len(tokens) - 1) // self._block_size]:
@@ -112,7 +124,11 @@ class BlockManager:
         hits = len(table)
         table += [self.pool.allocate() for _ in range(event.blocks - hits)]
         computed = hits * self._block_size
-        self._holdings[event.slot] = Holding(event.uid, hashes, table)
+        self._holdings[event.slot] = Holding(event.uid, hashes, table, items)
+        if items is None:
+            self.items.match_nothing()
+        else:
+            self.items.match(items, event.items[0], computed)
         self._tokens[event.slot, : len(tokens)] = event.token_ids
         self._known[event.slot], self._planned[event.slot] = len(tokens), computed
         self._room[event.slot] = len(table) * self._block_size
@@ -123,12 +139,15 @@ class BlockManager:
         self._answers.hits.append(computed)
         self._answers.refunds.append(refund)
 
-    def _complete_hashes(self, hashes: list[bytes], tokens: Int32) -> list[bytes]:
+    def _complete_hashes(
+        self, hashes: list[bytes], tokens: Int32, extras: Mapping[int, bytes]
+    ) -> list[bytes]:
         """Add those of a continued sequence's output; its prompt's came with the request."""
         size = self._block_size
         for index in range(len(hashes), len(tokens) // size if self._prefix_caching else 0):
             block = tokens[index * size : (index + 1) * size]
-            hashes.append(block_hash(hashes[-1] if hashes else b"", block, self._salt))
+            parent, extra = hashes[-1] if hashes else b"", extras.get(index, b"")
+            hashes.append(block_hash(parent, block, self._salt, extra))
         return hashes
 
     # -- planning -------------------------------------------------------------------------
@@ -137,6 +156,7 @@ class BlockManager:
         """Turn a plan into a step: add block ids and the prompts' tokens."""
         prefill: list[int] = plan.slots.tolist()
         token_ids = self._bind_prefill(plan, prefill)
+        vision = self._bind_items(plan, prefill)
         if len(plan.leaves) or len(plan.joins):
             self._decoding[plan.leaves] = False
             self._decoding[plan.joins] = True
@@ -160,7 +180,17 @@ class BlockManager:
             table_counts=counts,
             table_blocks=blocks,
             admissions=plan.admissions,
+            vision=vision,
         )
+
+    def _bind_items(self, plan: Plan, slots: list[int]) -> tuple[VisionStep, ...]:
+        held = [self._holdings[slot].items for slot in slots]
+        chunks = list(zip(held, plan.starts.tolist(), plan.counts.tolist(), strict=True))
+        bound = self.items.bind(plan.slices, chunks)
+        for items, start, count in chunks:
+            if items is not None:
+                self.items.advance(items, start + count, plan.step)
+        return bound
 
     def _advance_decoders(self, step: int) -> None:
         """One more position for every slot that decodes."""
@@ -212,6 +242,7 @@ class BlockManager:
         if len(event.failed):
             self._distrust(event)
         self.pool.complete(event.step)
+        self.items.cache.complete(event.step)
         slots = event.slots
         known = self._known[slots]
         if len(known) and known.min() < 0:
@@ -240,6 +271,8 @@ class BlockManager:
             left = (holding for _, of, holding in self._left if of == slot)
             holding = next(left, None) or self._of(slot, event.step)
             holding.distrusted = True
+            if holding.items is not None:
+                self.items.distrust(holding.items)
             doubtful |= set(holding.table)
             bad |= set(holding.table[start // self._block_size :])
         grown = True
@@ -286,7 +319,9 @@ class BlockManager:
             return
         for index in range(int(self._next_index[slot]) // size - 1, complete // size):
             if index == len(holding.hashes):
-                self._complete_hashes(holding.hashes, self._tokens[slot, : (index + 1) * size])
+                extras = holding.items.extras if holding.items is not None else _NO_EXTRAS
+                tokens = self._tokens[slot, : (index + 1) * size]
+                self._complete_hashes(holding.hashes, tokens, extras)
             self.pool.remember(holding.table[index], holding.hashes[index])
             self._next_index[slot] = (index + 2) * size
 
@@ -301,6 +336,8 @@ class BlockManager:
             self._room[slot], self._known[slot] = 0, _NOTHING_HELD
             self._decoding[slot] = False
             freed += self.pool.release(holding.table[::-1], event.fence)
+            if holding.items is not None:
+                self.items.free(holding.items, event.fence)
         self._decoders = np.flatnonzero(self._decoding)
         self._answers.freed.append(freed)
         self._answers.fences.append(event.fence)
@@ -308,7 +345,8 @@ class BlockManager:
     def take_credits(self) -> Credits | None:
         """All answers since the last call, as one message; None where there are none."""
         answers, self._answers = self._answers, _Answers()
-        if not answers.uids and not answers.freed and not answers.settled:
+        encoder = self.items.take_credits()
+        if not (answers.uids or answers.freed or answers.settled or encoder):
             return None
         return Credits(
             uids=np.array(answers.uids, np.int64),
@@ -316,6 +354,7 @@ class BlockManager:
             refunds=_int32(answers.refunds),
             freed=_int32(answers.freed),
             fences=_int32(answers.fences),
+            encoder=encoder,
             settled=answers.settled,
             tainted=np.array(answers.tainted, np.int64),
         )
@@ -339,6 +378,7 @@ class BlockManager:
     def check(self) -> None:
         """Raise `ProtocolBug` unless every reference belongs to a table and is counted once."""
         self.pool.check(Counter(b for h in self._holdings.values() for b in h.table))
+        self.items.check(h.items for h in self._holdings.values())
 
     @property
     def held(self) -> int:

@@ -46,9 +46,14 @@ class StateLayout:
         return self.lengths + self.slots
 
     @property
+    def rope_deltas(self) -> int:
+        """By slot: rotary position less index, of what follows a prompt."""
+        return self.last_tokens + self.slots
+
+    @property
     def sampling(self) -> int:
         """How each slot samples: a column after the other, see `nanoactor.models.columns`."""
-        return self.last_tokens + self.slots
+        return self.rope_deltas + self.slots
 
     @property
     def rows(self) -> int:
@@ -80,6 +85,40 @@ class Prefill:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class EncodeTask:
+    """Units of one item that a step encodes."""
+
+    pixels: NDArray[np.uint8]
+    """(frames, height, width, channels): of the whole item."""
+    number: int
+    """Of the pixels: what is half encoded goes by it."""
+    first: int
+    count: int
+    places: Int64
+    """Where all rows of the item lie in the encoder cache."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VisionUpdate:
+    """What a step does with pictures."""
+
+    tasks: tuple[EncodeTask, ...]
+    tokens: Int64
+    """Which prompt tokens of the step are rows of the encoder cache, ..."""
+    rows: Int64
+    """... and which."""
+    positions: Int32
+    """(3, prompt tokens): rotary."""
+    dropped: tuple[int, ...] = ()
+    """Pixels of which no later step encodes anything."""
+
+    @property
+    def sees(self) -> bool:
+        """Whether a prompt of the step has pictures."""
+        return bool(self.positions.shape[1])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Update:
     """What the device must be told for a step."""
 
@@ -94,6 +133,7 @@ class Update:
     """Rows that the fused sampler does not do, a few at a time."""
     lengths: HostSeqLens
     """Where the device asks for them."""
+    vision: VisionUpdate | None = None
 
     @property
     def changes(self) -> tuple[NDArray[np.integer], ...]:
@@ -109,6 +149,9 @@ class Update:
             words += 2 * self.prefill.tiles.shape[1]
         for part in self.fallback:
             words += 8 * len(part.slots) + 4 * len(part.masked_rows) + 64
+        if self.vision:
+            words += self.vision.positions.size + 4 * len(self.vision.rows) + 64
+            words += sum(2 * len(task.places) + 4 for task in self.vision.tasks)
         return words
 
 
@@ -148,6 +191,8 @@ class HostBatch:
         if len(step.admissions.slots):
             self.sampling.admit(step.admissions)
             pairs.append(self._admitted(step.admissions.slots))
+            deltas = self.layout.rope_deltas + step.admissions.slots.astype(np.int64)
+            pairs.append((deltas, step.admissions.rope_deltas.copy()))
         if len(step.table_slots):
             pairs.append((self._table_indices(step), step.table_blocks))
         if len(step.joins) or len(step.leaves):

@@ -30,14 +30,20 @@ from nanoactor.models.batch import (
 from nanoactor.models.columns import WORDS
 from nanoactor.models.device import Device, TimedEvent
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.runner.batch import FALLBACK_AT_ONCE, BatchTraits, HostBatch, Prefill, Update
+from nanoactor.runner.batch import (
+    FALLBACK_AT_ONCE,
+    BatchTraits,
+    HostBatch,
+    Prefill,
+    Update,
+)
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.graphs import PREFILL_ROWS, CapturedSteps, MixedSizes, decode_sizes
 from nanoactor.runner.model import LoadedModel
+from nanoactor.runner.pixels import NO_PIXELS, PixelsOf, with_vision
 from nanoactor.runner.protocol import Computed
-from nanoactor.runner.sampling_table import SampledRows
-from nanoactor.runner.staging import DevicePrefill, FixedPrefill, Staging
+from nanoactor.runner.staging import DevicePrefill, DeviceVision, FixedPrefill, Staging
 from nanoactor.runner.warmup import decode_update, longest_lengths, prefill_step
 
 log = logging.getLogger("nanoactor.runner")
@@ -92,6 +98,7 @@ class DeviceExecutor:
         self._fused = device.fused_sampling if engine.tensor_parallel_size == 1 else "none"
         self._uses_graphs = device.captures_graphs and engine.device_options.graph_mode != "eager"
         self.uncaptured = 0
+        self._dropped: list[int] = []
         with device.stream():
             self._model = LoadedModel(config, device)
             self.dtype_name, self.block_size = self._model.dtype_name, self._model.block_size
@@ -104,6 +111,7 @@ class DeviceExecutor:
             self._clock = self._make_clock()
             used, peak = self._warm_up()
             self.num_blocks = self._model.size_cache(used, peak)
+            self.encoder_pages = self._model.encoder.pages if self._model.encoder else 0
             self._make_state(self.num_blocks)
             if self._uses_graphs:
                 self._capture()
@@ -146,6 +154,7 @@ class DeviceExecutor:
             self._state[: layout.lengths].view(layout.slots, most),
             column(layout.lengths),
             column(layout.last_tokens),
+            column(layout.rope_deltas) if model.encoder else None,
             column(layout.sampling, WORDS).view(WORDS, layout.slots),
             self.block_size,
         )
@@ -201,11 +210,22 @@ class DeviceExecutor:
         _, cut = self._measured(lambda: self._decode_once(decoding, top_p=0.9))
         captured = max(captured, peak)
         peak = max(peak * most // tokens, captured, cut)
+        peak = max(peak, self._warm_up_encoder())
         if self._uses_graphs:
             peak += captured + _GRAPH_BYTES * self._count_captures()
         log.info("warm-up took %.1f s", time.monotonic() - begin)
         self._caches = []
         return used, peak + kept + (_DRIVER_BYTES if device.asynchronous else 0)
+
+    def _warm_up_encoder(self) -> int:
+        """Return the bytes that the largest picture takes."""
+        encoder = self._model.encoder
+        if encoder is None:
+            return 0
+        most = encoder.largest(self._longest)
+        rows = most if self._device.asynchronous else min(most, _SMALL_WARMUP_TOKENS)
+        encoder.warm_up(rows)
+        return self._measured(lambda: encoder.warm_up(rows))[1] * most // rows
 
     def _measured(self, work: Callable[[], None]) -> tuple[float, int]:
         """(the seconds that it takes, the bytes)."""
@@ -284,14 +304,16 @@ class DeviceExecutor:
             decode_contexts=buffers.contexts,
             lengths=lengths,
         )
-        hidden = self._forward(buffers, batch)
+        hidden = self._forward(buffers, batch, buffers.positions)
         self._choose(hidden, slots)
         return hidden
 
-    def _forward(self, buffers: RowBuffers, batch: AttentionBatch) -> torch.Tensor:
+    def _forward(
+        self, buffers: RowBuffers, batch: AttentionBatch, positions: torch.Tensor
+    ) -> torch.Tensor:
         batch = self._device.plan(self._scratch, batch)
         forward = self._model.network.forward
-        return self._device.run(forward, buffers.token_ids, buffers.positions, self._caches, batch)
+        return self._device.run(forward, buffers.token_ids, positions, self._caches, batch)
 
     def _sliced(self, first: int, rows: int) -> RowBuffers:
         buffers, at = self._buffers, slice(first, first + rows)
@@ -310,9 +332,14 @@ class DeviceExecutor:
 
     # -- running --------------------------------------------------------------------------
 
-    def prepare(self, step: Step) -> Update:
+    def prepare(self, step: Step, pixels: PixelsOf = NO_PIXELS) -> Update:
         """Lay a step out; NumPy alone."""
-        return self._batch.update(step)
+        dropped, self._dropped = self._dropped, []
+        return with_vision(self._batch.update(step), step, pixels, dropped)
+
+    def drop_pixels(self, numbers: list[int]) -> None:
+        """Have the next step forget what of these is half encoded: those before may encode more."""
+        self._dropped += numbers
 
     def launch(self, prepared: Update) -> _Launched:
         """Queue a step, or compute it."""
@@ -322,24 +349,22 @@ class DeviceExecutor:
     def _launch(self, update: Update) -> _Launched:
         buffers = self._free_buffers.popleft() if self._free_buffers else self._make_in_flight()
         prefill = update.prefill
-        fits = self._fitting(prefill, update.decodes) if prefill else None
+        fits = self._fitting(update)
         staging = self._staging
         staging.begin(update.words)
         changes = [staging.put(array) for array in update.changes]
         staged = self._staged(prefill) if prefill and not fits else None
-        fallback = [self._staged_sampling(part) for part in update.fallback]
+        seen = DeviceVision.staged(staging, update.vision) if update.vision else None
+        fallback = [staging.put_sampling(part) for part in update.fallback]
         staging.send()
         if prefill and fits:
             self._fixed[fits[0]].fill(prefill)
         buffers.begin.record()
         if changes:
             self._state[changes[0]] = changes[1]
-        if staged is not None:
-            hidden = self._mixed(staged, update.decodes, update.lengths)
-        elif fits:
-            hidden = self._captured.mixed(fits)
-        else:
-            hidden = self._decode_step(update)
+        if update.vision and self._model.encoder:
+            self._model.encoder.apply(update.vision)
+        hidden = self._compute(update, staged, fits, seen)
         self._mark(buffers.forwarded)
         prompts = len(prefill.sampling) if prefill else 0
         padded = PREFILL_ROWS if fits else prompts
@@ -355,6 +380,22 @@ class DeviceExecutor:
         buffers.end.record()
         return _Launched(self, buffers, count)
 
+    def _compute(
+        self,
+        update: Update,
+        staged: DevicePrefill | None,
+        fits: tuple[int, int] | None,
+        seen: DeviceVision | None,
+    ) -> torch.Tensor:
+        """Hidden states of the rows that sample."""
+        if staged is not None:
+            return self._mixed(staged, update.decodes, update.lengths, seen)
+        if fits:
+            return self._captured.mixed(fits)
+        if not update.decodes:  # a step that encodes, and nothing else
+            return self._chosen[:0]
+        return self._decode_step(update)
+
     def _mark(self, event: TimedEvent) -> None:
         """Record where a step is; one graph holds both, where the device has a queue."""
         if not self.asynchronous:
@@ -367,9 +408,10 @@ class DeviceExecutor:
         self.uncaptured += self._captured.failed > 0
         return self._decode(update.decodes, update.lengths)
 
-    def _fitting(self, prefill: Prefill, rows: int) -> tuple[int, int] | None:
+    def _fitting(self, update: Update) -> tuple[int, int] | None:
         """The captured mixed step that holds this one."""
-        if not self._fixed:
+        prefill, rows = update.prefill, update.decodes
+        if not self._fixed or prefill is None or (update.vision and update.vision.sees):
             return None
         fits = self._mixed_sizes.fit(len(prefill.token_ids), prefill.rows.shape[1], rows)
         if fits is not None and not self._captured.has_mixed(fits):
@@ -381,7 +423,13 @@ class DeviceExecutor:
         fields = dataclasses.fields(Prefill)
         return DevicePrefill(*(self._staging.put(getattr(prefill, field.name)) for field in fields))
 
-    def _mixed(self, prefill: DevicePrefill, rows: int, lengths: HostSeqLens) -> torch.Tensor:
+    def _mixed(
+        self,
+        prefill: DevicePrefill,
+        rows: int,
+        lengths: HostSeqLens,
+        seen: DeviceVision | None = None,
+    ) -> torch.Tensor:
         """A step with prompt chunks; returns the hidden states of the rows that sample: prompts
         that end here, then the decode batch."""
         device, first = self._device, len(prefill.token_ids)
@@ -401,21 +449,18 @@ class DeviceExecutor:
             decode_slots=decodes,
             decode_contexts=buffers.contexts,
             lengths=lengths,
+            visual=self._model.encoder.read(seen) if seen and self._model.encoder else None,
         )
-        hidden = self._forward(every, batch)
+        positions = every.positions
+        if seen is not None and seen.positions.shape[1]:
+            after = buffers.positions.expand(3, -1)
+            positions = torch.cat((seen.positions, after), dim=1)
+        hidden = self._forward(every, batch, positions)
         sampling = hidden.index_select(0, prefill.ends)
         if rows:
             sampling = torch.cat((sampling, hidden[first:]))
         self._choose(sampling, torch.cat((prefill.sampling, decodes)))
         return sampling
-
-    def _staged_sampling(
-        self, rows: SampledRows
-    ) -> tuple[torch.Tensor, torch.Tensor, SamplingGroups]:
-        put = self._staging.put
-        fields = [field.name for field in dataclasses.fields(SamplingGroups)]
-        groups = SamplingGroups(**{name: put(getattr(rows, name)) for name in fields})
-        return put(rows.index), put(rows.slots), groups
 
     def _choose_fallback(
         self,

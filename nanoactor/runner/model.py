@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from nanoactor.actors.config import encoder_pages
 from nanoactor.models.batch import KVCache, SamplingBatch
 from nanoactor.models.collective import Group, RankGroup, SingleRank
 from nanoactor.models.config import ModelConfig
@@ -16,8 +17,10 @@ from nanoactor.models.device import Device
 from nanoactor.models.errors import RanksDisagree
 from nanoactor.models.registry import family_of
 from nanoactor.models.sharded_sampling import ShardedSampler
+from nanoactor.models.vision_tower import VisionTower
 from nanoactor.models.weights import RandomWeights, Weights
 from nanoactor.runner.config import RankConfig, check_cache
+from nanoactor.runner.encoder import Encoder
 
 log = logging.getLogger("nanoactor.runner")
 
@@ -48,6 +51,7 @@ class LoadedModel:
         self.group = self._meet()
         with torch.inference_mode(), self._open_weights() as weights:
             self.network = Decoder(self.config, weights, device, files.max_model_len, self.group)
+            self.encoder = self._load_encoder(weights)
             if config.rank == 0:
                 weights.warn_of_unused(self._spare())
         self._sample = device.sample if self.group.size == 1 else self._sharded_sampler()
@@ -62,11 +66,18 @@ class LoadedModel:
     def _spare(self) -> list[str]:
         """Weights that may be there and are not taken."""
         # Some tied checkpoints store the head nevertheless.
-        spare = ["lm_head.weight"] if self.config.tie_embeddings else []
-        if tower := family_of(self.config.architecture).vision_prefix:
-            log.warning("pictures are not served yet: the weights of %s are not loaded", tower)
-            spare.append(f"{tower}.")
-        return spare
+        return ["lm_head.weight"] if self.config.tie_embeddings else []
+
+    def _load_encoder(self, weights: Weights) -> Encoder | None:
+        vision, images = self.config.vision, self._config.files.images
+        if vision is None or images is None:
+            return None
+        prefix = family_of(self.config.architecture).vision_prefix
+        assert prefix is not None
+        tower = VisionTower(vision, weights, self.device, prefix)
+        pages = encoder_pages(self._config.engine, self._config.files)
+        budget = self._config.engine.max_num_batched_tokens
+        return Encoder(tower, vision, images, self.device, self.dtype, pages=pages, budget=budget)
 
     def _meet(self) -> Group:
         config = self._config

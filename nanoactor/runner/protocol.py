@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Protocol
 
 from nanoactor.messages import Int32, Step
+from nanoactor.runner.pixels import PixelsOf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,8 +45,15 @@ class Executor(Protocol):
     warmed_up: tuple[tuple[int, float], ...]
     """(tokens, seconds) of steps that ran before the first."""
 
-    def prepare(self, step: Step) -> Any:
-        """Lay a step out, in the order of steps, on the node's loop while the device is busy."""
+    encoder_pages: int
+    """Of the encoder cache; 0 where the model sees nothing."""
+
+    def prepare(self, step: Step, pixels: PixelsOf) -> Any:
+        """Lay a step out, in the order of steps, on the node's loop while the device is busy;
+        `pixels` gives those of the items that it encodes, by their numbers."""
+
+    def drop_pixels(self, numbers: list[int]) -> None:
+        """Forget what of these is half encoded: no later step goes on with it."""
 
     def launch(self, prepared: Any) -> Launched:
         """Queue, or compute, what `prepare` returned, in the same order."""

@@ -12,9 +12,11 @@ import time
 
 import numpy as np
 
+from nanoactor.actors.config import encoder_pages
 from nanoactor.messages import Int32, Step
 from nanoactor.runner.batch import BatchTraits, HostBatch
 from nanoactor.runner.config import SIMULATED, RankConfig, check_cache
+from nanoactor.runner.pixels import PixelsOf
 from nanoactor.runner.protocol import Computed
 from nanoactor.runner.sampling_table import Long, SampledRows
 
@@ -58,11 +60,15 @@ class SimulatedExecutor:
         self.num_blocks = engine.num_kv_blocks or engine.max_num_seqs * each
         check_cache(self.num_blocks, files, self.block_size, "num_kv_blocks")
         self._free_at = 0
+        self.encoder_pages = encoder_pages(engine, files)
         self._batch = HostBatch(
             engine.max_num_seqs, each, BatchTraits(fallback_at_once=engine.max_num_seqs)
         )
 
-    def prepare(self, step: Step) -> _Promise:
+    def drop_pixels(self, numbers: list[int]) -> None:
+        """It keeps nothing of pictures."""
+
+    def prepare(self, step: Step, pixels: PixelsOf) -> _Promise:
         """Put the step behind those before it."""
         update = self._batch.update(step)
         begin = max(time.monotonic_ns(), self._free_at)

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nanoactor.models.batch import SamplingGroups
 from nanoactor.models.device import Device
-from nanoactor.runner.batch import Prefill
+from nanoactor.runner.batch import Prefill, VisionUpdate
 from nanoactor.runner.graphs import PREFILL_ROWS
+from nanoactor.runner.sampling_table import SampledRows
 
 _FIRST_WORDS = 1 << 16
 _ALIGNMENT = 4
@@ -50,6 +52,12 @@ class Staging:
         kind = _TORCH[array.dtype.str]
         return self._there[begin:end].view(kind).view(array.shape)
 
+    def put_sampling(self, rows: SampledRows) -> tuple[torch.Tensor, torch.Tensor, SamplingGroups]:
+        """Pack how some rows sample; returns (which rows, their slots, groups)."""
+        fields = [field.name for field in dataclasses.fields(SamplingGroups)]
+        groups = SamplingGroups(**{name: self.put(getattr(rows, name)) for name in fields})
+        return self.put(rows.index), self.put(rows.slots), groups
+
     def send(self) -> None:
         """Queue the copy."""
         if self._used:
@@ -68,6 +76,24 @@ class DevicePrefill:
     tiles: torch.Tensor
     ends: torch.Tensor
     sampling: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceVision:
+    """What a step's prompts read of pictures, on the device."""
+
+    tokens: torch.Tensor
+    """int64: which of the step's tokens, ..."""
+    rows: torch.Tensor
+    """... and which rows of the encoder cache."""
+    positions: torch.Tensor
+    """int32 (3, prompt tokens)."""
+
+    @classmethod
+    def staged(cls, staging: Staging, vision: VisionUpdate) -> DeviceVision:
+        """Pack them with a step's other arrays."""
+        put = staging.put
+        return cls(put(vision.tokens), put(vision.rows), put(vision.positions))
 
 
 class FixedPrefill:

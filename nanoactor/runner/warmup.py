@@ -19,7 +19,7 @@ def admissions(slots: Int32, top_p: float = 1.0) -> Admissions:
     """Sequences that sample with this top-p, and otherwise in the neutral way."""
     sampling = np.frombuffer(pack({"top_p": top_p}) * len(slots), np.int32)
     whole = np.zeros(len(slots), np.int32)
-    return Admissions(slots, sampling.reshape(-1, WORDS), whole, _NONE, whole)
+    return Admissions(slots, sampling.reshape(-1, WORDS), whole, _NONE, whole, whole)
 
 
 def prefill_step(tokens: int, rows: int, block_size: int) -> Step:

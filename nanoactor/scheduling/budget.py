@@ -112,3 +112,47 @@ class BlockBudget:
                 f"idle, but {slots} of {self._slots} slots are free and "
                 f"{blocks} of {self._blocks} credits are back"
             )
+
+
+class PageBudget:
+    """Counts the encoder cache's pages that may be spent; what comes back is behind fences.
+
+    At any time, credits + pending + what is debited and not given back == pages.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self._pages = self._credits = pages
+        self._fenced: deque[tuple[int, int]] = deque()
+        """(fence, how many), by fence."""
+        self._completed = 0
+
+    @property
+    def credits(self) -> int:
+        """Pages that may be spent now."""
+        return self._credits
+
+    @property
+    def spent(self) -> int:
+        """Pages that are neither here nor on their way behind a fence."""
+        return self._pages - self._credits - sum(pages for _, pages in self._fenced)
+
+    def debit(self, pages: int) -> None:
+        """Spend pages. Raises `ProtocolBug` where there are fewer."""
+        if pages > self._credits:
+            raise ProtocolBug(f"{pages} pages are spent, but there are {self._credits} credits")
+        self._credits -= pages
+
+    def refund(self, pages: int) -> None:
+        """Take back what was debited and is not needed, to be spent at once."""
+        self._credits += pages
+
+    def give_back(self, pages: int, fence: int) -> None:
+        """Take pages back, to be spent when step `fence` is complete."""
+        self._fenced.append((fence, pages))
+        self.complete(self._completed)
+
+    def complete(self, step: int) -> None:
+        """Make available whatever was fenced by step `step` or one before it."""
+        self._completed = step
+        while self._fenced and self._fenced[0][0] <= step:
+            self._credits += self._fenced.popleft()[1]

@@ -13,6 +13,7 @@ from nanoactor.messages import Admissions, Int32, Int64, Plan
 from nanoactor.models.columns import WORDS
 from nanoactor.scheduling.sequence import Sequence
 from nanoactor.scheduling.table import DecodeBatch
+from nanoactor.vision.messages import EncodeSlices
 
 
 class PrefillChunk(NamedTuple):
@@ -37,6 +38,7 @@ class PlannedStep:
     step: int
     chunks: list[PrefillChunk]
     decode_batch: DecodeBatch
+    slices: EncodeSlices | None = None
 
     @property
     def last_chunks(self) -> list[PrefillChunk]:
@@ -82,6 +84,7 @@ class PlanBuilder:
             leaves=leaves,
             grows=as_int32(sequence.slot for sequence in grown) if grown else _NOTHING,
             admissions=_introduce(planned.chunks),
+            slices=() if planned.slices is None else (planned.slices,),
         )
 
     def _changes(self, batch: DecodeBatch) -> tuple[Int32, Int32]:
@@ -119,6 +122,7 @@ def _admissions(sequences: list[Sequence]) -> Admissions:
         unmasked_from=as_int32(s.prompt_length + s.stopping.min_tokens for s in sequences),
         masked_ids=as_int32(token for ids in masked for token in ids),
         masked_counts=as_int32(map(len, masked)),
+        rope_deltas=as_int32(s.items.message.rope_delta if s.items else 0 for s in sequences),
     )
 
 

@@ -56,6 +56,44 @@ class WaitingQueue:
             self._ended -= 1
 
 
+class WaitingLine:
+    """All that wait. Who waits for pages of the encoder cache is parked, with all behind that need
+    some: pictures pass no pictures, and hold up no text."""
+
+    def __init__(self) -> None:
+        self._ready, self._parked = WaitingQueue(), WaitingQueue()
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._ready) + len(self._parked)
+
+    def push(self, sequence: Sequence) -> None:
+        """Let a sequence wait."""
+        self._ready.push(sequence)
+
+    def head(self, pages: int) -> Sequence | None:
+        """Return who comes next, where so many pages may be spent; None where nobody may."""
+        while (head := self._ready.head) is not None and head.pages:
+            if not self._parked and head.pages <= pages:
+                return head
+            self._ready.pop()
+            head.is_parked = True
+            self._parked.push(head)
+        parked = self._parked.head
+        if parked is None or parked.pages > pages:
+            return head
+        return parked if head is None or parked.priority_key < head.priority_key else head
+
+    def pop(self, sequence: Sequence) -> None:
+        """Let go of the one that `head` returned."""
+        (self._parked if sequence.is_parked else self._ready).pop()
+        sequence.is_parked = False
+
+    def note_end(self, sequence: Sequence) -> None:
+        """Take notice that one of the sequences here has ended."""
+        (self._parked if sequence.is_parked else self._ready).note_end()
+
+
 class RunningBatch:
     """Sequences that run or are being matched; their counters stand in `table`."""
 
@@ -84,8 +122,13 @@ class RunningBatch:
 
     @property
     def left_to_prefill(self) -> int:
-        """Positions of prompts that no planned step computes yet."""
-        return sum(s.target - s.scheduled for s in self._prefills)
+        """Positions of prompts that could be computed, and that no planned step computes yet."""
+        return sum(s.reach - s.scheduled for s in self._prefills)
+
+    @property
+    def prefilling(self) -> list[Sequence]:
+        """Those whose match is answered and that have positions left to prefill, by priority."""
+        return [s for s in self._prefills if s.phase is Phase.RUNNING]
 
     def owners(self, slots: Slots) -> list[Sequence]:
         """Return who holds, or held last, each of these slots."""
@@ -127,11 +170,13 @@ class RunningBatch:
             if budget <= 0:
                 break
             if sequence.phase is Phase.RUNNING:
-                slot, start, target = sequence.slot, sequence.scheduled, sequence.target
-                length = min(budget, target - start)
+                slot, start = sequence.slot, sequence.scheduled
+                length = min(budget, sequence.reach - start)
+                if not length:  # a picture is not encoded yet
+                    continue
                 self.table.prefill(slot, length)
                 budget -= length
-                is_last = start + length == target
+                is_last = start + length == sequence.target
                 chunks.append(PrefillChunk(sequence, slot, start, length, is_last))
         if chunks:
             self._prefills = [s for s in self._prefills if s.scheduled < s.target]
@@ -142,6 +187,8 @@ class RunningBatch:
         size = self._block_size
         useful = min(len(head.hashes), (head.length - 1) // size)
         for sequence in self._prefills:
+            if sequence.reach == sequence.scheduled:  # it waits for a picture: no telling how long
+                continue
             block = sequence.scheduled // size
             shared = block < min(useful, len(sequence.hashes))
             if shared and (sequence.hashes[block] == head.hashes[block]).all():

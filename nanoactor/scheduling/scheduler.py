@@ -39,21 +39,30 @@ from nanoactor.messages import (
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.budget import BlockBudget
 from nanoactor.scheduling.ids import SeenNumbers
+from nanoactor.scheduling.items import ItemBook
 from nanoactor.scheduling.output import OutputBuffer
-from nanoactor.scheduling.plan_builder import PlanBuilder, PlannedStep, PrefillChunk, as_int32
-from nanoactor.scheduling.queues import RunningBatch, WaitingQueue
+from nanoactor.scheduling.plan_builder import (
+    PlanBuilder,
+    PlannedStep,
+    PrefillChunk,
+    as_int32,
+    as_int64,
+)
+from nanoactor.scheduling.queues import RunningBatch, WaitingLine
 from nanoactor.scheduling.sequence import End, Phase, Sequence
 from nanoactor.scheduling.statistics import SchedulerStatistics
 from nanoactor.scheduling.table import DecodeBatch
+from nanoactor.vision.messages import DropPixels, ItemsFailed, ItemsReady
+from nanoactor.vision.units import NO_ENCODER, EncoderLimits
 
 _NO_FAILURES = as_int32(()), as_int32(())
 _TAINTED = (
     "the computation of another request failed, and this one had read from the prefix cache what "
     "that one computed; send it again"
 )
-BLOCKS, TEXT = "blocks", "detokenizer"
+BLOCKS, TEXT, VISION = "blocks", "detokenizer", "vision.{}"
 Send = tuple[str, Any]
-"""An edge (`BLOCKS` or `TEXT`) and the message to send on it."""
+"""An edge (`BLOCKS`, `TEXT`, or `VISION` of a worker) and the message to send on it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +82,7 @@ class SchedulerConfig:
     prefix_caching: bool = True
     priority_window: int = 1000
     """How many later requests a difference of 1 in priority may let pass."""
+    encoder: EncoderLimits = NO_ENCODER
 
 
 class Scheduler:
@@ -82,8 +92,9 @@ class Scheduler:
         self.config = config
         self.statistics = SchedulerStatistics()
         self.budget = BlockBudget(config.blocks, config.max_num_seqs)
+        self.items = ItemBook(config.encoder)
         self.live: dict[int, Sequence] = {}
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingLine()
         self._running = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size)
         self._table = self._running.table
         self._output = OutputBuffer(self._running, self.statistics)
@@ -120,6 +131,7 @@ class Scheduler:
         self._admit_waiting()
         while self._may_plan() and self._plan():
             self._admit_waiting()
+        self._flush_items()
         if (tokens := self._output.flush(self._completed)) is not None:
             self._out.append((TEXT, tokens))
 
@@ -129,7 +141,9 @@ class Scheduler:
         if self._swallowed(event.uid):
             return
         config = self.config
-        sequence = Sequence.of(event, self._table, config.max_model_len, config.priority_window)
+        sequence = Sequence.of(
+            event, self._table, config.max_model_len, config.priority_window, config.encoder
+        )
         self.live[event.uid] = sequence
         self._output.stop_ids.add(sequence.end_ids)
         options = event.text_options
@@ -179,7 +193,7 @@ class Scheduler:
         sequence.phase = Phase.FINISHED
         del self.live[sequence.uid]
         if waited:
-            self._waiting.note_end()
+            self._waiting.note_end(sequence)
         else:
             self._give_up_slot(sequence)
 
@@ -188,21 +202,33 @@ class Scheduler:
     def _give_up_slot(self, sequence: Sequence) -> None:
         self._to_free.append(sequence.slot)
         self.budget.give_up_slot(sequence.slot, fence=self._planned)
+        self.items.leave(sequence)
         self._running.leave(sequence)
 
+    def _flush_items(self) -> None:
+        """Tell of pixels that are wanted, and of those that are not any more."""
+        self._out += [(VISION.format(worker), message) for worker, message in self.items.out]
+        self.items.out = []
+        if self.items.drops:
+            pixels, numbers = zip(*self.items.drops, strict=True)
+            self._out.append((BLOCKS, DropPixels(as_int64(pixels), as_int64(numbers))))
+            self.items.drops = []
+
     def _flush_frees(self) -> None:
+        self._flush_items()
         if self._to_free:
             self._out.append((BLOCKS, Free(as_int32(self._to_free), fence=self._planned)))
             self._to_free = []
             self.budget.expect(fence=self._planned)
 
     def _on_credits(self, event: Credits) -> None:
-        for uid, hit, refund in zip(
-            event.uids.tolist(), event.hits.tolist(), event.refunds.tolist(), strict=True
-        ):
+        found = self.items.answers(event.encoder, len(event.uids))
+        columns = (event.uids.tolist(), event.hits.tolist(), event.refunds.tolist(), found)
+        for uid, hit, refund, item_answer in zip(*columns, strict=True):
             self.budget.refund(refund)
             if (sequence := self.live.get(uid)) is not None:
-                self._answer_match(sequence, hit)
+                self._answer_match(sequence, hit, item_answer)
+            self.items.note_answer()
         for freed, fence in zip(event.freed.tolist(), event.fences.tolist(), strict=True):
             self.budget.answer(freed, fence)
         self._unsettled -= event.settled
@@ -210,11 +236,15 @@ class Scheduler:
             if (sequence := self.live.get(uid)) is not None:
                 self._fail(sequence, _TAINTED)
 
-    def _answer_match(self, sequence: Sequence, hit: int) -> None:
+    def _answer_match(
+        self, sequence: Sequence, hit: int, item_answer: tuple[list[int], list[int]]
+    ) -> None:
         sequence.unanswered -= 1
         if sequence.phase is Phase.MATCHING and not sequence.unanswered:
             sequence.phase = Phase.RUNNING
             self._table.start(sequence.slot, hit)
+            if sequence.items is not None:
+                self.items.take(sequence, *item_answer)
             sequence.shared = hit // self.config.block_size
             if sequence.cached_tokens < 0:
                 sequence.cached_tokens = hit
@@ -224,7 +254,9 @@ class Scheduler:
         if not self._waiting:
             return
         tokens = self.config.max_num_batched_tokens - self._running.left_to_prefill
-        while self.budget.free_slots and tokens > 0 and (head := self._waiting.head) is not None:
+        while self.budget.free_slots and tokens > 0:
+            if (head := self._waiting.head(self.items.budget.credits)) is None:
+                return
             need = -(-head.length // self.config.block_size)
             # A preempted sequence comes back when all its results are in: known == scheduled.
             if head.last_step > self._completed or self.budget.credits < need + self._reserve():
@@ -232,7 +264,7 @@ class Scheduler:
             # It pays to wait: a block is indexed as soon as the step that computes it is planned.
             if self.config.prefix_caching and self._running.is_about_to_compute_for(head):
                 return
-            self._waiting.pop()
+            self._waiting.pop(head)
             self._match(head, need)
             tokens -= head.target
 
@@ -250,7 +282,9 @@ class Scheduler:
         sequence.phase = Phase.MATCHING
         sequence.unanswered += 1
         self._running.enter(sequence, self.budget.take_slot(), need)
-        match = Match(sequence.uid, sequence.slot, sequence.kept, sequence.hashes, need)
+        self.items.note_match(sequence)
+        items = () if sequence.items is None else (sequence.items.message,)
+        match = Match(sequence.uid, sequence.slot, sequence.kept, sequence.hashes, need, items)
         self._out.append((BLOCKS, match))
 
     def _feed(self, starving: list[Sequence]) -> list[Sequence]:
@@ -321,11 +355,14 @@ class Scheduler:
         """Plan one step: every sequence that decodes, then prompts as far as the budget goes."""
         decode_batch, grown, sitting_out = self._choose_decodes()
         decodes = len(decode_batch.slots)
+        slices = self.items.choose(self._running.prefilling) if self.items.works else None
         chunks = self._running.choose_chunks(self.config.max_num_batched_tokens - decodes)
-        if not decodes and not chunks:
+        if not decodes and not chunks and slices is None:
             return False
         self._planned += 1
-        planned = PlannedStep(self._planned, chunks, decode_batch)
+        for chunk in chunks:
+            self.items.advance(chunk.sequence)
+        planned = PlannedStep(self._planned, chunks, decode_batch, slices)
         self._in_flight.append(planned)
         self._out.append((BLOCKS, self._plan_builder.build(planned, grown)))
         self._count(chunks, decodes, sitting_out)
@@ -358,6 +395,7 @@ class Scheduler:
         done = self._take_due(event)
         self._completed = event.step
         self.budget.complete(event.step)
+        self.items.budget.complete(event.step)
         self.statistics.device_seconds += event.seconds
         tokens, failed = event.token_ids.copy(), _NO_FAILURES
         if len(event.failed):
@@ -410,17 +448,24 @@ class Scheduler:
         bad = as_int32(slot for _, slot, _ in failed), as_int32(start for _, _, start in failed)
         return rest, tokens[kept], bad
 
+    def _on_items_ready(self, event: ItemsReady) -> None:
+        self.items.note_ready(event.rank, event.pixels.tolist())
+
+    def _on_items_failed(self, event: ItemsFailed) -> None:
+        for pixels, error in zip(event.pixels.tolist(), event.errors, strict=True):
+            for uid in self.items.failed(pixels):
+                self._end(self.live[uid], End("error", error=error))
+
     # -- looking on -----------------------------------------------------------------------
 
     def uids_of(self, slots: Int32) -> list[int]:
         """Return the request in each of these slots."""
-        uids: list[int] = self._table.uids[slots].tolist()
-        return uids
+        return list(map(int, self._table.uids[slots]))
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are sequences, and none is in a step under way."""
-        return bool(self.live) and not self._in_flight
+        """Whether there are sequences, and neither a step is under way nor are pixels."""
+        return bool(self.live) and not self._in_flight and not self.items.wanted
 
     def figures(self) -> dict[str, Any]:
         """Return what was counted since the start, and what waits, runs and is held now."""
@@ -432,12 +477,14 @@ class Scheduler:
             "tombstones": len(self._tombstones),
             "credits": self.budget.credits,
             "blocks": self.config.blocks,
+            "items_encoded": self.items.encoded,
         }
 
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if anything is held although no request lives."""
         if not self.live and not self._in_flight and self.budget.oldest_unanswered is None:
             self.budget.check_idle()
+            self.items.check_idle()
 
     HANDLERS: ClassVar[Mapping[type, Callable[[Scheduler, Any], None]]] = {
         Admit: _on_admit,
@@ -447,5 +494,7 @@ class Scheduler:
         Credits: _on_credits,
         StepDone: _on_step_done,
         StepWanted: _on_step_wanted,
+        ItemsReady: _on_items_ready,
+        ItemsFailed: _on_items_failed,
     }
     """All events that there are, and what handles each."""

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Admit, Int32, Stopping
+from nanoactor.scheduling.items import SequenceItems
 from nanoactor.scheduling.table import RunningTable
+from nanoactor.vision.units import EncoderLimits
 
 
 class Phase(enum.Enum):
@@ -68,10 +70,19 @@ class Sequence:
     cached_tokens: int = -1
     """What its first match found; negative until then."""
     preemptions: int = 0
+    items: SequenceItems | None = None
+    """Its pictures and videos."""
+    is_parked: bool = False
+    """Waits for pages of the encoder cache, apart from those who need none."""
 
     @classmethod
     def of(
-        cls, event: Admit, table: RunningTable, max_model_len: int, priority_window: int
+        cls,
+        event: Admit,
+        table: RunningTable,
+        max_model_len: int,
+        priority_window: int,
+        limits: EncoderLimits,
     ) -> Sequence:
         """Make a new sequence from the request as the tokenizer admitted it.
 
@@ -88,6 +99,7 @@ class Sequence:
             hashes=event.hashes.copy(),
             sampling=event.sampling,
             stopping=event.stopping,
+            items=SequenceItems.of(event.items[0], limits) if event.items else None,
         )
 
     @property
@@ -109,6 +121,17 @@ class Sequence:
     def target(self) -> int:
         """How many positions are prefilled before it decodes; it holds a slot."""
         return int(self.table.targets[self.slot])
+
+    @property
+    def reach(self) -> int:
+        """Up to where it can be prefilled now, as far as its pictures are encoded."""
+        target = self.target
+        return target if self.items is None else self.items.reach(self.scheduled, target)
+
+    @property
+    def pages(self) -> int:
+        """Pages of the encoder cache that its items take."""
+        return 0 if self.items is None else self.items.pages
 
     @property
     def scheduled(self) -> int:

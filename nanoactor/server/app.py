@@ -18,6 +18,7 @@ from nanoactor.server.config import ServerConfig
 from nanoactor.server.connections import acceptor
 from nanoactor.server.context import json_response
 from nanoactor.server.http import HttpFrontend, Routes
+from nanoactor.server.media import MediaLimits, MediaLoader
 from nanoactor.server.metrics import Metrics
 from nanoactor.server.monitor import Monitor
 from nanoactor.server.observe import Observation
@@ -28,6 +29,8 @@ from nanoactor.server.text_service import TextService
 log = logging.getLogger("nanoactor.server")
 
 _BACKLOG = 4096
+_PICTURES_BYTES = 64 << 20
+"""What the pictures of a request may take in its body."""
 _REPLY_SECONDS = 2.0
 """How long the last answers may take to leave."""
 
@@ -50,13 +53,21 @@ class Server:
             limits = render_limits(llm.config, llm.files)
             self._texts = TextService(llm.files.tokenizer_directory, longest, limits)
         # Text may be escaped, token ids are written out: both take more than the prompt itself.
-        largest = config.max_body_bytes or longest + (1 << 20)
-        self._http = HttpFrontend(config, self.name, largest, self.metrics)
+        sees = llm.files.images is not None
+        largest = config.max_body_bytes or longest + (1 << 20) + sees * _PICTURES_BYTES
+        self._http = HttpFrontend(config, self.name, largest, self.metrics, sees)
+        self._media = MediaLoader(MediaLimits(config.allowed_media_domains))
         self._completions = Completions(
-            llm, self._texts, self._http, self.metrics, config.separate_reasoning
+            llm,
+            self._texts,
+            self._http,
+            self.metrics,
+            self._media,
+            separate_reasoning=config.separate_reasoning,
         )
         app = self._http.application(self._routes())
         app.cleanup_ctx.append(_lifetime(llm.start, llm.close))
+        app.cleanup_ctx.append(_lifetime(_nothing, self._media.close))
         if self._texts is not None:
             app.cleanup_ctx.append(_lifetime(self._texts.start, self._texts.close))
         app.cleanup_ctx.append(_lifetime(self._monitor.start, self._monitor.stop))
@@ -128,6 +139,10 @@ class Server:
             if self._listening is not None:
                 self._listening.close()
             await self._runner.cleanup()
+
+
+async def _nothing() -> None:
+    """There is nothing to start."""
 
 
 def _lifetime(

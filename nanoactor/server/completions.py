@@ -19,6 +19,7 @@ from nanoactor.server.choices import ChatChoice, Choice, Delta, TextChoice
 from nanoactor.server.context import context_of, json_response
 from nanoactor.server.errors import context_length_exceeded, invalid, unavailable
 from nanoactor.server.http import HttpFrontend
+from nanoactor.server.media import MediaLoader
 from nanoactor.server.metrics import Metrics, Timer
 from nanoactor.server.reasoning import CLOSE, OPEN, ReasoningParser
 from nanoactor.server.requests import (
@@ -27,6 +28,7 @@ from nanoactor.server.requests import (
     CompletionRequest,
     StreamOptions,
     conversation,
+    load_pictures,
     prompts,
     sampling_params,
     template_options,
@@ -136,6 +138,8 @@ class Completions:
         texts: TextService | None,
         http: HttpFrontend,
         metrics: Metrics,
+        media: MediaLoader,
+        *,
         separate_reasoning: bool,
     ) -> None:
         """`texts` is None where the engine has no tokenizer; `separate_reasoning` is what requests
@@ -144,6 +148,7 @@ class Completions:
         self._texts = texts
         self._http = http
         self._metrics = metrics
+        self._media = media
         self._separate_reasoning = separate_reasoning
         self._live: dict[_Answer, Sequence[Request]] = {}
         """Answers under way, each with its requests to the engine."""
@@ -180,6 +185,7 @@ class Completions:
             return [ChatChoice(0, reasoning, tools, body.parallel_tool_calls is False)]
 
         wanted = [conversation(body.messages)]
+        await load_pictures(wanted[0], self._media)
         return await self._generate(request, body, wanted, choices, options)
 
     async def _echo_alone(
@@ -224,6 +230,8 @@ class Completions:
         """Whether the prompt ends with an open `<think>`, which the answer then will not repeat."""
         if body.continue_final_message:
             last = conversation(body.messages[-1:])[0]["content"]
+            if isinstance(last, list):
+                return False
             return bool(last.rfind(OPEN) > last.rfind(CLOSE))
         if self._texts is None or body.add_generation_prompt is False:
             return False

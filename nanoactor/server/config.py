@@ -7,6 +7,7 @@ import ipaddress
 from typing import Any
 
 from nanoactor.errors import InvalidConfig
+from nanoactor.server.media import MediaLimits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,9 @@ class ServerConfig:
     """A host name by which a server on the loopback interface may be called, besides localhost."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may call; "*" is any."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """A host from which pictures may be fetched (`image_url`); ".example.org" allows all names
+    below. Public addresses only. Without any, pictures come as data: URLs alone."""
     strict: bool = False
     """Refuse fields of requests that nobody knows, instead of ignoring them with a warning."""
     separate_reasoning: bool = True
@@ -54,6 +58,7 @@ class ServerConfig:
         self._check_positive("max_connections")
         if self.max_body_bytes is not None:
             self._check_positive("max_body_bytes")
+        MediaLimits(self.allowed_media_domains)
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise InvalidConfig("an API key must be printable ASCII without spaces")

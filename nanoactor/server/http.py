@@ -46,15 +46,21 @@ class HttpFrontend:
     """Takes requests to their handlers, and makes errors of theirs answers."""
 
     def __init__(
-        self, config: ServerConfig, model: str, max_body_bytes: int, metrics: Metrics
+        self,
+        config: ServerConfig,
+        model: str,
+        max_body_bytes: int,
+        metrics: Metrics,
+        sees: bool = False,
     ) -> None:
-        """`model`: what clients call it; `metrics` count its requests."""
+        """`model`: what clients call it; `metrics` count its requests; `sees`: it takes
+        pictures."""
         self._config = config
         self._model = model
         self._max_body = max_body_bytes
         self._metrics = metrics
         self._keys = Keys(config.api_keys)
-        self._decoder = Decoder(config.strict)
+        self._decoder = Decoder(config.strict, sees)
         self._body_room = _MANY_BODIES * max_body_bytes
         self._paths: list[str] = []
         self.draining = False

@@ -17,6 +17,7 @@ from nanoactor.outputs import RequestOutputKind
 from nanoactor.params import SamplingParams
 from nanoactor.server.errors import context_length_exceeded, from_decoding, invalid
 from nanoactor.server.fields import SAMPLING, TEMPLATE_FIELDS, Field, Warned, is_neutral, of_route
+from nanoactor.server.media import MediaLoader
 
 MAX_PROMPTS, MAX_ITEMS = 512, 4096
 """How many prompts, and how many members of any other list, a request may hold: more would hold up
@@ -64,11 +65,19 @@ class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
     echo: bool | None = None
 
 
-class TextPart(Struct, forbid_unknown_fields=True):
-    """A part of a message's content."""
+class ImageURL(Struct, forbid_unknown_fields=True):
+    """Where a picture is."""
 
-    type: Literal["text"]
-    text: str
+    url: Annotated[str, Meta(description="data:image/...;base64, or of a host that is allowed")]
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ContentPart(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A part of a message's content: text, or a picture where the model sees."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageURL | None = None
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True):
@@ -92,7 +101,7 @@ class Message(Struct, forbid_unknown_fields=True):
     back as such."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     reasoning_content: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -229,8 +238,9 @@ def _structures(hint: Any) -> Iterator[type[Struct]]:
 class Decoder:
     """Bodies to structures. What nobody knows is ignored, or refused where it is `strict`."""
 
-    def __init__(self, strict: bool = False) -> None:
-        self._strict = strict
+    def __init__(self, strict: bool = False, sees: bool = False) -> None:
+        """`sees`: the model takes pictures."""
+        self._strict, self._sees = strict, sees
         self._warned = Warned()
 
     def decode(self, kind: type[B], body: bytes) -> B:
@@ -246,6 +256,7 @@ class Decoder:
             raise from_decoding(error) from None
         if isinstance(decoded, ChatRequest | TokenizeRequest):
             decoded.check()
+            _check_parts(decoded.messages or (), self._sees)
         tools = decoded.tools if isinstance(decoded, ChatRequest) else None
         if any(tool.function.strict for tool in tools or ()):
             self._warned.warn("tools[*].function.strict", "is accepted, but not enforced")
@@ -255,7 +266,7 @@ class Decoder:
         """Take out what is ignored; `APIError` for what is refused."""
         if not isinstance(raw, dict):
             return  # the structure says what is wrong with that
-        if kind is TextPart:
+        if kind is ContentPart:
             _check_part(raw, path)
         unknown = raw.keys() - set(kind.__struct_fields__)
         if len(unknown) > _MOST_UNKNOWN:
@@ -288,8 +299,23 @@ class Decoder:
         self._warned.warn(path)
 
 
+def _check_parts(messages: Sequence[Message], sees: bool) -> None:
+    """Raise `APIError` for a part that holds nothing, or a picture for a model that is blind."""
+    for number, message in enumerate(messages):
+        parts = message.content if isinstance(message.content, list) else ()
+        for index, part in enumerate(parts):
+            path = f"messages[{number}].content[{index}]"
+            if part.type == "image_url" and not sees:
+                raise invalid("this model takes no images, only text", f"{path}.type")
+            given = part.text if part.type == "text" else part.image_url
+            if given is None:
+                raise invalid(f"{path}: a part of type {part.type!r} needs {part.type}", path)
+
+
 def _check_part(part: dict[str, Any], path: str) -> None:
     kind = str(part.get("type"))
+    if kind == "image_url" and isinstance(part.get("image_url"), dict):
+        return  # whether the model sees is looked at once the structure is known
     if media := [many for one, many in _MEDIA.items() if one in kind]:
         raise invalid(f"this model takes no {media[0]}, only text", f"{path}type")
     if kind == "refusal" and isinstance(part.get("refusal"), str):  # what the model said instead
@@ -379,8 +405,10 @@ def _message(message: Message) -> dict[str, Any]:
             raise invalid(f"messages: {name} belongs to messages of the role {role!r}", "messages")
     role = "system" if message.role == "developer" else message.role
     content = message.content
+    if isinstance(content, list) and any(part.image_url for part in content):
+        return {"role": role, "content": [_part(part) for part in content]}
     if isinstance(content, list):
-        content = "".join(part.text for part in content)
+        content = "".join(part.text or "" for part in content)
     found: dict[str, Any] = {"role": role, "content": content or ""}
     for name in ("reasoning_content", "name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
@@ -388,6 +416,26 @@ def _message(message: Message) -> dict[str, Any]:
     if message.tool_calls:
         found["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return found
+
+
+def _part(part: ContentPart) -> dict[str, Any]:
+    """A part of a message that has pictures, as `AsyncLLM` takes it."""
+    if part.image_url is None:
+        return {"type": "text", "text": part.text}
+    detail = part.image_url.detail or "auto"
+    return {"type": "image", "image": part.image_url.url, "detail": detail}
+
+
+async def load_pictures(messages: Sequence[dict[str, Any]], loader: MediaLoader) -> None:
+    """Put the bytes of pictures where their URLs are. Raises `InvalidRequest`."""
+    pictures = [
+        part
+        for message in messages
+        for part in (message["content"] if isinstance(message["content"], list) else ())
+        if part["type"] == "image"
+    ]
+    for part in pictures:  # one after the other, so that a request has one in flight
+        part["image"] = await loader.load(part["image"])
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

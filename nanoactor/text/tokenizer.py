@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import re
+import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +42,19 @@ def _read(path: Path) -> Tokenizer:
 class TextEncoder:
     """Prompts to token ids."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, reserved: Sequence[int] = ()) -> None:
+        """`reserved`: ids that a conversation's template alone may write, as placeholders."""
         self._tokenizer = load_tokenizer(directory)
+        names = [self._tokenizer.id_to_token(token) for token in reserved]
+        # Unguessable: no text has them unless it was given them here.
+        self._hidden = {f"\ue000{secrets.token_hex(8)}\ue001": name for name in names if name}
+
+    def hide_placeholders(self, text: str) -> str:
+        """Return a conversation (JSON, before its template sees it) in which what users spell like
+        a placeholder is none; `encode_rendered` makes plain characters of it."""
+        for hidden, name in self._hidden.items():
+            text = text.replace(name, hidden)
+        return text
 
     def encode_text(self, text: str, special: bool = True) -> Int32:
         """The ids of a text; with `special`, those that the tokenizer adds by itself too."""
@@ -49,9 +63,25 @@ class TextEncoder:
     def encode_rendered(self, text: str) -> Int32:
         """The ids of a conversation: its template has written all special tokens itself."""
         try:
-            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+            return np.concatenate([self._encode_piece(piece) for piece in self._pieces(text)])
         except (TypeError, UnicodeError) as error:
             raise InvalidRequest(f"the conversation is not valid Unicode: {error}") from error
+
+    def _pieces(self, text: str) -> list[str]:
+        """Split a rendered conversation around what was hidden in it."""
+        if not any(hidden in text for hidden in self._hidden):
+            return [text]
+        return re.split("(" + "|".join(map(re.escape, self._hidden)) + ")", text)
+
+    def _encode_piece(self, piece: str) -> Int32:
+        spelt = self._hidden.get(piece)
+        if spelt is None:
+            return np.array(self._tokenizer.encode(piece, add_special_tokens=False).ids, np.int32)
+        self._tokenizer.encode_special_tokens = True
+        try:
+            return np.array(self._tokenizer.encode(spelt, add_special_tokens=False).ids, np.int32)
+        finally:
+            self._tokenizer.encode_special_tokens = False
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of ids, special tokens included; raises `InvalidRequest` for unknown ones."""

@@ -9,11 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.models.mrope import VisualSpan
+from nanoactor.models.mrope import VisualSpan, rope_positions
 from nanoactor.models.vision_config import VisionConfig
+from nanoactor.vision.messages import Items
 
 Int32 = NDArray[np.int32]
 Encode = Callable[[str], Sequence[int]]
+KEY_BYTES = 16
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+IMAGE_PLACEHOLDER = "<|image_pad|>"
+"""As Qwen's tokenizers spell the tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,15 +135,38 @@ def patch_times(times: Sequence[float], together: int) -> tuple[float, ...]:
     return tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
 
 
-def block_extras(
-    prompt: ExpandedPrompt, items: Sequence[VisualItem], block_size: int
-) -> dict[int, bytes]:
+def items_message(
+    prompt: ExpandedPrompt, items: Sequence[VisualItem], config: VisionConfig, worker: int
+) -> Items:
+    """Return what the scheduler and the block manager must know of a prompt's items."""
+    _, delta = rope_positions(len(prompt.token_ids), [placed.span for placed in prompt.spans])
+    frames = [1 if item.times is None else len(item.times) for item in items]
+    return Items(
+        keys=np.frombuffer(b"".join(item.key for item in items), np.uint8).reshape(-1, KEY_BYTES),
+        grids=np.array(
+            [(n, item.height, item.width) for n, item in zip(frames, items, strict=True)], np.int32
+        ),
+        spans=np.array([(p.item, p.first_row, p.span.start) for p in prompt.spans], np.int32),
+        rope_delta=delta,
+        worker=worker,
+    )
+
+
+def visual_spans(items: Items) -> list[VisualSpan]:
+    """Return where the items stand, as `nanoactor.models.mrope` wants it."""
+    grids = items.grids.tolist()
+    return [
+        VisualSpan(start, grids[item][1], grids[item][2]) for item, _, start in items.spans.tolist()
+    ]
+
+
+def block_extras(items: Items, block_size: int) -> dict[int, bytes]:
     """Return, by block, what tells it from blocks of the same ids: the key and the shape of each
     item in it. Which rows these are follows from the blocks before, on which its name depends."""
     extras: dict[int, bytes] = {}
-    for placed in prompt.spans:
-        span = placed.span
+    for (item, _, _), span in zip(items.spans.tolist(), visual_spans(items), strict=True):
+        shape = span.height.to_bytes(4, "little") + span.width.to_bytes(4, "little")
+        name = bytes(items.keys[item]) + shape
         for block in range(span.start // block_size, -(-span.stop // block_size)):
-            shape = span.height.to_bytes(4, "little") + span.width.to_bytes(4, "little")
-            extras[block] = extras.get(block, b"") + items[placed.item].key + shape
+            extras[block] = extras.get(block, b"") + name
     return extras

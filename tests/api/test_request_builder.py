@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ def demo():
 
 def builder(files: ModelFiles, seed=0, **options):
     config = EngineConfig("demo", **options)
-    return RequestBuilder(config, dataclasses.replace(files, **CHANGES), random.Random(seed))
+    made = RequestBuilder(config, dataclasses.replace(files, **CHANGES), random.Random(seed))
+    return SimpleNamespace(build=lambda *given, **named: made.build(*given, **named)[0])
 
 
 CHANGES = dict(directory=Path(), defaults=DEFAULTS, eos_token_ids=(2, 0), max_model_len=64)
@@ -67,7 +69,7 @@ def test_minus_one_means_no_limit(demo):
     assert unpack(build("x", SamplingParams(top_k=-1)).sampling).top_k == 0
     files = dataclasses.replace(demo, defaults={**columns.DEFAULTS, "top_k": -1})
     without = RequestBuilder(EngineConfig("demo"), files, random.Random())
-    assert unpack(without.build("x", SamplingParams()).sampling).top_k == 0
+    assert unpack(without.build("x", SamplingParams())[0].sampling).top_k == 0
 
 
 def test_every_column_is_a_parameter_of_its_name():

@@ -10,10 +10,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.kv.encoder_cache import EncoderCache
+from nanoactor.vision.units import EncodeUnits
 
 PAGES, PAGE_ROWS = 12, 4
 KEYS = [bytes([n]) * 16 for n in range(8)]
 ROWS = {key: 1 + 5 * n % 17 for n, key in enumerate(KEYS)}
+
+
+def units(rows):
+    """A picture of so many rows."""
+    return EncodeUnits(1, rows, 1)
 
 
 class Cache(RuleBasedStateMachine):
@@ -38,7 +44,7 @@ class Cache(RuleBasedStateMachine):
         self.credits -= pages
         free = len(self.cache._free)
         kept = {id(item): [*item.pages] for item in self.living()}
-        item, refund = self.cache.hold(key, ROWS[key])
+        item, refund = self.cache.hold(key, units(ROWS[key]))
         assert item.key == key
         assert len(item.pages) == pages
         assert refund == (pages if self.holders[item] else 0)
@@ -108,21 +114,21 @@ TestCache.settings = settings(max_examples=150, stateful_step_count=60, deadline
 
 def test_a_second_request_finds_what_the_first_has_encoded():
     cache = EncoderCache(PAGES, PAGE_ROWS)
-    first, _ = cache.hold(KEYS[1], ROWS[KEYS[1]])
+    first, _ = cache.hold(KEYS[1], units(ROWS[KEYS[1]]))
     first.planned = 3
     cache.release(first, fence=5)
     cache.complete(5)
-    again, refund = cache.hold(KEYS[1], ROWS[KEYS[1]])
+    again, refund = cache.hold(KEYS[1], units(ROWS[KEYS[1]]))
     assert again is first
     assert (again.planned, refund, cache.hits) == (3, 0, 1)
 
 
 def test_what_was_encoded_wrong_is_encoded_anew():
     cache = EncoderCache(PAGES, PAGE_ROWS)
-    first, _ = cache.hold(KEYS[1], ROWS[KEYS[1]])
+    first, _ = cache.hold(KEYS[1], units(ROWS[KEYS[1]]))
     first.planned = ROWS[KEYS[1]]
     cache.distrust(first)
-    second, refund = cache.hold(KEYS[1], ROWS[KEYS[1]])
+    second, refund = cache.hold(KEYS[1], units(ROWS[KEYS[1]]))
     assert second is not first
     assert (second.planned, refund) == (0, 0)
     assert not set(first.pages) & set(second.pages)
@@ -130,11 +136,11 @@ def test_what_was_encoded_wrong_is_encoded_anew():
 
 def test_such_bugs_of_the_scheduler_are_seen():
     cache = EncoderCache(2, PAGE_ROWS)
-    item, _ = cache.hold(KEYS[0], 5)
+    item, _ = cache.hold(KEYS[0], units(5))
     with pytest.raises(ProtocolBug, match="more credits"):
-        cache.hold(KEYS[1], 1)
-    with pytest.raises(ProtocolBug, match="has 5 rows and is held as one of 4"):
-        cache.hold(KEYS[0], 4)
+        cache.hold(KEYS[1], units(1))
+    with pytest.raises(ProtocolBug, match="rows=5.* and is held as one of .*rows=4"):
+        cache.hold(KEYS[0], units(4))
     cache.release(item, 0)
     with pytest.raises(ProtocolBug, match="nobody holds it"):
         cache.release(item, 0)

@@ -1,6 +1,8 @@
 """Small random checkpoints of all families, and transformers' model of each to compare with."""
 
 import copy
+import json
+from pathlib import Path
 
 import torch
 
@@ -40,7 +42,7 @@ CONFIGURATIONS = {
         rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
     ),
     "qwen2": dict(family="Qwen2"),
-    "qwen3_vl": dict(family="Qwen3VL"),
+    "qwen3_vl": dict(family="Qwen3VL", seed=1),
     "llama3": dict(
         family="Llama",
         attention_bias=True,
@@ -76,9 +78,10 @@ TOWERS = {
     "three_heads": dict(num_heads=3, hidden_size=60, num_position_embeddings=49),
     "other_patches": dict(patch_size=3, temporal_patch_size=1, spatial_merge_size=3),
 }
-# Ids of pictures and videos, and what stands around them: the last of the vocabulary of 211.
+# Ids of pictures and videos, and what stands around them: behind the 211 of other models, so that
+# prompts drawn from those have none.
 VISION_IDS = dict(
-    image_token_id=207, video_token_id=208, vision_start_token_id=209, vision_end_token_id=210
+    image_token_id=211, video_token_id=212, vision_start_token_id=213, vision_end_token_id=214
 )
 
 # Told apart by the model alone: every schedule would tell nothing more.
@@ -96,9 +99,29 @@ def make_checkpoint(directory, seed=0, dtype=torch.float32, shard=None, family="
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
         # Rounded now, so that what is stored and what is returned are the same numbers.
         parameter.copy_((noise + ("norm" in name)).to(dtype))
+        if name == "lm_head.weight" and family == "Qwen3VL":
+            # What is generated here is a prompt there, and must not have placeholders.
+            parameter[VISION_IDS["image_token_id"] :] = 0
     size = {} if shard is None else {"max_shard_size": shard}
     copy.deepcopy(model).to(dtype).save_pretrained(directory, **size)
+    if family == "Qwen3VL":
+        _save_image_config(Path(directory), model.config.vision_config)
     return model
+
+
+def _save_image_config(directory, tower):
+    """Pictures of one token to a few dozen."""
+    side = tower.patch_size * tower.spatial_merge_size
+    config = dict(
+        size=dict(shortest_edge=side**2, longest_edge=40 * side**2),
+        patch_size=tower.patch_size,
+        temporal_patch_size=tower.temporal_patch_size,
+        merge_size=tower.spatial_merge_size,
+        image_mean=[0.5, 0.4, 0.5],
+        image_std=[0.5, 0.5, 0.3],
+        image_processor_type="Qwen2VLImageProcessor",
+    )
+    (directory / "preprocessor_config.json").write_text(json.dumps(config))
 
 
 def _make_model(family, config):
@@ -118,7 +141,7 @@ def _make_vision_model(transformers, values, config):
     tower = {**TOWER, **config.pop("tower", {})}
     tied = config.pop("tie_word_embeddings", values.pop("tie_word_embeddings"))
     rope = dict(rope_type="default", rope_theta=5e4, mrope_section=[6, 3, 3])
-    text = {"rope_parameters": rope, **values, **config}
+    text = {"rope_parameters": rope, **values, "vocab_size": 215, **config}
     made = transformers.Qwen3VLConfig(
         text_config=text, vision_config=tower, tie_word_embeddings=tied, **VISION_IDS
     )

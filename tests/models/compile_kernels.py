@@ -84,7 +84,7 @@ def main():
         build_all(kind)
     build(sampling._winners, "bf16", {"padded": 64})
     build(decode_attention._plan_splits, "bf16", {"tile": 64, "block": 256}, {"rows": "i32"})
-    build(batch._advance, "bf16", {"block_size": 64, "width": 128})
+    build(batch._advance, "bf16", {"block_size": 64, "turns": True, "width": 128})
     build(batch._locate, "bf16", {"block_size": 64, "width": 256})
 
 

@@ -46,8 +46,10 @@ def make_tables(device, rows=None):
     blocks = torch.randperm(SLOTS * 6, generator=generator).int().view(SLOTS, 6)
     lengths = torch.arange(SLOTS).int() * 2
     last = torch.arange(SLOTS).int() + 100
+    deltas = -torch.arange(SLOTS).int().flip(0) % 4
     words = words_of(rows or [dict(temperature=0.0)] * SLOTS)
-    return SlotTables(*(x.to(device.torch_device) for x in (blocks, lengths, last, words)), SIZE)
+    columns = (blocks, lengths, last, deltas, words)
+    return SlotTables(*(x.to(device.torch_device) for x in columns), SIZE)
 
 
 def by_slot(temperature, top_k=(0,) * SLOTS, top_p=(1.0,) * SLOTS, min_p=(0.0,) * SLOTS):
@@ -76,7 +78,7 @@ def test_advance_lays_out_a_token_for_each_row(device, rows):
         position = int(lengths[slot])
         place = int(blocks[slot, position // SIZE]) * SIZE + position % SIZE
         found = [int(x[at]) for x in (into.token_ids, into.positions, into.slot_mapping)]
-        assert found == [int(last[slot]), position, place]
+        assert found == [int(last[slot]), position + int(tables.rope_deltas[slot]), place]
         assert int(into.contexts[at]) == position + 1
     for column in (into.token_ids, into.positions, into.slot_mapping, into.contexts):
         assert (column[len(rows) :] == -99).all()

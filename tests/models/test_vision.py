@@ -184,8 +184,8 @@ def test_what_the_file_leaves_out_is_as_in_transformers(tmp_path):
 
 
 def test_ids_outside_of_the_vocabulary_are_refused(tmp_path):
-    raw = raw_config(tmp_path) | {"video_token_id": 211}
-    with pytest.raises(ModelError, match="must be below vocab_size 211"):
+    raw = raw_config(tmp_path) | {"video_token_id": 215}
+    with pytest.raises(ModelError, match="must be below vocab_size 215"):
         parse_config(raw)
 
 

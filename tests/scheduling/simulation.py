@@ -169,7 +169,6 @@ class Simulation:
             pack({"temperature": 0.0, "seed": uid}),
             Stopping(max_tokens, min_tokens, tuple(stop_ids), ()),
             TextOptions((), False, True, 0),
-            {},
         )
         self.edges["to_s"].append(admit)
         return uid

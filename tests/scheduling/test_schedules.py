@@ -342,7 +342,7 @@ def test_requests_that_end_while_they_wait_are_forgotten():
         simulation.abort(simulation.request(list(range(40)), priority=1))
         while simulation.edges["to_s"]:
             simulation.deliver("to_s")
-    assert len(simulation.scheduler._waiting._heap) < 10
+    assert len(simulation.scheduler._waiting._ready._heap) < 10
     simulation.drain()
 
 

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanoactor.actors.config import RunnerReady
+from nanoactor.actors.config import ENCODER_PAGE_ROWS, RunnerReady
 from nanoactor.actors.runner import RunnerActor
 from nanoactor.models.limits import NO_TOKEN
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.protocol import Computed
 from nanoactor.runtime.actor import Actor, Context
+from tests.simulation.reference import row_of
 from tests.simulation.resident import ResidentState, StepInputs
-from tests.simulation.scenario import VOCABULARY
+from tests.simulation.scenario import VOCABULARY, Picture
+from tests.simulation.vision import DEPTH, picture_of
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -48,6 +50,10 @@ class SimulatedRunner(RunnerActor):
         """By request: how many positions its last row reached."""
         self._samplers: set[int] = set()
         """Requests that the step at hand brings a token."""
+        self.dropped: list[int] = []
+        self._half: dict[int, int] = {}
+        """By number of pixels: which unit comes next."""
+        self.features = np.full(world.scenario.encoder_pages * ENCODER_PAGE_ROWS, -1, np.int64)
         self._last: dict[int, int] = {}
         """By request: which token of the step is the last of its row."""
 
@@ -57,7 +63,13 @@ class SimulatedRunner(RunnerActor):
         most = -(-scenario.max_model_len // scenario.block_size)
         self._executor: Any = self
         self._resident = ResidentState(scenario.max_num_seqs, most, scenario.block_size)
-        return RunnerReady(scenario.blocks, scenario.block_size, "float32", "simulated")
+        return RunnerReady(
+            scenario.blocks,
+            scenario.block_size,
+            "float32",
+            "simulated",
+            encoder_pages=scenario.encoder_pages,
+        )
 
     def start(self, context: Context, ready: Any) -> None:
         """No thread."""
@@ -68,9 +80,33 @@ class SimulatedRunner(RunnerActor):
         super()._on_step(step)
         self._pump()
 
-    def prepare(self, step: Any) -> StepInputs:
+    def prepare(self, step: Any, pixels: Any) -> StepInputs:
         """The runner's executor is the runner itself: a step waits for `_pump`."""
-        return self._resident.apply(step)
+        dropped, self.dropped = self.dropped, []
+        return self._resident.apply(step, pixels, dropped)
+
+    def drop_pixels(self, numbers: list[int]) -> None:
+        """As the executor does: from the next step on."""
+        self.dropped += numbers
+
+    def _encode(self, inputs: StepInputs) -> None:
+        """Write the rows of pictures whose last unit is in the step."""
+        for number in inputs.vision.dropped if inputs.vision else ():
+            self._half.pop(number, None)
+        for task in inputs.vision.tasks if inputs.vision else ():
+            picture = picture_of(task.pixels)
+            parts = self._parts(picture)
+            for unit in range(task.first, task.first + task.count):
+                assert self._half.pop(task.number, 0) == unit, "units are encoded in order"
+                if unit < parts - 1:
+                    self._half[task.number] = unit + 1
+                    continue
+                rows = [row_of(picture, row) for row in range(picture.rows)]
+                self.features[task.places[: picture.rows]] = rows
+
+    def _parts(self, picture: Picture) -> int:
+        scenario = self._world.scenario
+        return min(DEPTH, -(-picture.rows // scenario.max_num_batched_tokens))
 
     def _pump(self) -> None:
         if self._busy or self._prepared.empty():
@@ -102,6 +138,8 @@ class SimulatedRunner(RunnerActor):
     def _run(self, inputs: StepInputs) -> Any:
         """All prefill rows, then all decode rows; in this order they sample."""
         oracle = self._world.oracle
+        self._encode(inputs)
+        self._look(inputs)
         owners = oracle.owners(inputs.step)
         self._samplers = set(oracle.owners_of_slots(inputs.step, inputs.sampling_slots))
         assert len(inputs.prefills) + len(inputs.decode_slots) == len(owners)
@@ -112,6 +150,9 @@ class SimulatedRunner(RunnerActor):
             self._last[uid] = row.first + row.tokens - 1
             expected = np.arange(row.context - row.tokens, row.context)
             assert (inputs.positions[at] == expected).all(), f"request {uid}: wrong positions"
+            self._check_sight(
+                uid, row.context - row.tokens, inputs.rope_positions[:, at], row.first
+            )
         first = len(inputs.token_ids) - len(inputs.decode_slots)
         for index, slot in enumerate(inputs.decode_slots.tolist()):
             uid = owners[len(inputs.prefills) + index]
@@ -121,7 +162,30 @@ class SimulatedRunner(RunnerActor):
             self._row(uid, context, inputs.decode_tables[index], ids, mapping)
             self._last[uid] = first + index
             assert inputs.positions[first + index] == context - 1, f"request {uid}: position"
+            turned = inputs.rope_positions[:, first + index : first + index + 1]
+            self._check_sight(uid, context - 1, turned, first + index)
+        assert not self._seen, "text is replaced by rows of a picture"
         return self._sample(inputs)
+
+    def _look(self, inputs: StepInputs) -> None:
+        """Read the rows that the step's tokens stand for."""
+        self._seen: dict[int, int] = {}
+        if inputs.vision is not None:
+            found = self.features[inputs.vision.rows].tolist()
+            self._seen = dict(zip(inputs.vision.tokens.tolist(), found, strict=True))
+            assert len(self._seen) == len(found)
+
+    def _check_sight(self, uid: int, begin: int, turned: Any, first: int) -> None:
+        """A row's tokens see their own pictures, at their rotary positions."""
+        answer = self._world.oracle.answers[uid]
+        assert answer is not None
+        count = turned.shape[1]
+        for index in range(count):
+            expected = answer.seen.get(begin + index)
+            found = self._seen.pop(first + index, None)
+            assert found == expected, f"request {uid}, {begin + index}: {found}, not {expected}"
+        right = answer.positions[:, begin : begin + count]
+        assert (turned == right).all(), f"request {uid}, from {begin}: rotary positions"
 
     def _row(self, uid: int, context: int, blocks: Any, ids: Any, mapping: Any) -> None:
         answer = self._world.oracle.answers[uid]

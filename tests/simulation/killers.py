@@ -18,7 +18,7 @@ from tests.simulation.scenario import draw
 from tests.simulation.world import World
 
 FILE = Path(__file__).with_suffix(".json")
-SEEDS, TOKENS = 10_000, 300_000
+SEEDS, TOKENS = 20_000, 1_000_000
 """How many seeds are looked through, and for how many tokens. The slowest bug needs a third."""
 
 

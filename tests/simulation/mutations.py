@@ -38,6 +38,13 @@ DETOKENIZER = "nanoactor.text.detokenizer"
 FRONTEND = "nanoactor.actors.frontend"
 BLOCKS = "nanoactor.actors.blocks"
 BATCH = "nanoactor.runner.batch"
+ITEMS = "nanoactor.scheduling.items"
+KEPT = "nanoactor.kv.items"
+ENCODER = "nanoactor.kv.encoder_cache"
+PROMPT = "nanoactor.vision.prompt"
+GATHER = "nanoactor.vision.gather"
+WORKER = "nanoactor.actors.vision"
+PIXELS = "nanoactor.runner.pixels"
 
 MUTATIONS = [
     Mutation(
@@ -127,8 +134,8 @@ MUTATIONS = [
     Mutation(
         "a hash takes its grandparent for its parent",
         MANAGER,
-        'block_hash(hashes[-1] if hashes else b"", block, self._salt)',
-        'block_hash(hashes[-2] if len(hashes) > 1 else b"", block, self._salt)',
+        'parent, extra = hashes[-1] if hashes else b""',
+        'parent, extra = hashes[-2] if len(hashes) > 1 else b""',
     ),
     Mutation(
         "the hash does not know its parent",
@@ -242,8 +249,8 @@ MUTATIONS = [
     Mutation(
         "more is matched than a step has tokens for",
         SCHEDULER,
-        "while self.budget.free_slots and tokens > 0 and",
-        "while self.budget.free_slots and",
+        "while self.budget.free_slots and tokens > 0:",
+        "while self.budget.free_slots:",
     ),
     Mutation(
         "a late answer does not hold up the plans",
@@ -383,6 +390,102 @@ MUTATIONS = [
         BATCH,
         "        self.lengths[decode] += 1\n",
         "        self.lengths[decode[1:]] += 1\n",
+    ),
+    Mutation(
+        "pages of pictures are freed without a fence",
+        KEPT,
+        "self._say(freed=[self.cache.release(item, fence)], fences=[fence])",
+        "self._say(freed=[self.cache.release(item, 0)], fences=[0])",
+    ),
+    Mutation(
+        "a picture is encoded before its pixels are there",
+        ITEMS,
+        "if work.is_complete or len(work.ready) < limits.ranks:",
+        "if work.is_complete or not work.pixels:",
+    ),
+    Mutation(
+        "a chunk reads a picture before it is encoded",
+        ITEMS,
+        "return max(start, min(at, target))",
+        "return target",
+    ),
+    Mutation(
+        "a block's name does not tell its pictures",
+        PROMPT,
+        'extras[block] = extras.get(block, b"") + name',
+        'extras[block] = b""',
+    ),
+    Mutation(
+        "a block's name does not tell the shape of its pictures",
+        PROMPT,
+        "name = bytes(items.keys[item]) + shape",
+        "name = bytes(items.keys[item])",
+    ),
+    Mutation(
+        "pixels that nobody wants any more are kept",
+        ITEMS,
+        "            self.drops.append((work.pixels, work.number))\n            del self._by",
+        "            del self._by",
+    ),
+    Mutation(
+        "a worker does not say that pixels will not come",
+        WORKER,
+        "        self._absent += numbers\n",
+        "        self._absent += numbers[1:]\n",
+    ),
+    Mutation(
+        "a half encoded picture goes on without its pixels",
+        KEPT,
+        "item.planned = item.units.whole(item.planned)",
+        "pass",
+    ),
+    Mutation(
+        "pages are refunded though nobody else holds them",
+        ENCODER,
+        "len(item.pages) if item.references > 1 else 0",
+        "len(item.pages)",
+    ),
+    Mutation(
+        "a picture that is held again is evicted",
+        ENCODER,
+        "        self._idle.pop(key, None)\n        item.references",
+        "        item.references",
+    ),
+    Mutation(
+        "a second quarantine of a picture ends with the first",
+        ENCODER,
+        "if item.references or item.ticket != ticket:",
+        "if item.references:",
+    ),
+    Mutation(
+        "more pages are spent than there are",
+        QUEUES,
+        "if not self._parked and head.pages <= pages:",
+        "if not self._parked:",
+    ),
+    Mutation(
+        "what follows a picture is not told its rotary positions",
+        PLAN_BUILDER,
+        "s.items.message.rope_delta if s.items else 0",
+        "0",
+    ),
+    Mutation(
+        "items that are still to come are awaited for a request that is over",
+        GATHER,
+        "            self._swallow[uid] = missing",
+        "            pass",
+    ),
+    Mutation(
+        "pixels that were dropped before they came are kept",
+        PIXELS,
+        "            self._dropped.add(number)",
+        "            pass",
+    ),
+    Mutation(
+        "a picture is let go of before its last token is computed",
+        KEPT,
+        "            if stop <= planned:\n                self._release(held, index, step)",
+        "            if stop <= planned + 1:\n                self._release(held, index, step)",
     ),
 ]
 

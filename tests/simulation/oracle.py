@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanoactor.actors.config import ENCODER_PAGE_ROWS
 from nanoactor.messages import (
     Abort,
     Credits,
@@ -24,6 +25,7 @@ from nanoactor.messages import (
     Tokens,
 )
 from nanoactor.scheduling.sequence import Phase, Sequence
+from nanoactor.vision.messages import VisionStep
 from tests.simulation.device import SPOILT
 from tests.simulation.reference import Answer, answer, cut_by_text, true_blocks
 from tests.simulation.scenario import sampling_of
@@ -88,6 +90,10 @@ class Oracle:
         self.scheduler = actors["scheduler"]._scheduler
         self.manager = actors["blocks"]._manager
         self.device = actors["runner.0"]
+        self._vision = [actors[name] for name in actors if name.startswith("vision")]
+        cache = self.manager.items.cache
+        self._allocate_pages, cache._allocate = cache._allocate, self.allocate_pages
+        self._page_use = np.zeros(self._scenario.encoder_pages, np.int64)
         pool = self.manager.pool
         self._allocate, self._remember = pool.allocate, pool.remember
         self._release, self._preempt = pool.release, self.scheduler._preempt
@@ -111,6 +117,30 @@ class Oracle:
             f"only step {self.device.done} is done"
         )
         return block
+
+    def allocate_pages(self, count: int) -> list[int]:
+        """No page is handed out while a step in flight may still read or write it."""
+        pages: list[int] = self._allocate_pages(count)
+        used = [page for page in pages if self._page_use[page] > self.device.done]
+        assert not used, f"pages {used} are to be rewritten, but steps in flight use them"
+        return pages
+
+    def _encoded(self, step: Step) -> None:
+        """A step uses these pages; its slices are within the budget."""
+        for vision in step.vision:
+            self._page_use[vision.pages] = step.step
+            self._page_use[vision.rows // ENCODER_PAGE_ROWS] = step.step
+            self._check_budget(vision)
+
+    def _check_budget(self, vision: VisionStep) -> None:
+        budget, cost = self._scenario.max_num_batched_tokens, 0
+        for number, count in zip(
+            vision.slices.numbers.tolist(), vision.slices.counts.tolist(), strict=True
+        ):
+            cost += count * self.manager.items.cache.numbered(number).units.cost(budget)
+        assert cost <= budget, f"{cost} rows are encoded in a step"
+        alone = len(vision.slices.numbers) == 1
+        self.counts["units of large pictures"] += alone and cost == budget
 
     def release(self, blocks: list[int], fence: int) -> int:
         """Children are let go, and so evicted, before their parents."""
@@ -177,7 +207,8 @@ class Oracle:
             return False
         chance = random.Random(f"{self._scenario.seed} {self.positions[uid]} {position}").random()
         # Prompts are what others share, so they fail more often.
-        prompted = position == len(self._scenario.asks[self.positions[uid]].prompt)
+        answer = self.answers[uid]
+        prompted = answer is not None and position == answer.prompt_length
         if chance >= self._scenario.failures * (5 if prompted else 1):
             return False
         self._failed.setdefault(uid, position)
@@ -186,7 +217,9 @@ class Oracle:
     def masked(self, uid: int, position: int) -> list[int]:
         """The tokens that must not be sampled for a position: ends before `min_tokens`."""
         ask = self._scenario.asks[self.positions[uid]]
-        early = position < len(ask.prompt) + ask.min_tokens
+        answer = self.answers[uid]
+        assert answer is not None
+        early = position < answer.prompt_length + ask.min_tokens
         return [*ask.eos_ids, *ask.stop_ids] if early else []
 
     def computed(self, step: int) -> None:
@@ -200,7 +233,10 @@ class Oracle:
         slots = [*step.slots.tolist(), *decoding]
         assert len(set(slots)) == len(slots) <= self._scenario.max_num_seqs
         used = len(step.token_ids) + len(decoding)
-        assert 0 < used <= self._scenario.max_num_batched_tokens, f"{used} tokens in a step"
+        encodes = any(len(vision.slices.numbers) for vision in step.vision)
+        assert used + encodes > 0, "an empty step"
+        assert used <= self._scenario.max_num_batched_tokens, f"{used} tokens in a step"
+        self._encoded(step)
         self.counts["tokens"] += used
         self.counts["steps"] += 1
         by_slot = {slot: holdings[slot].uid for slot in slots}
@@ -222,7 +258,9 @@ class Oracle:
             assert new.sampling[row].tobytes() == sampling_of(position)
             told = (int(new.unmasked_from[row]), *new.masked_ids[masked:ends])
             ids = (*ask.eos_ids, *ask.stop_ids) if ask.min_tokens else ()
-            assert told == (len(ask.prompt) + ask.min_tokens, *ids)
+            answer = self.answers[by_slot[slot]]
+            assert answer is not None
+            assert told == (answer.prompt_length + ask.min_tokens, *ids)
             self._introduced[slot], masked = by_slot[slot], ends
         assert masked == len(new.masked_ids)
         for slot, uid in by_slot.items():
@@ -253,12 +291,13 @@ class Oracle:
         """Nobody is overtaken by more than the bound of docs/scheduling.md."""
         mine = self._place(sequence.uid)
         for other in self.scheduler.live.values():
-            if other.phase is Phase.WAITING and other is not sequence:
+            passed = other.is_parked and not sequence.pages
+            if other.phase is Phase.WAITING and other is not sequence and not passed:
                 assert mine < self._place(other.uid), f"{sequence.uid} overtakes {other.uid}"
         budget = self._scenario.max_num_batched_tokens
         for other in self.scheduler._running:
-            budget -= max(0, other.target - other.scheduled)
-            if other.target > other.scheduled and self._scenario.prefix_caching:
+            budget -= max(0, other.reach - other.scheduled)
+            if other.reach > other.scheduled and self._scenario.prefix_caching:
                 self._check_not_under_way(sequence, other)
         assert budget > 0, "more is matched than the next step has tokens for"
         self._match(sequence, need)
@@ -269,6 +308,8 @@ class Oracle:
         end = (other.scheduled // size + 1) * size
         useful = min(head.prompt_length, len(head.tokens) - 1, other.prompt_length)
         same = end <= useful and (head.tokens[:end] == other.tokens[:end]).all()
+        blocks = end // size
+        same = same and (head.hashes[:blocks] == other.hashes[:blocks]).all()
         assert not same, f"{head.uid} computes again what {other.uid} is about to compute"
 
     def plan(self) -> bool:
@@ -324,10 +365,12 @@ class Oracle:
         """The head of the queue waits at most as long as those that run have tokens left."""
         scheduler = self.scheduler
         steps = scheduler.statistics.steps
-        head = scheduler._waiting.head
+        head = scheduler._waiting._ready.head
         key = None if head is None else (head.uid, self._matches)
         if key != self._head[0]:
             left = sum(_positions_left(s) for s in scheduler._running)
+            works = scheduler.items.works.values()
+            left += sum(work.units.count for work in works)
             self._head = (key, steps, left + self._scenario.depth)
         elif key is not None:
             _, since, bound = self._head
@@ -382,7 +425,7 @@ class Oracle:
         match message:
             case Plan():
                 self._stamping = message.step
-            case Abort() if message.uid not in self.scheduler._seen:
+            case Abort() if target == "scheduler" and message.uid not in self.scheduler._seen:
                 self.counts["aborts that overtook"] += 1
                 self._must_abort.add(message.uid)
             case StepDone():
@@ -407,7 +450,9 @@ class Oracle:
 
     def _check_delta(self, chunk: OutputDelta) -> None:
         for opened in chunk.opened:
-            prompt = self._scenario.asks[self.positions[opened.uid]].prompt
+            answer = self.answers[opened.uid]
+            assert answer is not None
+            prompt = answer.tokens[: answer.prompt_length]
             assert opened.uid not in self._opened
             assert tuple(opened.prompt_token_ids.tolist()) == prompt
             self._opened.add(opened.uid)
@@ -472,6 +517,11 @@ class Oracle:
         assert entry.terminal is terminal
         assert (terminal.tokens, terminal.characters) == (len(ids), len(text)), who
         assert terminal.preemptions == self._preemptions[terminal.uid], who
+        if expected is not None and expected.undecodable:
+            assert terminal.reason in ("error", "abort")
+            assert not ids, f"{who} was answered without its picture"
+            self.counts["undecodable"] += terminal.reason == "error"
+            return
         if terminal.reason == "failed":
             self._check_failed(terminal, ids, text, expected)
             return
@@ -536,12 +586,24 @@ class Oracle:
         del journal["step_at"]  # a time, not something held
         held = {
             "live": len(scheduler.live),
-            "waiting": len(scheduler._waiting._heap),
+            "waiting": len(scheduler._waiting._ready._heap),
+            "parked": len(scheduler._waiting._parked._heap),
             "running": len(scheduler._running),
             "tombstones": len(scheduler._tombstones),
             "slots": self._scenario.max_num_seqs - scheduler.budget.free_slots,
             "credits": self._scenario.blocks - scheduler.budget.credits,
             "seen": len(scheduler._seen),
+            "pages": self._scenario.encoder_pages - scheduler.items.budget.credits,
+            "works": len(scheduler.items.works),
+            "pixels": len(self.device._pixels),
+            "half encoded": len(self.device._half.keys() - set(self.device.dropped)),
+            "wants": sum(actor.statistics()["wants"] for actor in self._vision),
+            "unread": sum(actor.statistics()["unread"] for actor in self._vision),
+            "held items": sum(
+                actor.statistics()["held"]
+                for name, actor in actors.items()
+                if name.startswith("tokenizer")
+            ),
             "blocks": self._scenario.blocks - pool.available,
             "holdings": self.manager.held,
             "entries": actors["detokenizer"]._detokenizer.entries,
@@ -560,12 +622,15 @@ class Oracle:
         for name in ("preemptions", "overruns", "mixed_steps"):
             self.counts[name] += getattr(statistics, name)
         self.counts["hits"] += self.manager.hit_tokens
+        self.counts["pictures encoded"] += self.scheduler.items.encoded
+        self.counts["encoder hits"] += self.manager.items.cache.hits
+        self.counts["encoder evictions"] += self.manager.items.cache.evictions
         self.counts["evictions"] += self.manager.pool.evictions
         self.counts["requests"] += len(self._world.entries)
 
 
 def _prefills(sequence: Sequence) -> bool:
-    return sequence.phase is Phase.RUNNING and sequence.scheduled < sequence.target
+    return sequence.phase is Phase.RUNNING and sequence.scheduled < sequence.reach
 
 
 def _positions_left(sequence: Sequence) -> int:

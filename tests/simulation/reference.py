@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 from typing import ClassVar
 
 import numpy as np
 
+from nanoactor.actors.config import ENCODER_PAGE_ROWS
 from nanoactor.kv.hashing import block_hashes
-from tests.simulation.scenario import VOCABULARY, Ask, Scenario
+from tests.simulation.scenario import IMAGE, VOCABULARY, Ask, Picture, Scenario
 
 SALT = b"0123456789abcdef"
 _MASK = (1 << 62) - 1
@@ -67,6 +69,14 @@ class Answer:
 
     tokens: tuple[int, ...]
     """Prompt, output, and some of what would have followed."""
+    seen: dict[int, int]
+    """By index in the prompt: the row of a picture that stands there, as a number."""
+    positions: np.ndarray
+    """Rotary positions of all tokens, (3, tokens)."""
+    extras: dict[int, bytes]
+    """What of a block's name is about pictures."""
+    undecodable: bool
+    """Whether it has a picture that cannot be decoded."""
     states: np.ndarray
     """int64: what the KV cache holds at each of their positions."""
     length: int
@@ -83,13 +93,19 @@ class Answer:
 
 def answer(ask: Ask, scenario: Scenario) -> Answer | None:
     """What a request must get; None where it must be refused."""
-    prompt, limit = ask.prompt, scenario.max_model_len
-    if len(prompt) >= limit or not all(0 <= token < VOCABULARY for token in prompt):
+    limit = scenario.max_model_len
+    if ask.prompt.count(IMAGE) != len(ask.pictures):
+        return None
+    prompt, seen, spans = _expand(ask)
+    known = {token for token in ask.prompt if not 0 <= token < VOCABULARY} <= {IMAGE}
+    pages = sum(-(-picture.rows // ENCODER_PAGE_ROWS) for picture in ask.pictures)
+    faults = {picture.fault for picture in ask.pictures}
+    if len(prompt) >= limit or not known or "header" in faults or pages > scenario.encoder_pages:
         return None
     tokens, states = list(prompt), []
     state = 0
-    for token in prompt:
-        state = extend(state, token)
+    for index, token in enumerate(prompt):
+        state = extend(state, seen.get(index, token))
         states.append(state)
     for _ in range(min(ask.max_tokens, limit - len(prompt)) + scenario.depth + 2):
         tokens.append(sample(state))
@@ -102,6 +118,10 @@ def answer(ask: Ask, scenario: Scenario) -> Answer | None:
         reason, stop_reason = "stop", stop
     return Answer(
         tuple(tokens),
+        seen,
+        _rotary(len(tokens), spans),
+        _extras(ask, spans, scenario.block_size),
+        "pixels" in faults,
         np.array(states, np.int64),
         length,
         len(prompt),
@@ -111,6 +131,58 @@ def answer(ask: Ask, scenario: Scenario) -> Answer | None:
         reason,
         stop_reason,
     )
+
+
+def row_of(picture: Picture, row: int) -> int:
+    """What the tower gives for a row of a picture."""
+    return (picture.content << 20 | picture.height << 12 | picture.width << 4) * 1000 + row + 1000
+
+
+def _expand(ask: Ask) -> tuple[list[int], dict[int, int], list[tuple[int, Picture]]]:
+    """(tokens, rows by index, (first index, picture))."""
+    prompt: list[int] = []
+    seen: dict[int, int] = {}
+    spans = []
+    pictures = iter(ask.pictures)
+    for token in ask.prompt:
+        if token != IMAGE:
+            prompt.append(token)
+            continue
+        picture = next(pictures)
+        spans.append((len(prompt), picture))
+        seen |= {len(prompt) + row: row_of(picture, row) for row in range(picture.rows)}
+        prompt += [IMAGE] * picture.rows
+    return prompt, seen, spans
+
+
+def _rotary(length: int, spans: list[tuple[int, Picture]]) -> np.ndarray:
+    positions, index = np.zeros((3, length), np.int32), 0
+    at = 0
+    pictures = dict(spans)
+    while index < length:
+        if (picture := pictures.get(index)) is None:
+            positions[:, index] = at
+            at, index = at + 1, index + 1
+            continue
+        for row in range(picture.rows):
+            down, right = divmod(row, picture.width)
+            positions[:, index + row] = at, at + down, at + right
+        at, index = at + max(picture.height, picture.width), index + picture.rows
+    return positions
+
+
+def _extras(ask: Ask, spans: list[tuple[int, Picture]], size: int) -> dict[int, bytes]:
+    extras: dict[int, bytes] = {}
+    for start, picture in spans:
+        name = key_of(picture) + struct.pack("<II", picture.height, picture.width)
+        for block in range(start // size, -(-(start + picture.rows) // size)):
+            extras[block] = extras.get(block, b"") + name
+    return extras
+
+
+def key_of(picture: Picture) -> bytes:
+    """What a vision worker calls it."""
+    return struct.pack("<IIII", picture.content, picture.height, picture.width, 7)
 
 
 def _cut_by_ids(ask: Ask, output: list[int], room: int) -> tuple[list[int], str, int | None]:
@@ -170,7 +242,8 @@ def true_blocks(answers: list[Answer | None], block_size: int) -> dict[bytes, Tr
         if one is not None:
             parent = b""
             tokens = np.array(one.tokens[: one.length], np.int32)
-            for index, row in enumerate(block_hashes(tokens, block_size, SALT)):
+            hashes = block_hashes(tokens, block_size, SALT, extras=one.extras)
+            for index, row in enumerate(hashes):
                 states = one.states[index * block_size : (index + 1) * block_size]
                 found[bytes(row)] = TrueBlock(parent, states)
                 parent = bytes(row)

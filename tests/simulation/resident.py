@@ -9,7 +9,8 @@ import numpy as np
 
 from nanoactor.models.columns import columns_of
 from nanoactor.models.limits import CANDIDATES
-from nanoactor.runner.batch import BatchTraits, HostBatch, Prefill, Update
+from nanoactor.runner.batch import BatchTraits, HostBatch, Prefill, Update, VisionUpdate
+from nanoactor.runner.pixels import with_vision
 
 _TOKENS_PER_PROGRAM = 3
 
@@ -31,6 +32,9 @@ class StepInputs:
     step: int
     token_ids: Any
     positions: Any
+    rope_positions: Any
+    """(3, tokens)."""
+    vision: VisionUpdate | None
     slot_mapping: Any
     prefills: list[Row]
     decode_slots: Any
@@ -60,9 +64,10 @@ class ResidentState:
         self._state = np.zeros(self._layout.size, np.int32)
         self._state[self._layout.rows :] = self._layout.dummy
 
-    def apply(self, step: Any) -> StepInputs:
+    def apply(self, step: Any, pixels: Any, dropped: Any) -> StepInputs:
         """Apply a step's deltas; what it runs on then."""
-        update, plain = self._fused.update(step), self._plain.update(step)
+        update = with_vision(self._fused.update(step), step, pixels, dropped)
+        plain = self._plain.update(step)
         assert len(np.unique(update.indices)) == len(update.indices), "one place written twice"
         assert update.indices.tolist() == plain.indices.tolist()
         assert update.values.tolist() == plain.values.tolist()
@@ -94,6 +99,8 @@ class ResidentState:
             update.step,
             token_ids=np.concatenate((token_ids, np.zeros(len(decodes), np.int32))),
             positions=np.concatenate((own_positions, positions)),
+            rope_positions=self._rope_positions(update, own_positions, decodes, positions),
+            vision=update.vision,
             slot_mapping=np.concatenate((places, self._places(decodes, positions))),
             prefills=rows,
             decode_slots=decodes,
@@ -105,6 +112,15 @@ class ResidentState:
             seeds=self._seeds(slots),
             masked=masked,
         )
+
+    def _rope_positions(
+        self, update: Update, own: Any, decodes: Any, positions: Any
+    ) -> np.ndarray[Any, Any]:
+        prompts = np.tile(own, (3, 1))
+        if update.vision is not None and update.vision.sees:
+            prompts = update.vision.positions
+        turned = positions + self._column(self._layout.rope_deltas)[decodes]
+        return np.concatenate((prompts, np.tile(turned, (3, 1))), axis=1)
 
     def _words(self, update: Update) -> int:
         words = 3 * len(update.indices)

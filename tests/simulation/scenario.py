@@ -27,6 +27,26 @@ def sampling_of(position: int) -> bytes:
     return pack({**_WAYS[position % len(_WAYS)], "seed": position})
 
 
+IMAGE, VIDEO, START, END = range(VOCABULARY, VOCABULARY + 4)
+"""Ids of placeholders; nothing samples them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """What a picture shows, how large it is, and whether it can be told and decoded."""
+
+    content: int
+    height: int
+    width: int
+    fault: str = ""
+    """"header", "pixels" or none."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens."""
+        return self.height * self.width
+
+
 @dataclasses.dataclass(frozen=True)
 class Ask:
     """One request, and when its user gives up on it."""
@@ -43,6 +63,8 @@ class Ask:
     priority: int = 0
     aborts: tuple[float, ...] = ()
     """Seconds after the request; the second and later ones must change nothing."""
+    pictures: tuple[Picture, ...] = ()
+    """One for each `IMAGE` in the prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +98,13 @@ class Scenario:
     capacity: int = 1_000_000
     """How many messages an edge between processes holds before its outbox must wait."""
 
+    encoder_pages: int = 0
+    """0: the model sees nothing."""
+    vision_workers: int = 1
+    vision_store: int = 1 << 20
+    """Bytes of pictures that a worker keeps."""
+    decode_steps: float = 1.0
+    """Mean time to decode a picture, in steps."""
     failures: float = 0.0
     """How likely a row's logits are not finite."""
     wire: bool = False
@@ -84,7 +113,8 @@ class Scenario:
     @property
     def tokens(self) -> int:
         """An upper bound of what it computes, without preemptions."""
-        return sum(len(ask.prompt) + ask.max_tokens for ask in self.asks)
+        pictures = sum(picture.rows for ask in self.asks for picture in ask.pictures)
+        return pictures + sum(len(ask.prompt) + ask.max_tokens for ask in self.asks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +193,52 @@ def draw(seed: int) -> Scenario:
         # Of a generator of its own: what it draws changes nothing else of a seed.
         failures=random.Random(f"{seed} failures").choice([0, 0, 0, 0, 0.01, 0.05]),
     )
-    return dataclasses.replace(scenario, asks=_draw_asks(rng, scenario, traffic))
+    scenario = dataclasses.replace(scenario, asks=_draw_asks(rng, scenario, traffic))
+    return _with_pictures(random.Random(f"{seed} pictures"), scenario)
+
+
+def _with_pictures(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same, of a model that sees, in some of the seeds."""
+    if rng.random() < 0.75:
+        return scenario
+    largest = rng.choice([2, 4, 7])
+    pool = [
+        Picture(number, rng.randint(1, largest), rng.randint(1, largest), rng.choice(_FAULTS))
+        for number in range(rng.choice([2, 6, 20]))
+    ]
+    # Shapes of equal area, and others of the same content: their rows are not the same.
+    pool += [dataclasses.replace(p, height=p.width, width=p.height) for p in pool[:3]]
+    share = rng.choice([0.2, 0.6, 1.0])
+    asks = [
+        _with_some(rng, ask, pool, scenario.max_model_len) if rng.random() < share else ask
+        for ask in scenario.asks
+    ]
+    return dataclasses.replace(
+        scenario,
+        asks=tuple(asks),
+        encoder_pages=rng.choice([1, 2, 4, 8, 50]),
+        vision_workers=rng.choice([1, 1, 2]),
+        vision_store=rng.choice([0, 0, 200, 1 << 20]),
+        decode_steps=rng.choice([0.0, 1.0, 1.0, 30.0]),
+    )
+
+
+_FAULTS = ("",) * 18 + ("header", "pixels")
+
+
+def _with_some(rng: random.Random, ask: Ask, pool: list[Picture], max_model_len: int) -> Ask:
+    prompt, pictures = list(ask.prompt), []
+    for at in sorted(rng.randint(0, min(len(prompt), 12)) for _ in range(rng.choice([1, 1, 2, 3]))):
+        prompt.insert(at + len(pictures), IMAGE)
+        pictures.append(rng.choice(pool))
+    room = max(1, max_model_len - len(prompt) + sum(1 - picture.rows for picture in pictures))
+    return dataclasses.replace(
+        ask,
+        prompt=tuple(prompt),
+        pictures=tuple(pictures),
+        max_tokens=min(ask.max_tokens, room),
+        min_tokens=min(ask.min_tokens, room),
+    )
 
 
 def _draw_asks(rng: random.Random, scenario: Scenario, traffic: Traffic) -> tuple[Ask, ...]:

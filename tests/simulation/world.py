@@ -37,6 +37,7 @@ from tests.simulation.device import SimulatedRunner
 from tests.simulation.oracle import Oracle
 from tests.simulation.reference import SALT, LetterDecoders
 from tests.simulation.scenario import VOCABULARY, Ask, Scenario, sampling_of
+from tests.simulation.vision import IMAGES, SimulatedVision, media_of, vision_config
 
 M = TypeVar("M")
 
@@ -192,6 +193,9 @@ class World:
             "runner.0": SimulatedRunner(specs["runner.0"], self),
             "detokenizer": DetokenizerActor(specs["detokenizer"]),
         }
+        for index in range(scenario.vision_workers if scenario.encoder_pages else 0):
+            name = f"vision.{index}"
+            self.actors[name] = SimulatedVision(specs[name], self, index)
         for index in range(scenario.tokenizers):
             self.actors[f"tokenizer.{index}"] = TokenizerActor(specs[f"tokenizer.{index}"])
         self.entries: dict[int, Entry] = {}
@@ -235,10 +239,21 @@ class World:
             self.uid_of[position] = uid
             self.oracle.submitted(uid, position)
             prompt = as_int32(ask.prompt)
+            media = [media_of(picture) for picture in ask.pictures]
             submit = Submit(
-                uid, 0, None, None, "", prompt, ask.priority, sampling, stopping, options
+                uid,
+                0,
+                None,
+                None,
+                "",
+                prompt,
+                ask.priority,
+                sampling,
+                stopping,
+                options,
+                len(media),
             )
-            return Entry(str(uid), submit, RequestOutputKind.CUMULATIVE)
+            return Entry(str(uid), submit, RequestOutputKind.CUMULATIVE, media)
 
         try:
             self.entries[position] = frontend.submit(make)
@@ -285,11 +300,14 @@ def _config(scenario: Scenario) -> EngineConfig:
         block_size=scenario.block_size,
         num_kv_blocks=scenario.blocks,
         skip_tokenizer_init=True,
+        num_vision_workers=scenario.vision_workers,
     )
 
 
 def _files(scenario: Scenario) -> ModelFiles:
-    sizes: Any = SimpleNamespace(vocab_size=VOCABULARY)
+    sees = scenario.encoder_pages > 0
+    vision = vision_config() if sees else None
+    sizes: Any = SimpleNamespace(vocab_size=VOCABULARY + 4 * sees, vision=vision)
     return ModelFiles(
         directory=Path(),
         config=sizes,
@@ -298,4 +316,5 @@ def _files(scenario: Scenario) -> ModelFiles:
         max_model_len=scenario.max_model_len,
         ignored=(),
         tokenizer_directory=None,
+        images=IMAGES if sees else None,
     )

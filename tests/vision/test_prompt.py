@@ -16,6 +16,7 @@ from nanoactor.vision.prompt import (
     VisualItem,
     block_extras,
     expand_prompt,
+    items_message,
     patch_times,
 )
 
@@ -149,7 +150,8 @@ SIZE = 4
 
 def names(found, items):
     """The chained names of all full blocks."""
-    extras, parent, named = block_extras(found, items, SIZE), b"", []
+    message = items_message(found, items, CONFIG, 0)
+    extras, parent, named = block_extras(message, SIZE), b"", []
     for start in range(0, len(found.token_ids) - SIZE + 1, SIZE):
         tokens = found.token_ids[start : start + SIZE]
         parent = block_hash(parent, tokens, b"k" * 16, extras.get(start // SIZE, b""))
@@ -178,7 +180,7 @@ def test_blocks_share_a_name_only_where_all_up_to_there_is_equal(one, other, wor
 
 def test_blocks_without_pictures_keep_the_names_of_text():
     found = expand("eight characters " + "<|image_pad|>" + "tail", picture(1, 1, 2))
-    assert set(block_extras(found, [picture(1, 1, 2)], SIZE)) == {4}
+    assert set(block_extras(items_message(found, [picture(1, 1, 2)], CONFIG, 0), SIZE)) == {4}
 
 
 def test_a_block_of_two_pictures_names_both():

@@ -206,9 +206,9 @@ def bookkeeping(rig: Rig) -> str:
     blocks = torch.arange(slots * width, dtype=torch.int32).view(slots, width).flip(1)
     lengths = torch.tensor([0, 127, 128, 300, 0], dtype=torch.int32)
     last = torch.arange(100, 100 + slots, dtype=torch.int32)
-    empty = torch.zeros(slots), torch.zeros(2, slots, dtype=torch.int32)
-    whole = last.clone()
-    moved = map(rig.to, (blocks, lengths, last, empty[0], whole, empty[0], empty[0], empty[1]))
+    deltas = torch.tensor([0, -3, 0, -100, 0], dtype=torch.int32)
+    words = torch.zeros(WORDS, slots, dtype=torch.int32)
+    moved = map(rig.to, (blocks, lengths, last, deltas, words))
     tables = SlotTables(*moved, 128)
     rows = torch.tensor([3, 1, 2, dummy, dummy], dtype=torch.int32)
     sizes = [torch.zeros(len(rows), dtype=d) for d in (torch.int32, torch.int32)]
@@ -224,7 +224,7 @@ def bookkeeping(rig: Rig) -> str:
         for row, position in zip(rows.tolist(), at, strict=True)
     ]
     places[4] = places[3] + 4 - 3  # behind the dummy's other row
-    same("positions", into.positions, torch.tensor(at, dtype=torch.int32))
+    same("positions", into.positions, torch.tensor(at, dtype=torch.int32) + deltas[rows])
     same("token ids", into.token_ids, last[rows])
     same("contexts", into.contexts, torch.tensor(at, dtype=torch.int32) + 1)
     found = into.slot_mapping.cpu()

@@ -65,6 +65,7 @@ class Traced:
             self.whole(slots, WIDEST),
             self.whole(slots),
             self.whole(slots),
+            None,
             self.whole(WORDS, slots),
             SIZE,
         )

@@ -1,0 +1,264 @@
+"""The vision worker's shell: names pictures at once, and decodes those that are wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.actors.config import ActorConfig
+from nanoactor.errors import InvalidRequest
+from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
+from nanoactor.vision.media import PIECE_BYTES, Media, MediaReader, ReadItem
+from nanoactor.vision.messages import (
+    ItemsFailed,
+    ItemsRead,
+    MediaPiece,
+    NoPixels,
+    Pixels,
+    ResendMedia,
+    Unwant,
+    Want,
+)
+
+# Bytes of items, undecoded, that a worker keeps; what it lacks it asks the frontend for.
+STORE_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(slots=True)
+class _Arriving:
+    """Bytes of an item, as far as they have come."""
+
+    data: bytearray
+    first: MediaPiece
+
+
+class VisionActor(Actor):
+    """Owns nothing: whatever it loses can be sent to it again."""
+
+    def __init__(self, config: ActorConfig) -> None:
+        self._config = config
+        self._arriving: dict[tuple[int, int], _Arriving] = {}
+        self._store: OrderedDict[bytes, Media] = OrderedDict()
+        self._stored, self._store_bytes = 0, STORE_BYTES
+        self._wants: dict[int, Want] = {}
+        """Of which the runners have not heard the last, by number."""
+        self._waiting: dict[tuple[int, int], list[int]] = {}
+        """Numbers of wants by the (request, item) whose bytes they wait for."""
+        self._resends: list[tuple[int, int]] = []
+        self._read: dict[int, list[tuple[int, int, ReadItem | str]]] = {}
+        """By tokenizer: (request, item, what it is or why it cannot be used)."""
+        self._failed: list[tuple[int, str]] = []
+        self._absent: list[int] = []
+        """Pixels that will not come, and of which the runners are not told."""
+        self._sending: deque[tuple[int, NDArray[np.uint8]]] = deque()
+        self._sent = 0
+        """Bytes of the first of them."""
+        self._work: queue.SimpleQueue[tuple[int, Media] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.items = self.decoded = 0
+
+    def setup(self) -> None:
+        """Import Pillow, and start the thread that decodes."""
+        images = self._config.files.images
+        assert images is not None
+        salt, most = self._config.salt, self._config.engine.max_image_pixels
+        self._reader = MediaReader(images, salt, most)
+        self._thread = threading.Thread(target=self._decode_all, name="decode", daemon=True)
+        self._thread.start()
+
+    def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
+        """Find the edges."""
+        super().start(context, ready)
+        self._number = int(context.name.rpartition(".")[2])
+        self._decode_kind = context.new_track("decode").kind("decode", "pixels")
+        tokenizers = range(self._config.engine.num_tokenizers)
+        self._tokenizers = [context.outbox(f"tokenizer.{index}") for index in tokenizers]
+        self._frontend = context.outbox("frontend")
+        self._scheduler = context.outbox("scheduler")
+        self._runners = context.outbox("runners")
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Bytes come unasked; pixels are made where they are wanted."""
+        return {MediaPiece: self._piece, Want: self._want, Unwant: self._unwant}
+
+    def span_names(self) -> Mapping[type, str]:
+        """What it is, told by the last of its bytes."""
+        return {MediaPiece: "name picture"}
+
+    # -- bytes come -----------------------------------------------------------------------
+
+    def _piece(self, event: MediaPiece) -> None:
+        place = event.uid, event.item
+        if place not in self._arriving:
+            self._arriving[place] = _Arriving(bytearray(event.size), self.context.own(event))
+        arriving = self._arriving[place]
+        end = event.offset + len(event.data)
+        arriving.data[event.offset : end] = event.data.tobytes()
+        if end == event.size:
+            del self._arriving[place]
+            self._complete(place, arriving)
+
+    def _complete(self, place: tuple[int, int], arriving: _Arriving) -> None:
+        first = arriving.first
+        media = Media(first.form, first.shape, first.area, arriving.data)
+        found: ReadItem | str
+        try:
+            found = self._reader.read(media)
+        except InvalidRequest as error:
+            found = str(error)
+        if isinstance(found, ReadItem):
+            self._keep(found.key, media)
+        if first.tokenizer >= 0:
+            self.items += 1
+            self._read.setdefault(first.tokenizer, []).append((*place, found))
+        for number in self._waiting.pop(place, ()):
+            self._start(number, media)
+        self._report()
+
+    def _keep(self, key: bytes, media: Media) -> None:
+        if key not in self._store:
+            self._store[key] = media
+            self._stored += len(media.data)
+        self._store.move_to_end(key)
+        while self._stored > self._store_bytes and len(self._store) > 1:
+            _, gone = self._store.popitem(last=False)
+            self._stored -= len(gone.data)
+
+    # -- pixels are wanted ----------------------------------------------------------------
+
+    def _want(self, event: Want) -> None:
+        self._wants[event.pixels] = event
+        media = self._store.get(event.key)
+        if media is not None:
+            self._store.move_to_end(event.key)
+            self._start(event.pixels, media)
+            return
+        place = event.uid, event.item
+        if place not in self._waiting and place not in self._arriving:
+            self._resends.append(place)
+        self._waiting.setdefault(place, []).append(event.pixels)
+        self._report()
+
+    def _start(self, number: int, media: Media) -> None:
+        if number in self._wants:
+            self._decode(number, media)
+
+    def _decode(self, number: int, media: Media) -> None:
+        self._work.put((number, media))
+
+    def _decode_all(self) -> None:
+        """The thread: Pillow lets go of the interpreter's lock while it works."""
+        while (work := self._work.get()) is not None:
+            number, media = work
+            if number not in self._wants:  # nobody waits any more; the loop has said so
+                continue
+            try:
+                result: NDArray[np.uint8] | str = self._reader.decode(media)
+            except InvalidRequest as error:
+                result = str(error)
+            self.context.call_soon(self._decoded, number, result)
+
+    def _unwant(self, event: Unwant) -> None:
+        numbers = [number for number in event.pixels.tolist() if number in self._wants]
+        for number in numbers:
+            want = self._wants.pop(number)
+            waiting = self._waiting.get((want.uid, want.item), [])
+            if number in waiting:
+                waiting.remove(number)
+            if self._sending and self._sending[0][0] == number:
+                self._sent = 0
+            self._sending = deque(entry for entry in self._sending if entry[0] != number)
+        self._absent += numbers
+        self._report()
+
+    def _decoded(self, number: int, result: NDArray[np.uint8] | str) -> None:
+        if number not in self._wants:
+            return
+        self.decoded += 1
+        if isinstance(result, str):
+            del self._wants[number]
+            self._failed.append((number, result))
+            self._absent.append(number)
+        else:
+            self._sending.append((number, result))
+        self._report()
+
+    # -- what there is to tell ------------------------------------------------------------
+
+    def on_ready(self, outbox: Any) -> None:
+        """An edge has room again."""
+        self._report()
+
+    def _report(self) -> None:
+        """Say what the edges have room for; the rest waits and merges."""
+        for tokenizer, found in list(self._read.items()):
+            if self._tokenizers[tokenizer].ready:
+                self._tokenizers[tokenizer].send(self._items_read(found))
+                del self._read[tokenizer]
+        if self._resends and self._frontend.ready:
+            uids, items = zip(*self._resends, strict=True)
+            self._resends = []
+            self._frontend.send(ResendMedia(np.array(uids, np.int64), np.array(items, np.int32)))
+        if self._failed and self._scheduler.ready:
+            numbers, errors = zip(*self._failed, strict=True)
+            self._failed = []
+            self._scheduler.send(ItemsFailed(np.array(numbers, np.int64), list(errors)))
+        if self._absent and self._runners.ready:
+            self._runners.send(NoPixels(np.array(self._absent, np.int64)))
+            self._absent = []
+        self._send_pixels()
+
+    def _items_read(self, found: list[tuple[int, int, ReadItem | str]]) -> ItemsRead:
+        uids, items, what = zip(*found, strict=True)
+        nothing = ReadItem(bytes(16), (0, 0, 0))
+        read = [nothing if isinstance(one, str) else one for one in what]
+        return ItemsRead(
+            self._number,
+            np.array(uids, np.int64),
+            np.array(items, np.int32),
+            keys=np.frombuffer(b"".join(one.key for one in read), np.uint8).reshape(-1, 16),
+            grids=np.array([one.grid for one in read], np.int32),
+            errors=[one if isinstance(one, str) else "" for one in what],
+        )
+
+    def _send_pixels(self) -> None:
+        while self._sending and self._runners.ready:
+            number, array = self._sending[0]
+            data = array.reshape(-1)[self._sent : self._sent + PIECE_BYTES]
+            self._runners.send(Pixels(number, array.shape, self._sent, data))
+            self._sent += len(data)
+            if self._sent == array.size:
+                self._sending.popleft()
+                self._sent = 0
+                del self._wants[number]
+
+    def progress(self) -> Progress | None:
+        """Pictures decoded, while some are wanted; a large one takes seconds."""
+        return (self.decoded, _LONGEST_DECODE) if self._wants else None
+
+    def stop(self) -> None:
+        """End the thread once the picture at hand is done."""
+        self._work.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def statistics(self) -> dict[str, Any]:
+        """Items that came and that were decoded; bytes kept, wants that are not answered."""
+        return {
+            "items": self.items,
+            "decoded": self.decoded,
+            "stored_bytes": self._stored,
+            "wants": len(self._wants),
+            "unread": sum(map(len, self._read.values())) + len(self._arriving),
+        }
+
+
+_LONGEST_DECODE = 30.0
+"""Seconds."""

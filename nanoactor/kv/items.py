@@ -1,0 +1,239 @@
+"""Pictures and videos in the block manager: what sequences hold of them in the encoder cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from nanoactor.errors import ProtocolBug
+from nanoactor.kv.encoder_cache import EncodedItem, EncoderCache
+from nanoactor.messages import Int32
+from nanoactor.models.mrope import rope_positions
+from nanoactor.vision.messages import DropPixels, EncoderCredits, EncodeSlices, Items, VisionStep
+from nanoactor.vision.prompt import block_extras, visual_spans
+from nanoactor.vision.units import EncoderLimits, EncodeUnits
+
+_NO_SLICES = EncodeSlices(
+    np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32)
+)
+
+
+@dataclasses.dataclass(slots=True)
+class HeldItems:
+    """The items of one sequence's prompt."""
+
+    spans: list[tuple[int, int, int, int]]
+    """(item, its first row, first token, the index behind the last)."""
+    stops: list[int]
+    """By item: the index behind its last token."""
+    extras: dict[int, bytes]
+    """By block: what of its name is about items."""
+    positions: Int32
+    """Rotary positions of all tokens to be prefilled, (3, tokens)."""
+    encoded: list[EncodedItem | None] = dataclasses.field(default_factory=list)
+    """None where all of its tokens were computed already."""
+    released: set[int] = dataclasses.field(default_factory=set)
+    """Items whose last token a planned step computes."""
+
+    @classmethod
+    def of(cls, items: Items, length: int, block_size: int) -> HeldItems:
+        """Read them from a match for so many tokens."""
+        spans = visual_spans(items)
+        rows = [
+            (item, first_row, span.start, span.stop)
+            for (item, first_row, _), span in zip(items.spans.tolist(), spans, strict=True)
+        ]
+        stops = [max(r[3] for r in rows if r[0] == item) for item in range(len(items.grids))]
+        positions, _ = rope_positions(length, spans)
+        return cls(rows, stops, block_extras(items, block_size), positions)
+
+
+class ItemKeeper:
+    """Holds items for sequences, and says where their rows lie."""
+
+    def __init__(self, limits: EncoderLimits) -> None:
+        self._limits = limits
+        self.cache = EncoderCache(limits.pages, limits.page_rows)
+        self._answers: list[list[int]] = [[], [], [], [], [], []]
+        """The columns of the next `EncoderCredits`."""
+        self._has_news = False
+
+    def _say(self, **columns: list[int]) -> None:
+        names = [field.name for field in dataclasses.fields(EncoderCredits)]
+        for name, values in columns.items():
+            self._answers[names.index(name)] += values
+
+    def take_credits(self) -> tuple[EncoderCredits, ...]:
+        """Return all answers since the last call; none where they say nothing."""
+        answers, self._answers = self._answers, [[], [], [], [], [], []]
+        has_news, self._has_news = self._has_news, False
+        if not has_news:
+            return ()
+        items, refunds, numbers, units, freed, fences = answers
+        return (
+            EncoderCredits(
+                _int32(items),
+                _int32(refunds),
+                np.array(numbers, np.int64),
+                _int32(units),
+                _int32(freed),
+                _int32(fences),
+            ),
+        )
+
+    # -- holding --------------------------------------------------------------------------
+
+    def match_nothing(self) -> None:
+        """Answer a match without items."""
+        self._say(items=[0], refunds=[0])
+
+    def match(self, held: HeldItems, items: Items, computed: int) -> None:
+        """Hold those items of which tokens from position `computed` on are to be read."""
+        self._has_news = True
+        refund, numbers, progress = 0, [], []
+        for index, stop in enumerate(held.stops):
+            grid = tuple(items.grids[index].tolist())
+            units = EncodeUnits.of(grid, self._limits.budget, self._limits.depth)
+            if stop <= computed:
+                held.encoded.append(None)
+                refund += self.cache.pages_of(units.all_rows)
+                numbers.append(-1)
+                progress.append(0)
+                continue
+            item, others = self.cache.hold(bytes(items.keys[index]), units)
+            held.encoded.append(item)
+            refund += others
+            numbers.append(item.number)
+            progress.append(item.planned)
+        self._say(items=[len(numbers)], refunds=[refund], numbers=numbers, units=progress)
+
+    def advance(self, held: HeldItems, planned: int, step: int) -> None:
+        """Let go of the items whose last token the steps up to `step` compute."""
+        for index, stop in enumerate(held.stops):
+            if stop <= planned:
+                self._release(held, index, step)
+
+    def free(self, held: HeldItems, fence: int) -> None:
+        """Let go of all that is still held."""
+        for index in range(len(held.stops)):
+            self._release(held, index, fence)
+
+    def _release(self, held: HeldItems, index: int, fence: int) -> None:
+        item = held.encoded[index]
+        if item is None or index in held.released:
+            return
+        held.released.add(index)
+        self._has_news = True
+        self._say(freed=[self.cache.release(item, fence)], fences=[fence])
+
+    def distrust(self, held: HeldItems) -> None:
+        """A row that read these has failed: whoever needs them encodes them anew."""
+        for item in held.encoded:
+            if item is not None:
+                self.cache.distrust(item)
+
+    def drop(self, event: DropPixels) -> None:
+        """Pixels are gone: temporal patches that were half encoded begin anew."""
+        for number in event.numbers.tolist():
+            item = self.cache.find(number)
+            if item is not None:
+                item.planned = item.units.whole(item.planned)
+
+    def check(self, holders: Iterable[HeldItems | None]) -> None:
+        """Raise `ProtocolBug` unless every reference belongs to a sequence and is counted once."""
+        counts: dict[EncodedItem, int] = {}
+        for held in holders:
+            for index, item in enumerate(held.encoded if held is not None else ()):
+                assert held is not None
+                if item is not None and index not in held.released:
+                    counts[item] = counts.get(item, 0) + 1
+        self.cache.check(self._limits.pages, counts)
+
+    # -- steps ----------------------------------------------------------------------------
+
+    def bind(
+        self,
+        slices: tuple[EncodeSlices, ...],
+        chunks: list[tuple[HeldItems | None, int, int]],
+    ) -> tuple[VisionStep, ...]:
+        """Name rows for a step: `chunks` are (items, start, tokens) of each prompt in it."""
+        if not slices and all(held is None for held, _, _ in chunks):
+            return ()
+        todo = slices[0] if slices else _NO_SLICES
+        counts, pages = self._bind_slices(todo)
+        tokens, rows = self._bind_rows(chunks)
+        return (
+            VisionStep(
+                slices=todo,
+                page_counts=_int32(counts),
+                pages=_int32(pages),
+                tokens=tokens,
+                rows=rows,
+                positions=_positions(chunks),
+            ),
+        )
+
+    def _bind_slices(self, slices: EncodeSlices) -> tuple[list[int], list[int]]:
+        counts, pages = [], []
+        for number, first, count in zip(
+            slices.numbers.tolist(), slices.firsts.tolist(), slices.counts.tolist(), strict=True
+        ):
+            item = self.cache.numbered(number)
+            if first != item.planned or first + count > item.units.count:
+                raise ProtocolBug(
+                    f"units {first}+{count} of item {item.key.hex()} are encoded; {item.planned} "
+                    f"of its {item.units.count} are planned"
+                )
+            item.planned += count
+            counts.append(len(item.pages))
+            pages += item.pages
+        return counts, pages
+
+    def _bind_rows(self, chunks: list[tuple[HeldItems | None, int, int]]) -> tuple[Int32, Int32]:
+        tokens, rows, before = [_NO_ROWS], [_NO_ROWS], 0
+        for held, start, count in chunks:
+            for index, first_row, begin, stop in held.spans if held is not None else ():
+                low, high = max(begin, start), min(stop, start + count)
+                if low >= high:
+                    continue
+                assert held is not None
+                item = self._readable(held, index, first_row + high - begin)
+                wanted = np.arange(
+                    first_row + low - begin, first_row + high - begin, dtype=np.int32
+                )
+                rows.append(self.cache.locate(item, wanted))
+                tokens.append(np.arange(low - start, high - start, dtype=np.int32) + before)
+            before += count
+        return np.concatenate(tokens), np.concatenate(rows)
+
+    def _readable(self, held: HeldItems, index: int, rows: int) -> EncodedItem:
+        """Return an item whose leading rows are encoded. Raises `ProtocolBug` else: its tokens
+        would be computed without their picture."""
+        item = held.encoded[index]
+        there = 0 if item is None else item.units.rows_after(item.planned)
+        if item is None or index in held.released or there < rows:
+            raise ProtocolBug(f"{rows} rows of item {index} are read; {there} are encoded")
+        return item
+
+
+def _positions(chunks: list[tuple[HeldItems | None, int, int]]) -> Int32:
+    """Return the rotary positions of all chunks' tokens; none where they are those of text."""
+    if all(held is None for held, _, _ in chunks):
+        return _NO_POSITIONS
+    positions = [
+        held.positions[:, start : start + count]
+        if held is not None
+        else np.tile(np.arange(start, start + count, dtype=np.int32), (3, 1))
+        for held, start, count in chunks
+    ]
+    return np.concatenate(positions, axis=1)
+
+
+_NO_ROWS: Int32 = np.empty(0, np.int32)
+_NO_POSITIONS: Int32 = np.empty((3, 0), np.int32)
+
+
+def _int32(values: list[int]) -> Int32:
+    return np.array(values, np.int32)

@@ -1,0 +1,110 @@
+"""Pictures on the device: through the tower in slices, into a cache of rows that prompts read."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nanoactor.actors.config import ENCODER_PAGE_ROWS
+from nanoactor.models.batch import VisualRows
+from nanoactor.models.device import Device
+from nanoactor.models.image_config import ImageConfig
+from nanoactor.models.patches import PatchMaker
+from nanoactor.models.vision_config import VisionConfig
+from nanoactor.models.vision_tower import TowerState, VisionTower
+from nanoactor.runner.batch import EncodeTask, VisionUpdate
+from nanoactor.runner.staging import DeviceVision
+from nanoactor.vision.units import EncodeUnits
+
+
+class Encoder:
+    """The tower, and the cache of what it has made of pictures."""
+
+    def __init__(
+        self,
+        tower: VisionTower,
+        vision: VisionConfig,
+        images: ImageConfig,
+        device: Device,
+        dtype: torch.dtype,
+        *,
+        pages: int,
+        budget: int,
+    ) -> None:
+        """`pages` is the cache's size; `budget` are the rows that a step encodes at most."""
+        self._tower, self._vision, self._images = tower, vision, images
+        self._dtype, self._device, self._budget = dtype, device, budget
+        self._patches = PatchMaker(vision, images, device.torch_device)
+        self.pages = pages
+        shape = pages * ENCODER_PAGE_ROWS, vision.feature_size
+        self._rows = device.zeros(*shape, dtype=dtype)
+        self._half: dict[int, TowerState] = {}
+        """By number of pixels: temporal patches whose last block has not run."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the cache."""
+        return self._rows.nbytes
+
+    def read(self, seen: DeviceVision) -> VisualRows | None:
+        """Return what a step's prompts see; None where they see nothing."""
+        if not len(seen.tokens):
+            return None
+        return VisualRows(seen.tokens, self._rows.index_select(0, seen.rows))
+
+    def apply(self, vision: VisionUpdate) -> None:
+        """Encode what a step encodes."""
+        for number in vision.dropped:
+            self._half.pop(number, None)
+        for task in vision.tasks:
+            self.run(task)
+
+    def largest(self, longest: int) -> int:
+        """Return how many rows a picture has at most, in a sequence of so many tokens."""
+        most = self._images.max_pixels // self._images.factor**2
+        return min(most, self.pages * ENCODER_PAGE_ROWS, longest)
+
+    def run(self, task: EncodeTask) -> None:
+        """Encode some units of an item; write the rows of those temporal patches that are done."""
+        units = self.units(task.pixels)
+        places = torch.from_numpy(task.places).to(self._device.torch_device)
+        if units.parts == 1:
+            self._write(task, task.first, task.count, places)
+            return
+        for unit in range(task.first, task.first + task.count):
+            frame, part = divmod(unit, units.parts)
+            if not part:
+                self._half[task.number] = self._begin(task.pixels, frame, 1)
+            state = self._half[task.number]
+            self._tower.run(state, units.blocks(part, self._vision.depth))
+            if part == units.parts - 1:
+                rows = self._tower.finish(self._half.pop(task.number))
+                self._rows[places[frame * units.rows : (frame + 1) * units.rows]] = rows
+
+    def units(self, pixels: NDArray[np.uint8]) -> EncodeUnits:
+        """Return how the work on an item of (frames, height, width, channels) is divided."""
+        return EncodeUnits.of_pixels(pixels.shape, self._images, self._vision, self._budget)
+
+    def _begin(self, pixels: NDArray[np.uint8], frame: int, count: int) -> TowerState:
+        together = self._vision.temporal_patch_size
+        some = torch.from_numpy(pixels[frame * together : (frame + count) * together])
+        patches, grid = self._patches(some.to(self._device.torch_device))
+        return self._tower.begin(patches.to(self._dtype), [grid])
+
+    def _write(self, task: EncodeTask, first: int, count: int, places: torch.Tensor) -> None:
+        state = self._begin(task.pixels, first, count)
+        self._tower.run(state, range(self._vision.depth))
+        each = self.units(task.pixels).rows
+        self._rows[places[first * each : (first + count) * each]] = self._tower.finish(state)
+
+    def warm_up(self, rows: int) -> None:
+        """Encode a picture of about so many rows, which leaves nothing behind."""
+        side = self._images.factor
+        height = max(1, int(rows**0.5))
+        shape = 1, height * side, max(1, rows // height) * side, self._vision.channels
+        pixels = np.zeros(shape, np.uint8)
+        units = self.units(pixels)
+        places = np.arange(units.rows, dtype=np.int64)
+        self.run(EncodeTask(pixels, 0, 0, units.count, places))
+        self._device.synchronize()

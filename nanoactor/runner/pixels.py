@@ -1,0 +1,123 @@
+"""Decoded pixels on their way to the device: they come in pieces, and go once encoded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.actors.config import ENCODER_PAGE_ROWS
+from nanoactor.messages import Step
+from nanoactor.runner.batch import EncodeTask, Update, VisionUpdate
+from nanoactor.vision.messages import Pixels
+
+PixelsOf = Mapping[int, NDArray[np.uint8]]
+NO_PIXELS: PixelsOf = {}
+
+
+class PixelStore:
+    """Pixels by number. Each number ends twice, in either order: a vision worker has sent all of
+    it, or that it will not come; and a step has encoded the last of it, or it was dropped."""
+
+    def __init__(self) -> None:
+        self._partial: dict[int, tuple[NDArray[np.uint8], tuple[int, ...]]] = {}
+        self._whole: dict[int, NDArray[np.uint8]] = {}
+        self._dropped: set[int] = set()
+        """Dropped before the worker's last word."""
+        self._absent: set[int] = set()
+        """Will not come, and are not dropped yet."""
+
+    def __len__(self) -> int:
+        """Return how many numbers have not ended twice."""
+        return len(self._partial) + len(self._whole) + len(self._dropped) + len(self._absent)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pixels held."""
+        parts = sum(array.nbytes for array, _ in self._partial.values())
+        return parts + sum(array.nbytes for array in self._whole.values())
+
+    def add(self, event: Pixels) -> bool:
+        """Take a piece; True where it completes pixels that are wanted."""
+        number, end = event.pixels, event.offset + len(event.data)
+        size = math.prod(event.shape)
+        if number in self._dropped:
+            if end == size:
+                self._dropped.remove(number)
+            return False
+        if number not in self._partial:
+            self._partial[number] = np.empty(size, np.uint8), event.shape
+        array, shape = self._partial[number]
+        array[event.offset : end] = event.data
+        if end < size:
+            return False
+        del self._partial[number]
+        self._whole[number] = array.reshape(shape)
+        return True
+
+    def note_absent(self, number: int) -> None:
+        """These will not come, or not whole."""
+        self._partial.pop(number, None)
+        if number in self._dropped:
+            self._dropped.remove(number)
+        else:
+            self._absent.add(number)
+
+    def drop(self, number: int) -> None:
+        """Nobody wants these any more."""
+        if number in self._absent:
+            self._absent.remove(number)
+        elif self._whole.pop(number, None) is None:
+            self._partial.pop(number, None)
+            self._dropped.add(number)
+
+    def take(self, step: Step, units_of: Callable[[NDArray[np.uint8]], int]) -> PixelsOf:
+        """Return the pixels that a step encodes, by number; those that it encodes to their end are
+        not kept. `units_of` tells how many units an item has."""
+        taken: dict[int, NDArray[np.uint8]] = {}
+        for vision in step.vision:
+            slices = vision.slices
+            for number, first, count in zip(
+                slices.pixels.tolist(),
+                slices.firsts.tolist(),
+                slices.counts.tolist(),
+                strict=True,
+            ):
+                taken[number] = self._whole[number]
+                if first + count == units_of(taken[number]):
+                    del self._whole[number]
+        return taken
+
+
+def with_vision(
+    update: Update, step: Step, pixels: PixelsOf, dropped: Sequence[int] = ()
+) -> Update:
+    """Add to a step's update what it does with pictures; `dropped` are pixels that were since the
+    step before."""
+    if not step.vision:
+        return dataclasses.replace(update, vision=_dropping(dropped)) if dropped else update
+    (vision,) = step.vision
+    tasks, at = [], 0
+    for index, number in enumerate(vision.slices.pixels.tolist()):
+        pages = vision.pages[at : at + int(vision.page_counts[index])].astype(np.int64)
+        at += len(pages)
+        places = (pages[:, None] * ENCODER_PAGE_ROWS + np.arange(ENCODER_PAGE_ROWS)).ravel()
+        first, count = int(vision.slices.firsts[index]), int(vision.slices.counts[index])
+        tasks.append(EncodeTask(pixels[number], number, first, count, places))
+    seen = VisionUpdate(
+        tuple(tasks),
+        tokens=vision.tokens.astype(np.int64),
+        rows=vision.rows.astype(np.int64),
+        positions=vision.positions.copy(),
+        dropped=tuple(dropped),
+    )
+    return dataclasses.replace(update, vision=seen)
+
+
+def _dropping(numbers: Sequence[int]) -> VisionUpdate:
+    nothing = np.empty(0, np.int64)
+    positions = np.empty((3, 0), np.int32)
+    return VisionUpdate((), nothing, nothing, positions, tuple(numbers))

@@ -1,0 +1,49 @@
+"""A tokenizer's wait for what vision workers find out about a request's items."""
+
+from __future__ import annotations
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.vision.media import ReadItem
+
+
+class ItemGathering:
+    """Items by request. They come in any order, and may overtake the request itself."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, dict[int, ReadItem | str]] = {}
+        self._swallow: dict[int, int] = {}
+        """By request that is over: how many of its items are still to come."""
+
+    def __len__(self) -> int:
+        """Return how many requests it knows."""
+        return len(self._found) + len(self._swallow)
+
+    def add(self, uid: int, item: int, found: ReadItem | str) -> int:
+        """Take an item, or why it cannot be used; returns how many of its request there are."""
+        if uid in self._swallow:
+            self._swallow[uid] -= 1
+            if not self._swallow[uid]:
+                del self._swallow[uid]
+            return 0
+        items = self._found.setdefault(uid, {})
+        items[item] = found
+        return len(items)
+
+    def has(self, uid: int, count: int) -> bool:
+        """Tell whether all of a request's items are there."""
+        return len(self._found.get(uid, ())) == count
+
+    def of(self, uid: int) -> list[ReadItem]:
+        """Return a request's items, in their order; raises `InvalidRequest` where one cannot be
+        used."""
+        items = self._found.get(uid, {})
+        for index, found in sorted(items.items()):
+            if isinstance(found, str):
+                raise InvalidRequest(f"picture {index + 1} of {len(items)}: {found}")
+        return [found for _, found in sorted(items.items()) if isinstance(found, ReadItem)]
+
+    def forget(self, uid: int, count: int) -> None:
+        """A request of so many items is over: those that are still to come go nowhere."""
+        missing = count - len(self._found.pop(uid, ()))
+        if missing:
+            self._swallow[uid] = missing

@@ -1,0 +1,183 @@
+"""The messages about pictures and videos; those of all requests are in `nanoactor.messages`."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.runtime.codec import message
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+@message(4)
+class Items:
+    """The pictures and videos of one request, in the order of its prompt; nothing is decoded."""
+
+    keys: NDArray[np.uint8]
+    """(items, 16): what names each one's content and how it is processed."""
+    grids: Int32
+    """(items, 3): temporal patches, and the rows and columns of tokens in each."""
+    spans: Int32
+    """(spans, 3): which item, its row that comes first here, and the index of that token in the
+    prompt. A span is as long as a temporal patch."""
+    rope_delta: int
+    """What follows at index i has rotary position i + rope_delta."""
+    worker: int
+    """Which vision worker has the bytes."""
+
+
+@message(25)
+class EncodeSlices:
+    """What of pictures and videos a step encodes, before anything else of it; a row each."""
+
+    numbers: Int64
+    """Which object of the encoder cache, ..."""
+    pixels: Int64
+    """... from which pixels (the number of a `Want`), ..."""
+    firsts: Int32
+    """... and which of its units (see `nanoactor.vision.units`): the first, ..."""
+    counts: Int32
+    """... and how many."""
+
+
+@message(33)
+class VisionStep:
+    """What a step does with pictures and videos: it encodes first, then prompts read."""
+
+    slices: EncodeSlices
+    page_counts: Int32
+    """How many of `pages` belong to each slice's object: its rows lie there, in this order."""
+    pages: Int32
+    tokens: Int32
+    """Which of the step's prompt tokens stand for rows of the encoder cache, ..."""
+    rows: Int32
+    """... and which rows: page x rows of a page + offset."""
+    positions: Int32
+    """Rotary positions of all prompt tokens of the step, (3, tokens): time, height, width."""
+
+
+@message(41)
+class EncoderCredits:
+    """What matches found of their items, and the encoder cache's pages that are given back."""
+
+    items: Int32
+    """How many items each of the matches answered has, ..."""
+    refunds: Int32
+    """... and how many of the debited pages others hold, or no token of it will read."""
+    numbers: Int64
+    """Of each item: which object in the encoder cache, negative where all of its tokens are
+    computed already, ..."""
+    units: Int32
+    """... and how many of its units the steps planned so far encode."""
+    freed: Int32
+    """Pages that nobody holds any more, ..."""
+    fences: Int32
+    """... and the step that must be done before they may be written again."""
+
+
+@message(70, by="uid")
+class MediaPiece:
+    """Frontend to vision worker: some bytes of an item, in order."""
+
+    uid: int
+    item: int
+    """Which of the request's, from 0."""
+    tokenizer: int
+    """Whom to tell of it; negative where it was told before."""
+    form: str
+    """"" for a file in a format of its own; else "RGB", "RGBA" or "L" for pixels."""
+    shape: tuple[int, ...]
+    """Of pixels: height and width."""
+    area: tuple[int, int]
+    """The least and the largest area in pixels to which it is resized."""
+    size: int
+    """Of the whole, in bytes."""
+    offset: int
+    data: NDArray[np.uint8]
+
+
+@message(71)
+class ItemsRead:
+    """Vision worker to tokenizer: what items are, from their bytes and headers alone."""
+
+    worker: int
+    uids: Int64
+    items: Int32
+    keys: NDArray[np.uint8]
+    """(items, 16)."""
+    grids: Int32
+    """(items, 3), as in `Items`."""
+    errors: list[str]
+    """Why an item cannot be used; empty where it can."""
+
+
+@message(72)
+class ResendMedia:
+    """Vision worker to frontend: the bytes of these items are wanted again."""
+
+    uids: Int64
+    items: Int32
+
+
+@message(73, by="uid")
+class Want:
+    """Scheduler to vision worker: decode an item and send its pixels to the runners."""
+
+    pixels: int
+    """The number by which they go from here on; never the same twice."""
+    uid: int
+    item: int
+    key: bytes
+
+
+@message(74)
+class Unwant:
+    """Scheduler to vision worker: nobody waits for these pixels any more."""
+
+    pixels: Int64
+
+
+@message(75)
+class Pixels:
+    """Vision worker to every runner: some bytes of decoded pixels, in order."""
+
+    pixels: int
+    shape: tuple[int, ...]
+    """Frames, height, width, channels, of the whole."""
+    offset: int
+    data: NDArray[np.uint8]
+
+
+@message(76)
+class NoPixels:
+    """Vision worker to every runner: these will not come."""
+
+    pixels: Int64
+
+
+@message(77)
+class ItemsReady:
+    """Runner to scheduler: it holds these pixels."""
+
+    rank: int
+    pixels: Int64
+
+
+@message(78)
+class ItemsFailed:
+    """Vision worker to scheduler: these cannot be decoded, and why."""
+
+    pixels: Int64
+    errors: list[str]
+
+
+@message(79)
+class DropPixels:
+    """Scheduler to every runner, by way of the block manager: forget these pixels, which may not
+    have come yet. No later step names them, and what is half encoded begins anew."""
+
+    pixels: Int64
+    numbers: Int64
+    """Of each, the object in the encoder cache."""

@@ -1,0 +1,406 @@
+"""Engines see: greedy tokens equal transformers', whatever is cut, cached, preempted or shared."""
+
+import asyncio
+import io
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from nanoactor import LLM, SamplingParams
+from nanoactor.errors import InvalidRequest
+from tests.engine.harness import Reference, collect, engine, greedy, ids
+from tests.models.checkpoints import TOWERS, VISION_IDS, make_checkpoint
+
+IMAGE, VIDEO, START, END = VISION_IDS.values()
+BLOCK = 4
+SIDE = 8
+"""Pixels of a token's side."""
+
+
+class Eyes(Reference):
+    """transformers' model and processor, and pictures."""
+
+    def __init__(self, directory, **config):
+        super().__init__(make_checkpoint(directory, family="Qwen3VL", **config))
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
+
+        self.directory = directory
+        self.processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
+
+    def see(self, prompt, output, pictures):
+        """As `check`, of a prompt in which each picture's tokens stand already."""
+        pixels = self.processor([Image.fromarray(p) for p in pictures], return_tensors="pt")
+        tokens = torch.tensor([[*prompt, *output]])
+        whole = self.model
+
+        def with_pictures(given):
+            assert torch.equal(given, tokens)
+            return whole(
+                given,
+                mm_token_type_ids=(given == IMAGE).int(),
+                pixel_values=pixels["pixel_values"],
+                image_grid_thw=pixels["image_grid_thw"],
+            )
+
+        self.model = with_pictures
+        try:
+            self.check(prompt, output)
+        finally:
+            self.model = whole
+
+
+def picture(seed, height, width):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+
+
+def prompt_of(rng, count, text=6):
+    """Ids with a placeholder for each of so many pictures."""
+    made = []
+    for _ in range(count):
+        made += [rng.randrange(200) for _ in range(rng.randrange(text))]
+        made += [START, IMAGE, END]
+    return [*made, *(rng.randrange(200) for _ in range(1 + rng.randrange(text)))]
+
+
+def request(tokens, pictures):
+    return {**ids(tokens), "multi_modal_data": {"image": list(pictures)}}
+
+
+def jobs_of(seed, count, most=3):
+    """(tokens, pictures), some of which share pictures and beginnings, and some have none."""
+    rng = random.Random(seed)
+    pool = [picture(n, rng.randrange(4, 60), rng.randrange(4, 60)) for n in range(6)]
+    jobs = []
+    for number in range(count):
+        if number % 3 == 2:  # another end behind the same beginning
+            tokens, pictures = jobs[rng.randrange(len(jobs))]
+            jobs.append(([*tokens, rng.randrange(200), number], pictures))
+            continue
+        pictures = [rng.choice(pool) for _ in range(rng.randrange(most + 1))]
+        jobs.append((prompt_of(rng, len(pictures)), pictures))
+    return jobs
+
+
+async def run_all(llm, jobs, tokens):
+    return await asyncio.gather(*(collect(llm, request(*job), greedy(tokens)) for job in jobs))
+
+
+def check_all(eyes, jobs, outputs, tokens):
+    for (_, pictures), output in zip(jobs, outputs, strict=True):
+        assert len(output.outputs[0].token_ids) == tokens
+        assert output.prompt_token_ids.count(START) == len(pictures)
+        if pictures:
+            eyes.see(output.prompt_token_ids, output.outputs[0].token_ids, pictures)
+        else:
+            eyes.check(output.prompt_token_ids, output.outputs[0].token_ids)
+    eyes.conclude()
+
+
+@pytest.fixture(scope="module")
+def eyes(tmp_path_factory):
+    return Eyes(tmp_path_factory.mktemp("eyes"), num_hidden_layers=4)
+
+
+# (sequences at once, tokens a step, depth): with 1 and 3 tokens a step every picture is encoded in
+# parts, and every chunk ends in one.
+SHAPES = [(1, 1, 1), (3, 3, 2), (6, 17, 3), (8, 64, 2)]
+
+
+@pytest.mark.parametrize(("seqs", "budget", "depth"), SHAPES)
+def test_tokens_equal_transformers_for_every_chunk(eyes, seqs, budget, depth):
+    jobs = jobs_of(budget, 3 if budget == 1 else 12)
+
+    async def main():
+        changes = dict(max_num_seqs=seqs, max_num_batched_tokens=budget, pipeline_depth=depth)
+        async with engine(eyes.directory, placement="single", block_size=BLOCK, **changes) as llm:
+            return await run_all(llm, jobs, 5)
+
+    check_all(eyes, jobs, asyncio.run(main()), 5)
+
+
+@pytest.mark.parametrize("tower", [name for name in TOWERS if name != "two_levels"])
+def test_every_tower_in_processes_of_its_own(tmp_path, tower):
+    eyes, jobs = Eyes(tmp_path, num_hidden_layers=5, tower=TOWERS[tower]), jobs_of(7, 6)
+
+    async def main():
+        async with engine(eyes.directory, max_num_batched_tokens=40, num_vision_workers=2) as llm:
+            return await run_all(llm, jobs, 4)
+
+    check_all(eyes, jobs, asyncio.run(main()), 4)
+
+
+def test_sequences_preempted_at_any_step_see_the_same_when_they_come_back(eyes):
+    """Few blocks and few pages: sequences give up pictures that are half read, and encoded ones are
+    evicted, again and again."""
+    jobs = jobs_of(3, 20, most=2)
+
+    async def main():
+        changes = dict(max_num_seqs=6, max_num_batched_tokens=12, max_model_len=128)
+        changes |= dict(num_kv_blocks=40, encoder_cache_tokens=96)
+        async with engine(eyes.directory, placement="single", block_size=BLOCK, **changes) as llm:
+            return await run_all(llm, jobs, 24), await llm.statistics()
+
+    outputs, figures = asyncio.run(main())
+    check_all(eyes, jobs, outputs, 24)
+    assert figures["scheduler"]["actor"]["preemptions"] > 5
+    assert figures["blocks"]["actor"]["encoder_evictions"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2])
+def test_ranks_see_as_one(eyes, ranks):
+    jobs = jobs_of(5, 12)
+
+    async def main():
+        changes = dict(tensor_parallel_size=ranks, max_num_batched_tokens=40)
+        async with engine(eyes.directory, **changes) as llm:
+            return await run_all(llm, jobs, 6)
+
+    check_all(eyes, jobs, asyncio.run(main()), 6)
+
+
+@pytest.mark.parametrize("cut", range(0, 22, 3))
+def test_a_prefix_hit_may_end_before_in_and_after_a_picture(eyes, cut):
+    """The other prompt leaves the first one before, in the middle of, or behind its picture."""
+    seen = picture(1, 4 * SIDE, 4 * SIDE)
+    first = [1, 2, 3, START, IMAGE, END, 7, 8, 9]
+    whole = [1, 2, 3, START, *[IMAGE] * 16, END, 7, 8, 9]
+    other = [1, 2, 3, 99, START, IMAGE, END, 5] if cut < 4 else [*first[:6], 5][: cut + 9]
+    if 4 <= cut < 20:  # as long as the first up to here, and another picture of the same size
+        other = first
+
+    async def main():
+        async with engine(eyes.directory, placement="single", block_size=BLOCK) as llm:
+            before = await collect(llm, request(first, [seen]), greedy(3))
+            shown = seen if cut < 4 or cut >= 20 else picture(2, 4 * SIDE, 4 * SIDE)
+            return before, shown, await collect(llm, request(other, [shown]), greedy(3))
+
+    before, shown, after = asyncio.run(main())
+    assert before.prompt_token_ids == whole
+    eyes.see(after.prompt_token_ids, after.outputs[0].token_ids, [shown])
+    same = sum(
+        1
+        for _ in itertools.takewhile(
+            lambda pair: pair[0] == pair[1],
+            zip(before.prompt_token_ids, after.prompt_token_ids, strict=False),
+        )
+    )
+    shared = same if shown is seen else 4  # the first block has nothing of the picture
+    most = min(shared, len(after.prompt_token_ids) - 1)
+    assert after.num_cached_tokens == most // BLOCK * BLOCK
+
+
+def test_a_picture_in_many_requests_is_decoded_and_encoded_once(eyes):
+    seen = picture(3, 6 * SIDE, 6 * SIDE)
+    jobs = [([n, START, IMAGE, END, n], [seen]) for n in range(8)]
+
+    async def main():
+        async with engine(eyes.directory, max_num_seqs=8, block_size=BLOCK) as llm:
+            await run_all(llm, jobs, 3)
+            first = await llm.statistics()
+            (turn,) = await run_all(llm, [([0, START, IMAGE, END, 0, 1, 2], [seen])], 3)
+            return first, turn, await llm.statistics()
+
+    first, turn, second = asyncio.run(main())
+    for figures in (first, second):
+        assert figures["vision.0"]["actor"]["decoded"] == 1
+        assert figures["scheduler"]["actor"]["items_encoded"] == 1
+    assert first["blocks"]["actor"]["encoder_hits"] == 7
+    # The second turn computes nothing of the first, so it asks for nothing of the picture.
+    assert turn.num_cached_tokens == 40
+    assert second["blocks"]["actor"]["encoder_hits"] == 7
+
+
+def test_pictures_leave_nothing_behind(eyes):
+    """Distinct ones, one after the other and several at once: what is held is bounded."""
+
+    async def main():
+        changes = dict(placement="default", max_num_seqs=8, encoder_cache_tokens=64)
+        async with engine(eyes.directory, device="simulated:0.2", dtype="auto", **changes) as llm:
+            vision = llm.pids["vision.0"]
+            sizes = []
+            for part in range(4):
+                jobs = [
+                    ([START, IMAGE, END, 1], [picture(1000 * part + n, 64, 64)]) for n in range(100)
+                ]
+                await run_all(llm, jobs, 1)
+                sizes.append(resident(vision))
+            return sizes, await llm.statistics()
+
+    sizes, figures = asyncio.run(main())
+    assert figures["vision.0"]["actor"]["decoded"] == 400
+    assert figures["runner.0"]["actor"]["pixels"] == 0
+    # 100 pictures of 12 KiB are kept undecoded for each part; nothing else may stay.
+    assert sizes[-1] - sizes[1] < 16 << 20, sizes
+
+
+def resident(pid):
+    with open(f"/proc/{pid}/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmRSS"))
+
+
+def test_text_passes_pictures_that_are_being_decoded(eyes):
+    """Text that comes behind large pictures is done before the first of them is decoded."""
+
+    async def main():
+        changes = dict(device="simulated:1", dtype="auto", max_num_seqs=16)
+        async with engine(eyes.directory, **changes) as llm:
+            order = []
+
+            async def run(name, prompt):
+                await collect(llm, prompt, greedy(2))
+                order.append(name)
+
+            large = [picture(n, 2000, 3000) for n in range(6)]
+            jobs = [run("picture", request([START, IMAGE, END, 1], [p])) for p in large]
+            await asyncio.gather(*jobs, *(run("text", ids([1, 2, n])) for n in range(12)))
+            return order
+
+    order = asyncio.run(main())
+    assert order.count("picture") == 6
+    assert order.index("picture") >= 10, order
+
+
+# -- what is refused ----------------------------------------------------------------------
+
+
+def encoded(image, form="PNG"):
+    out = io.BytesIO()
+    image.save(out, form)
+    return out.getvalue()
+
+
+WHOLE = encoded(Image.fromarray(picture(1, 40, 40)))
+WRONG = [
+    ([START, IMAGE, END], [], "1 image placeholders .* 0 images were given"),
+    ([1, 2], [WHOLE], "0 image placeholders .* 1 images were given"),
+    ([VIDEO, 1], [], "1 video placeholders"),
+    ([IMAGE, 1], [b"nonsense"], "picture 1 of 1: the 8 bytes are no picture"),
+    ([IMAGE, IMAGE, 1], [WHOLE, WHOLE[:300]], "cannot be decoded"),
+    ([IMAGE, 1], [np.zeros((4, 900, 3), np.uint8)], "too narrow"),
+    ([IMAGE, 1], [np.zeros((4, 4, 2), np.uint8)], "picture 1: an array must be uint8"),
+    ([IMAGE, 1], [b""], "picture 1: the picture is empty"),
+    ([IMAGE, 1], [17], "picture 1: a picture must be its encoded bytes"),
+    ([IMAGE, 1], ["/nowhere/x.png"], "picture 1: the picture cannot be read"),
+    ([IMAGE, 1], ["data:text/plain,x"], "a data: URL must begin with data:image"),
+    ([IMAGE] * 5, [WHOLE] * 5, "at most 4 are allowed"),
+    ([IMAGE, 1], [np.zeros((2000, 2000, 3), np.uint8)], "at least one and at most 1000000"),
+    ([IMAGE] * 4, [picture(9, 48, 48)] * 4, "the encoder cache holds 64"),
+]
+
+
+def test_what_is_wrong_with_a_picture_is_told_and_harms_nobody(eyes):
+    good = ([START, IMAGE, END, 5], [picture(4, 20, 20)])
+
+    async def main():
+        changes = dict(max_image_pixels=1_000_000, limit_mm_per_prompt={"image": 4})
+        changes |= dict(encoder_cache_tokens=64)
+        async with engine(eyes.directory, **changes) as llm:
+            others = asyncio.ensure_future(run_all(llm, [good] * 3, 20))
+            for tokens, pictures, message in WRONG:
+                given = request(tokens, pictures) if pictures else ids(tokens)
+                with pytest.raises(InvalidRequest, match=message):
+                    await collect(llm, given, greedy(2))
+            return await others
+
+    outputs = asyncio.run(main())
+    for output in outputs:
+        eyes.see(output.prompt_token_ids, output.outputs[0].token_ids, good[1])
+
+
+def test_a_model_that_is_blind_says_so():
+    async def main():
+        async with engine("demo", skip_tokenizer_init=False) as llm:
+            with pytest.raises(InvalidRequest, match="sees no pictures"):
+                await collect(llm, request([1, 2], [WHOLE]), greedy(2))
+
+    asyncio.run(main())
+
+
+def test_requests_with_pictures_may_be_given_up_at_any_time(eyes):
+    """Before the header is read, while it is decoded, encoded and answered."""
+
+    async def main():
+        async with engine(eyes.directory, max_num_batched_tokens=32) as llm:
+            for number in range(30):
+                shown = picture(number % 7, 900, 900) if number % 2 else picture(number, 30, 30)
+                stream = llm.generate(request([START, IMAGE, END, 1], [shown]), greedy(30))
+                task = asyncio.ensure_future(anext(stream))
+                await asyncio.sleep(0.003 * (number % 8))
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                await stream.aclose()
+            (output,) = await run_all(llm, [([START, IMAGE, END], [picture(1, 30, 30)])], 3)
+            return output
+
+    output = asyncio.run(main())
+    eyes.see(output.prompt_token_ids, output.outputs[0].token_ids, [picture(1, 30, 30)])
+
+
+# -- the demo that sees -------------------------------------------------------------------
+
+
+def drawn(text, ink=(250, 220, 90), paper=(20, 30, 90)):
+    from PIL import ImageDraw, ImageFont
+
+    image = Image.new("RGB", (32 * max(1, len(text)), 64), paper)
+    font = ImageFont.load_default(30)
+    ImageDraw.Draw(image).text((6, 12), text, font=font, fill=ink)
+    return image
+
+
+def conversation(question, *images):
+    parts = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
+
+
+def test_the_demo_reads_digits():
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    with LLM("demo-vl", device="cpu", dtype="float32", num_kv_blocks=400) as llm:
+        numbers = ["7", "42", "905", "318", "60"]
+        chats = [conversation("read: ", drawn(number)) for number in numbers]
+        answers = llm.chat(chats, params, use_tqdm=False)
+        assert [answer.outputs[0].text for answer in answers] == numbers
+        place = "<|vision_start|><|image_pad|><|vision_end|>"
+        shown = {"image": [encoded(drawn("12")), encoded(drawn("34"))]}
+        prompts = [
+            {"prompt": f"{place}{place}{which}: ", "multi_modal_data": shown}
+            for which in ("first", "second")
+        ]
+        texts = [o.outputs[0].text for o in llm.generate(prompts, params, use_tqdm=False)]
+        assert texts == ["12", "34"]
+        # What a user spells like a placeholder stays text.
+        (spelt,) = llm.chat(conversation("<|image_pad|> read: ", drawn("5")), params, False)
+        assert spelt.prompt_token_ids.count(261) == drawn("5").width * 64 // 32**2
+        assert bytes(t for t in spelt.prompt_token_ids if t < 256).count(b"<|image_pad|>") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("seqs", "budget", "depth"), [(3, 3, 2), (8, 64, 2)])
+def test_a_gpu_sees_as_transformers(eyes, seqs, budget, depth):
+    jobs = jobs_of(budget, 12)
+
+    async def main():
+        changes = dict(max_num_seqs=seqs, max_num_batched_tokens=budget, pipeline_depth=depth)
+        changes |= dict(device="cuda", placement="default")
+        async with engine(eyes.directory, **changes) as llm:
+            return await run_all(llm, jobs, 8)
+
+    check_all(eyes, jobs, asyncio.run(main()), 8)
+
+
+@pytest.mark.gpu
+def test_the_demo_reads_digits_on_a_gpu():
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    with LLM("demo-vl", device="cuda") as llm:
+        numbers = [str(7 * n * n + 1)[:3] for n in range(1, 33)]
+        chats = [conversation("read: ", drawn(number)) for number in numbers]
+        answers = [o.outputs[0].text for o in llm.chat(chats, params, use_tqdm=False)]
+    right = sum(map(str.__eq__, answers, numbers))
+    assert right >= 30, [pair for pair in zip(answers, numbers, strict=True) if pair[0] != pair[1]]

@@ -1,0 +1,102 @@
+"""The vision worker's own actor over pictures that are only told of."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanoactor.actors.config import ActorConfig
+from nanoactor.actors.vision import VisionActor
+from nanoactor.errors import InvalidRequest
+from nanoactor.models.image_config import ImageConfig
+from nanoactor.models.vision_config import VisionConfig, parse_vision
+from nanoactor.vision.media import Media, ReadItem
+from tests.simulation.reference import key_of
+from tests.simulation.scenario import END, IMAGE, START, VIDEO, Picture
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+DEPTH = 3
+IMAGES = ImageConfig(1, 1 << 20, 1, rescale=1.0, mean=(0.0,) * 3, std=(1.0,) * 3)
+
+
+def vision_config() -> VisionConfig:
+    """A tower in which a pixel is a token."""
+    tower = dict(
+        depth=DEPTH,
+        deepstack_visual_indexes=[0],
+        patch_size=1,
+        spatial_merge_size=1,
+        temporal_patch_size=1,
+    )
+    ids = dict(
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+    return parse_vision({"vision_config": tower, **ids}, "simulated")
+
+
+def media_of(picture: Picture) -> Media:
+    """What a user gives."""
+    data = json.dumps([picture.content, picture.height, picture.width, picture.fault])
+    return Media("", (), (1, 1), data.encode())
+
+
+def picture_of(pixels: Any) -> Picture:
+    """What pixels show."""
+    _, height, width, _ = pixels.shape
+    return Picture(int(pixels[0, 0, 0, 0]), height, width)
+
+
+class _Reader:
+    """Stands where a `MediaReader` does."""
+
+    def read(self, media: Media) -> ReadItem:
+        picture = Picture(*json.loads(media.data))
+        if picture.fault == "header":
+            raise InvalidRequest("no picture")
+        return ReadItem(key_of(picture), (1, picture.height, picture.width))
+
+    def decode(self, media: Media) -> Any:
+        picture = Picture(*json.loads(media.data))
+        if picture.fault:
+            raise InvalidRequest("broken")
+        return np.full((1, picture.height, picture.width, 3), picture.content, np.uint8)
+
+
+class SimulatedVision(VisionActor):
+    """`VisionActor` with a latency in the place of its thread: one picture after the other."""
+
+    def __init__(self, config: ActorConfig, world: World, number: int) -> None:
+        super().__init__(config)
+        self._world = world
+        self._free_at = 0.0
+        self._slow = random.Random(f"{world.scenario.seed} decode {number}")
+
+    def setup(self) -> None:
+        """No Pillow, and no thread."""
+        self._reader: Any = _Reader()
+        self._store_bytes = self._world.scenario.vision_store
+
+    def _decode(self, number: int, media: Media) -> None:
+        scenario, loop = self._world.scenario, self._world.loop
+        seconds = 0.0
+        if scenario.decode_steps:
+            mean = scenario.decode_steps * scenario.step_seconds
+            seconds = self._slow.expovariate(1 / mean)
+        self._free_at = max(self._free_at, loop.time()) + seconds
+        loop.call_at(self._free_at, self._done, number, media)
+
+    def _done(self, number: int, media: Media) -> None:
+        self._world.oracle.counts["pictures decoded"] += number in self._wants
+        try:
+            result: Any = self._reader.decode(media)
+        except InvalidRequest as error:
+            result = str(error)
+        self._decoded(number, result)
