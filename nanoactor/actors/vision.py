@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any
@@ -63,6 +64,7 @@ class VisionActor(Actor):
         self._work: queue.SimpleQueue[tuple[int, Media] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.items = self.decoded = 0
+        self.decode_seconds = 0.0
 
     def setup(self) -> None:
         """Import Pillow, and start the thread that decodes."""
@@ -77,7 +79,8 @@ class VisionActor(Actor):
         """Find the edges."""
         super().start(context, ready)
         self._number = int(context.name.rpartition(".")[2])
-        self._decode_kind = context.new_track("decode").kind("decode", "pixels")
+        self._decode_track = context.new_track("decode")
+        self._decode_kind = self._decode_track.kind("decode picture", "pixels")
         tokenizers = range(self._config.engine.num_tokenizers)
         self._tokenizers = [context.outbox(f"tokenizer.{index}") for index in tokenizers]
         self._frontend = context.outbox("frontend")
@@ -159,11 +162,19 @@ class VisionActor(Actor):
             number, media = work
             if number not in self._wants:  # nobody waits any more; the loop has said so
                 continue
+            begin = time.monotonic_ns()
             try:
                 result: NDArray[np.uint8] | str = self._reader.decode(media)
             except InvalidRequest as error:
                 result = str(error)
+            except Exception as error:  # nothing in a picture may end the engine
+                result = f"the picture cannot be decoded: {error!r:.200}"
+            self.context.call_soon(self._note_decoded, number, begin, time.monotonic_ns())
             self.context.call_soon(self._decoded, number, result)
+
+    def _note_decoded(self, number: int, begin: int, end: int) -> None:
+        self.decode_seconds += (end - begin) * 1e-9
+        self._decode_track.add(self._decode_kind, number, begin, end)
 
     def _unwant(self, event: Unwant) -> None:
         numbers = [number for number in event.pixels.tolist() if number in self._wants]
@@ -254,6 +265,7 @@ class VisionActor(Actor):
         return {
             "items": self.items,
             "decoded": self.decoded,
+            "decode_seconds": self.decode_seconds,
             "stored_bytes": self._stored,
             "wants": len(self._wants),
             "unread": sum(map(len, self._read.values())) + len(self._arriving),

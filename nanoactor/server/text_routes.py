@@ -60,7 +60,7 @@ class TextRoutes:
                 "tools": template.shows_tools,
                 "reasoning": template.knows_thoughts,
                 "text": self._texts is not None,
-                "vision": False,
+                "vision": files.images is not None,
                 "logprobs": False,
             },
             "limits": {
