@@ -266,9 +266,12 @@ async def stream_round(
     before = (await llm.statistics())["runner.0"]["actor"]
     running = [asyncio.ensure_future(stream(number)) for number in range(streams)]
     await asyncio.sleep(0.5)
-    await asyncio.gather(*map(show, pictures), *running)
-    after = (await llm.statistics())["runner.0"]["actor"]
+    shown = [asyncio.ensure_future(show(data)) for data in pictures]
+    await asyncio.gather(*running)
+    after = (await llm.statistics())["runner.0"]["actor"]  # pictures may take longer than they
     ticking.cancel()
+    seen = sum(task.done() for task in shown)
+    await asyncio.gather(*shown)
     gaps.sort()
     busy, idle = (after[n] - before[n] for n in ("busy_seconds", "idle_seconds"))
     return {
@@ -277,6 +280,7 @@ async def stream_round(
         "loop_held_ms": round(held[0] * 1e3, 3),
         "device_idle": round(idle / (busy + idle), 5),
         "steps": after["steps"] - before["steps"],
+        "pictures_meanwhile": seen,
     }
 
 

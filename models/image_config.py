@@ -44,7 +44,7 @@ class ImageConfig:
         Raises ValueError where one side is more than `MOST_ASPECT` times the other.
         """
         long, short = max(height, width), min(height, width)
-        if long > MOST_ASPECT * short:
+        if short < 1 or long > MOST_ASPECT * short:
             raise ValueError(
                 f"a picture of {width} x {height} pixels is too narrow: its longer side may be "
                 f"{MOST_ASPECT} times the shorter one at most"

@@ -144,6 +144,20 @@ class LLM:
         coroutine = self._generate(list(messages), sampling_params, use_tqdm, chat_template_kwargs)
         return self._call(coroutine)
 
+    def generate_multimodal(
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The completed outputs of requests with pictures, in their order.
+
+        A request is `{"text": ..., "images": [...]}`, with a placeholder in the text for each
+        picture, or `{"messages": [...]}`, whose content parts hold them. Raises `InvalidRequest`.
+        """
+        prompts = [_multimodal(request) for request in requests]
+        return self._call(self._generate(prompts, sampling_params, use_tqdm, None))
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer as transformers loads it; see `AsyncLLM.get_tokenizer`."""
         return self._call(self._llm.get_tokenizer())
@@ -206,6 +220,21 @@ class LLM:
         assert final is not None
         progress.request()
         return final
+
+
+def _multimodal(request: Mapping[str, Any]) -> Any:
+    """Return a request of `generate_multimodal` as a prompt."""
+    keys = set(request) if isinstance(request, Mapping) else set()
+    if keys == {"messages"}:
+        return request["messages"]
+    if keys not in ({"text"}, {"text", "images"}):
+        raise InvalidRequest(
+            "a request must be {'text': ..., 'images': [...]} or {'messages': [...]}, got "
+            f"{sorted(map(str, keys)) or type(request).__name__}"
+        )
+    images = request.get("images")
+    prompt = {"prompt": request["text"]}
+    return {**prompt, "multi_modal_data": {"image": images}} if images else prompt
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

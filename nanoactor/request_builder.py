@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from nanoactor.actors.config import encoder_pages
 from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidRequest
 from nanoactor.messages import Int32, Stopping, Submit, TextOptions
@@ -33,7 +34,7 @@ class RequestBuilder:
         self._skips_tokenizer = config.skip_tokenizer_init
         self._files = files
         self._seeds = seeds
-        self._media = MediaTaker(config, files.images)
+        self._media = MediaTaker(config, files.images, encoder_pages(config, files))
 
     def build(
         self,

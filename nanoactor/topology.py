@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from nanoactor.actors.config import DELTA_BYTES, ActorConfig
+from nanoactor.actors.config import DELTA_BYTES, ActorConfig, encoder_pages
 from nanoactor.config import EngineConfig
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.params import MAX_STOP_IDS
@@ -162,6 +162,7 @@ def _edges(
     tokens = ring_capacity(512 * seqs + 64 * 1024)
     chunk = ring_capacity(4 * DELTA_BYTES + 4 * length)
     small = ring_capacity(64 * 1024 + 64 * seqs)
+    pages = encoder_pages(config, files)
     runners = tuple(f"runner.{rank}" for rank in range(config.tensor_parallel_size))
     # Each cycle has an edge whose outbox the protocol bounds: one message that merges what is
     # new (credits, stops, chunks), or as many as steps are in flight.
@@ -170,7 +171,7 @@ def _edges(
         *(EdgeSpec(t, ("scheduler",), admitted) for t in tokenizers),
         EdgeSpec("frontend", ("scheduler",), small),
         EdgeSpec("scheduler", ("blocks",), max(admitted, step)),
-        EdgeSpec("blocks", ("scheduler",), small, bound=1),
+        EdgeSpec("blocks", ("scheduler",), ring_capacity(64 * 1024 + 64 * (seqs + pages)), bound=1),
         EdgeSpec("blocks", runners, step, name="runners"),
         *(
             EdgeSpec(runner, ("scheduler",), tokens, bound=4 * config.pipeline_depth)

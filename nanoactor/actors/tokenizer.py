@@ -165,19 +165,28 @@ class TokenizerActor(Actor):
             return tokens, ()
         read = self._items.of(event.uid) if event.num_items else []
         visual = [VisualItem(one.key, one.grid[1], one.grid[2]) for one in read]
+        self._check_room(visual, len(tokens))
         prompt = expand_prompt(tokens, visual, vision, self._encode)
         if not visual:
             return tokens, ()
         items = items_message(prompt, visual, vision, self._workers[event.uid])
+        return prompt.token_ids, (items,)
+
+    def _check_room(self, visual: list[VisualItem], tokens: int) -> None:
+        """Raise `InvalidRequest` where pictures are too many or too large to be placed at all."""
+        rows, limit = sum(item.tokens for item in visual), self._config.files.max_model_len
+        if rows + tokens > 2 * limit:  # else the whole prompt's length is told
+            raise InvalidRequest(
+                f"the request's pictures have {rows} tokens, but max_model_len is {limit}"
+            )
         pages = sum(-(-item.tokens // self._limits.page_rows) for item in visual)
         if pages > self._limits.pages:
             room = self._limits.pages * self._limits.page_rows
             raise InvalidRequest(
-                f"the request's pictures have {sum(item.tokens for item in visual)} tokens, "
-                f"rounded up for each, but the encoder cache holds {room}: give fewer or smaller "
-                "pictures, or raise encoder_cache_tokens"
+                f"the request's pictures have {rows} tokens, rounded up for each, but the encoder "
+                f"cache holds {room}: give fewer or smaller pictures, or raise "
+                "encoder_cache_tokens"
             )
-        return prompt.token_ids, (items,)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._encoder.encode_text(text, special=False).tolist()

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,12 @@ from nanoactor.vision.messages import (
     Want,
 )
 
+T = TypeVar("T")
+
+_IN_ONE_MESSAGE = 256
+_LONGEST_REASON = 300
+_LONGEST_DECODE = 120.0
+"""Seconds."""
 # Bytes of items, undecoded, that a worker keeps; what it lacks it asks the frontend for.
 STORE_BYTES = 256 << 20
 
@@ -63,6 +69,7 @@ class VisionActor(Actor):
         """Bytes of the first of them."""
         self._work: queue.SimpleQueue[tuple[int, Media] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._stopping = False
         self.items = self.decoded = 0
         self.decode_seconds = 0.0
 
@@ -114,8 +121,8 @@ class VisionActor(Actor):
         found: ReadItem | str
         try:
             found = self._reader.read(media)
-        except InvalidRequest as error:
-            found = str(error)
+        except Exception as error:
+            found = _reason(error)
         if isinstance(found, ReadItem):
             self._keep(found.key, media)
         if first.tokenizer >= 0:
@@ -130,7 +137,7 @@ class VisionActor(Actor):
             self._store[key] = media
             self._stored += len(media.data)
         self._store.move_to_end(key)
-        while self._stored > self._store_bytes and len(self._store) > 1:
+        while self._stored > self._store_bytes:
             _, gone = self._store.popitem(last=False)
             self._stored -= len(gone.data)
 
@@ -158,17 +165,17 @@ class VisionActor(Actor):
 
     def _decode_all(self) -> None:
         """The thread: Pillow lets go of the interpreter's lock while it works."""
-        while (work := self._work.get()) is not None:
+        while (work := self._work.get()) is not None and not self._stopping:
             number, media = work
             if number not in self._wants:  # nobody waits any more; the loop has said so
                 continue
             begin = time.monotonic_ns()
             try:
                 result: NDArray[np.uint8] | str = self._reader.decode(media)
-            except InvalidRequest as error:
-                result = str(error)
-            except Exception as error:  # nothing in a picture may end the engine
-                result = f"the picture cannot be decoded: {error!r:.200}"
+            except Exception as error:
+                result = _reason(error)
+            if self._stopping:  # the loop may be gone
+                return
             self.context.call_soon(self._note_decoded, number, begin, time.monotonic_ns())
             self.context.call_soon(self._decoded, number, result)
 
@@ -180,9 +187,12 @@ class VisionActor(Actor):
         numbers = [number for number in event.pixels.tolist() if number in self._wants]
         for number in numbers:
             want = self._wants.pop(number)
-            waiting = self._waiting.get((want.uid, want.item), [])
+            place = want.uid, want.item
+            waiting = self._waiting.get(place, [])
             if number in waiting:
                 waiting.remove(number)
+                if not waiting:  # bytes that still come go to the store alone
+                    del self._waiting[place]
             if self._sending and self._sending[0][0] == number:
                 self._sent = 0
             self._sending = deque(entry for entry in self._sending if entry[0] != number)
@@ -209,21 +219,17 @@ class VisionActor(Actor):
 
     def _report(self) -> None:
         """Say what the edges have room for; the rest waits and merges."""
-        for tokenizer, found in list(self._read.items()):
-            if self._tokenizers[tokenizer].ready:
-                self._tokenizers[tokenizer].send(self._items_read(found))
-                del self._read[tokenizer]
-        if self._resends and self._frontend.ready:
-            uids, items = zip(*self._resends, strict=True)
-            self._resends = []
+        for tokenizer, found in self._read.items():
+            while found and self._tokenizers[tokenizer].ready:
+                self._tokenizers[tokenizer].send(self._items_read(_first(found)))
+        while self._resends and self._frontend.ready:
+            uids, items = zip(*_first(self._resends), strict=True)
             self._frontend.send(ResendMedia(np.array(uids, np.int64), np.array(items, np.int32)))
-        if self._failed and self._scheduler.ready:
-            numbers, errors = zip(*self._failed, strict=True)
-            self._failed = []
+        while self._failed and self._scheduler.ready:
+            numbers, errors = zip(*_first(self._failed), strict=True)
             self._scheduler.send(ItemsFailed(np.array(numbers, np.int64), list(errors)))
-        if self._absent and self._runners.ready:
-            self._runners.send(NoPixels(np.array(self._absent, np.int64)))
-            self._absent = []
+        while self._absent and self._runners.ready:
+            self._runners.send(NoPixels(np.array(_first(self._absent), np.int64)))
         self._send_pixels()
 
     def _items_read(self, found: list[tuple[int, int, ReadItem | str]]) -> ItemsRead:
@@ -256,6 +262,7 @@ class VisionActor(Actor):
 
     def stop(self) -> None:
         """End the thread once the picture at hand is done."""
+        self._stopping = True
         self._work.put(None)
         if self._thread is not None:
             self._thread.join(timeout=1.0)
@@ -269,8 +276,19 @@ class VisionActor(Actor):
             "stored_bytes": self._stored,
             "wants": len(self._wants),
             "unread": sum(map(len, self._read.values())) + len(self._arriving),
+            "waiting": len(self._waiting),
         }
 
 
-_LONGEST_DECODE = 30.0
-"""Seconds."""
+def _first(entries: list[T]) -> list[T]:
+    """Take out as many as one message carries, the oldest first."""
+    some = entries[:_IN_ONE_MESSAGE]
+    del entries[:_IN_ONE_MESSAGE]
+    return some
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong with a picture; nothing in one may end the engine."""
+    known = isinstance(error, InvalidRequest)
+    text = str(error) if known else f"the picture cannot be decoded: {error!r}"
+    return text[:_LONGEST_REASON]

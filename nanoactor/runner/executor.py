@@ -118,8 +118,8 @@ class DeviceExecutor:
             device.synchronize()
 
     def _make_in_flight(self) -> _InFlight:
-        event, rows = self._device.timed_event, self._config.max_num_seqs
-        ids = self._device.pinned(rows, dtype=torch.int32)
+        event = self._device.timed_event
+        ids = self._device.pinned(self._config.max_num_seqs, dtype=torch.int32)
         return _InFlight(event(), event(), event(), event(), ids)
 
     def _make_clock(self) -> DeviceClock:
@@ -210,7 +210,7 @@ class DeviceExecutor:
         _, cut = self._measured(lambda: self._decode_once(decoding, top_p=0.9))
         captured = max(captured, peak)
         peak = max(peak * most // tokens, captured, cut)
-        peak = max(peak, self._warm_up_encoder())
+        peak += self._warm_up_encoder()  # half encoded pictures stay while prompts are computed
         if self._uses_graphs:
             peak += captured + _GRAPH_BYTES * self._count_captures()
         log.info("warm-up took %.1f s", time.monotonic() - begin)
@@ -219,13 +219,14 @@ class DeviceExecutor:
 
     def _warm_up_encoder(self) -> int:
         """Return the bytes that the largest picture takes."""
-        encoder = self._model.encoder
-        if encoder is None:
+        if (encoder := self._model.encoder) is None:
             return 0
         most = encoder.largest(self._longest)
         rows = most if self._device.asynchronous else min(most, _SMALL_WARMUP_TOKENS)
         encoder.warm_up(rows)
-        return self._measured(lambda: encoder.warm_up(rows))[1] * most // rows
+        seconds, taken = self._measured(lambda: encoder.warm_up(rows))
+        self.warmed_up += ((rows, seconds),)
+        return taken * most // rows
 
     def _measured(self, work: Callable[[], None]) -> tuple[float, int]:
         """(the seconds that it takes, the bytes)."""
@@ -338,7 +339,7 @@ class DeviceExecutor:
         return with_vision(self._batch.update(step), step, pixels, dropped)
 
     def drop_pixels(self, numbers: list[int]) -> None:
-        """Have the next step forget what of these is half encoded: those before may encode more."""
+        """Have the next step forget what of these is half encoded; those before may add to it."""
         self._dropped += numbers
 
     def launch(self, prepared: Update) -> _Launched:

@@ -159,7 +159,9 @@ class ItemBook:
     def _want(self, work: ItemWork) -> None:
         self._wants += 1
         work.pixels, work.ready = self._wants, set()
-        work.source, (_, item) = next(iter(work.users.items()))
+        work.source, (sequence, item) = next(iter(work.users.items()))
+        assert sequence.items is not None
+        work.worker = sequence.items.message.worker  # who has the bytes, or is sent them again
         self._by_pixels[work.pixels] = work
         self.out.append((work.worker, Want(work.pixels, work.source, item, work.key)))
 

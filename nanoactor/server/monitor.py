@@ -47,8 +47,16 @@ _COUNTERS = (
     ("uncaptured_steps", _UNCAPTURED, "runner.0", "steps_uncaptured"),
     ("device_busy_seconds", "For which the device computed.", "runner.0", "busy_seconds"),
     ("load_seconds", "For which there was something to do.", "scheduler", "load_seconds"),
+    ("pictures_encoded", "Pictures that the tower has encoded.", "scheduler", "items_encoded"),
+    ("encoder_cache_hits", "Pictures found encoded.", "blocks", "encoder_hits"),
 )
 """What counts up: its name and text, and whose figure it is under which name."""
+_PICTURES = (
+    ("pictures", "Pictures that came with requests.", "items"),
+    ("pictures_decoded", "Those of them whose pixels were wanted.", "decoded"),
+    ("picture_decode_seconds", "For which vision workers decoded.", "decode_seconds"),
+)
+"""The same, of all vision workers together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -246,6 +254,10 @@ class Monitor:
             yield GaugeMetricFamily(f"nanoactor_{name}", text, value=value)
         for name, text, actor, key in _COUNTERS:
             count = self._of(actor).get(key, 0)
+            yield CounterMetricFamily(f"nanoactor_{name}", text, value=count)
+        workers = [f"vision.{number}" for number in range(self._llm.config.num_vision_workers)]
+        for name, text, key in _PICTURES:
+            count = sum(self._of(worker).get(key, 0) for worker in workers)
             yield CounterMetricFamily(f"nanoactor_{name}", text, value=count)
         ages = {name: own["step_age"] or 0.0 for name, own in self.health().actors.items()}
         for name, text, values in (

@@ -404,10 +404,10 @@ def _message(message: Message) -> dict[str, Any]:
         if getattr(message, name) and message.role != role:
             raise invalid(f"messages: {name} belongs to messages of the role {role!r}", "messages")
     role = "system" if message.role == "developer" else message.role
-    content = message.content
-    if isinstance(content, list) and any(part.image_url for part in content):
-        return {"role": role, "content": [_part(part) for part in content]}
-    if isinstance(content, list):
+    content: Any = message.content
+    if isinstance(content, list) and any(part.type == "image_url" for part in content):
+        content = [_part(part) for part in content]
+    elif isinstance(content, list):
         content = "".join(part.text or "" for part in content)
     found: dict[str, Any] = {"role": role, "content": content or ""}
     for name in ("reasoning_content", "name", "tool_call_id"):
@@ -420,7 +420,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 def _part(part: ContentPart) -> dict[str, Any]:
     """A part of a message that has pictures, as `AsyncLLM` takes it."""
-    if part.image_url is None:
+    if part.type == "text" or part.image_url is None:
         return {"type": "text", "text": part.text}
     detail = part.image_url.detail or "auto"
     return {"type": "image", "image": part.image_url.url, "detail": detail}

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from nanoactor.engine import AsyncLLM
 from nanoactor.server.context import json_response
-from nanoactor.server.errors import APIError, check_model
+from nanoactor.server.errors import APIError, check_model, invalid
 from nanoactor.server.http import HttpFrontend
 from nanoactor.server.requests import (
     DetokenizeRequest,
@@ -82,6 +82,8 @@ class TextRoutes:
             ids = await texts.encode(body.prompt, body.add_special_tokens is not False)
         else:
             messages, options = conversation(body.messages or ()), template_options(body)
+            if any(isinstance(message["content"], list) for message in messages):
+                raise invalid("pictures have no tokens before they are read: send text", "messages")
             texts.template.check(options)
             ids = await texts.encode_chat(messages, options)
         limit = self._llm.files.max_model_len

@@ -23,6 +23,7 @@ MAX_BYTES = 64 << 20
 """Of an encoded picture."""
 LOW_DETAIL = 512 * 512
 """The area in pixels to which OpenAI's detail "low" bounds a picture."""
+_MOST_PIXELS = 1 << 40
 _CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
 _MODES = {channels: mode for mode, channels in _CHANNELS.items()}
 
@@ -71,7 +72,7 @@ class MediaReader:
         if media.form:
             height, width = media.shape
         else:
-            header = self._pictures.read_header(bytes(media.data), self._max_pixels)
+            header = self._pictures.read_header(media.data, self._max_pixels)
             height, width = header.height, header.width
         least, most = media.area
         config = dataclasses.replace(self._images, min_pixels=least, max_pixels=most)
@@ -95,8 +96,9 @@ class MediaReader:
 
         height, width = self.size_of(media)
         if not media.form:
-            return self._pictures.decode(bytes(media.data), height, width)[None]
-        image = Image.frombytes(media.form, (media.shape[1], media.shape[0]), bytes(media.data))
+            return self._pictures.decode(media.data, height, width)[None]
+        height_now, width_now = media.shape
+        image = Image.frombytes(media.form, (width_now, height_now), bytes(media.data))
         return self._pictures.resize_image(image, height, width)[None]
 
 
@@ -111,7 +113,7 @@ class MediaRules:
         """Return the areas between which a picture is resized, by `mm_processor_kwargs`
         (min_pixels, max_pixels, or size with shortest_edge and longest_edge) and `detail`."""
         known = {"min_pixels", "max_pixels", "size"}
-        if wrong := sorted(set(kwargs) - known):
+        if wrong := [str(key) for key in kwargs if key not in known]:
             raise InvalidRequest(
                 f"mm_processor_kwargs: {wrong[0]!r:.50} is not known; there are min_pixels, "
                 "max_pixels and size"
@@ -122,17 +124,18 @@ class MediaRules:
         least = kwargs.get("min_pixels", size.get("shortest_edge", self.images.min_pixels))
         most = kwargs.get("max_pixels", size.get("longest_edge", self.images.max_pixels))
         for name, value in (("min_pixels", least), ("max_pixels", most)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or not 1 <= value < _MOST_PIXELS:
                 raise InvalidRequest(
-                    f"mm_processor_kwargs: {name} must be a positive whole number, got "
-                    f"{value!r:.50}"
+                    f"mm_processor_kwargs: {name} must be a whole number from 1 to "
+                    f"{_MOST_PIXELS - 1}"
                 )
         if most > self.images.max_pixels:
             raise InvalidRequest(
                 f"mm_processor_kwargs: max_pixels {most} exceeds the model's own limit, "
                 f"{self.images.max_pixels}"
             )
-        if detail not in ("auto", "low", "high"):
+        if not isinstance(detail, str) or detail not in ("auto", "low", "high"):
             raise InvalidRequest(f"detail must be 'auto', 'low' or 'high', got {detail!r:.50}")
         if detail == "low":
             most = min(most, LOW_DETAIL)
@@ -184,8 +187,8 @@ class MediaRules:
         mode = "RGBA" if clear else "RGB"
         try:
             data = image.convert(mode).tobytes()
-        except (OSError, ValueError) as error:
-            raise InvalidRequest(f"the picture cannot be decoded: {error}") from error
+        except Exception as error:  # Pillow decodes it only now, and raises whatever it likes
+            raise InvalidRequest(f"the picture cannot be decoded: {error!r:.200}") from error
         return Media(mode, (image.height, image.width), area, data)
 
     def _check_size(self, height: int, width: int) -> None:
@@ -198,10 +201,13 @@ class MediaRules:
 
 def _read_file(path: Path) -> bytes:
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise InvalidRequest(f"{path} has {size} bytes, at most {MAX_BYTES} may be")
-        return path.read_bytes()
+        if not path.is_file():  # a device or a pipe might have no end
+            raise InvalidRequest(f"{path} is no file")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise InvalidRequest(f"{path} has more than {MAX_BYTES} bytes")
+        return data
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"the picture cannot be read: {error}") from None
 

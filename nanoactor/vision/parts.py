@@ -16,11 +16,13 @@ _IMAGE_PARTS = ("image", "image_url", "image_pil")
 class MediaTaker:
     """Takes pictures out of prompts; every method raises `InvalidRequest`."""
 
-    def __init__(self, config: EngineConfig, images: ImageConfig | None) -> None:
-        """`images` is None for a model that sees nothing."""
+    def __init__(self, config: EngineConfig, images: ImageConfig | None, most: int) -> None:
+        """`images` is None for a model that sees nothing; no request may have more than `most`
+        pictures, however small."""
         self._rules = MediaRules(images, config.max_image_pixels) if images else None
         limits = config.limit_mm_per_prompt or {}
         self._limit = limits.get("image")
+        self._most = most
 
     def of_data(self, data: Any, kwargs: Any) -> tuple[Media, ...]:
         """Return the pictures of `multi_modal_data`, resized by `mm_processor_kwargs`."""
@@ -70,6 +72,11 @@ class MediaTaker:
         detail = part.get("detail") or "auto"
         if isinstance(given, Mapping):
             given, detail = given.get("url"), given.get("detail") or detail
+            if not isinstance(given, str) or not given.startswith("data:"):
+                raise InvalidRequest(
+                    f"picture {len(media) + 1}: image_url takes data: URLs; give a file as "
+                    "{'type': 'image', 'image': path}"
+                )
         media.append(self._take(len(media), given, {}, detail))
         return {"type": "image"}
 
@@ -80,6 +87,11 @@ class MediaTaker:
             raise InvalidRequest(
                 f"the request has {count} pictures or more, at most {self._limit} are allowed "
                 "(limit_mm_per_prompt)"
+            )
+        if count > self._most:
+            raise InvalidRequest(
+                f"the request has more than {self._most} pictures: the encoder cache holds no more "
+                "at once (encoder_cache_tokens)"
             )
 
     def _take(

@@ -33,7 +33,7 @@ class Header:
     width: int
 
 
-def read_header(data: bytes, max_pixels: int) -> Header:
+def read_header(data: bytes | bytearray, max_pixels: int) -> Header:
     """Return a picture's size without decoding it.
 
     Raises `InvalidRequest` for what is no picture of a known format, and for one of more pixels
@@ -51,7 +51,7 @@ def read_header(data: bytes, max_pixels: int) -> Header:
         return Header(width, height) if turned else Header(height, width)
 
 
-def decode(data: bytes, height: int, width: int) -> NDArray[np.uint8]:
+def decode(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8]:
     """Return a picture's pixels at this size, (height, width, 3): turned as its EXIF says, its
     first frame, without transparency, resized bicubically.
 
@@ -78,8 +78,9 @@ def _resized(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
     return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC), np.uint8)
 
 
-def _open(data: bytes) -> Image.Image:
+def _open(data: bytes | bytearray) -> Image.Image:
     try:
+        Image.MAX_IMAGE_PIXELS = None  # sizes are looked at here
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise InvalidRequest(
@@ -102,7 +103,7 @@ def _refusing() -> Iterator[None]:
             raise InvalidRequest(f"the picture cannot be decoded: {detail}") from error
 
 
-def _is_bare_png(image: Image.Image, data: bytes) -> bool:
+def _is_bare_png(image: Image.Image, data: bytes | bytearray) -> bool:
     """Whether it is a PNG that says nothing of its orientation: Pillow would decode it to see."""
     if image.format != "PNG":
         return False

@@ -375,6 +375,14 @@ def test_the_demo_reads_digits():
         ]
         texts = [o.outputs[0].text for o in llm.generate(prompts, params, use_tqdm=False)]
         assert texts == ["12", "34"]
+        several = [
+            {"text": f"{place}read: ", "images": [drawn("61")]},
+            {"messages": conversation("read: ", drawn("248"))},
+        ]
+        outputs = llm.generate_multimodal(several, params, use_tqdm=False)
+        assert [output.outputs[0].text for output in outputs] == ["61", "248"]
+        with pytest.raises(InvalidRequest, match="a request must be"):
+            llm.generate_multimodal([{"image": 3}], params, use_tqdm=False)
         # What a user spells like a placeholder stays text.
         (spelt,) = llm.chat(conversation("<|image_pad|> read: ", drawn("5")), params, False)
         assert spelt.prompt_token_ids.count(261) == drawn("5").width * 64 // 32**2

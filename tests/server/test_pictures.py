@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import time
 
 import openai
 import pytest
@@ -79,6 +80,29 @@ def test_two_pictures_are_told_apart_and_low_detail_is_accepted(client):
             max_tokens=8,
         )
         assert found.choices[0].message.content == answer
+
+
+def test_metrics_count_pictures(server, client):
+    def figures():
+        lines = server.get("/metrics").text.splitlines()
+        pairs = (line.split() for line in lines if line.startswith("nanoactor_"))
+        return {pair[0]: float(pair[1]) for pair in pairs if len(pair) == 2}
+
+    before = figures()
+    for text in ("read: ", "first: "):  # one picture, two prompts
+        client.chat.completions.create(
+            model="demo-vl", messages=chat(data_url(drawn("90")), text=text), max_tokens=2
+        )
+    deadline = time.monotonic() + 30  # the monitor looks now and then
+    grown = {}
+    while grown.get("nanoactor_pictures_total") != 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+        grown = {name: value - before.get(name, 0) for name, value in figures().items()}
+    assert grown["nanoactor_pictures_total"] == 2
+    assert grown["nanoactor_pictures_decoded_total"] == 1
+    assert grown["nanoactor_pictures_encoded_total"] == 1
+    assert grown["nanoactor_encoder_cache_hits_total"] <= 1
+    assert grown["nanoactor_picture_decode_seconds_total"] > 0
 
 
 @pytest.mark.parametrize(

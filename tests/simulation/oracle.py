@@ -599,6 +599,7 @@ class Oracle:
             "half encoded": len(self.device._half.keys() - set(self.device.dropped)),
             "wants": sum(actor.statistics()["wants"] for actor in self._vision),
             "unread": sum(actor.statistics()["unread"] for actor in self._vision),
+            "waits": sum(actor.statistics()["waiting"] for actor in self._vision),
             "held items": sum(
                 actor.statistics()["held"]
                 for name, actor in actors.items()

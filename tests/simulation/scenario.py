@@ -204,13 +204,16 @@ def _with_pictures(rng: random.Random, scenario: Scenario) -> Scenario:
     largest = rng.choice([2, 4, 7])
     pool = [
         Picture(number, rng.randint(1, largest), rng.randint(1, largest), rng.choice(_FAULTS))
-        for number in range(rng.choice([2, 6, 20]))
+        for number in range(rng.choice([1, 2, 6, 20]))
     ]
     # Shapes of equal area, and others of the same content: their rows are not the same.
     pool += [dataclasses.replace(p, height=p.width, width=p.height) for p in pool[:3]]
     share = rng.choice([0.2, 0.6, 1.0])
+    impatient = rng.choice([0.0, 0.3])
     asks = [
-        _with_some(rng, ask, pool, scenario.max_model_len) if rng.random() < share else ask
+        _with_some(rng, ask, pool, scenario.max_model_len, impatient)
+        if rng.random() < share
+        else ask
         for ask in scenario.asks
     ]
     return dataclasses.replace(
@@ -226,7 +229,9 @@ def _with_pictures(rng: random.Random, scenario: Scenario) -> Scenario:
 _FAULTS = ("",) * 18 + ("header", "pixels")
 
 
-def _with_some(rng: random.Random, ask: Ask, pool: list[Picture], max_model_len: int) -> Ask:
+def _with_some(
+    rng: random.Random, ask: Ask, pool: list[Picture], max_model_len: int, impatient: float
+) -> Ask:
     prompt, pictures = list(ask.prompt), []
     for at in sorted(rng.randint(0, min(len(prompt), 12)) for _ in range(rng.choice([1, 1, 2, 3]))):
         prompt.insert(at + len(pictures), IMAGE)
@@ -238,6 +243,8 @@ def _with_some(rng: random.Random, ask: Ask, pool: list[Picture], max_model_len:
         pictures=tuple(pictures),
         max_tokens=min(ask.max_tokens, room),
         min_tokens=min(ask.min_tokens, room),
+        # While a picture is on its way: others may wait for the same.
+        aborts=ask.aborts or ((rng.expovariate(100),) if rng.random() < impatient else ()),
     )
 
 
