@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 DELTA_BYTES = 1 << 18
 """The most text that one `OutputDelta` carries to the frontend."""
 _DEFAULT_ENCODER_TOKENS = 16384
+# A template's words before a picture, say.
+_SHORT = 64
 ENCODER_PAGE_ROWS = 16
 """Rows of a page of the encoder cache: tokens."""
 
@@ -64,6 +66,7 @@ def encoder_limits(config: ActorConfig, cache: RunnerReady) -> EncoderLimits:
         budget=engine.max_num_batched_tokens,
         depth=vision.depth,
         ranks=engine.tensor_parallel_size,
+        short=min(_SHORT, engine.max_num_batched_tokens // 32),
     )
 
 

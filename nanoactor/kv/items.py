@@ -159,7 +159,8 @@ class ItemKeeper:
         chunks: list[tuple[HeldItems | None, int, int]],
     ) -> tuple[VisionStep, ...]:
         """Name rows for a step: `chunks` are (items, start, tokens) of each prompt in it."""
-        if not slices and all(held is None for held, _, _ in chunks):
+        turned = _positions(chunks)
+        if not slices and not turned.size:
             return ()
         todo = slices[0] if slices else _NO_SLICES
         counts, pages = self._bind_slices(todo)
@@ -171,7 +172,7 @@ class ItemKeeper:
                 pages=_int32(pages),
                 tokens=tokens,
                 rows=rows,
-                positions=_positions(chunks),
+                positions=turned,
             ),
         )
 
@@ -220,8 +221,8 @@ class ItemKeeper:
 
 def _positions(chunks: list[tuple[HeldItems | None, int, int]]) -> Int32:
     """Return the rotary positions of all chunks' tokens; none where they are those of text."""
-    if all(held is None for held, _, _ in chunks):
-        return _NO_POSITIONS
+    if all(held is None or start + count <= held.spans[0][2] for held, start, count in chunks):
+        return _NO_POSITIONS  # before its first picture a prompt is text
     positions = [
         held.positions[:, start : start + count]
         if held is not None

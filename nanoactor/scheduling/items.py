@@ -66,6 +66,8 @@ class SequenceItems:
     stops: list[int]
     """By item: the index behind its last token."""
     pages: int
+    short: int = 0
+    """See `EncoderLimits`."""
     works: list[ItemWork | None] = dataclasses.field(default_factory=list)
     """Empty until its match is answered; None for what it needs no more."""
 
@@ -82,7 +84,7 @@ class SequenceItems:
         stops = [max(stop for of, _, _, stop in spans if of == n) for n in range(len(units))]
         pages = sum(-(-each.all_rows // limits.page_rows) for each in units)
         keys = [bytes(key) for key in message.keys]
-        return cls(message, keys, units, spans=spans, stops=stops, pages=pages)
+        return cls(message, keys, units, spans=spans, stops=stops, pages=pages, short=limits.short)
 
     def reach(self, start: int, target: int) -> int:
         """Return up to where positions from `start` on can be computed, at most `target`: all rows
@@ -94,7 +96,7 @@ class SequenceItems:
             if stop <= start or work is None:
                 continue
             if work.units.rows_after(work.planned) < first_row + (stop - at):
-                return max(start, min(at, target))
+                return min(at, target) if at - start > self.short else start
         return target
 
 

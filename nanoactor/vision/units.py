@@ -20,6 +20,8 @@ class EncoderLimits:
     depth: int = 1
     """Blocks of the tower."""
     ranks: int = 1
+    short: int = 0
+    """So few tokens before a picture that is not encoded yet are not worth a step of their own."""
 
 
 NO_ENCODER = EncoderLimits()

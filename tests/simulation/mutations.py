@@ -406,7 +406,7 @@ MUTATIONS = [
     Mutation(
         "a chunk reads a picture before it is encoded",
         ITEMS,
-        "return max(start, min(at, target))",
+        "return min(at, target) if at - start > self.short else start",
         "return target",
     ),
     Mutation(
