@@ -88,7 +88,14 @@ def test_metrics_count_pictures(server, client):
         pairs = (line.split() for line in lines if line.startswith("nanoactor_"))
         return {pair[0]: float(pair[1]) for pair in pairs if len(pair) == 2}
 
-    before = figures()
+    # The monitor looks now and then: what other tests have sent may not be counted yet.
+    before, latest = None, figures()
+    while (
+        before is None or before["nanoactor_pictures_total"] != latest["nanoactor_pictures_total"]
+    ):
+        time.sleep(2)
+        before, latest = latest, figures()
+    before = latest
     for text in ("read: ", "first: "):  # one picture, two prompts
         client.chat.completions.create(
             model="demo-vl", messages=chat(data_url(drawn("90")), text=text), max_tokens=2
