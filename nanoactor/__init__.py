@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nanoactor.llm import LLM
     from nanoactor.outputs import CompletionOutput, RequestOutput, RequestOutputKind
     from nanoactor.params import SamplingParams
+    from nanoactor.vision.video import Video
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "Video",
 ]
 
 _HOMES = {
@@ -34,6 +36,7 @@ _HOMES = {
     "RequestOutput": "nanoactor.outputs",
     "RequestOutputKind": "nanoactor.outputs",
     "SamplingParams": "nanoactor.params",
+    "Video": "nanoactor.vision.video",
 }
 
 

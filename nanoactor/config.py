@@ -58,7 +58,8 @@ class EngineConfig:
     max_image_pixels: int = 64_000_000
     """A picture of more pixels is refused before it is decoded."""
     limit_mm_per_prompt: Mapping[str, int] | None = None
-    """How many pictures a request may have: {"image": 4}. Default: as many as fit."""
+    """How many pictures and videos a request may have: {"image": 4, "video": 1}. Default: as many
+    as fit."""
     enable_prefix_caching: bool = True
     """Keep the KV blocks of what was computed, so that common beginnings are computed once."""
     enforce_eager: bool = False
@@ -163,9 +164,10 @@ class EngineConfig:
         limits = self.limit_mm_per_prompt
         if limits is None:
             return
-        if not isinstance(limits, Mapping) or set(limits) - {"image"}:
+        if not isinstance(limits, Mapping) or set(limits) - {"image", "video"}:
             raise InvalidConfig(
-                f"limit_mm_per_prompt must be a dict such as {{'image': 4}}, got {limits!r:.80}"
+                "limit_mm_per_prompt must be a dict such as {'image': 4, 'video': 1}, got "
+                f"{limits!r:.80}"
             )
         for count in limits.values():
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:

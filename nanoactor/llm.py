@@ -152,8 +152,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """The completed outputs of requests with pictures, in their order.
 
-        A request is `{"text": ..., "images": [...]}`, with a placeholder in the text for each
-        picture, or `{"messages": [...]}`, whose content parts hold them. Raises `InvalidRequest`.
+        A request is `{"text": ..., "images": [...], "videos": [...]}`, with a placeholder in the
+        text for each of them, or `{"messages": [...]}`, whose content parts hold them. Raises
+        `InvalidRequest`.
         """
         prompts = [_multimodal(request) for request in requests]
         return self._call(self._generate(prompts, sampling_params, use_tqdm, None))
@@ -227,14 +228,15 @@ def _multimodal(request: Mapping[str, Any]) -> Any:
     keys = set(request) if isinstance(request, Mapping) else set()
     if keys == {"messages"}:
         return request["messages"]
-    if keys not in ({"text"}, {"text", "images"}):
+    if not {"text"} <= keys <= {"text", "images", "videos"}:
         raise InvalidRequest(
-            "a request must be {'text': ..., 'images': [...]} or {'messages': [...]}, got "
-            f"{sorted(map(str, keys)) or type(request).__name__}"
+            "a request must be {'text': ..., 'images': [...], 'videos': [...]} or {'messages': "
+            f"[...]}}, got {sorted(map(str, keys)) or type(request).__name__}"
         )
-    images = request.get("images")
+    given = {"image": request.get("images"), "video": request.get("videos")}
+    data = {kind: items for kind, items in given.items() if items is not None}
     prompt = {"prompt": request["text"]}
-    return {**prompt, "multi_modal_data": {"image": images}} if images else prompt
+    return {**prompt, "multi_modal_data": data} if data else prompt
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -57,8 +57,9 @@ class Submit:
     """How the runners choose its tokens: a row of `nanoactor.models.columns`."""
     stopping: Stopping
     text_options: TextOptions
-    num_items: int = 0
-    """Pictures and videos, of which a vision worker will tell the tokenizer."""
+    item_times: tuple[tuple[float, ...], ...] = ()
+    """For each picture and video, of which a vision worker will tell the tokenizer: the seconds of
+    a video's temporal patches; nothing for a picture."""
 
 
 @message(11, by="uid")

@@ -21,6 +21,7 @@ from nanoactor.models.errors import ModelError
 from nanoactor.models.image_config import ImageConfig, read_image_config
 from nanoactor.models.parallel import check_parallel
 from nanoactor.models.registry import family_of
+from nanoactor.models.video_config import VideoConfig, read_video_config
 from nanoactor.params import SamplingParams
 from nanoactor.text.huggingface import find_tokenizer
 
@@ -45,6 +46,8 @@ class ModelFiles:
     """Where `tokenizer.json` and the chat template lie; None where only token ids are served."""
     images: ImageConfig | None = None
     """How pictures are resized; None for a model that sees nothing."""
+    videos: VideoConfig | None = None
+    """How the frames of videos are; None for a model that takes none."""
 
 
 def read_model_files(config: EngineConfig) -> ModelFiles:
@@ -72,6 +75,7 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     _check_eos(eos, model.vocab_size, directory)
     defaults = _defaults(raw)
     skips = config.skip_tokenizer_init
+    images = None if model.vision is None else read_image_config(directory, model.vision)
     return ModelFiles(
         directory=directory,
         config=model,
@@ -80,8 +84,15 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
         max_model_len=length,
         ignored=_ignored(raw),
         tokenizer_directory=None if skips else find_tokenizer(directory, config.start_timeout),
-        images=None if model.vision is None else read_image_config(directory, model.vision),
+        images=images,
+        videos=_videos(directory, model, images),
     )
+
+
+def _videos(directory: Path, model: ModelConfig, images: ImageConfig | None) -> VideoConfig | None:
+    if model.vision is None or images is None:
+        return None
+    return read_video_config(directory, model.vision, images)
 
 
 def _check_eos(ids: tuple[int, ...], vocabulary: int, directory: Path) -> None:

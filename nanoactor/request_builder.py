@@ -34,7 +34,7 @@ class RequestBuilder:
         self._skips_tokenizer = config.skip_tokenizer_init
         self._files = files
         self._seeds = seeds
-        self._media = MediaTaker(config, files.images, encoder_pages(config, files))
+        self._media = MediaTaker(config, files, encoder_pages(config, files))
 
     def build(
         self,
@@ -64,7 +64,7 @@ class RequestBuilder:
             sampling=self._sampling(params),
             stopping=self._stopping(params),
             text_options=_text_options(params),
-            num_items=len(media),
+            item_times=tuple(one.times for one in media),
         )
         return submit, media
 

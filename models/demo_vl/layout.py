@@ -73,6 +73,14 @@ PREPROCESSOR_CONFIG = {
     "temporal_patch_size": 2,
     "merge_size": 2,
 }
+VIDEO_PREPROCESSOR_CONFIG = {
+    **PREPROCESSOR_CONFIG,
+    "video_processor_type": "Qwen3VLVideoProcessor",
+    "max_frames": 32,
+    "size": {"shortest_edge": 2048, "longest_edge": 262144},
+}
+"""The sizes are those of all frames together."""
+del VIDEO_PREPROCESSOR_CONFIG["image_processor_type"]
 PATCH, CELL = 16, 32
 VISION_THETA = 10000.0
 NO_DIGIT = 10

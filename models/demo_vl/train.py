@@ -35,6 +35,7 @@ from nanoactor.models.demo_vl.layout import (
     TEXT_CONFIG,
     TURN_END,
     VIDEO,
+    VIDEO_PREPROCESSOR_CONFIG,
     VISION_CONFIG,
     VISION_END,
     VISION_START,
@@ -166,6 +167,7 @@ def save(model: Model, out: Path) -> None:
             "model_max_length": TEXT_CONFIG["max_position_embeddings"],
         },
         "preprocessor_config.json": PREPROCESSOR_CONFIG,
+        "video_preprocessor_config.json": VIDEO_PREPROCESSOR_CONFIG,
         "generation_config.json": {
             "do_sample": False,
             "eos_token_id": [TURN_END, END_OF_TEXT],

@@ -240,6 +240,7 @@ class FrontendActor(Actor):
             form=media.form,
             shape=media.shape,
             area=media.area,
+            frames=media.frames,
             size=len(data),
             offset=0,
             data=empty,

@@ -101,7 +101,7 @@ class TokenizerActor(Actor):
             count = self._items.add(uid, item, error or read)
             if count:
                 self._workers[uid] = event.worker
-            if uid in self._held and count == self._held[uid][0].num_items:
+            if uid in self._held and count == len(self._held[uid][0].item_times):
                 self._answer(*self._held.pop(uid))
 
     def _rendered(self, event: Submit, result: str | Exception) -> None:
@@ -122,12 +122,13 @@ class TokenizerActor(Actor):
         self.context.outbox("scheduler").send(reject)
 
     def _forget_items(self, event: Submit) -> None:
-        if event.num_items:
-            self._items.forget(event.uid, event.num_items)
+        if event.item_times:
+            self._items.forget(event.uid, len(event.item_times))
             self._workers.pop(event.uid, None)
 
     def _answer(self, event: Submit, tokenize: Callable[[Submit], Int32]) -> None:
-        if event.num_items and not self._items.has(event.uid, event.num_items):
+        count = len(event.item_times)
+        if count and not self._items.has(event.uid, count):
             self._held[event.uid] = self.context.own(event), tokenize
             return
         try:
@@ -163,8 +164,11 @@ class TokenizerActor(Actor):
         vision = self._config.files.config.vision
         if vision is None:
             return tokens, ()
-        read = self._items.of(event.uid) if event.num_items else []
-        visual = [VisualItem(one.key, one.grid[1], one.grid[2]) for one in read]
+        kinds = ["video" if times else "picture" for times in event.item_times]
+        visual = [
+            VisualItem(one.key, one.grid[1], one.grid[2], times or None)
+            for one, times in zip(self._items.of(event.uid, kinds), event.item_times, strict=True)
+        ]
         self._check_room(visual, len(tokens))
         prompt = expand_prompt(tokens, visual, vision, self._encode)
         if not visual:

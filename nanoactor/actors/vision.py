@@ -75,10 +75,10 @@ class VisionActor(Actor):
 
     def setup(self) -> None:
         """Import Pillow, and start the thread that decodes."""
-        images = self._config.files.images
-        assert images is not None
+        files = self._config.files
+        assert files.images is not None
         salt, most = self._config.salt, self._config.engine.max_image_pixels
-        self._reader = MediaReader(images, salt, most)
+        self._reader = MediaReader(files.images, salt, most, files.videos)
         self._thread = threading.Thread(target=self._decode_all, name="decode", daemon=True)
         self._thread.start()
 
@@ -117,7 +117,7 @@ class VisionActor(Actor):
 
     def _complete(self, place: tuple[int, int], arriving: _Arriving) -> None:
         first = arriving.first
-        media = Media(first.form, first.shape, first.area, arriving.data)
+        media = Media(first.form, first.shape, first.area, arriving.data, first.frames)
         found: ReadItem | str
         try:
             found = self._reader.read(media)

@@ -11,6 +11,7 @@ from nanoactor.models.batch import VisualRows
 from nanoactor.models.device import Device
 from nanoactor.models.image_config import ImageConfig
 from nanoactor.models.patches import PatchMaker
+from nanoactor.models.video_config import VideoConfig
 from nanoactor.models.vision_config import VisionConfig
 from nanoactor.models.vision_tower import TowerState, VisionTower
 from nanoactor.runner.batch import EncodeTask, VisionUpdate
@@ -29,11 +30,12 @@ class Encoder:
         device: Device,
         dtype: torch.dtype,
         *,
+        videos: VideoConfig | None,
         pages: int,
         budget: int,
     ) -> None:
         """`pages` is the cache's size; `budget` are the rows that a step encodes at most."""
-        self._tower, self._vision, self._images = tower, vision, images
+        self._tower, self._vision, self._images, self._videos = tower, vision, images, videos
         self._dtype, self._device, self._budget = dtype, device, budget
         self._patches = PatchMaker(vision, images, device.torch_device)
         self.pages = pages
@@ -61,8 +63,11 @@ class Encoder:
             self.run(task)
 
     def largest(self, longest: int) -> int:
-        """Return how many rows a picture has at most, in a sequence of so many tokens."""
+        """Return how many rows a picture, or what of a video is encoded at once, has at most, in a
+        sequence of so many tokens."""
         most = self._images.max_pixels // self._images.factor**2
+        if self._videos is not None:
+            most = max(most, self._videos.max_rows)
         return min(most, self.pages * ENCODER_PAGE_ROWS, longest)
 
     def run(self, task: EncodeTask) -> None:

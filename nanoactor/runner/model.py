@@ -77,7 +77,16 @@ class LoadedModel:
         tower = VisionTower(vision, weights, self.device, prefix)
         pages = encoder_pages(self._config.engine, self._config.files)
         budget = self._config.engine.max_num_batched_tokens
-        return Encoder(tower, vision, images, self.device, self.dtype, pages=pages, budget=budget)
+        return Encoder(
+            tower,
+            vision,
+            images,
+            self.device,
+            self.dtype,
+            videos=self._config.files.videos,
+            pages=pages,
+            budget=budget,
+        )
 
     def _meet(self) -> Group:
         config = self._config

@@ -317,7 +317,7 @@ def _check_part(part: dict[str, Any], path: str) -> None:
     if kind == "image_url" and isinstance(part.get("image_url"), dict):
         return  # whether the model sees is looked at once the structure is known
     if media := [many for one, many in _MEDIA.items() if one in kind]:
-        raise invalid(f"this model takes no {media[0]}, only text", f"{path}type")
+        raise invalid(f"{media[0]} are not taken here: only text, and image_url", f"{path}type")
     if kind == "refusal" and isinstance(part.get("refusal"), str):  # what the model said instead
         part |= {"type": "text", "text": part.pop("refusal")}
 

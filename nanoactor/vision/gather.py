@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nanoactor.errors import InvalidRequest
 from nanoactor.vision.media import ReadItem
 
@@ -33,13 +35,15 @@ class ItemGathering:
         """Tell whether all of a request's items are there."""
         return len(self._found.get(uid, ())) == count
 
-    def of(self, uid: int) -> list[ReadItem]:
-        """Return a request's items, in their order; raises `InvalidRequest` where one cannot be
-        used."""
+    def of(self, uid: int, kinds: Sequence[str]) -> list[ReadItem]:
+        """Return a request's items, in their order; `kinds` says what each of them is. Raises
+        `InvalidRequest` where one cannot be used."""
         items = self._found.get(uid, {})
         for index, found in sorted(items.items()):
             if isinstance(found, str):
-                raise InvalidRequest(f"picture {index + 1} of {len(items)}: {found}")
+                same = [number for number, kind in enumerate(kinds) if kind == kinds[index]]
+                name = f"{kinds[index]} {same.index(index) + 1} of {len(same)}"
+                raise InvalidRequest(f"{name}: {found}")
         return [found for _, found in sorted(items.items()) if isinstance(found, ReadItem)]
 
     def forget(self, uid: int, count: int) -> None:

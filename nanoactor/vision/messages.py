@@ -13,15 +13,16 @@ Int64 = NDArray[np.int64]
 
 @message(4)
 class Items:
-    """The pictures and videos of one request, in the order of its prompt; nothing is decoded."""
+    """The pictures and videos of one request, in the order in which they were given; nothing is
+    decoded."""
 
     keys: NDArray[np.uint8]
     """(items, 16): what names each one's content and how it is processed."""
     grids: Int32
     """(items, 3): temporal patches, and the rows and columns of tokens in each."""
     spans: Int32
-    """(spans, 3): which item, its row that comes first here, and the index of that token in the
-    prompt. A span is as long as a temporal patch."""
+    """(spans, 3), in the order of the prompt: which item, its row that comes first here, and the
+    index of that token in the prompt. A span is as long as a temporal patch."""
     rope_delta: int
     """What follows at index i has rotary position i + rope_delta."""
     worker: int
@@ -92,6 +93,8 @@ class MediaPiece:
     """Of pixels: height and width."""
     area: tuple[int, int]
     """The least and the largest area in pixels to which it is resized."""
+    frames: tuple[int, ...]
+    """Of a video: how many bytes each frame has; empty for a picture."""
     size: int
     """Of the whole, in bytes."""
     offset: int

@@ -1,4 +1,4 @@
-"""The pictures of a request, wherever in it they stand."""
+"""The pictures and videos of a request, wherever in it they stand."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ from typing import Any
 
 from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidRequest
-from nanoactor.models.image_config import ImageConfig
-from nanoactor.vision.media import Media, MediaRules
+from nanoactor.model_files import ModelFiles
+from nanoactor.vision.media import Media
+from nanoactor.vision.rules import MediaRules
+from nanoactor.vision.video import Video, split_videos
 
 _IMAGE_PARTS = ("image", "image_url", "image_pil")
+_KINDS = {"image": "picture", "video": "video"}
 
 
 class MediaTaker:
-    """Takes pictures out of prompts; every method raises `InvalidRequest`."""
+    """Takes pictures and videos out of prompts; every method raises `InvalidRequest`."""
 
-    def __init__(self, config: EngineConfig, images: ImageConfig | None, most: int) -> None:
-        """`images` is None for a model that sees nothing; no request may have more than `most`
-        pictures, however small."""
-        self._rules = MediaRules(images, config.max_image_pixels) if images else None
-        limits = config.limit_mm_per_prompt or {}
-        self._limit = limits.get("image")
+    def __init__(self, config: EngineConfig, files: ModelFiles, most: int) -> None:
+        """No request may have more than `most` pictures and videos, however small."""
+        self._rules = None
+        if files.images is not None:
+            self._rules = MediaRules(files.images, config.max_image_pixels, files.videos)
+        self._tokenizes = files.tokenizer_directory is not None
+        self._limits = config.limit_mm_per_prompt or {}
         self._most = most
 
     def of_data(self, data: Any, kwargs: Any) -> tuple[Media, ...]:
-        """Return the pictures of `multi_modal_data`, resized by `mm_processor_kwargs`."""
+        """Return the pictures, then the videos, of `multi_modal_data`, resized by
+        `mm_processor_kwargs`; the placeholders of a prompt say how they follow each other."""
         if data is None:
             if kwargs is not None:
                 raise InvalidRequest("mm_processor_kwargs go with multi_modal_data")
@@ -35,70 +40,125 @@ class MediaTaker:
                 "multi_modal_data must be a dict such as {'image': [...]}, got "
                 f"{type(data).__name__}"
             )
-        if wrong := sorted(str(key) for key in data if key != "image"):
-            raise InvalidRequest(f"multi_modal_data: {wrong[0]!r:.50} is not known; give 'image'")
+        if wrong := sorted(str(key) for key in data if key not in _KINDS):
+            raise InvalidRequest(
+                f"multi_modal_data: {wrong[0]!r:.50} is not known; give 'image' or 'video'"
+            )
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise InvalidRequest(f"mm_processor_kwargs must be a dict, got {kwargs!r:.50}")
-        given = data.get("image")
-        if given is None:
-            return ()
-        pictures = list(given) if isinstance(given, list | tuple) else [given]
-        self._check_count(len(pictures))
-        return tuple(self._take(index, one, kwargs or {}) for index, one in enumerate(pictures))
+        taking = _Taking(self, kwargs or {})
+        pictures, videos = data.get("image"), data.get("video")
+        if pictures is not None:
+            several = isinstance(pictures, list | tuple)
+            for one in pictures if several else [pictures]:
+                taking.picture(one)
+        for one in split_videos(videos) if videos is not None else ():
+            taking.video(one)
+        return tuple(taking.media)
 
     def of_messages(self, messages: list[Any]) -> tuple[list[Any], tuple[Media, ...]]:
-        """Return a conversation in which a picture's part says only that there is one, and the
-        pictures in their order."""
-        media: list[Media] = []
-        bare = [self._bare(message, media) for message in messages]
-        return bare, tuple(media)
+        """Return a conversation in which a part with a picture or a video says only that there is
+        one, and these in their order."""
+        taking = _Taking(self, {})
+        bare = [_bare(message, taking) for message in messages]
+        return bare, tuple(taking.media)
 
-    def _bare(self, message: Any, media: list[Media]) -> Any:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, Sequence) or isinstance(content, str):
-            return message
-        return {**message, "content": [self._bare_part(part, media) for part in content]}
-
-    def _bare_part(self, part: Any, media: list[Media]) -> Any:
-        if not isinstance(part, Mapping):
-            return part
-        kind = part.get("type")
-        if kind in ("video", "video_url"):
-            raise InvalidRequest("videos are not served yet: give their frames as pictures")
-        if kind not in _IMAGE_PARTS:
-            return part
-        self._check_count(len(media) + 1)
-        given: Any = part.get(kind)
-        detail = part.get("detail") or "auto"
-        if isinstance(given, Mapping):
-            given, detail = given.get("url"), given.get("detail") or detail
-            if not isinstance(given, str) or not given.startswith("data:"):
-                raise InvalidRequest(
-                    f"picture {len(media) + 1}: image_url takes data: URLs; give a file as "
-                    "{'type': 'image', 'image': path}"
-                )
-        media.append(self._take(len(media), given, {}, detail))
-        return {"type": "image"}
-
-    def _check_count(self, count: int) -> None:
-        if self._rules is None and count:
-            raise InvalidRequest("the model sees no pictures: give text alone")
-        if self._limit is not None and count > self._limit:
+    def rules(self, kind: str, count: int) -> MediaRules:
+        """Return how one more is taken, where a request may have so many of its kind."""
+        name = _KINDS[kind]
+        if self._rules is None:
+            raise InvalidRequest(f"the model sees no {name}s: give text alone")
+        limit = self._limits.get(kind)
+        if limit is not None and count > limit:
             raise InvalidRequest(
-                f"the request has {count} pictures or more, at most {self._limit} are allowed "
+                f"the request has {count} {name}s or more, at most {limit} are allowed "
                 "(limit_mm_per_prompt)"
             )
+        if kind == "video" and not self._tokenizes:
+            raise InvalidRequest(
+                "videos need a tokenizer, which writes their times, and the engine has none "
+                "(skip_tokenizer_init)"
+            )
+        return self._rules
+
+    def check_total(self, count: int) -> None:
+        """Raise `InvalidRequest` for more than can be held at once."""
         if count > self._most:
             raise InvalidRequest(
-                f"the request has more than {self._most} pictures: the encoder cache holds no more "
-                "at once (encoder_cache_tokens)"
+                f"the request has more than {self._most} pictures and videos: the encoder cache "
+                "holds no more at once (encoder_cache_tokens)"
             )
 
-    def _take(
-        self, index: int, given: Any, kwargs: Mapping[str, Any], detail: Any = "auto"
-    ) -> Media:
-        assert self._rules is not None
+
+class _Taking:
+    """What has been taken out of one request so far."""
+
+    def __init__(self, taker: MediaTaker, kwargs: Mapping[str, Any]) -> None:
+        self.media: list[Media] = []
+        self._taker, self._kwargs = taker, kwargs
+        self._counts = dict.fromkeys(_KINDS, 0)
+
+    def picture(self, given: Any, detail: Any = "auto") -> None:
+        """Take a picture."""
+        rules, number = self._next("image")
         try:
-            return self._rules.take(given, self._rules.area(kwargs, detail))
+            self.media.append(rules.take(given, rules.area(self._kwargs, detail)))
         except InvalidRequest as error:
-            raise InvalidRequest(f"picture {index + 1}: {error}") from None
+            raise InvalidRequest(f"picture {number}: {error}") from None
+
+    def picture_url(self, url: Mapping[str, Any], detail: Any) -> None:
+        """Take OpenAI's `image_url`."""
+        given = url.get("url")
+        if not isinstance(given, str) or not given.startswith("data:"):
+            raise InvalidRequest(
+                f"picture {self._counts['image'] + 1}: image_url takes data: URLs; give a file as "
+                "{'type': 'image', 'image': path}"
+            )
+        self.picture(given, url.get("detail") or detail)
+
+    def video(self, given: Any) -> None:
+        """Take a video."""
+        rules, number = self._next("video")
+        try:
+            self.media.append(rules.take_video(given, rules.video_area(self._kwargs)))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"video {number}: {error}") from None
+
+    def _next(self, kind: str) -> tuple[MediaRules, int]:
+        self._counts[kind] += 1
+        rules = self._taker.rules(kind, self._counts[kind])
+        self._taker.check_total(sum(self._counts.values()))
+        return rules, self._counts[kind]
+
+
+def _bare(message: Any, taking: _Taking) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return message
+    return {**message, "content": [_bare_part(part, taking) for part in content]}
+
+
+def _bare_part(part: Any, taking: _Taking) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "video_url":
+        raise InvalidRequest(
+            "video files are not decoded: give frames, as in {'type': 'video', 'video': [frame, "
+            "...], 'fps': 2}"
+        )
+    if kind == "video":
+        taking.video(_video_of(part))
+        return {"type": "video"}
+    if kind not in _IMAGE_PARTS:
+        return part
+    given, detail = part.get(kind), part.get("detail") or "auto"
+    if isinstance(given, Mapping):
+        taking.picture_url(given, detail)
+    else:
+        taking.picture(given, detail)
+    return {"type": "image"}
+
+
+def _video_of(part: Mapping[str, Any]) -> Any:
+    """Return a part's video, with the times or the rate that stand beside it."""
+    given, times, fps = part.get("video"), part.get("times"), part.get("fps")
+    return given if times is None and fps is None else Video(given, times=times, fps=fps)

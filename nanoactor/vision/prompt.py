@@ -61,11 +61,12 @@ class ExpandedPrompt:
 def expand_prompt(
     token_ids: Int32, items: Sequence[VisualItem], config: VisionConfig, encode: Encode
 ) -> ExpandedPrompt:
-    """Replace each placeholder by as many as its item has rows, in the order of the items.
+    """Replace each placeholder by as many as its item has rows.
 
-    A video's placeholder becomes, for each temporal patch, its time as text, the start token,
-    placeholders and the end token. `encode` gives the ids of such a text. Raises `InvalidRequest`
-    where placeholders and items disagree.
+    The first placeholder of a picture stands for the first picture of the items, and so on; those
+    of videos likewise. A video's placeholder becomes, for each temporal patch, its time as text,
+    the start token, placeholders and the end token. `encode` gives the ids of such a text. Raises
+    `InvalidRequest` where placeholders and items disagree.
     """
     at = np.flatnonzero(np.isin(token_ids, (config.image_token_id, config.video_token_id)))
     _check(token_ids[at], items, config)
@@ -78,7 +79,11 @@ def expand_prompt(
         parts.append(piece)
         length += len(piece)
 
-    for index, (place, item) in enumerate(zip(at.tolist(), items, strict=True)):
+    pictures = (index for index, item in enumerate(items) if item.times is None)
+    videos = (index for index, item in enumerate(items) if item.times is not None)
+    for place in at.tolist():
+        index = next(pictures if token_ids[place] == config.image_token_id else videos)
+        item = items[index]
         add(token_ids[before:place])
         for piece, first_row in _pieces(item, config, encode):
             if first_row is not None:
@@ -114,16 +119,7 @@ def _check(placeholders: Int32, items: Sequence[VisualItem], config: VisionConfi
         if found != given:
             raise InvalidRequest(
                 f"the prompt has {found} {kind} placeholders (token {token}), but {given} {kind}s "
-                "were given: each needs one, in the same order"
-            )
-    for number, (token, item) in enumerate(zip(placeholders.tolist(), items, strict=True)):
-        if (token == config.image_token_id) != (item.times is None):
-            wanted, got = "an image", "a video"
-            if token == config.video_token_id:
-                wanted, got = got, wanted
-            raise InvalidRequest(
-                f"placeholder {number + 1} of the prompt stands for {wanted}, but its item is "
-                f"{got}: give items in the order of their placeholders"
+                "were given: each needs one"
             )
 
 

@@ -101,7 +101,7 @@ def make_checkpoint(directory, seed=0, dtype=torch.float32, shard=None, family="
         parameter.copy_((noise + ("norm" in name)).to(dtype))
         if name == "lm_head.weight" and family == "Qwen3VL":
             # What is generated here is a prompt there, and must not have placeholders.
-            parameter[VISION_IDS["image_token_id"] :] = 0
+            parameter[model.config.image_token_id :] = 0
     size = {} if shard is None else {"max_shard_size": shard}
     copy.deepcopy(model).to(dtype).save_pretrained(directory, **size)
     if family == "Qwen3VL":
@@ -122,6 +122,10 @@ def _save_image_config(directory, tower):
         image_processor_type="Qwen2VLImageProcessor",
     )
     (directory / "preprocessor_config.json").write_text(json.dumps(config))
+    # The area of all frames together.
+    video = config | dict(size=dict(shortest_edge=6 * side**2, longest_edge=60 * side**2))
+    del video["image_processor_type"]
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
 
 
 def _make_model(family, config):
@@ -140,9 +144,10 @@ def _make_vision_model(transformers, values, config):
     """The file has a part for the text and one for the tower; `tower` changes the latter."""
     tower = {**TOWER, **config.pop("tower", {})}
     tied = config.pop("tie_word_embeddings", values.pop("tie_word_embeddings"))
+    ids = config.pop("vision_ids", VISION_IDS)
     rope = dict(rope_type="default", rope_theta=5e4, mrope_section=[6, 3, 3])
     text = {"rope_parameters": rope, **values, "vocab_size": 215, **config}
     made = transformers.Qwen3VLConfig(
-        text_config=text, vision_config=tower, tie_word_embeddings=tied, **VISION_IDS
+        text_config=text, vision_config=tower, tie_word_embeddings=tied, **ids
     )
     return transformers.Qwen3VLForConditionalGeneration(made)

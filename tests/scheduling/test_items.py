@@ -95,6 +95,29 @@ def test_a_prompt_ends_where_its_next_picture_is_not_encoded():
     assert [work is None for work in one.items.works] == [True, False]
 
 
+def test_a_video_is_read_as_far_as_its_patches_are_encoded():
+    """Each temporal patch is a unit, and text stands between them."""
+    grids, spans = np.array([(3, 2, 2)], np.int32), [(0, 0, 1), (0, 4, 8), (0, 8, 15)]
+    made = Items(np.ones((1, 16), np.uint8), grids, np.array(spans, np.int32), 0, 0)
+    book = ItemBook(LIMITS)
+    one = SimpleNamespace(uid=1, items=SequenceItems.of(made, LIMITS), scheduled=0)
+    matched(book, one, [1])
+    book.note_ready(0, [1])
+    book.note_ready(1, [1])
+    assert one.items.reach(0, 30) == 1
+    assert book.choose([one]).counts.tolist() == [2]  # eight rows a step
+    assert one.items.reach(0, 30) == 15
+    assert one.items.reach(9, 12) == 12
+    one.scheduled = 12
+    book.advance(one)
+    assert one.items.works[0] is not None  # the last patch is still to be read
+    assert book.choose([one]).counts.tolist() == [1]
+    assert one.items.reach(9, 30) == 30
+    one.scheduled = 19
+    book.advance(one)
+    assert one.items.works == [None]
+
+
 def test_who_needs_pixels_that_fail_is_told_once_and_nothing_is_wanted_again():
     book = ItemBook(LIMITS)
     one, two = sequence(4, 0, (1, 2, 2)), sequence(7, 1, (1, 2, 2))

@@ -212,7 +212,7 @@ def test_parts_that_the_model_cannot_take_are_said_to_be_that(part, what, strict
         {"role": "system", "content": "a"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, part]},
     ]
-    with pytest.raises(APIError, match=f"this model takes no {what}") as caught:
+    with pytest.raises(APIError, match=f"takes no {what}|{what} are not taken") as caught:
         decode("chat", strict, messages=messages)
     assert caught.value.param == "messages[1].content[1].type"
 

@@ -97,16 +97,19 @@ class SimulatedRunner(RunnerActor):
             picture = picture_of(task.pixels)
             parts = self._parts(picture)
             for unit in range(task.first, task.first + task.count):
-                assert self._half.pop(task.number, 0) == unit, "units are encoded in order"
-                if unit < parts - 1:
-                    self._half[task.number] = unit + 1
+                frame, part = divmod(unit, parts)
+                assert self._half.pop(task.number, 0) == part, "units are encoded in order"
+                if part < parts - 1:
+                    self._half[task.number] = part + 1
                     continue
-                rows = [row_of(picture, row) for row in range(picture.rows)]
-                self.features[task.places[: picture.rows]] = rows
+                each = picture.rows // picture.frames
+                rows = range(frame * each, (frame + 1) * each)
+                self.features[task.places[rows]] = [row_of(picture, row) for row in rows]
 
     def _parts(self, picture: Picture) -> int:
         scenario = self._world.scenario
-        return min(DEPTH, -(-picture.rows // scenario.max_num_batched_tokens))
+        each = picture.rows // picture.frames
+        return min(DEPTH, -(-each // scenario.max_num_batched_tokens))
 
     def _pump(self) -> None:
         if self._busy or self._prepared.empty():

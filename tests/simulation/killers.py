@@ -18,8 +18,9 @@ from tests.simulation.scenario import draw
 from tests.simulation.world import World
 
 FILE = Path(__file__).with_suffix(".json")
-SEEDS, TOKENS = 20_000, 1_000_000
-"""How many seeds are looked through, and for how many tokens. The slowest bug needs a third."""
+SEEDS, TOKENS = 20_000, 5_000_000
+"""How many seeds are looked through, and for how many tokens. The slowest bug needs
+most of them."""
 
 
 def remembered() -> dict[str, int]:

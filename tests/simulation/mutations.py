@@ -482,6 +482,18 @@ MUTATIONS = [
         "            pass",
     ),
     Mutation(
+        "every temporal patch of a video reads the rows of the first",
+        KEPT,
+        "                    first_row + low - begin, first_row + high - begin, dtype=np.int32\n",
+        "                    low - begin, high - begin, dtype=np.int32\n",
+    ),
+    Mutation(
+        "a video is let go of behind its first temporal patch",
+        KEPT,
+        "stops = [max(r[3] for r in rows",
+        "stops = [min(r[3] for r in rows",
+    ),
+    Mutation(
         "a picture is let go of before its last token is computed",
         KEPT,
         "            if stop <= planned:\n                self._release(held, index, step)",

@@ -371,6 +371,7 @@ class Oracle:
             left = sum(_positions_left(s) for s in scheduler._running)
             works = scheduler.items.works.values()
             left += sum(work.units.count for work in works)
+            left += sum(map(_unanswered_units, scheduler._running))
             self._head = (key, steps, left + self._scenario.depth)
         elif key is not None:
             _, since, bound = self._head
@@ -632,6 +633,13 @@ class Oracle:
 
 def _prefills(sequence: Sequence) -> bool:
     return sequence.phase is Phase.RUNNING and sequence.scheduled < sequence.reach
+
+
+def _unanswered_units(sequence: Sequence) -> int:
+    """What is to be encoded for it at most, where its match is not answered."""
+    if sequence.items is None or sequence.items.works:
+        return 0
+    return sum(units.count for units in sequence.items.units)
 
 
 def _positions_left(sequence: Sequence) -> int:

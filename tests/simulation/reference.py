@@ -10,7 +10,18 @@ import numpy as np
 
 from nanoactor.actors.config import ENCODER_PAGE_ROWS
 from nanoactor.kv.hashing import block_hashes
-from tests.simulation.scenario import IMAGE, VOCABULARY, Ask, Picture, Scenario
+from tests.simulation.scenario import (
+    END,
+    IMAGE,
+    START,
+    VIDEO,
+    VOCABULARY,
+    Ask,
+    Picture,
+    Scenario,
+    encode_text,
+    time_text,
+)
 
 SALT = b"0123456789abcdef"
 _MASK = (1 << 62) - 1
@@ -94,10 +105,12 @@ class Answer:
 def answer(ask: Ask, scenario: Scenario) -> Answer | None:
     """What a request must get; None where it must be refused."""
     limit = scenario.max_model_len
-    if ask.prompt.count(IMAGE) != len(ask.pictures):
-        return None
+    for placeholder in (IMAGE, VIDEO):
+        given = sum(picture.placeholder == placeholder for picture in ask.pictures)
+        if ask.prompt.count(placeholder) != given:
+            return None
     prompt, seen, spans = _expand(ask)
-    known = {token for token in ask.prompt if not 0 <= token < VOCABULARY} <= {IMAGE}
+    known = {token for token in ask.prompt if not 0 <= token < VOCABULARY} <= {IMAGE, VIDEO}
     pages = sum(-(-picture.rows // ENCODER_PAGE_ROWS) for picture in ask.pictures)
     faults = {picture.fault for picture in ask.pictures}
     if len(prompt) >= limit or not known or "header" in faults or pages > scenario.encoder_pages:
@@ -139,19 +152,26 @@ def row_of(picture: Picture, row: int) -> int:
 
 
 def _expand(ask: Ask) -> tuple[list[int], dict[int, int], list[tuple[int, Picture]]]:
-    """(tokens, rows by index, (first index, picture))."""
+    """(tokens, rows by index, (first index, picture or frame of a video))."""
     prompt: list[int] = []
     seen: dict[int, int] = {}
     spans = []
     pictures = iter(ask.pictures)
     for token in ask.prompt:
-        if token != IMAGE:
+        if token not in (IMAGE, VIDEO):
             prompt.append(token)
             continue
         picture = next(pictures)
-        spans.append((len(prompt), picture))
-        seen |= {len(prompt) + row: row_of(picture, row) for row in range(picture.rows)}
-        prompt += [IMAGE] * picture.rows
+        each = picture.height * picture.width
+        for frame in range(max(1, picture.frames)):
+            if picture.frames:
+                prompt += [*encode_text(time_text(float(frame))), START]
+            spans.append((len(prompt), picture))
+            first = frame * each
+            seen |= {len(prompt) + row: row_of(picture, first + row) for row in range(each)}
+            prompt += [token] * each
+            if picture.frames:
+                prompt.append(END)
     return prompt, seen, spans
 
 
@@ -164,10 +184,11 @@ def _rotary(length: int, spans: list[tuple[int, Picture]]) -> np.ndarray:
             positions[:, index] = at
             at, index = at + 1, index + 1
             continue
-        for row in range(picture.rows):
+        each = picture.height * picture.width
+        for row in range(each):
             down, right = divmod(row, picture.width)
             positions[:, index + row] = at, at + down, at + right
-        at, index = at + max(picture.height, picture.width), index + picture.rows
+        at, index = at + max(picture.height, picture.width), index + each
     return positions
 
 
@@ -175,14 +196,15 @@ def _extras(ask: Ask, spans: list[tuple[int, Picture]], size: int) -> dict[int, 
     extras: dict[int, bytes] = {}
     for start, picture in spans:
         name = key_of(picture) + struct.pack("<II", picture.height, picture.width)
-        for block in range(start // size, -(-(start + picture.rows) // size)):
+        stop = start + picture.height * picture.width
+        for block in range(start // size, -(-stop // size)):
             extras[block] = extras.get(block, b"") + name
     return extras
 
 
 def key_of(picture: Picture) -> bytes:
     """What a vision worker calls it."""
-    return struct.pack("<IIII", picture.content, picture.height, picture.width, 7)
+    return struct.pack("<IIII", picture.content, picture.height, picture.width, picture.frames)
 
 
 def _cut_by_ids(ask: Ask, output: list[int], room: int) -> tuple[list[int], str, int | None]:

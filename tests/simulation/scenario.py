@@ -33,18 +33,40 @@ IMAGE, VIDEO, START, END = range(VOCABULARY, VOCABULARY + 4)
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """What a picture shows, how large it is, and whether it can be told and decoded."""
+    """What a picture or a video shows, how large it is, and whether it can be told and decoded."""
 
     content: int
     height: int
     width: int
     fault: str = ""
     """"header", "pixels" or none."""
+    frames: int = 0
+    """Of a video; 0 for a picture."""
 
     @property
     def rows(self) -> int:
-        """Tokens."""
-        return self.height * self.width
+        """What the tower gives for it."""
+        return self.height * self.width * max(1, self.frames)
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Of a video's frames."""
+        return tuple(map(float, range(self.frames)))
+
+    @property
+    def placeholder(self) -> int:
+        """What stands for it in a prompt."""
+        return VIDEO if self.frames else IMAGE
+
+
+def time_text(time: float) -> str:
+    """What a prompt says before a frame."""
+    return f"<{time:.1f} seconds>"
+
+
+def encode_text(text: str) -> list[int]:
+    """The ids of such a text."""
+    return [ord(letter) % VOCABULARY for letter in text]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +86,7 @@ class Ask:
     aborts: tuple[float, ...] = ()
     """Seconds after the request; the second and later ones must change nothing."""
     pictures: tuple[Picture, ...] = ()
-    """One for each `IMAGE` in the prompt."""
+    """One for each placeholder in the prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +230,7 @@ def _with_pictures(rng: random.Random, scenario: Scenario) -> Scenario:
     ]
     # Shapes of equal area, and others of the same content: their rows are not the same.
     pool += [dataclasses.replace(p, height=p.width, width=p.height) for p in pool[:3]]
+    pool += [dataclasses.replace(p, frames=rng.randint(1, 4)) for p in pool[1:4]]
     share = rng.choice([0.2, 0.6, 1.0])
     impatient = rng.choice([0.0, 0.3])
     asks = [
@@ -234,9 +257,11 @@ def _with_some(
 ) -> Ask:
     prompt, pictures = list(ask.prompt), []
     for at in sorted(rng.randint(0, min(len(prompt), 12)) for _ in range(rng.choice([1, 1, 2, 3]))):
-        prompt.insert(at + len(pictures), IMAGE)
         pictures.append(rng.choice(pool))
-    room = max(1, max_model_len - len(prompt) + sum(1 - picture.rows for picture in pictures))
+        prompt.insert(at + len(pictures) - 1, pictures[-1].placeholder)
+    said = sum(len(time_text(time)) + 2 for picture in pictures for time in picture.times)
+    shown = sum(picture.rows for picture in pictures) + said
+    room = max(1, max_model_len - len(prompt) + len(pictures) - shown)
     return dataclasses.replace(
         ask,
         prompt=tuple(prompt),

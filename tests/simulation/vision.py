@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from nanoactor.models.image_config import ImageConfig
 from nanoactor.models.vision_config import VisionConfig, parse_vision
 from nanoactor.vision.media import Media, ReadItem
 from tests.simulation.reference import key_of
-from tests.simulation.scenario import END, IMAGE, START, VIDEO, Picture
+from tests.simulation.scenario import END, IMAGE, START, VIDEO, Picture, encode_text
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -44,14 +45,23 @@ def vision_config() -> VisionConfig:
 
 def media_of(picture: Picture) -> Media:
     """What a user gives."""
-    data = json.dumps([picture.content, picture.height, picture.width, picture.fault])
-    return Media("", (), (1, 1), data.encode())
+    data = json.dumps(dataclasses.astuple(picture))
+    return Media("", (), (1, 1), data.encode(), times=picture.times)
 
 
 def picture_of(pixels: Any) -> Picture:
     """What pixels show."""
-    _, height, width, _ = pixels.shape
-    return Picture(int(pixels[0, 0, 0, 0]), height, width)
+    frames, height, width, _ = pixels.shape
+    return Picture(int(pixels[0, 0, 0, 0]), height, width, frames=frames)
+
+
+class Letters:
+    """Stands where a `TextEncoder` does, for the times of videos."""
+
+    def encode_text(self, text: str, special: bool) -> Any:
+        """The ids of a text."""
+        assert not special
+        return np.array(encode_text(text), np.int32)
 
 
 class _Reader:
@@ -61,13 +71,14 @@ class _Reader:
         picture = Picture(*json.loads(media.data))
         if picture.fault == "header":
             raise InvalidRequest("no picture")
-        return ReadItem(key_of(picture), (1, picture.height, picture.width))
+        return ReadItem(key_of(picture), (max(1, picture.frames), picture.height, picture.width))
 
     def decode(self, media: Media) -> Any:
         picture = Picture(*json.loads(media.data))
         if picture.fault:
             raise InvalidRequest("broken")
-        return np.full((1, picture.height, picture.width, 3), picture.content, np.uint8)
+        shape = max(1, picture.frames), picture.height, picture.width, 3
+        return np.full(shape, picture.content, np.uint8)
 
 
 class SimulatedVision(VisionActor):

@@ -37,7 +37,7 @@ from tests.simulation.device import SimulatedRunner
 from tests.simulation.oracle import Oracle
 from tests.simulation.reference import SALT, LetterDecoders
 from tests.simulation.scenario import VOCABULARY, Ask, Scenario, sampling_of
-from tests.simulation.vision import IMAGES, SimulatedVision, media_of, vision_config
+from tests.simulation.vision import IMAGES, Letters, SimulatedVision, media_of, vision_config
 
 M = TypeVar("M")
 
@@ -213,6 +213,9 @@ class World:
         detokenizer: Any = self.actors["detokenizer"]
         detokenizer._detokenizer = Detokenizer(LetterDecoders())  # type: ignore[arg-type]
         detokenizer._delta_bytes = self.scenario.chunk_bytes
+        for index in range(self.scenario.tokenizers):
+            tokenizer: Any = self.actors[f"tokenizer.{index}"]
+            tokenizer._encoder = Letters()
         self.edges: dict[tuple[str, str], Edge] = {}
         for spec in specs:
             between = {spec.source, *spec.targets}
@@ -251,7 +254,7 @@ class World:
                 sampling,
                 stopping,
                 options,
-                len(media),
+                tuple(one.times for one in media),
             )
             return Entry(str(uid), submit, RequestOutputKind.CUMULATIVE, media)
 

@@ -21,7 +21,7 @@ def test_a_request_that_is_over_leaves_nothing_whenever_that_was(order, over_at)
             gathering.forget(1, 3)
         gathering.add(uid, number, item(number))
         if uid != 1 and gathering.has(uid, 3):
-            assert gathering.of(uid) == [item(n) for n in range(3)]
+            assert gathering.of(uid, ["picture"] * 3) == [item(n) for n in range(3)]
             gathering.forget(uid, 3)
     if over_at >= len(order):
         gathering.forget(1, 3)
@@ -33,4 +33,6 @@ def test_the_first_item_that_cannot_be_used_is_named():
     for number, found in enumerate([item(0), "too narrow", "broken"]):
         gathering.add(7, number, found)
     with pytest.raises(InvalidRequest, match="picture 2 of 3: too narrow"):
-        gathering.of(7)
+        gathering.of(7, ["picture"] * 3)
+    with pytest.raises(InvalidRequest, match="picture 1 of 2: too narrow"):
+        gathering.of(7, ["video", "picture", "picture"])

@@ -11,7 +11,8 @@ from PIL import Image
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.models.image_config import ImageConfig
-from nanoactor.vision.media import MediaReader, MediaRules, decode_data_url
+from nanoactor.vision.media import MediaReader
+from nanoactor.vision.rules import MediaRules, decode_data_url
 
 IMAGES = ImageConfig(4096, 65536, 32, rescale=1 / 255, mean=(0.5,) * 3, std=(0.5,) * 3)
 RULES = MediaRules(IMAGES, 1_000_000)

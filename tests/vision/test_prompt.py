@@ -131,16 +131,18 @@ def test_every_placeholder_is_a_row_of_its_item_in_order(items, words):
         ("<|image_pad|>" * 3, [picture(1, 1, 1)] * 2, "3 image placeholders .* but 2 images"),
         ("<|video_pad|>", [picture(1, 1, 1)], "0 image placeholders"),
         ("<|image_pad|>", [video(1, 1, 1, 0.0)], "1 image placeholders .* but 0 images"),
-        (
-            "<|video_pad|><|image_pad|>",
-            [picture(1, 1, 1), video(1, 1, 1, 0.0)],
-            "placeholder 1 .* order of their placeholders",
-        ),
     ],
 )
 def test_a_placeholder_too_many_or_too_few_is_refused(text, items, message):
     with pytest.raises(InvalidRequest, match=message):
         expand(text, *items)
+
+
+def test_pictures_and_videos_are_placed_by_their_kind():
+    items = [picture(1, 1, 1), picture(2, 1, 2), video(3, 1, 3, 0.0)]
+    found = expand("<|image_pad|>a<|video_pad|>b<|image_pad|>", *items)
+    assert [placed.item for placed in found.spans] == [0, 2, 1]
+    assert [placed.span.width for placed in found.spans] == [1, 3, 2]
 
 
 # -- names of blocks ----------------------------------------------------------------------

@@ -1,0 +1,230 @@
+"""How pictures and videos are taken from users."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.models.image_config import ImageConfig
+from nanoactor.models.video_config import VideoConfig
+from nanoactor.vision.media import Media
+from nanoactor.vision.prompt import patch_times
+from nanoactor.vision.video import Video, frame_times
+
+MAX_BYTES = 64 << 20
+"""Of an encoded picture."""
+MAX_VIDEO_BYTES = 256 << 20
+"""Of all frames of a video, as they are given."""
+LOW_DETAIL = 512 * 512
+"""The area in pixels to which OpenAI's detail "low" bounds a picture."""
+_MOST_PIXELS = 1 << 40
+_CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
+_MODES = {channels: mode for mode, channels in _CHANNELS.items()}
+_NESTED = ("images_kwargs", "videos_kwargs")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MediaRules:
+    """What users may give; every method raises `InvalidRequest`."""
+
+    images: ImageConfig
+    max_pixels: int
+    """Of a picture, or of a frame, before it is resized."""
+    videos: VideoConfig | None = None
+    """None for a model that takes none."""
+
+    def area(self, kwargs: Mapping[str, Any], detail: str = "auto") -> tuple[int, int]:
+        """Return the areas between which a picture is resized, by `mm_processor_kwargs`
+        (min_pixels, max_pixels, or size with shortest_edge and longest_edge) and `detail`."""
+        least, most = _area(_kwargs_of(kwargs, "images_kwargs"), self.images)
+        if not isinstance(detail, str) or detail not in ("auto", "low", "high"):
+            raise InvalidRequest(f"detail must be 'auto', 'low' or 'high', got {detail!r:.50}")
+        return _checked(least, min(most, LOW_DETAIL) if detail == "low" else most, self.images)
+
+    def video_area(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the same for all frames of a video together."""
+        videos = self._need_videos()
+        return _checked(*_area(_kwargs_of(kwargs, "videos_kwargs"), videos), videos)
+
+    def _need_videos(self) -> VideoConfig:
+        if self.videos is None:
+            raise InvalidRequest(
+                "the model takes no videos: its directory has no video_preprocessor_config.json"
+            )
+        return self.videos
+
+    def take(self, given: Any, area: tuple[int, int]) -> Media:
+        """Return a picture as a user gives it: encoded bytes, a path, a data: URL, a Pillow image,
+        or an array uint8 (height, width) or (height, width, 1, 3 or 4)."""
+        if isinstance(given, str) and given.startswith("data:"):
+            given = decode_data_url(given)
+        elif isinstance(given, str | Path):
+            given = _read_file(Path(given))
+        if isinstance(given, bytes | bytearray | memoryview):
+            return self._file(bytes(given), area)
+        if isinstance(given, np.ndarray):
+            return self._array(given, area)
+        pillow = sys.modules.get("PIL.Image")
+        if pillow is not None and isinstance(given, pillow.Image):
+            return self._pillow(given, area)
+        raise InvalidRequest(
+            "a picture must be its encoded bytes, a path, a data: URL, a PIL image or a uint8 "
+            f"array, got {type(given).__name__}"
+        )
+
+    def _file(self, data: bytes, area: tuple[int, int]) -> Media:
+        if not data:
+            raise InvalidRequest("the picture is empty: it has 0 bytes")
+        if len(data) > MAX_BYTES:
+            raise InvalidRequest(f"the picture has {len(data)} bytes, at most {MAX_BYTES} may be")
+        return Media("", (), area, data)
+
+    def _array(self, array: NDArray[Any], area: tuple[int, int]) -> Media:
+        if array.ndim == 2:
+            array = array[:, :, None]
+        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in _MODES:
+            raise InvalidRequest(
+                "an array must be uint8 (height, width) or (height, width, 1, 3 or 4), got "
+                f"{array.dtype} {array.shape}"
+            )
+        height, width, channels = array.shape
+        self._check_size(height, width)
+        return Media(_MODES[channels], (height, width), area, array.tobytes())
+
+    def _pillow(self, image: Any, area: tuple[int, int]) -> Media:
+        self._check_size(image.height, image.width)
+        clear = "A" in image.getbands() or "transparency" in image.info
+        mode = "RGBA" if clear else "RGB"
+        try:
+            data = image.convert(mode).tobytes()
+        except Exception as error:  # Pillow decodes it only now, and raises whatever it likes
+            raise InvalidRequest(f"the picture cannot be decoded: {error!r:.200}") from error
+        return Media(mode, (image.height, image.width), area, data)
+
+    def _check_size(self, height: int, width: int) -> None:
+        if not 0 < height * width <= self.max_pixels:
+            raise InvalidRequest(
+                f"the picture has {width} x {height} pixels; at least one and at most "
+                f"{self.max_pixels} are allowed (max_image_pixels)"
+            )
+
+    def take_video(self, given: Any, area: tuple[int, int]) -> Media:
+        """Return a video: a `Video`, its frames alone, or (frames, metadata) as in vLLM. A frame is
+        whatever a picture may be; an array has dimensions (frames, height, width, channels)."""
+        videos, video = self._need_videos(), Video.of(given)
+        frames = list(video.frames)
+        if not videos.together <= len(frames) <= videos.max_frames:
+            raise InvalidRequest(
+                f"a video has {videos.together} to {videos.max_frames} frames, this one has "
+                f"{len(frames)}"
+            )
+        times = frame_times(video, len(frames))
+        taken = [self._frame(number, frame, area) for number, frame in enumerate(frames, 1)]
+        first, size = taken[0], sum(one.size for one in taken)
+        for number, one in enumerate(taken, 1):
+            if (one.form, one.shape) != (first.form, first.shape):
+                raise InvalidRequest(
+                    f"frame {number} is {one.form or 'a file'} {one.shape}, the first is "
+                    f"{first.form or 'a file'} {first.shape}: frames must be alike"
+                )
+        if size > MAX_VIDEO_BYTES:
+            raise InvalidRequest(
+                f"the frames have {size} bytes, at most {MAX_VIDEO_BYTES} may be: give them "
+                "encoded, smaller or fewer"
+            )
+        return Media(
+            first.form,
+            first.shape,
+            area,
+            b"".join(one.data for one in taken),
+            frames=tuple(one.size for one in taken),
+            times=patch_times(times, videos.together),
+        )
+
+    def _frame(self, number: int, given: Any, area: tuple[int, int]) -> Media:
+        try:
+            return self.take(given, area)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"frame {number}: {error}") from None
+
+
+def _kwargs_of(kwargs: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """Return what is for pictures, or for videos: what is for both, and what stands under its
+    name, as in transformers."""
+    found = {key: value for key, value in kwargs.items() if key not in _NESTED}
+    nested = kwargs.get(kind)
+    if nested is None:
+        return found
+    if not isinstance(nested, Mapping):
+        raise InvalidRequest(f"mm_processor_kwargs: {kind} must be a dict, got {nested!r:.50}")
+    return {**found, **nested}
+
+
+def _area(kwargs: Mapping[str, Any], own: ImageConfig | VideoConfig) -> tuple[int, int]:
+    """Return the areas that are asked for, or the model's own."""
+    known = {"min_pixels", "max_pixels", "size"}
+    if wrong := [str(key) for key in kwargs if key not in known]:
+        raise InvalidRequest(
+            f"mm_processor_kwargs: {wrong[0]!r:.50} is not known; there are min_pixels, "
+            "max_pixels and size"
+        )
+    size = kwargs.get("size") or {}
+    if not isinstance(size, Mapping):
+        raise InvalidRequest(f"mm_processor_kwargs: size must be a dict, got {size!r:.50}")
+    least = kwargs.get("min_pixels", size.get("shortest_edge", own.min_pixels))
+    most = kwargs.get("max_pixels", size.get("longest_edge", own.max_pixels))
+    for name, value in (("min_pixels", least), ("max_pixels", most)):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or not 1 <= value < _MOST_PIXELS:
+            raise InvalidRequest(
+                f"mm_processor_kwargs: {name} must be a whole number from 1 to {_MOST_PIXELS - 1}"
+            )
+    if most > own.max_pixels:
+        raise InvalidRequest(
+            f"mm_processor_kwargs: max_pixels {most} exceeds the model's own limit, "
+            f"{own.max_pixels}"
+        )
+    return least, most
+
+
+def _checked(least: int, most: int, own: ImageConfig | VideoConfig) -> tuple[int, int]:
+    if max(least, own.factor**2) > most:
+        raise InvalidRequest(f"max_pixels {most} is less than min_pixels {least}, or a token's")
+    return least, most
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        if not path.is_file():  # a device or a pipe might have no end
+            raise InvalidRequest(f"{path} is no file")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise InvalidRequest(f"{path} has more than {MAX_BYTES} bytes")
+        return data
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"the picture cannot be read: {error}") from None
+
+
+def decode_data_url(url: str) -> bytes:
+    """Return the bytes of a `data:image/...;base64,` URL. Raises `InvalidRequest`."""
+    head, comma, body = url.partition(",")
+    if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
+        raise InvalidRequest(
+            f"a data: URL must begin with data:image/TYPE;base64, this one does with {url[:40]!r}"
+        )
+    if len(body) > MAX_BYTES * 4 // 3 + 4:
+        raise InvalidRequest(f"the picture has more than {MAX_BYTES} bytes")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(f"the data: URL is not base64: {error}") from None

@@ -1,0 +1,114 @@
+"""Videos as users give them: frames, and the times at which they stand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nanoactor.errors import InvalidRequest
+
+DEFAULT_FPS = 24.0
+"""Frames per second where nothing is known; as in transformers."""
+_LATEST = 1e7
+"""Seconds."""
+_METADATA = {
+    "fps",
+    "frames_indices",
+    "total_num_frames",
+    "duration",
+    "video_backend",
+    "do_sample_frames",
+    "width",
+    "height",
+}
+"""Keys of vLLM's and transformers' metadata; the first two matter here."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Video:
+    """Frames of a video, as they are to be seen: none is left out, none is added."""
+
+    frames: Any
+    """A sequence of pictures of one size, or a uint8 array (frames, height, width, channels)."""
+    times: Sequence[float] | None = None
+    """Seconds, one for each frame; ..."""
+    fps: float | None = None
+    """... or frames per second. Neither: 24 frames per second."""
+
+    @classmethod
+    def of(cls, given: Any) -> Video:
+        """Return what a user gives as a video. Raises `InvalidRequest`."""
+        if isinstance(given, Video):
+            video = given
+        elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
+            video = _with_metadata(*given)
+        else:
+            video = cls(given)
+        frames = video.frames
+        if isinstance(frames, list | tuple) or (isinstance(frames, np.ndarray) and frames.ndim > 2):
+            return video
+        raise InvalidRequest(
+            "a video must be its frames: a list of pictures or a uint8 array (frames, height, "
+            f"width, channels), got {type(frames).__name__}; files are not decoded"
+        )
+
+
+def split_videos(given: Any) -> list[Any]:
+    """Return the videos of `multi_modal_data`: one, or a list of them."""
+    if not isinstance(given, list):
+        return [given]
+    several = all(
+        isinstance(one, Video | list | tuple) or (isinstance(one, np.ndarray) and one.ndim == 4)
+        for one in given
+    )
+    return given if several else [given]
+
+
+def _with_metadata(frames: Any, metadata: Mapping[str, Any]) -> Video:
+    if wrong := sorted(str(key) for key in metadata if key not in _METADATA):
+        raise InvalidRequest(f"a video's metadata: {wrong[0]!r:.50} is not known")
+    fps, indices = metadata.get("fps"), metadata.get("frames_indices")
+    if indices is None:
+        return Video(frames, fps=fps)
+    rate = _rate(fps)
+    try:
+        return Video(frames, times=[index / rate for index in indices])
+    except TypeError:
+        raise InvalidRequest(
+            f"a video's frames_indices must be numbers, got {indices!r:.80}"
+        ) from None
+
+
+def _rate(fps: Any) -> float:
+    if fps is None:
+        return DEFAULT_FPS
+    number = isinstance(fps, int | float) and not isinstance(fps, bool)
+    if not number or not 1e-6 <= fps <= 1e6:
+        raise InvalidRequest(f"a video's fps must be a number above 0, got {fps!r:.50}")
+    return float(fps)
+
+
+def frame_times(video: Video, frames: int) -> list[float]:
+    """Return the seconds of so many frames. Raises `InvalidRequest`."""
+    if video.times is None:
+        rate = _rate(video.fps)
+        return [index / rate for index in range(frames)]
+    if video.fps is not None:
+        raise InvalidRequest("a video has times or fps, not both")
+    try:
+        times = [float(time) for time in video.times]
+    except (TypeError, ValueError):
+        raise InvalidRequest(
+            f"a video's times must be seconds, one for each frame, got {video.times!r:.80}"
+        ) from None
+    if len(times) != frames:
+        raise InvalidRequest(f"a video has {frames} frames, but {len(times)} times")
+    if not all(math.isfinite(time) and 0 <= time < _LATEST for time in times):
+        raise InvalidRequest(f"a video's times must be from 0 to {_LATEST:.0f} seconds")
+    if times != sorted(times):
+        raise InvalidRequest("a video's times must not go back")
+    return times
