@@ -4,7 +4,7 @@ this and passes `tests/models/test_device.py`; docs/extending.md says where it i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -165,6 +165,12 @@ class Device(Protocol):
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
         """Causal attention of (tokens, heads, head_dim) over the paged cache, same shape."""
+
+    def segment_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
+    ) -> torch.Tensor:
+        """Attention of (tokens, heads, head_dim) without a cache or a mask, same shape: each of the
+        consecutive segments, of so many tokens, sees all of itself and nothing else."""
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Ids, int64 (rows,), chosen from logits (rows, vocabulary)."""

@@ -7,7 +7,6 @@ itself, each temporal patch of a video to itself alone.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -176,19 +175,9 @@ class _Block:
         return x + self._down(F.gelu(self._up(self._norms[1](x)), approximate="tanh"))
 
     def _attend(self, x: torch.Tensor, rotation: Rotation, segments: list[int]) -> torch.Tensor:
-        """Each segment attends to itself; those of one length that follow each other at once."""
         q, k, v = self._qkv(x).view(len(x), 3, self._heads, -1).unbind(1)
         q, k = (self._device.rotary(x.float(), *rotation).to(x.dtype) for x in (q, k))
-        parts, at = [], 0
-        for length, equal in itertools.groupby(segments):
-            count = len(list(equal))
-            span = slice(at, at + count * length)
-            shape = count, length, self._heads, -1
-            views = [part[span].reshape(shape).transpose(1, 2) for part in (q, k, v)]
-            attended = F.scaled_dot_product_attention(views[0], views[1], views[2])
-            parts.append(attended.transpose(1, 2).reshape(count * length, -1))
-            at = span.stop
-        return torch.cat(parts)
+        return self._device.segment_attention(q, k, v, segments).flatten(1)
 
 
 class _Merger:

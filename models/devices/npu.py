@@ -7,7 +7,9 @@ Never run on an NPU: docs/ascend.md says what has been verified, and how far.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -294,6 +296,23 @@ class NPUDevice(PortableOperators):
     ) -> torch.Tensor:
         """npu_fused_infer_attention_score, in the layout that was chosen."""
         return self._attention(queries.contiguous(), cache, batch.plan, scale)
+
+    def segment_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
+    ) -> torch.Tensor:
+        """npu_fusion_attention over packed tokens; it takes heads up to 768, of any size."""
+        ends = [*itertools.accumulate(segments)]
+        attended: torch.Tensor = torch.ops.npu.npu_fusion_attention(
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            q.shape[1],
+            "TND",
+            scale=q.shape[2] ** -0.5,
+            actual_seq_qlen=ends,
+            actual_seq_kvlen=ends,
+        )[0]
+        return attended
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """By npu_top_k_top_p where the chip has it, else by PyTorch's operators."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -276,6 +278,21 @@ class PortableOperators:
             enable_gqa=True,
         )
         return attended[:, :, 0]
+
+    def segment_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
+    ) -> torch.Tensor:
+        """Segments of one length that follow each other at once."""
+        parts, at = [], 0
+        for length, equal in itertools.groupby(segments):
+            count = len(list(equal))
+            span = slice(at, at + count * length)
+            shape = count, length, *q.shape[1:]
+            views = [part[span].reshape(shape).transpose(1, 2) for part in (q, k, v)]
+            attended = F.scaled_dot_product_attention(views[0], views[1], views[2])
+            parts.append(attended.transpose(1, 2).flatten(0, 1))
+            at = span.stop
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """See `nanoactor.models.sampling`."""

@@ -32,6 +32,7 @@ from tests.npu.smoke_checks import (
     figures,
     numbers,
     operators,
+    pictures,
 )
 from tests.npu.smoke_checks.frame import Check, Failed, Rig, Skipped, told_of
 
@@ -61,6 +62,7 @@ def all_checks(rig: Rig) -> list[Check]:
         *attention.checks(rig),
         *numbers.checks(),
         *engines.checks(rig),
+        *pictures.checks(rig),
         *collectives.checks(rig),
         *engines.fractal_checks(),
         *figures.checks(rig),

@@ -71,7 +71,7 @@ def rotary_pair(query, key, cos, sin, layout, rotary_mode):
 
 def rotary_one(input, r1, r2, rotary_mode, rotate):
     dense(input=input, r1=r1, r2=r2)
-    same_type(input=input, r1=r1, r2=r2)
+    demand(input.dtype == r1.dtype == r2.dtype, "different types")  # float32 may be: a tower's
     demand(input.shape[-1] % 2 == 0 and input.shape[-1] < 896, f"head_dim {input.shape[-1]}")
     wanted = (1, input.shape[1], 1, input.shape[3])
     demand(tuple(r1.shape) == tuple(r2.shape) == wanted, f"cos or sin is not {wanted}")
@@ -160,6 +160,21 @@ def masked(given, one):
     dense(atten_mask=mask)
 
 
+def segments(given):
+    query, key, value = given["query"], given["key"], given["value"]
+    dense(query=query, key=key, value=value)
+    same_type(query=query, key=key, value=value)
+    demand(given["input_layout"] == "TND", f"layout {given['input_layout']}")
+    demand(query.dim() == 3 and query.shape == key.shape == value.shape, "not one shape")
+    demand(given["head_num"] == query.shape[1] <= 256, f"head_num {given['head_num']}")
+    demand(query.shape[2] <= 768, f"head_dim {query.shape[2]}")
+    ends = given["actual_seq_qlen"]
+    demand(ends is not None and ends == given["actual_seq_kvlen"], "keys are not the queries'")
+    demand(0 < len(ends) <= 1024 and list(ends) == sorted(ends), "lengths do not add up")
+    demand(ends[-1] == len(query) <= 1 << 20, "the last end is not the number of tokens")
+    demand(given["atten_mask"] is None, "a mask where every position is seen")
+
+
 def cut(logits, p, k):
     demand(p is not None or k is not None, "neither p nor k")
     if p is not None:
@@ -178,6 +193,7 @@ RULES = {
     "npu_rotary_mul": rotary_one,
     "npu_scatter_pa_kv_cache": write,
     "npu_fused_infer_attention_score": lambda **given: attention(given),
+    "npu_fusion_attention": lambda **given: segments(given),
     "npu_top_k_top_p": cut,
 }
 

@@ -22,6 +22,7 @@ from nanoactor.runner.open import open_executor
 from nanoactor.runner.warmup import prefill_step
 from tests.engine.harness import collect, engine, greedy, ids, ragged_prompts, rank_config
 from tests.engine.test_accelerator import decode_step, submit
+from tests.engine.test_vision import Eyes, check_all, jobs_of, run_all
 from tests.models.checkpoints import make_checkpoint
 from tests.npu.recorder import Recorder
 from tests.npu.wheel.support import emulate, without_cann
@@ -63,6 +64,27 @@ def test_compiled_steps_give_the_cpus_tokens(model, monkeypatch, tmp_path, mode,
         assert counters["stats"]["unique_graphs"] == 3, "each size once, whatever the thread"
     assert figures["runner.0"]["actor"]["steps_uncaptured"] == 0
     assert found == asyncio.run(outputs(device="cpu"))[0]
+
+
+@pytest.mark.parametrize(("layout", "mode"), [("tnd", "max-autotune"), ("bnsd", "reduce-overhead")])
+def test_compiled_steps_go_on_behind_pictures(tmp_path, monkeypatch, mode, layout):
+    """Rotary positions of what follows are no longer the indices."""
+    emulate(monkeypatch)
+    rope = dict(rope_type="default", rope_theta=5e4, mrope_section=[24, 20, 20])
+    changes = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2)
+    eyes = Eyes(tmp_path, num_hidden_layers=2, rope_parameters=rope, **changes)
+    jobs = jobs_of(3, 4)
+    options = dict(device="npu", graph_mode=mode, attention_layout=layout, placement="single")
+    options |= dict(max_num_seqs=3, max_num_batched_tokens=40, num_kv_blocks=9)
+
+    async def main():
+        async with engine(eyes.directory, graph_cache_dir=str(tmp_path), **options) as llm:
+            return await run_all(llm, jobs, 6), await llm.statistics()
+
+    with without_cann(run_eagerly=True):
+        outputs, figures = asyncio.run(main())
+    assert figures["runner.0"]["actor"]["steps_uncaptured"] == 0
+    check_all(eyes, jobs, outputs, 6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

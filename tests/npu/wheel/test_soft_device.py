@@ -16,6 +16,7 @@ from nanoactor.runner.open import open_executor
 from nanoactor.runner.warmup import prefill_step
 from tests.engine.harness import Reference, collect, engine, ids, ragged_prompts, rank_config
 from tests.engine.test_accelerator import decode_step, submit
+from tests.engine.test_vision import Eyes, check_all, jobs_of, run_all
 from tests.models.checkpoints import make_checkpoint
 from tests.npu.emulation import emulate_everywhere
 from tests.npu.test_engine import kinds
@@ -286,3 +287,23 @@ def test_chips_are_told_apart(monkeypatch, chip, newer):
     assert runtime.supports(torch.bfloat16) == newer
     assert runtime.supports(torch.float16)
     assert not runtime.supports(torch.float32)
+
+
+@pytest.mark.parametrize(("layout", "mode"), [("tnd", "npugraph"), ("bnsd", "eager")])
+def test_pictures_are_seen_as_on_the_cpu(tmp_path, opened, layout, mode):
+    """Encoded on `npu:0`, in slices and beside text; nothing on their way waits for the device."""
+    rope = dict(rope_type="default", rope_theta=5e4, mrope_section=[24, 20, 20])
+    changes = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2)
+    eyes = Eyes(tmp_path, num_hidden_layers=LAYERS, rope_parameters=rope, **changes)
+    jobs = jobs_of(3, 6)
+
+    async def main():
+        options = dict(device="npu", graph_mode=mode, attention_layout=layout, placement="single")
+        options |= dict(max_num_seqs=4, max_num_batched_tokens=24, num_kv_blocks=16)
+        async with engine(eyes.directory, **options) as llm:
+            return await run_all(llm, jobs, 6)
+
+    check_all(eyes, jobs, asyncio.run(main()), 6)
+    soft = opened[-1].runtime.mode
+    assert soft.launched.count("npu_fusion_attention") > 0
+    assert not [name for name, what in soft.copies if what == "waits"]

@@ -23,6 +23,8 @@ from nanoactor.models.devices import npu_sampling
 from nanoactor.models.devices.npu import NPUDevice
 from nanoactor.models.options import DeviceOptions
 from nanoactor.models.seq_lens import HostSeqLens
+from nanoactor.models.vision_config import parse_vision
+from nanoactor.models.vision_tower import Grid, VisionTower
 from nanoactor.models.weights import RandomWeights
 from tests.npu.wheel.contract import RULES, ContractBroken, ContractChecker, check
 from tests.npu.wheel.soft_device import AscendRuntime
@@ -214,6 +216,33 @@ def test_sampling_keeps_the_contract():
     assert checker.checked == ["npu_top_k_top_p"] * 2
 
 
+# The towers of Qwen3-VL-2B and -8B, two blocks of each; heads of 64 and 72.
+TOWERS = {
+    "2B": dict(hidden_size=1024, intermediate_size=4096, out_hidden_size=2048),
+    "8B": dict(hidden_size=1152, intermediate_size=4304, out_hidden_size=4096),
+}
+
+
+@pytest.mark.parametrize("size", TOWERS)
+@pytest.mark.parametrize(
+    "grids", [[Grid(1, 48, 64)], [Grid(3, 4, 6), Grid(1, 2, 2)]], ids=["picture", "video"]
+)
+def test_a_tower_keeps_the_contract(size, grids):
+    section = dict(depth=2, deepstack_visual_indexes=[1], **TOWERS[size])
+    config = parse_vision({"vision_config": section}, size)
+    with FakeTensorMode(), torch.inference_mode():
+        device = NPUDevice(AscendRuntime(0), DeviceOptions())
+        tower = VisionTower(config, NoWeights(device.torch_device), device, "model.visual")
+        patches = sum(grid.patches for grid in grids)
+        rows = torch.empty(patches, config.row_size, dtype=HALF, device=device.torch_device)
+        with ContractChecker() as checker:
+            features = tower(rows, grids)
+    assert features.shape == (patches // 4, 2 * config.out_hidden_size)
+    assert features.dtype == HALF
+    counts = Counter(checker.checked)
+    assert counts == {"npu_fusion_attention": 2, "npu_rotary_mul": 4}
+
+
 # -- each rule, broken -------------------------------------------------------------------------
 
 
@@ -276,6 +305,13 @@ def single(**changes):
     return values | changes
 
 
+def whole(**changes):
+    """Three segments of 2, 4 and 1 tokens."""
+    values = dict.fromkeys(("query", "key", "value"), zeros(7, 16, 72))
+    values |= dict(head_num=16, input_layout="TND", scale=0.1)
+    return values | dict(actual_seq_qlen=[2, 6, 7], actual_seq_kvlen=[2, 6, 7]) | changes
+
+
 def cutting(**changes):
     p, k = torch.ones(3), torch.tensor([1, 20, 100], dtype=torch.int32)
     return dict(logits=torch.zeros(3, 2000), p=p, k=k) | changes
@@ -284,6 +320,7 @@ def cutting(**changes):
 NORM = dict(input=zeros(3, 64), gamma=zeros(64))
 SUM = dict(x1=zeros(3, 64), x2=zeros(3, 64), gamma=zeros(64))
 FIA, WRITE = "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache"
+FUSION = "npu_fusion_attention"
 KEPT = [
     (FIA, packed()),
     (FIA, padded()),
@@ -299,6 +336,7 @@ KEPT = [
     ),
     (WRITE, writing()),
     (WRITE, writing(slot_mapping=torch.tensor([5, 0, 1], dtype=torch.int32))),
+    (FUSION, whole()),
     ("npu_apply_rotary_pos_emb", pair()),
     ("npu_rotary_mul", single()),
     ("npu_rms_norm", NORM),
@@ -351,6 +389,15 @@ BROKEN = [
     (WRITE, writing(slot_mapping=torch.tensor([5, 0, 5])), "a slot twice"),
     (WRITE, writing(slot_mapping=torch.tensor([5, -1, 0])), "outside of the cache"),
     (WRITE, writing(slot_mapping=torch.tensor([5, 512, 0])), "outside of the cache"),
+    (FUSION, whole(query=slanted(7, 16, 72)), "query is not contiguous"),
+    (FUSION, whole(key=zeros(7, 16, 72, dtype=torch.float16)), "different types"),
+    (FUSION, whole(input_layout="BSND"), "layout BSND"),
+    (FUSION, whole(value=zeros(6, 16, 72)), "not one shape"),
+    (FUSION, whole(head_num=8), "head_num 8"),
+    (FUSION, whole(actual_seq_qlen=[2, 4, 1]), "keys are not the queries'"),
+    (FUSION, whole(actual_seq_qlen=[2, 6], actual_seq_kvlen=[2, 6]), "is not the number of tokens"),
+    (FUSION, whole(actual_seq_qlen=[4, 2, 7], actual_seq_kvlen=[4, 2, 7]), "do not add up"),
+    (FUSION, whole(atten_mask=causal(dtype=torch.bool)), "where every position is seen"),
     ("npu_apply_rotary_pos_emb", pair(layout="BNSD"), "another layout"),
     ("npu_apply_rotary_pos_emb", pair(query=zeros(1, 5, 4, 80)), "head_dim 80"),
     ("npu_apply_rotary_pos_emb", pair(cos=zeros(1, 5, 1, 64)), "cos or sin"),
