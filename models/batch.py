@@ -23,14 +23,14 @@ class KVCache:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class VisualRows:
-    """Tokens of a step whose embeddings come from pictures."""
+class VisualTokens:
+    """Which of a step's first tokens stand for pictures, and for what of them."""
 
-    rows: torch.Tensor
-    """int64 (visual tokens,): which of the step's tokens."""
+    seen: torch.Tensor
+    """bool (tokens, 1)."""
     features: torch.Tensor
-    """(visual tokens, hidden * (1 + deepstack levels)): the embedding, then what is added behind
-    each of the first layers."""
+    """(tokens, hidden * (1 + deepstack levels)): the embedding, then what is added behind each of
+    the first layers; 0 for text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class AttentionBatch:
     """What the host knows of the same, where the device asks for it."""
     plan: Any = None
     """The device's own, which `Device.plan` makes: what the attention of all layers shares."""
-    visual: VisualRows | None = None
+    visual: VisualTokens | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -65,16 +65,17 @@ class Decoder:
         where some are of pictures; writes the caches."""
         x = self._embedding(token_ids)
         rotation = self._device.rotation(*self._rope(positions))
-        visual = batch.visual
         levels: tuple[torch.Tensor, ...] = ()
-        if visual is not None:
-            levels = torch.split(visual.features, self.config.hidden_size, dim=1)
-            x = x.index_copy(0, visual.rows, levels[0])
+        if batch.visual is not None:
+            seen, features = batch.visual.seen, batch.visual.features
+            levels = torch.split(features, self.config.hidden_size, dim=1)
+            x[: len(seen)] = torch.where(seen, levels[0], x[: len(seen)])
         residual = None
         for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True), start=1):
             x, residual = layer(x, residual, rotation, cache, batch)
-            if visual is not None and index < len(levels):  # deepstack, arXiv:2406.04334
-                x, residual = (residual + x).index_add_(0, visual.rows, levels[index]), None
+            if index < len(levels):  # deepstack, arXiv:2406.04334
+                x, residual = residual + x, None
+                x[: len(levels[index])] += levels[index]
         return self._norm(x) if residual is None else self._norm.add(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -127,7 +127,9 @@ class Device(Protocol):
         """(norm of x + residual, x + residual)."""
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate (tokens, heads, head_dim); dimension i is paired with i + head_dim / 2."""
+        """Rotate (tokens, heads, head_dim), heads contiguous; dimension i is paired with
+        i + head_dim / 2. Cosines and sines, (tokens, head_dim / 2), may be wider than x: then so is
+        the arithmetic, and what comes back is of x's type."""
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A step's cosines and sines, each (tokens, head_dim / 2), as all layers'

@@ -109,9 +109,12 @@ class VisionTower:
         counts = [grid.patches for grid in grids]
         taps, weights = [], []
         for axis, sizes in enumerate(([g.height for g in grids], [g.width for g in grids])):
-            size = torch.cat([torch.full((n,), s) for n, s in zip(counts, sizes, strict=True)])
-            spans = (size - 1).clamp(min=1).to(places.device)
-            source = places[:, axis].float() * (side - 1) / spans
+            # Made on the device: a copy from the host would wait for all steps before.
+            spans = [
+                torch.full((count,), max(1, size - 1), device=places.device)
+                for count, size in zip(counts, sizes, strict=True)
+            ]
+            source = places[:, axis].float() * (side - 1) / torch.cat(spans)
             low = source.floor()
             near = torch.stack((low, low + 1), dim=1)
             taps.append(near.long().clamp(max=side - 1))
@@ -175,9 +178,10 @@ class _Block:
         return x + self._down(F.gelu(self._up(self._norms[1](x)), approximate="tanh"))
 
     def _attend(self, x: torch.Tensor, rotation: Rotation, segments: list[int]) -> torch.Tensor:
-        q, k, v = self._qkv(x).view(len(x), 3, self._heads, -1).unbind(1)
-        q, k = (self._device.rotary(x.float(), *rotation).to(x.dtype) for x in (q, k))
-        return self._device.segment_attention(q, k, v, segments).flatten(1)
+        heads = self._heads
+        qkv = self._qkv(x).view(len(x), 3 * heads, -1)
+        qk, v = self._device.rotary(qkv[:, : 2 * heads], *rotation), qkv[:, 2 * heads :]
+        return self._device.segment_attention(qk[:, :heads], qk[:, heads:], v, segments).flatten(1)
 
 
 class _Merger:

@@ -244,6 +244,10 @@ class CUDADevice(PortableCUDADevice):
         """One pass."""
         return elementwise.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
 
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """In float32, rounded once."""
+        return elementwise.rotary(x, cos, sin)
+
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """One pass."""
         return elementwise.swiglu(gate_up.contiguous())

@@ -249,8 +249,8 @@ class NPUDevice(PortableOperators):
         return tuple(torch.cat((half, half), -1)[None, :, None] for half in (cos, sin))  # type: ignore[return-value]
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """npu_rotary_mul."""
-        return self._rotate(x, *self.rotation(cos, sin))
+        """npu_rotary_mul, which takes one type alone."""
+        return self._rotate(x.to(cos.dtype), *self.rotation(cos, sin)).to(x.dtype)
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rotated: torch.Tensor = torch.ops.npu.npu_rotary_mul(x.contiguous()[None], cos, sin)

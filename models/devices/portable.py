@@ -187,7 +187,8 @@ class PortableOperators:
         """Rotate each pair (i, i + head_dim / 2)."""
         first, second = x.chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return turned.to(x.dtype)
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As they are."""

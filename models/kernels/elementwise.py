@@ -90,6 +90,45 @@ def _swiglu(gate_up, output, inner, block: tl.constexpr):
     tl.store(output + row * inner + column, value.to(output.dtype.element_ty), mask=there)
 
 
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate (tokens, heads, head_dim), of which each token's heads are contiguous, by cosines and
+    sines (tokens, head_dim / 2), contiguous."""
+    tokens, heads, size = x.shape
+    output = x.new_empty(tokens, heads, size)
+    if output.numel():
+        _rotary[(tokens, triton.cdiv(heads, 8))](
+            x,
+            cos,
+            sin,
+            output,
+            x.stride(0),
+            heads,
+            half=size // 2,
+            padded=triton.next_power_of_2(size // 2),
+            num_warps=2,
+        )
+    return output
+
+
+@triton.jit
+def _rotary(x, cosines, sines, output, stride, heads, half: tl.constexpr, padded: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * 8 + tl.arange(0, 8)
+    dim = tl.arange(0, padded)
+    there = (head < heads)[:, None] & (dim < half)[None, :]
+    within = head[:, None] * (2 * half) + dim[None, :]
+    at = token * stride + within
+    first = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(x + at + half, mask=there, other=0.0).to(tl.float32)
+    angle = token * half + dim
+    cos = tl.load(cosines + angle, mask=dim < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sines + angle, mask=dim < half, other=0.0).to(tl.float32)[None, :]
+    kind = output.dtype.element_ty
+    at = token * heads * (2 * half) + within
+    tl.store(output + at, (first * cos - second * sin).to(kind), mask=there)
+    tl.store(output + at + half, (second * cos + first * sin).to(kind), mask=there)
+
+
 def norm_rotate_store(
     qkv: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor] | None,

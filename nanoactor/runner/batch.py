@@ -103,19 +103,18 @@ class VisionUpdate:
     """What a step does with pictures."""
 
     tasks: tuple[EncodeTask, ...]
-    tokens: Int64
-    """Which prompt tokens of the step are rows of the encoder cache, ..."""
-    rows: Int64
-    """... and which."""
+    rows: Int32
+    """(prompt tokens,): which row of the encoder cache each stands for, -1 for text; empty where no
+    prompt of the step has pictures."""
     positions: Int32
-    """(3, prompt tokens): rotary."""
+    """(3, prompt tokens): rotary; likewise."""
     dropped: tuple[int, ...] = ()
     """Pixels of which no later step encodes anything."""
 
     @property
     def sees(self) -> bool:
         """Whether a prompt of the step has pictures."""
-        return bool(self.positions.shape[1])
+        return bool(len(self.rows))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,7 +149,7 @@ class Update:
         for part in self.fallback:
             words += 8 * len(part.slots) + 4 * len(part.masked_rows) + 64
         if self.vision:
-            words += self.vision.positions.size + 4 * len(self.vision.rows) + 64
+            words += 4 * len(self.vision.rows) + 64
             words += sum(2 * len(task.places) + 4 for task in self.vision.tasks)
         return words
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from nanoactor.models.device import TimedEvent
+from nanoactor.models.device import Device, TimedEvent
 
 _WINDOW = 256
 _WAKE_NS = 30_000
@@ -27,6 +27,14 @@ class DeviceClock:
         self._now = float(time.monotonic_ns())
         self._least = float("inf")
         self._seen = 0
+
+    @classmethod
+    def started(cls, device: Device) -> DeviceClock:
+        """Begin now, with a device that has nothing to do."""
+        reference = device.timed_event()
+        reference.record()
+        reference.wait()
+        return cls(reference)
 
     def step(self, begin: TimedEvent, end: TimedEvent) -> tuple[int, int]:
         """When a step began and ended, ns of the monotonic clock; `end` was just waited for.

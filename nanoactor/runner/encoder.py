@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nanoactor.actors.config import ENCODER_PAGE_ROWS
-from nanoactor.models.batch import VisualRows
+from nanoactor.models.batch import VisualTokens
 from nanoactor.models.device import Device
 from nanoactor.models.image_config import ImageConfig
 from nanoactor.models.patches import PatchMaker
@@ -15,7 +17,6 @@ from nanoactor.models.video_config import VideoConfig
 from nanoactor.models.vision_config import VisionConfig
 from nanoactor.models.vision_tower import TowerState, VisionTower
 from nanoactor.runner.batch import EncodeTask, VisionUpdate
-from nanoactor.runner.staging import DeviceVision
 from nanoactor.vision.units import EncodeUnits
 
 
@@ -49,11 +50,11 @@ class Encoder:
         """Of the cache."""
         return self._rows.nbytes
 
-    def read(self, seen: DeviceVision) -> VisualRows | None:
-        """Return what a step's prompts see; None where they see nothing."""
-        if not len(seen.tokens):
-            return None
-        return VisualRows(seen.tokens, self._rows.index_select(0, seen.rows))
+    def read(self, rows: torch.Tensor) -> VisualTokens:
+        """Return what prompt tokens see, by the rows of the cache, int32 (tokens,), -1 for text."""
+        seen = (rows >= 0)[:, None]
+        features = self._rows.index_select(0, rows.clamp(min=0))
+        return VisualTokens(seen, torch.where(seen, features, 0))
 
     def apply(self, vision: VisionUpdate) -> None:
         """Encode what a step encodes."""
@@ -73,7 +74,7 @@ class Encoder:
     def run(self, task: EncodeTask) -> None:
         """Encode some units of an item; write the rows of those temporal patches that are done."""
         units = self.units(task.pixels)
-        places = torch.from_numpy(task.places).to(self._device.torch_device)
+        places = self._upload(task.places)
         if units.parts == 1:
             self._write(task, task.first, task.count, places)
             return
@@ -93,9 +94,17 @@ class Encoder:
 
     def _begin(self, pixels: NDArray[np.uint8], frame: int, count: int) -> TowerState:
         together = self._vision.temporal_patch_size
-        some = torch.from_numpy(pixels[frame * together : (frame + count) * together])
-        patches, grid = self._patches(some.to(self._device.torch_device))
+        some = pixels[frame * together : (frame + count) * together]
+        patches, grid = self._patches(self._upload(some))
         return self._tower.begin(patches.to(self._dtype), [grid])
+
+    def _upload(self, array: NDArray[Any]) -> torch.Tensor:
+        """Queue a copy to the device. From pageable memory it would wait for all steps before."""
+        given = torch.from_numpy(array)
+        if not self._device.asynchronous:
+            return given
+        locked = self._device.pinned(*given.shape, dtype=given.dtype)
+        return locked.copy_(given).to(self._device.torch_device, non_blocking=True)
 
     def _write(self, task: EncodeTask, first: int, count: int, places: torch.Tensor) -> None:
         state = self._begin(task.pixels, first, count)

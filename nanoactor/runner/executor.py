@@ -39,11 +39,18 @@ from nanoactor.runner.batch import (
 )
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.config import RankConfig
-from nanoactor.runner.graphs import PREFILL_ROWS, CapturedSteps, MixedSizes, decode_sizes
+from nanoactor.runner.graphs import (
+    PREFILL_ROWS,
+    CapturedSteps,
+    MixedSize,
+    MixedSizes,
+    decode_sizes,
+)
+from nanoactor.runner.mixed import MixedInputs
 from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.pixels import NO_PIXELS, PixelsOf, with_vision
 from nanoactor.runner.protocol import Computed
-from nanoactor.runner.staging import DevicePrefill, DeviceVision, FixedPrefill, Staging
+from nanoactor.runner.staging import DevicePrefill, DeviceVision, Staging
 from nanoactor.runner.warmup import decode_update, longest_lengths, prefill_step
 
 log = logging.getLogger("nanoactor.runner")
@@ -106,9 +113,12 @@ class DeviceExecutor:
             self._last: _InFlight | None = None
             """The clock counts from their end; they are used again after the next step."""
             self._sizes = decode_sizes(engine.max_num_seqs)
-            self._mixed_sizes = MixedSizes.of(engine.max_num_batched_tokens, engine.max_num_seqs)
+            self._mixed_sizes = MixedSizes((), ())
+            if device.captures_prompts:
+                limits = engine.max_num_batched_tokens, engine.max_num_seqs
+                self._mixed_sizes = MixedSizes.of(*limits, sees=self._model.encoder is not None)
             self._captured = CapturedSteps(device, self._model.group, engine.pipeline_depth)
-            self._clock = self._make_clock()
+            self._clock = DeviceClock.started(device)
             used, peak = self._warm_up()
             self.num_blocks = self._model.size_cache(used, peak)
             self.encoder_pages = self._model.encoder.pages if self._model.encoder else 0
@@ -121,12 +131,6 @@ class DeviceExecutor:
         event = self._device.timed_event
         ids = self._device.pinned(self._config.max_num_seqs, dtype=torch.int32)
         return _InFlight(event(), event(), event(), event(), ids)
-
-    def _make_clock(self) -> DeviceClock:
-        reference = self._device.timed_event()
-        reference.record()
-        reference.wait()
-        return DeviceClock(reference)
 
     # -- the state on the device ----------------------------------------------------------
 
@@ -173,7 +177,7 @@ class DeviceExecutor:
             device.zeros(rows, dtype=torch.int32),
         )
         self._chosen = device.zeros(rows + PREFILL_ROWS, dtype=torch.int32)
-        self._fixed: dict[int, FixedPrefill] = {}
+        self._inputs = MixedInputs(device, self._mixed_sizes, config.pipeline_depth + 2)
         self._nothing = device.zeros(4, 1, dtype=torch.int32)[:, :0]
         model = self._model.config
         self._scratch = device.scratch(
@@ -236,10 +240,9 @@ class DeviceExecutor:
         return time.monotonic() - begin, self._device.peak()
 
     def _count_captures(self) -> int:
-        mixed = self._mixed_sizes if self._device.captures_prompts else MixedSizes((), ())
         # Lengths that the host writes into a graph: one graph for each step under way.
         in_flight = self._config.pipeline_depth if self._device.needs_host_seq_lens else 1
-        return in_flight * len(self._sizes) + len(mixed.tokens) * len(mixed.rows)
+        return in_flight * len(self._sizes) + len(self._mixed_sizes)
 
     def _run_once(self, step: Step) -> None:
         self.launch(self.prepare(step)).wait()
@@ -255,9 +258,7 @@ class DeviceExecutor:
     def _capture(self) -> None:
         """Largest first, so that the smaller ones find room in what it took."""
         begin, before = time.monotonic(), self._device.memory().free
-        work: list[Callable[[], None]] = []
-        if self._device.captures_prompts:
-            work += self._mixed_captures()
+        work = [*self._mixed_captures()]
         work += [functools.partial(self._capture_decode, rows) for rows in self._sizes[::-1]]
         for capture in tqdm(work, desc="capturing steps", disable=None, leave=False):
             capture()
@@ -268,25 +269,22 @@ class DeviceExecutor:
             len(work),
             seconds,
             self._sizes[-1],
-            f", prompts up to {max(self._fixed)} tokens" if self._fixed else "",
+            f", prompts up to {self._inputs.longest} tokens" if self._inputs.longest else "",
             taken // _MIB,
         )
 
     def _mixed_captures(self) -> Iterator[Callable[[], None]]:
         dummy, each = self._batch.layout.dummy, self._traits.tokens_per_program
-        for tokens in self._mixed_sizes.tokens[::-1]:
-            in_flight = self._config.pipeline_depth + 2
-            self._fixed[tokens] = FixedPrefill(self._device, tokens, each, dummy, in_flight)
-            for rows in self._mixed_sizes.rows[::-1]:
-                yield functools.partial(self._capture_mixed, tokens, rows)
+        for size in self._inputs.make(each, dummy):
+            yield functools.partial(self._capture_mixed, size)
 
     def _capture_decode(self, rows: int) -> None:
         longest = longest_lengths(rows, self.num_blocks, self.block_size, self._longest)
         self._captured.add_decode(rows, functools.partial(self._decode, rows), longest)
 
-    def _capture_mixed(self, tokens: int, rows: int) -> None:
-        run = functools.partial(self._mixed, self._fixed[tokens].inputs, rows)
-        self._captured.add_mixed((tokens, rows), run)
+    def _capture_mixed(self, size: MixedSize) -> None:
+        prefill, seen = self._inputs.of(size)
+        self._captured.add_mixed(size, functools.partial(self._mixed, prefill, size.rows, seen))
 
     def _decode(self, rows: int, lengths: HostSeqLens) -> torch.Tensor:
         """A whole step of so many rows of the decode batch, dummies included; returns their hidden
@@ -355,16 +353,19 @@ class DeviceExecutor:
         staging.begin(update.words)
         changes = [staging.put(array) for array in update.changes]
         staged = self._staged(prefill) if prefill and not fits else None
-        seen = DeviceVision.staged(staging, update.vision) if update.vision else None
+        vision = update.vision
+        seen = None
+        if vision and vision.sees and not fits:
+            seen = DeviceVision.staged(staging, vision)
         fallback = [staging.put_sampling(part) for part in update.fallback]
         staging.send()
-        if prefill and fits:
-            self._fixed[fits[0]].fill(prefill)
+        if fits:
+            self._inputs.fill(fits, update)
         buffers.begin.record()
         if changes:
             self._state[changes[0]] = changes[1]
-        if update.vision and self._model.encoder:
-            self._model.encoder.apply(update.vision)
+        if vision and self._model.encoder:
+            self._model.encoder.apply(vision)
         hidden = self._compute(update, staged, fits, seen)
         self._mark(buffers.forwarded)
         prompts = len(prefill.sampling) if prefill else 0
@@ -385,12 +386,12 @@ class DeviceExecutor:
         self,
         update: Update,
         staged: DevicePrefill | None,
-        fits: tuple[int, int] | None,
+        fits: MixedSize | None,
         seen: DeviceVision | None,
     ) -> torch.Tensor:
         """Hidden states of the rows that sample."""
         if staged is not None:
-            return self._mixed(staged, update.decodes, update.lengths, seen)
+            return self._mixed(staged, update.decodes, seen, update.lengths)
         if fits:
             return self._captured.mixed(fits)
         if not update.decodes:  # a step that encodes, and nothing else
@@ -409,12 +410,9 @@ class DeviceExecutor:
         self.uncaptured += self._captured.failed > 0
         return self._decode(update.decodes, update.lengths)
 
-    def _fitting(self, update: Update) -> tuple[int, int] | None:
+    def _fitting(self, update: Update) -> MixedSize | None:
         """The captured mixed step that holds this one."""
-        prefill, rows = update.prefill, update.decodes
-        if not self._fixed or prefill is None or (update.vision and update.vision.sees):
-            return None
-        fits = self._mixed_sizes.fit(len(prefill.token_ids), prefill.rows.shape[1], rows)
+        fits = self._inputs.fit(update)
         if fits is not None and not self._captured.has_mixed(fits):
             self.uncaptured += 1
             return None
@@ -428,8 +426,8 @@ class DeviceExecutor:
         self,
         prefill: DevicePrefill,
         rows: int,
+        seen: DeviceVision | None,
         lengths: HostSeqLens,
-        seen: DeviceVision | None = None,
     ) -> torch.Tensor:
         """A step with prompt chunks; returns the hidden states of the rows that sample: prompts
         that end here, then the decode batch."""
@@ -450,10 +448,10 @@ class DeviceExecutor:
             decode_slots=decodes,
             decode_contexts=buffers.contexts,
             lengths=lengths,
-            visual=self._model.encoder.read(seen) if seen and self._model.encoder else None,
+            visual=self._model.encoder.read(seen.rows) if seen and self._model.encoder else None,
         )
         positions = every.positions
-        if seen is not None and seen.positions.shape[1]:
+        if seen is not None:
             after = buffers.positions.expand(3, -1)
             positions = torch.cat((seen.positions, after), dim=1)
         hidden = self._forward(every, batch, positions)

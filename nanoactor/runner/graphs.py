@@ -31,6 +31,18 @@ def decode_sizes(most: int) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MixedSize:
+    """A mixed step that is captured."""
+
+    tokens: int
+    """Of prompts."""
+    rows: int
+    """That decode."""
+    sees: bool
+    """Whether its prompts have pictures."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class MixedSizes:
     """The sizes of mixed steps; larger ones keep the device busy while the host launches them."""
 
@@ -38,22 +50,28 @@ class MixedSizes:
     """Of prompts."""
     rows: tuple[int, ...]
     """That decode."""
+    sees: bool = False
+    """Each once more, for prompts with pictures."""
+
+    def __len__(self) -> int:
+        """Return how many steps these are."""
+        return len(self.tokens) * len(self.rows) * (1 + self.sees)
 
     @classmethod
-    def of(cls, max_num_batched_tokens: int, max_num_seqs: int) -> MixedSizes:
+    def of(cls, max_num_batched_tokens: int, max_num_seqs: int, sees: bool = False) -> MixedSizes:
         """Those that an engine of these limits can meet."""
         tokens = [size for size in _PREFILL_TOKENS if size < max_num_batched_tokens]
         if max_num_batched_tokens <= _PREFILL_TOKENS[-1]:
             tokens.append(max_num_batched_tokens)
         few = (_FEW_ROWS,) if max_num_seqs > 2 * _FEW_ROWS else ()
-        return cls(tuple(tokens), (0, *few, max_num_seqs))
+        return cls(tuple(tokens), (0, *few, max_num_seqs), sees)
 
-    def fit(self, tokens: int, prompts: int, rows: int) -> tuple[int, int] | None:
-        """The least (tokens, rows) that hold a step; None where there are none."""
+    def fit(self, tokens: int, prompts: int, rows: int, *, sees: bool) -> MixedSize | None:
+        """The least that holds a step; None where there is none."""
         at = bisect.bisect_left(self.tokens, tokens)
         if at == len(self.tokens) or prompts > PREFILL_ROWS:
             return None
-        return self.tokens[at], self.rows[bisect.bisect_left(self.rows, rows)]
+        return MixedSize(self.tokens[at], self.rows[bisect.bisect_left(self.rows, rows)], sees)
 
 
 def smallest(sizes: list[int], wanted: int) -> int:
@@ -62,7 +80,7 @@ def smallest(sizes: list[int], wanted: int) -> int:
 
 
 class CapturedSteps:
-    """Decode steps by rows, mixed ones by (prompt tokens, rows).
+    """Decode steps by rows, mixed ones by their size.
 
     What the device cannot capture is left out: its steps run in the next larger size, or operator
     by operator where there is none.
@@ -74,7 +92,7 @@ class CapturedSteps:
         self._device, self._group, self._in_flight = device, group, in_flight
         self._decode: dict[int, Captured] = {}
         self._sizes: list[int] = []
-        self._mixed: dict[tuple[int, int], Captured] = {}
+        self._mixed: dict[MixedSize, Captured] = {}
         self.failed = 0
 
     def add_decode(self, rows: int, function: CapturedFunction, lengths: HostSeqLens) -> None:
@@ -84,9 +102,9 @@ class CapturedSteps:
             self._decode[rows] = captured
             bisect.insort(self._sizes, rows)
 
-    def add_mixed(self, size: tuple[int, int], function: CapturedFunction) -> None:
+    def add_mixed(self, size: MixedSize, function: CapturedFunction) -> None:
         """Record a mixed step."""
-        name = f"steps of {size[0]} prompt tokens and {size[1]} decode rows"
+        name = f"steps of {size.tokens} prompt tokens and {size.rows} decode rows"
         captured = self._record(name, function, NO_SEQ_LENS)
         if captured is not None:
             self._mixed[size] = captured
@@ -122,10 +140,10 @@ class CapturedSteps:
         size = smallest(self._sizes, rows)
         return self._decode[size].replay(lengths.padded(size))
 
-    def has_mixed(self, size: tuple[int, int]) -> bool:
+    def has_mixed(self, size: MixedSize) -> bool:
         """Whether it was captured."""
         return size in self._mixed
 
-    def mixed(self, size: tuple[int, int]) -> torch.Tensor:
+    def mixed(self, size: MixedSize) -> torch.Tensor:
         """Queue a mixed step."""
         return self._mixed[size].replay(NO_SEQ_LENS)

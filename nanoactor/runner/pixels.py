@@ -107,17 +107,14 @@ def with_vision(
         places = (pages[:, None] * ENCODER_PAGE_ROWS + np.arange(ENCODER_PAGE_ROWS)).ravel()
         first, count = int(vision.slices.firsts[index]), int(vision.slices.counts[index])
         tasks.append(EncodeTask(pixels[number], number, first, count, places))
+    rows = np.full(vision.positions.shape[1], -1, np.int32)
+    rows[vision.tokens] = vision.rows
     seen = VisionUpdate(
-        tuple(tasks),
-        tokens=vision.tokens.astype(np.int64),
-        rows=vision.rows.astype(np.int64),
-        positions=vision.positions.copy(),
-        dropped=tuple(dropped),
+        tuple(tasks), rows=rows, positions=vision.positions.copy(), dropped=tuple(dropped)
     )
     return dataclasses.replace(update, vision=seen)
 
 
 def _dropping(numbers: Sequence[int]) -> VisionUpdate:
-    nothing = np.empty(0, np.int64)
-    positions = np.empty((3, 0), np.int32)
-    return VisionUpdate((), nothing, nothing, positions, tuple(numbers))
+    nothing = np.empty((3, 0), np.int32)
+    return VisionUpdate((), nothing[0], nothing, tuple(numbers))

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from nanoactor.models.batch import SamplingGroups
 from nanoactor.models.device import Device
-from nanoactor.runner.batch import Prefill, VisionUpdate
-from nanoactor.runner.graphs import PREFILL_ROWS
+from nanoactor.runner.batch import VisionUpdate
 from nanoactor.runner.sampling_table import SampledRows
 
 _FIRST_WORDS = 1 << 16
@@ -80,61 +79,17 @@ class DevicePrefill:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceVision:
-    """What a step's prompts read of pictures, on the device."""
+    """What a step's prompts see of pictures, on the device."""
 
-    tokens: torch.Tensor
-    """int64: which of the step's tokens, ..."""
     rows: torch.Tensor
-    """... and which rows of the encoder cache."""
+    """int32 (prompt tokens,): which row of the encoder cache each stands for; -1 for text."""
     positions: torch.Tensor
     """int32 (3, prompt tokens)."""
 
     @classmethod
     def staged(cls, staging: Staging, vision: VisionUpdate) -> DeviceVision:
         """Pack them with a step's other arrays."""
-        put = staging.put
-        return cls(put(vision.tokens), put(vision.rows), put(vision.positions))
-
-
-class FixedPrefill:
-    """The inputs of captured mixed steps with so many prompt tokens: always in the same place,
-    padded with what changes nothing."""
-
-    def __init__(
-        self, device: Device, tokens: int, tokens_per_program: int, dummy: int, in_flight: int
-    ) -> None:
-        """`dummy` is the slot of padded tokens and rows; so many steps may be under way at once."""
-        tiles = -(-tokens // tokens_per_program) + PREFILL_ROWS
-        shapes = ((tokens,), (tokens,), (tokens,), (4, PREFILL_ROWS), (2, tiles))
-        self._shapes = (*shapes, (PREFILL_ROWS,), (PREFILL_ROWS,))
-        self._padding = (0, 0, dummy, 0, -1, 0, dummy)
-        words = sum(int(np.prod(shape)) for shape in self._shapes)
-        self._host = [device.pinned(words, dtype=torch.int32) for _ in range(in_flight)]
-        self._there = device.zeros(words, dtype=torch.int32)
-        self._current = 0
-        self.inputs = DevicePrefill(*self._views(self._there))
-        self._arrays = [[view.numpy() for view in self._views(host)] for host in self._host]
-        self.fill(None)
-
-    def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        views, at = [], 0
-        for shape in self._shapes:
-            size = int(np.prod(shape))
-            views.append(buffer[at : at + size].view(shape))
-            at += size
-        return views
-
-    def fill(self, prefill: Prefill | None) -> None:
-        """Queue the copy of a step's inputs."""
-        self._current = (self._current + 1) % len(self._host)
-        names = [field.name for field in dataclasses.fields(Prefill)]
-        for name, array, padding in zip(
-            names, self._arrays[self._current], self._padding, strict=True
-        ):
-            given = getattr(prefill, name) if prefill is not None else array[..., :0]
-            array[..., : given.shape[-1]] = given
-            array[..., given.shape[-1] :] = padding
-        self._there.copy_(self._host[self._current], non_blocking=True)
+        return cls(staging.put(vision.rows), staging.put(vision.positions))
 
 
 _TORCH = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}

@@ -19,6 +19,7 @@ from nanoactor import SamplingParams
 from nanoactor.messages import Step
 from nanoactor.models.columns import pack
 from nanoactor.models.errors import NotEnoughMemory
+from nanoactor.runner.graphs import CapturedSteps
 from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.open import open_executor
 from nanoactor.runner.warmup import admissions, prefill_step
@@ -32,6 +33,7 @@ from tests.engine.harness import (
     rank_config,
 )
 from tests.engine.test_matrix import MATRIX, covering, loads, run
+from tests.engine.test_vision import Eyes, check_all, jobs_of, run_all
 from tests.models.batches import attention_batch
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.models.interpreted import InterpretedDevice
@@ -123,6 +125,29 @@ def test_the_executor_gives_the_cpus_tokens(interpreted, monkeypatch, tmp_path, 
     reference = Reference(model)
     for number in (4, 5):
         reference.check(prompts[number], found[number].token_ids)
+
+
+@pytest.mark.timeout(300)
+def test_steps_whose_prompts_have_pictures_are_captured_too(interpreted, tmp_path):
+    """Padded like those of text; text beside them comes out the same, and what follows."""
+    heads = dict(num_attention_heads=2, num_key_value_heads=1)
+    eyes = Eyes(tmp_path, num_hidden_layers=3, **heads)
+    jobs = jobs_of(9, 3, most=2)
+    ran = []
+
+    async def main():
+        limits = dict(max_num_seqs=2, max_num_batched_tokens=16, block_size=4, num_kv_blocks=60)
+        async with engine(tmp_path, placement="single", max_model_len=128, **limits) as llm:
+            return await run_all(llm, jobs, 2)
+
+    mixed = CapturedSteps.mixed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            CapturedSteps, "mixed", lambda own, size: ran.append(size) or mixed(own, size)
+        )
+        outputs = asyncio.run(main())
+    check_all(eyes, jobs, outputs, 2)
+    assert {size.sees for size in ran} == {True, False}
 
 
 def test_a_cache_that_is_too_small_is_refused_with_the_arithmetic(interpreted, tmp_path):

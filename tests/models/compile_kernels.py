@@ -73,6 +73,8 @@ def build_all(kind):
         norm = {"size": 1024, "padded": 1024, "added": added}
         build(elementwise._rms_norm, kind, norm)
     build(elementwise._swiglu, kind, {"block": 1024})
+    angles = {"cosines": "*fp32", "sines": "*fp32"}
+    build(elementwise._rotary, kind, {"half": 36, "padded": 64}, angles, num_warps=2)
     build(sampling._row_maxima, kind, {"part": 4096, "group": 256})
     build(sampling._perturbed_maxima, kind, {"padded": 64, "part": 4096})
     cut = {"padded": 1024, "group": 256, "at_once": 16, "space": 512, "most": 256}

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from nanoactor.models.batch import KVCache, VisualRows
+from nanoactor.models.batch import KVCache, VisualTokens
 from nanoactor.models.config import RopeConfig, parse_config, read_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import open_device
@@ -98,19 +98,21 @@ class Driver:
 
     def pictures(self, rows):
         """Positions, and the features of those tokens of these rows that are of pictures."""
-        positions, index, features, first = [], [], [torch.empty(0, self.features)], 0
+        positions, first, tokens = [], 0, sum(count for _, count in rows)
+        seen, features = torch.zeros(tokens, 1).bool(), torch.zeros(tokens, self.features)
         for sequence, count in rows:
             at = torch.arange(sequence.done - count, sequence.done)
             positions.append(at.expand(3, -1))
             if sequence.positions is not None:
                 positions[-1] = sequence.positions[:, at]
                 mask = sequence.visual[at]
-                index.append(first + mask.nonzero()[:, 0])
                 before = int(sequence.visual[: int(at[0])].sum())
-                features.append(sequence.features[before : before + int(mask.sum())])
+                seen[first : first + count][mask] = True
+                features[first : first + count][mask] = sequence.features[
+                    before : before + int(mask.sum())
+                ]
             first += count
-        visual = VisualRows(torch.cat(index), torch.cat(features)) if index else None
-        return torch.cat(positions, dim=1), visual
+        return torch.cat(positions, dim=1), VisualTokens(seen, features)
 
 
 def random_tokens(count, seed):

@@ -129,6 +129,20 @@ def test_rotary_turns_each_pair_by_its_angle(device, make, dtype, shape):
     assert_close(device.rotary(x, cos, sin), expected, dtype)
 
 
+@pytest.mark.parametrize("heads", [1, 8, 11])
+def test_rotary_takes_a_part_of_a_projection_and_wider_angles(device, make, dtype, heads):
+    """As a vision tower has them: heads of 72, float32 angles, one rounding."""
+    x = make(5, heads + 3, 72)[:, :heads]
+    angles = torch.rand(5, 36, generator=make.generator).to(x.device) * 100
+    first, second = wide(x).chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    turned = torch.complex(first, second) * torch.complex(wide(cos), wide(sin))[:, None]
+    expected = torch.cat([turned.real, turned.imag], -1)
+    found = device.rotary(x, cos, sin)
+    assert found.dtype == x.dtype
+    assert_close(found, expected, dtype, roundings=1)
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (1, 2), (7, 192)], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 200.0])
 def test_swiglu(device, make, dtype, shape, scale):

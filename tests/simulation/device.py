@@ -174,9 +174,10 @@ class SimulatedRunner(RunnerActor):
         """Read the rows that the step's tokens stand for."""
         self._seen: dict[int, int] = {}
         if inputs.vision is not None:
-            found = self.features[inputs.vision.rows].tolist()
-            self._seen = dict(zip(inputs.vision.tokens.tolist(), found, strict=True))
-            assert len(self._seen) == len(found)
+            rows = inputs.vision.rows
+            (tokens,) = np.nonzero(rows >= 0)
+            found = self.features[rows[tokens]].tolist()
+            self._seen = dict(zip(tokens.tolist(), found, strict=True))
 
     def _check_sight(self, uid: int, begin: int, turned: Any, first: int) -> None:
         """A row's tokens see their own pictures, at their rotary positions."""
