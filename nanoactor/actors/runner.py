@@ -116,7 +116,8 @@ class RunnerActor(Actor):
 
     def _open_tracks(self) -> None:
         self._device = self.context.new_track(DEVICE)
-        self._spans = [self._device.kind(name, "step") for name in ("forward", "sample", "copy")]
+        names = ("encode", "forward", "sample", "copy")
+        self._spans = [self._device.kind(name, "step") for name in names]
         self._report = self.context.track.kind("report", "step")
 
     def handlers(self) -> Mapping[type, Handler]:
@@ -251,7 +252,13 @@ class RunnerActor(Actor):
 
     def _trace_device(self, step: int, computed: Computed) -> None:
         """What the device did, by its own account."""
-        times = (computed.begin, computed.forwarded, computed.sampled, computed.end)
+        times = (
+            computed.begin,
+            computed.encoded or computed.begin,
+            computed.forwarded,
+            computed.sampled,
+            computed.end,
+        )
         for kind, begin, end in zip(self._spans, times, times[1:], strict=False):
             if end > begin:
                 self._device.add(kind, step, begin, end)

@@ -11,9 +11,9 @@ from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
 
-LOAD, ENTERS, LEAVES = "load", "enters", "leaves"
+LOAD, ENTERS, LEAVES, ENCODES = "load", "enters", "leaves", "encodes"
 """A track that tells when requests live, and, with `sent`, the step with which each comes and
-goes."""
+goes, and those that encode a picture."""
 
 
 class SchedulerActor(Actor):
@@ -29,6 +29,7 @@ class SchedulerActor(Actor):
         self._busy = self._load.kind("requests")
         self._enters = self._load.kind(ENTERS, "uid")
         self._leaves = self._load.kind(LEAVES, "uid")
+        self._encodes = self._load.kind(ENCODES, "pixels")
         self._busy_since = 0
         self._live_since = self._load_ns = self._step_at = self._tokens_at = 0
         self._scheduler = Scheduler(_limits(self._config, RunnerReady.find(ready)))
@@ -50,10 +51,15 @@ class SchedulerActor(Actor):
         self._note_load()
 
     def _link_requests(self, message: Any) -> None:
-        """Remember with which step a request comes and goes: traces follow it from there."""
-        if isinstance(message, m.Plan) and len(message.admissions.slots):
-            for uid in self._scheduler.uids_of(message.admissions.slots):
-                self._link(self._enters, uid, message.step)
+        """Remember with which step a request comes and goes, and a picture is encoded: traces
+        follow them from there."""
+        if isinstance(message, m.Plan):
+            if len(message.admissions.slots):
+                for uid in self._scheduler.uids_of(message.admissions.slots):
+                    self._link(self._enters, uid, message.step)
+            for slices in message.slices:
+                for number in slices.pixels.tolist():
+                    self._link(self._encodes, number, message.step)
         elif isinstance(message, m.Tokens):
             self._tokens_at = time.monotonic_ns()
             for finish in message.finishes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -113,10 +114,10 @@ class Encoder:
         self._rows[places[first * each : (first + count) * each]] = self._tower.finish(state)
 
     def warm_up(self, rows: int) -> None:
-        """Encode a picture of about so many rows, which leaves nothing behind."""
+        """Encode a picture of so many rows, which leaves nothing behind."""
         side = self._images.factor
-        height = max(1, int(rows**0.5))
-        shape = 1, height * side, max(1, rows // height) * side, self._vision.channels
+        height = next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
+        shape = 1, height * side, rows // height * side, self._vision.channels
         pixels = np.zeros(shape, np.uint8)
         units = self.units(pixels)
         places = np.arange(units.rows, dtype=np.int64)

@@ -46,6 +46,7 @@ from nanoactor.runner.graphs import (
     MixedSizes,
     decode_sizes,
 )
+from nanoactor.runner.in_flight import InFlight
 from nanoactor.runner.mixed import MixedInputs
 from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.pixels import NO_PIXELS, PixelsOf, with_vision
@@ -64,29 +65,16 @@ _DRIVER_BYTES = 256 * _MIB
 _SMALL_WARMUP_TOKENS, _SMALL_WARMUP_ROWS = 256, 16
 
 
-@dataclasses.dataclass(slots=True)
-class _InFlight:
-    """What a step under way has for itself."""
-
-    begin: TimedEvent
-    forwarded: TimedEvent
-    sampled: TimedEvent
-    end: TimedEvent
-    ids: torch.Tensor
-    """int32 (rows,), page-locked."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Launched:
     """A step in the device's queue, or done."""
 
     executor: DeviceExecutor
-    buffers: _InFlight
-    rows: int
+    buffers: InFlight
 
     def wait(self) -> Computed:
         """Block until the ids are on the host."""
-        return self.executor.collect(self.buffers, self.rows)
+        return self.executor.collect(self.buffers)
 
 
 class DeviceExecutor:
@@ -109,8 +97,8 @@ class DeviceExecutor:
         with device.stream():
             self._model = LoadedModel(config, device)
             self.dtype_name, self.block_size = self._model.dtype_name, self._model.block_size
-            self._free_buffers: deque[_InFlight] = deque()
-            self._last: _InFlight | None = None
+            self._free_buffers: deque[InFlight] = deque()
+            self._last: InFlight | None = None
             """The clock counts from their end; they are used again after the next step."""
             self._sizes = decode_sizes(engine.max_num_seqs)
             self._mixed_sizes = MixedSizes((), ())
@@ -126,11 +114,6 @@ class DeviceExecutor:
             if self._uses_graphs:
                 self._capture()
             device.synchronize()
-
-    def _make_in_flight(self) -> _InFlight:
-        event = self._device.timed_event
-        ids = self._device.pinned(self._config.max_num_seqs, dtype=torch.int32)
-        return _InFlight(event(), event(), event(), event(), ids)
 
     # -- the state on the device ----------------------------------------------------------
 
@@ -346,7 +329,10 @@ class DeviceExecutor:
             return self._launch(prepared)
 
     def _launch(self, update: Update) -> _Launched:
-        buffers = self._free_buffers.popleft() if self._free_buffers else self._make_in_flight()
+        if self._free_buffers:
+            buffers = self._free_buffers.popleft()
+        else:
+            buffers = InFlight.make(self._device, self._config.max_num_seqs)
         prefill = update.prefill
         fits = self._fitting(update)
         staging = self._staging
@@ -366,6 +352,7 @@ class DeviceExecutor:
             self._state[changes[0]] = changes[1]
         if vision and self._model.encoder:
             self._model.encoder.apply(vision)
+            buffers.encoded.record()
         hidden = self._compute(update, staged, fits, seen)
         self._mark(buffers.forwarded)
         prompts = len(prefill.sampling) if prefill else 0
@@ -380,7 +367,8 @@ class DeviceExecutor:
             decoded = self._chosen[padded : padded + update.decodes]
             buffers.ids[prompts:count].copy_(decoded, non_blocking=True)
         buffers.end.record()
-        return _Launched(self, buffers, count)
+        buffers.rows, buffers.encodes = count, bool(vision and vision.tasks)
+        return _Launched(self, buffers)
 
     def _compute(
         self,
@@ -483,16 +471,10 @@ class DeviceExecutor:
         self._chosen[index] = chosen.int()
         self._tables.last_tokens[slots] = chosen.int().clamp_min(0)
 
-    def collect(self, buffers: _InFlight, rows: int) -> Computed:
+    def collect(self, buffers: InFlight) -> Computed:
         """Wait for a step."""
-        buffers.end.wait()
-        begin, end = self._clock.step(buffers.begin, buffers.end)
-        ids = buffers.ids[:rows].numpy().copy()
-        forwarded = sampled = end
-        if not self.asynchronous:
-            forwarded = begin + round(buffers.begin.milliseconds_until(buffers.forwarded) * 1e6)
-            sampled = begin + round(buffers.begin.milliseconds_until(buffers.sampled) * 1e6)
+        computed = buffers.collect(self._clock, split=not self.asynchronous)
         if self._last is not None:
             self._free_buffers.append(self._last)
         self._last = buffers
-        return Computed(ids, begin, forwarded, sampled, end)
+        return computed

@@ -22,6 +22,8 @@ class Computed:
     """... the tokens are chosen, ..."""
     end: int
     """... and they are on the host."""
+    encoded: int = 0
+    """Before all that: what the step encodes of pictures was done. 0 where it encodes nothing."""
 
 
 class Launched(Protocol):

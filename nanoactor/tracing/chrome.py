@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nanoactor.actors.scheduler import ENTERS, LEAVES, LOAD
+from nanoactor.actors.scheduler import ENCODES, ENTERS, LEAVES, LOAD
 from nanoactor.runtime.tracing import Kind, NodeTrace
 
 Event = dict[str, Any]
@@ -35,10 +35,14 @@ class _Span:
 
 
 def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
-    """Yield every track, every span, and arrows that follow each step and each request."""
+    """Yield every track, every span, and arrows that follow each step, each request and each
+    picture."""
     places: dict[str, tuple[int, int]] = {}
     spans: list[_Span] = []
-    links: dict[str, dict[int, int]] = {ENTERS: {}, LEAVES: {}}
+    links: dict[str, dict[int, list[int]]] = {
+        name: defaultdict(list) for name in (ENTERS, LEAVES, ENCODES)
+    }
+    """By name and number: steps."""
     for process, node in enumerate(nodes, 1):
         yield _named("process_name", (process, 0), node.node)
         yield _sorted("process_sort_index", (process, 0), process)
@@ -51,7 +55,7 @@ def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
             for number, linked, sent, begin, end in track.spans.tolist():
                 kind = track.kinds[number]
                 if load and kind.name in links:
-                    links[kind.name].setdefault(linked, sent)
+                    links[kind.name][linked].append(sent)
                     continue
                 spans.append(_Span((process, thread), kind, linked, sent, begin, end))
     origin = min((span.begin for span in spans), default=0)
@@ -64,6 +68,9 @@ def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
     for uid, chain in chains["uid"].items():
         whole = _request_chain(uid, chain, chains["step"], links)
         yield from _flow("request", uid, whole, places, origin)
+    for number, chain in chains["pixels"].items():
+        whole = chain + _device_spans(links[ENCODES].get(number, ()), chains["step"])
+        yield from _flow("picture", number, whole, places, origin)
 
 
 def _named(what: str, place: tuple[int, int], name: str) -> Event:
@@ -99,6 +106,7 @@ def _chains(spans: list[_Span]) -> dict[str, dict[int, list[_Span]]]:
     chains: dict[str, dict[int, list[_Span]]] = {
         "step": defaultdict(list),
         "uid": defaultdict(list),
+        "pixels": defaultdict(list),
     }
     for span in sorted(spans, key=lambda s: s.begin):
         if span.kind.by in chains:
@@ -110,14 +118,19 @@ def _request_chain(
     uid: int,
     own: list[_Span],
     steps: dict[int, list[_Span]],
-    links: dict[str, dict[int, int]],
+    links: dict[str, dict[int, list[int]]],
 ) -> list[_Span]:
     """Return a request's own spans, then those of its first step and of the one that ends it."""
     chain = list(own)
     for link in (ENTERS, LEAVES):
-        step = links[link].get(uid)
-        chain += [s for s in steps.get(step, ()) if s not in chain] if step is not None else []
+        for step in links[link].get(uid, ())[:1]:
+            chain += [s for s in steps.get(step, ()) if s not in chain]
     return sorted(chain, key=lambda s: s.begin)
+
+
+def _device_spans(numbers: Sequence[int], steps: dict[int, list[_Span]]) -> list[_Span]:
+    """Return what the device did for the pictures of some steps."""
+    return [span for step in numbers for span in steps.get(step, ()) if span.kind.name == "encode"]
 
 
 def _flow(

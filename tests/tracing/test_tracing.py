@@ -148,6 +148,32 @@ def test_arrows_follow_every_step_and_every_request_through_all_tracks(tmp_path,
             ), event
 
 
+def test_arrows_lead_from_a_picture_to_the_steps_that_encode_it(tmp_path):
+    """Of which there are several, as it is larger than a step's budget."""
+
+    async def main():
+        config = dict(device="cpu", max_num_batched_tokens=16, max_num_seqs=2, num_kv_blocks=70)
+        async with AsyncLLM("demo-vl", **config) as llm:
+            image = np.random.default_rng(0).integers(0, 256, (192, 256, 3)).astype(np.uint8)
+            prompt = {"prompt": "<|image_pad|>", "multi_modal_data": {"image": image}}
+            async for _ in llm.generate(prompt, SamplingParams(max_tokens=2)):
+                pass
+            (await llm.trace()).save(tmp_path / "trace.json")
+
+    asyncio.run(main())
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    arrows = [e for e in events if e.get("cat") == "picture" and e["ph"] in "stf"]
+    tracks = [names[e["pid"], e["tid"]] for e in arrows]
+    assert tracks == ["vision.0 decode", *["runner.0 device"] * 3]
+    assert [e["ph"] for e in arrows] == ["s", "t", "t", "f"]
+    assert [e["ts"] for e in arrows] == sorted(e["ts"] for e in arrows)
+    encoding = [e for e in events if e["ph"] == "X" and e["name"] == "encode"]
+    assert len(encoding) == 3
+    for event, arrow in zip(encoding, arrows[1:], strict=True):
+        assert event["ts"] <= arrow["ts"] <= event["ts"] + event["dur"]
+
+
 def test_a_step_costs_few_spans(tmp_path):
     """At 0.5 us a span, 18 of them are under 1 % of a step of 1 ms."""
     trace, _ = asyncio.run(traced(tmp_path))
