@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import random
@@ -28,6 +29,7 @@ from nanoactor.errors import (
     InvalidRequest,
     only_ours,
 )
+from nanoactor.messages import Submit
 from nanoactor.model_files import read_model_files
 from nanoactor.outputs import RequestOutput
 from nanoactor.params import SamplingParams
@@ -39,6 +41,8 @@ from nanoactor.runtime.wiring import Options
 from nanoactor.text.huggingface import load_pretrained
 from nanoactor.topology import engine_topology
 from nanoactor.tracing import Trace
+from nanoactor.vision.media import Media
+from nanoactor.vision.parts import shows
 
 if TYPE_CHECKING:
     from nanoactor.text.huggingface import PreTrainedTokenizerBase
@@ -232,8 +236,29 @@ class AsyncLLM:
         `EngineDead` and `EngineClosed`. Closing or cancelling the iterator aborts the request.
         A lower `priority` goes first.
         """
+        if shows(prompt):
+            params = self._requests.seeded(sampling_params or SamplingParams())
+            return self._show(prompt, params, priority, chat_template_kwargs, request_id)
         make = self._request(prompt, sampling_params, priority, chat_template_kwargs, request_id)
         return self._stream(make, request_id)
+
+    async def _show(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        request_id: str | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The same, where files may have to be read and pictures be decoded: not on this loop."""
+        self._running()
+        bare, media = await asyncio.to_thread(self._requests.take_media, prompt)
+        built = self._requests.build(bare, params, priority, chat_template_kwargs, media)
+        async with contextlib.aclosing(
+            self._stream(self._entry_maker(built, params, request_id), request_id)
+        ) as outputs:
+            async for output in outputs:
+                yield output
 
     def submit(
         self,
@@ -264,7 +289,16 @@ class AsyncLLM:
     ) -> Callable[[int], Entry]:
         """Check a request; return what makes its entry, once it has a number."""
         params = sampling_params or SamplingParams()
-        checked, media = self._requests.build(prompt, params, priority, chat_template_kwargs)
+        built = self._requests.build(prompt, params, priority, chat_template_kwargs)
+        return self._entry_maker(built, params, request_id)
+
+    def _entry_maker(
+        self,
+        built: tuple[Submit, tuple[Media, ...]],
+        params: SamplingParams,
+        request_id: str | None,
+    ) -> Callable[[int], Entry]:
+        checked, media = built
 
         def make(uid: int) -> Entry:
             submit = dataclasses.replace(checked, uid=uid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -42,12 +43,15 @@ class RequestBuilder:
         params: Any,
         priority: Any = 0,
         chat_template_kwargs: Any = None,
+        media: tuple[Media, ...] | None = None,
     ) -> tuple[Submit, tuple[Media, ...]]:
-        """Return the request and its pictures; its uid is 0 until the frontend numbers it."""
+        """Return the request and its pictures; its uid is 0 until the frontend numbers it. `media`
+        are those of a prompt that `take_media` has returned."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
         priority = _check_priority(priority)
-        prompt, media = self._take_media(prompt)
+        if media is None:
+            prompt, media = self.take_media(prompt)
         text, chat, token_ids = self._read_prompt(prompt)
         options = self._check_options(chat_template_kwargs)
         if chat_template_kwargs and chat is None:
@@ -68,8 +72,16 @@ class RequestBuilder:
         )
         return submit, media
 
-    def _take_media(self, prompt: Any) -> tuple[Any, tuple[Media, ...]]:
-        """Return the prompt without its pictures, and these."""
+    def seeded(self, params: Any) -> Any:
+        """Return parameters with a seed of their own, where they have none: who builds a request
+        later draws it now, so that requests have the same seeds in each run."""
+        if not isinstance(params, SamplingParams) or params.seed is not None:
+            return params
+        return dataclasses.replace(params, seed=self._seeds.getrandbits(64))
+
+    def take_media(self, prompt: Any) -> tuple[Any, tuple[Media, ...]]:
+        """Return the prompt without its pictures, and these. Files are read, and what Pillow has
+        not decoded yet is: on a loop, call it in a thread where `shows` is true."""
         if isinstance(prompt, Mapping):
             prompt = dict(prompt)
             given = prompt.pop("multi_modal_data", None)

@@ -23,6 +23,8 @@ from nanoactor.params import SamplingParams
 from nanoactor.server.config import ServerConfig
 
 COMMAND = [sys.executable, "-m", "nanoactor"]
+# For what is not about numbers: starts without torch.
+FAST = ("--device", "simulated:1")
 
 
 def run(*arguments, **kwargs):
@@ -41,7 +43,7 @@ def test_generate_streams_text_and_ends_with_the_line_that_matters():
 
 
 def test_json_lines_add_up_to_the_same_text():
-    arguments = ("generate", "demo", "--max-tokens", "30", "--seed", "1")
+    arguments = ("generate", "demo", *FAST, "--max-tokens", "30", "--seed", "1")
     lines = run(*arguments, "--json", input="ROMEO:").stdout.splitlines()
     outputs = [json.loads(line) for line in lines]
     assert sum(len(output["token_ids"]) for output in outputs) == 30
@@ -52,7 +54,7 @@ def test_json_lines_add_up_to_the_same_text():
 
 
 def test_chat_keeps_the_conversation():
-    arguments = ("chat", "demo", "--max-tokens", "30", "--seed", "2", "--json")
+    arguments = ("chat", "demo", *FAST, "--max-tokens", "30", "--seed", "2", "--json")
     done = run(*arguments, input="Who is there?\nSpeak, friend.\n")
     assert done.returncode == 0, done.stderr
     outputs = [json.loads(line) for line in done.stdout.splitlines()]
@@ -66,7 +68,7 @@ def test_chat_keeps_the_conversation():
     ("arguments", "text"),
     [
         (("generate", "./nowhere", "x"), "./nowhere is neither a directory nor a name"),
-        (("generate", "demo", ""), "the prompt is empty"),
+        (("generate", "demo", *FAST, ""), "the prompt is empty"),
         (("generate", "demo", "x", "--temperature", "-1"), "temperature must be"),
         (("generate", "demo", "x", "--num-kv-blocks", "3"), "3 blocks of 16"),
         (("generate", "demo", "x", "--placement", "moon"), "placement must be one of"),
@@ -81,7 +83,8 @@ def test_errors_are_one_line_that_says_the_cause(arguments, text):
 
 
 def test_a_reader_that_leaves_ends_the_stream():
-    command = [*COMMAND, "generate", "demo", "ROMEO:", "--max-tokens", "900", "--ignore-eos"]
+    length = ("--max-tokens", "900", "--ignore-eos")
+    command = [*COMMAND, "generate", "demo", *FAST, "ROMEO:", *length]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.read(20)
     process.stdout.close()
@@ -92,7 +95,7 @@ def test_a_reader_that_leaves_ends_the_stream():
 
 
 def test_ctrl_c_ends_a_chat_that_waits_for_input():
-    command = [*COMMAND, "chat", "demo", "--max-tokens", "5", "--json"]
+    command = [*COMMAND, "chat", "demo", *FAST, "--max-tokens", "5", "--json"]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process = subprocess.Popen(command, text=True, **pipes)
     process.stdin.write("Who is there?\n")
@@ -110,7 +113,7 @@ def test_input_may_be_a_file(tmp_path):
     path = tmp_path / "said.txt"
     path.write_text("Who is there?\nSpeak!")
     with path.open() as said:
-        done = run("chat", "demo", "--max-tokens", "5", "--json", stdin=said)
+        done = run("chat", "demo", *FAST, "--max-tokens", "5", "--json", stdin=said)
     assert done.stdout.count("finish_reason") == 2, done.stderr
 
 

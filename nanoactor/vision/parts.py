@@ -131,6 +131,19 @@ class _Taking:
         return rules, self._counts[kind]
 
 
+def shows(prompt: Any) -> bool:
+    """Tell whether a prompt has pictures or videos, as far as can be seen without a closer look."""
+    if isinstance(prompt, Mapping):
+        return prompt.get("multi_modal_data") is not None
+    if not isinstance(prompt, list | tuple):
+        return False
+    contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+    return any(
+        isinstance(part, Mapping) and part.get("type") in (*_IMAGE_PARTS, "video") for part in parts
+    )
+
+
 def _bare(message: Any, taking: _Taking) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, Sequence) or isinstance(content, str):

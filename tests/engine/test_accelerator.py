@@ -33,7 +33,7 @@ from tests.engine.harness import (
     rank_config,
 )
 from tests.engine.test_matrix import MATRIX, covering, loads, run
-from tests.engine.test_vision import Eyes, check_all, jobs_of, run_all
+from tests.engine.test_vision import END, IMAGE, START, Eyes, check_all, picture, run_all
 from tests.models.batches import attention_batch
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.models.interpreted import InterpretedDevice
@@ -132,12 +132,17 @@ def test_steps_whose_prompts_have_pictures_are_captured_too(interpreted, tmp_pat
     """Padded like those of text; text beside them comes out the same, and what follows."""
     heads = dict(num_attention_heads=2, num_key_value_heads=1)
     eyes = Eyes(tmp_path, num_hidden_layers=3, **heads)
-    jobs = jobs_of(9, 3, most=2)
+    shown = picture(1, 20, 20)  # nine tokens: more than a step has
+    jobs = [
+        ([5, START, IMAGE, END, 7], [shown]),
+        ([1, 2, 3, 4], []),
+        ([START, IMAGE, END], [shown]),
+    ]
     ran = []
 
     async def main():
-        limits = dict(max_num_seqs=2, max_num_batched_tokens=16, block_size=4, num_kv_blocks=60)
-        async with engine(tmp_path, placement="single", max_model_len=128, **limits) as llm:
+        limits = dict(max_num_seqs=2, max_num_batched_tokens=8, block_size=4, num_kv_blocks=20)
+        async with engine(tmp_path, placement="single", max_model_len=24, **limits) as llm:
             return await run_all(llm, jobs, 2)
 
     mixed = CapturedSteps.mixed

@@ -4,6 +4,8 @@ import asyncio
 import io
 import itertools
 import random
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from PIL import Image
 
 from nanoactor import LLM, SamplingParams
 from nanoactor.errors import InvalidRequest
+from nanoactor.request_builder import RequestBuilder
 from tests.engine.harness import Reference, collect, engine, greedy, ids
 from tests.models.checkpoints import TOWERS, VISION_IDS, make_checkpoint
 
@@ -269,6 +272,32 @@ def test_text_passes_pictures_that_are_being_decoded(eyes):
     order = asyncio.run(main())
     assert order.count("picture") == 6
     assert order.index("picture") >= 10, order
+
+
+def test_pictures_are_opened_on_a_thread_and_seeds_come_in_the_order_of_requests(monkeypatch):
+    """Pillow decodes what it has opened when it is asked for pixels: on the user's loop everybody
+    would wait for that."""
+    threads = []
+    take = RequestBuilder.take_media
+
+    def noted(own, prompt):
+        threads.append(threading.current_thread())
+        time.sleep(0.05 * (len(threads) == 1))  # the first is the last to be ready
+        return take(own, prompt)
+
+    monkeypatch.setattr(RequestBuilder, "take_media", noted)
+    params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)
+
+    async def main():
+        async with engine("demo-vl", skip_tokenizer_init=False, num_kv_blocks=200) as llm:
+            chats = [conversation("say: ", drawn("12")) for _ in range(2)]
+            outputs = await asyncio.gather(*(collect(llm, chat, params) for chat in chats))
+            return [output.outputs[0].token_ids for output in outputs]
+
+    slow = asyncio.run(main())
+    assert threading.main_thread() not in threads
+    assert len(threads) == 2
+    assert asyncio.run(main()) == slow
 
 
 # -- what is refused ----------------------------------------------------------------------

@@ -21,13 +21,13 @@ def eyes(tmp_path_factory):
     ("layout", "mode", "budget"),
     [
         ("tnd", "npugraph", 3),
-        ("bnsd", "eager", 17),
+        pytest.param("bnsd", "eager", 17, marks=pytest.mark.long),
         pytest.param("bnsd", "npugraph", 64, marks=pytest.mark.long),
         pytest.param("tnd", "eager", 3, marks=pytest.mark.long),
     ],
 )
 def test_tokens_equal_transformers(eyes, monkeypatch, layout, mode, budget):
-    jobs = jobs_of(budget, 6)
+    jobs = jobs_of(budget, 5)
     opened = emulate(monkeypatch, any_block=True)
     changes = dict(device="npu", attention_layout=layout, graph_mode=mode, placement="single")
     changes |= dict(max_num_seqs=3, max_num_batched_tokens=budget, block_size=4)
