@@ -13,7 +13,9 @@ the demo have random weights of the true configurations ("tiny": of a few millio
 
 The second form runs so many text streams on a simulated device of 5 ms, round by round without and
 with pictures of 12 megapixels that arrive at once: gaps between tokens as the user sees them,
-how long that loop was held, and the share of the time that the device idled.
+how late that loop was at most (`loop_held_ms`; who shares the processor counts too), how long one
+of its callbacks computed at most (`callback_cpu_ms`, of its thread), and the share of the time that
+the device idled.
 """
 
 from __future__ import annotations
@@ -235,6 +237,30 @@ async def run_streams(args: argparse.Namespace) -> dict[str, Any]:
     return {"streams": args.streams, "pictures": args.pictures, "rounds": rounds}
 
 
+class Callbacks:
+    """Watches what an asyncio loop runs, and how long each computes."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        """Seconds of the thread's CPU time."""
+
+    def __enter__(self) -> Callbacks:
+        """Begin."""
+        self._run = run = asyncio.Handle._run
+
+        def timed(handle: asyncio.Handle) -> None:
+            begin = time.thread_time()
+            run(handle)
+            self.longest = max(self.longest, time.thread_time() - begin)
+
+        asyncio.Handle._run = timed  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        asyncio.Handle._run = self._run  # type: ignore[method-assign]
+
+
 async def stream_round(
     llm: AsyncLLM, streams: int, pictures: list[bytes], image: int
 ) -> dict[str, float]:
@@ -266,8 +292,9 @@ async def stream_round(
     before = (await llm.statistics())["runner.0"]["actor"]
     running = [asyncio.ensure_future(stream(number)) for number in range(streams)]
     await asyncio.sleep(0.5)
-    shown = [asyncio.ensure_future(show(data)) for data in pictures]
-    await asyncio.gather(*running)
+    with Callbacks() as callbacks:
+        shown = [asyncio.ensure_future(show(data)) for data in pictures]
+        await asyncio.gather(*running)
     after = (await llm.statistics())["runner.0"]["actor"]  # pictures may take longer than they
     ticking.cancel()
     seen = sum(task.done() for task in shown)
@@ -278,6 +305,7 @@ async def stream_round(
         "gap_p50_ms": round(gaps[len(gaps) // 2] * 1e3, 3),
         "gap_p99_ms": round(gaps[int(0.99 * len(gaps))] * 1e3, 3),
         "loop_held_ms": round(held[0] * 1e3, 3),
+        "callback_cpu_ms": round(callbacks.longest * 1e3, 3),
         "device_idle": round(idle / (busy + idle), 5),
         "steps": after["steps"] - before["steps"],
         "pictures_meanwhile": seen,
