@@ -98,6 +98,8 @@ class EngineConfig:
     max_waiting_tokens: int = 50_000_000
     """The bound on the tokens of prompts that wait; text counts a token for each byte until it is
     tokenized."""
+    max_waiting_media_bytes: int = 4 << 30
+    """The same of their pictures and videos, as they were given."""
     placement: Placement = "default"
     """"default": scheduler and block manager share a process. "split": a process for each
     actor. "single": everything in this process, for debugging and embedding."""
@@ -137,8 +139,9 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "num_tokenizers"):
             self._check_whole(name)
         self._check_whole("tensor_parallel_size")
-        for name in ("max_waiting_requests", "max_waiting_tokens", "priority_window"):
-            self._check_whole(name)
+        for name in ("requests", "tokens", "media_bytes"):
+            self._check_whole(f"max_waiting_{name}")
+        self._check_whole("priority_window")
         for name in ("start_timeout", "stop_timeout", "debug_delay_ms", "template_timeout"):
             self._check_number(name, 1e9)
         self._check_stall_timeout()

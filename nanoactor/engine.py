@@ -232,9 +232,9 @@ class AsyncLLM:
         """Outputs as they come, in the form that `sampling_params.output_kind` asks for.
 
         What can be checked here raises `InvalidRequest` at once, the rest (a prompt that is
-        too long, say) when the iterator is first awaited; so do `EngineOverloaded`,
-        `EngineDead` and `EngineClosed`. Closing or cancelling the iterator aborts the request.
-        A lower `priority` goes first.
+        too long, say, or one with pictures, which are opened on a thread) when the iterator is
+        first awaited; so do `EngineOverloaded`, `EngineDead` and `EngineClosed`. Closing or
+        cancelling the iterator aborts the request. A lower `priority` goes first.
         """
         if shows(prompt):
             params = self._requests.seeded(sampling_params or SamplingParams())
@@ -268,7 +268,8 @@ class AsyncLLM:
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Request]:
-        """Queue several prompts with the same parameters now, all or none of them.
+        """Queue several prompts with the same parameters now, all or none of them. Pictures are
+        opened in the calling thread.
 
         Raises `InvalidRequest` and `EngineOverloaded` at once. With a seed each has the same.
         """

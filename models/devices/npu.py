@@ -42,6 +42,7 @@ from nanoactor.models.seq_lens import HostSeqLens
 
 log = logging.getLogger("nanoactor.models.npu")
 
+_MOST_SEGMENTS = 1024
 # For which heads npu_apply_rotary_pos_emb is documented on A2 and A3; npu_rotary_mul takes others.
 _ROTATED_TOGETHER = (64, 128)
 
@@ -300,7 +301,13 @@ class NPUDevice(PortableOperators):
     def segment_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
     ) -> torch.Tensor:
-        """npu_fusion_attention over packed tokens; it takes heads up to 768, of any size."""
+        """npu_fusion_attention over packed tokens: heads up to 768, of any size; some segments at a
+        time."""
+        if len(segments) > _MOST_SEGMENTS:
+            at = sum(segments[:_MOST_SEGMENTS])
+            first = self.segment_attention(q[:at], k[:at], v[:at], segments[:_MOST_SEGMENTS])
+            rest = self.segment_attention(q[at:], k[at:], v[at:], segments[_MOST_SEGMENTS:])
+            return torch.cat((first, rest))
         ends = [*itertools.accumulate(segments)]
         attended: torch.Tensor = torch.ops.npu.npu_fusion_attention(
             q.contiguous(),

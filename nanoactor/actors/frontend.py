@@ -43,6 +43,7 @@ class Entry:
         self.kind = kind
         self.metrics = RequestMetrics(time.monotonic())
         self.charge = len(submit.token_ids) or _text_bytes(submit)
+        self.media_bytes = sum(one.size for one in media)
         self.prompt_token_ids: list[int] = submit.token_ids.tolist()
         self.text: list[str] = []
         self.token_ids: list[int] = []
@@ -143,7 +144,7 @@ class FrontendActor(Actor):
         """The same by what their users call them."""
         self._waiting_requests: set[int] = set()
         """Requests without a first token."""
-        self._waiting_tokens = 0
+        self._waiting_tokens = self._waiting_media_bytes = 0
         self._untokenized: dict[int, tuple[int, int]] = {}
         """(tokenizer, bytes) of requests that no tokenizer has answered."""
         self._load = [0] * self._config.num_tokenizers
@@ -178,9 +179,10 @@ class FrontendActor(Actor):
 
     # -- from the user --------------------------------------------------------------------
 
-    def _check_room(self, charge: int, requests: int) -> None:
-        """Raise `EngineOverloaded` where the queue's bounds leave no room for so many more."""
-        config = self._config
+    def _check_room(self, entries: Sequence[Entry]) -> None:
+        """Raise `EngineOverloaded` where the queue's bounds leave no room for these."""
+        config, requests = self._config, len(entries)
+        charge, media = sum(e.charge for e in entries), sum(e.media_bytes for e in entries)
         if requests > config.max_waiting_requests:
             raise InvalidRequest(
                 f"{requests} prompts at once, but at most {config.max_waiting_requests} requests "
@@ -195,6 +197,12 @@ class FrontendActor(Actor):
                 f"prompts of {self._waiting_tokens} tokens wait already (max_waiting_tokens is "
                 f"{config.max_waiting_tokens})"
             )
+        held = self._waiting_media_bytes
+        if held and held + media > config.max_waiting_media_bytes:
+            raise EngineOverloaded(
+                f"pictures of {held} bytes wait already (max_waiting_media_bytes is "
+                f"{config.max_waiting_media_bytes})"
+            )
 
     def submit(self, make: Callable[[int], Entry]) -> Entry:
         """Make a request with the next number, enter it into the journal, send it on its way.
@@ -206,7 +214,7 @@ class FrontendActor(Actor):
     def submit_all(self, makes: Sequence[Callable[[int], Entry]]) -> list[Entry]:
         """The same for several, which find room all together or not at all."""
         entries = [make(uid) for uid, make in enumerate(makes, self._next_uid)]
-        self._check_room(sum(entry.charge for entry in entries), len(entries))
+        self._check_room(entries)
         for entry in entries:
             self._send(entry)
         return entries
@@ -223,6 +231,7 @@ class FrontendActor(Actor):
         self._entries[uid] = self._by_id[entry.request_id] = entry
         self._waiting_requests.add(uid)
         self._waiting_tokens += entry.charge
+        self._waiting_media_bytes += entry.media_bytes
         self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
 
     # -- pictures -------------------------------------------------------------------------
@@ -307,7 +316,7 @@ class FrontendActor(Actor):
         self._data.clear()
         self._by_id.clear()
         self._waiting_requests.clear()
-        self._waiting_tokens = 0
+        self._waiting_tokens = self._waiting_media_bytes = 0
         self._tell_progress()
 
     def entry_of(self, request_id: str) -> Entry | None:
@@ -368,6 +377,7 @@ class FrontendActor(Actor):
         if entry.submit.uid in self._waiting_requests:
             self._waiting_requests.remove(entry.submit.uid)
             self._waiting_tokens -= entry.charge
+            self._waiting_media_bytes -= entry.media_bytes
             self._tell_progress()
 
     def _tell_progress(self) -> None:
@@ -392,6 +402,7 @@ class FrontendActor(Actor):
             "entries": len(self._entries),
             "waiting_requests": len(self._waiting_requests),
             "waiting_tokens": self._waiting_tokens,
+            "waiting_media_bytes": self._waiting_media_bytes,
             "untokenized": len(self._untokenized),
             "media_sending": len(self._data),
             "step_at": self._step_at,

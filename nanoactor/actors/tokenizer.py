@@ -181,14 +181,15 @@ class TokenizerActor(Actor):
         rows, limit = sum(item.tokens for item in visual), self._config.files.max_model_len
         if rows + tokens > 2 * limit:  # else the whole prompt's length is told
             raise InvalidRequest(
-                f"the request's pictures have {rows} tokens, but max_model_len is {limit}"
+                f"the request's pictures and videos have {rows} tokens, but max_model_len is "
+                f"{limit}"
             )
         pages = sum(-(-item.tokens // self._limits.page_rows) for item in visual)
         if pages > self._limits.pages:
             room = self._limits.pages * self._limits.page_rows
             raise InvalidRequest(
-                f"the request's pictures have {rows} tokens, rounded up for each, but the encoder "
-                f"cache holds {room}: give fewer or smaller pictures, or raise "
+                f"the request's pictures and videos have {rows} tokens, rounded up for each, but "
+                f"the encoder cache holds {room}: give fewer or smaller ones, or raise "
                 "encoder_cache_tokens"
             )
 

@@ -164,6 +164,7 @@ class Monitor:
         figures = {
             "waiting_requests": frontend.get("waiting_requests", 0),
             "waiting_tokens": frontend.get("waiting_tokens", 0),
+            "waiting_media_bytes": frontend.get("waiting_media_bytes", 0),
             "running": scheduler.get("running", 0),
             "blocks": blocks,
             "blocks_used": blocks - self._of("blocks").get("available", blocks),
@@ -243,6 +244,7 @@ class Monitor:
         for name, text, value in (
             ("queue_requests", "Requests without a first token.", figures["waiting_requests"]),
             ("queue_tokens", "Tokens of their prompts.", figures["waiting_tokens"]),
+            ("queue_media_bytes", "Bytes of their pictures.", figures["waiting_media_bytes"]),
             ("running_sequences", "Sequences with a slot.", figures["running"]),
             ("kv_blocks", "Blocks of the KV cache.", figures["blocks"]),
             ("kv_blocks_used", "Blocks that sequences hold.", figures["blocks_used"]),

@@ -67,6 +67,7 @@ class TextRoutes:
                 "max_sequences": config.max_num_seqs,
                 "max_waiting_requests": config.max_waiting_requests,
                 "max_waiting_tokens": config.max_waiting_tokens,
+                "max_waiting_media_bytes": config.max_waiting_media_bytes,
                 "kv_blocks": facts["num_blocks"],
                 "block_size": facts["block_size"],
             },

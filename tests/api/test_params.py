@@ -139,6 +139,7 @@ BAD_OPTIONS = {
     "skip_tokenizer_init": FLAG,
     "max_waiting_requests": [*WHOLE, None],
     "max_waiting_tokens": [*WHOLE, None],
+    "max_waiting_media_bytes": [*WHOLE, None],
     "placement": ["everywhere", None, []],
     "transport": ["tcp", None],
     "check_weights": FLAG,

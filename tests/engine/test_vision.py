@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from nanoactor import LLM, SamplingParams
-from nanoactor.errors import InvalidRequest
+from nanoactor.errors import EngineOverloaded, InvalidRequest
 from nanoactor.request_builder import RequestBuilder
 from tests.engine.harness import Reference, collect, engine, greedy, ids
 from tests.models.checkpoints import TOWERS, VISION_IDS, make_checkpoint
@@ -345,6 +345,28 @@ def test_what_is_wrong_with_a_picture_is_told_and_harms_nobody(eyes):
     outputs = asyncio.run(main())
     for output in outputs:
         eyes.see(output.prompt_token_ids, output.outputs[0].token_ids, good[1])
+
+
+def test_the_bytes_of_pictures_that_wait_are_bounded(eyes):
+    """The journal keeps them: a queue of 10,000 requests might hold terabytes."""
+    shown = picture(2, 40, 40)
+
+    async def main():
+        changes = dict(device="simulated:20", dtype="auto", max_num_seqs=1)
+        async with engine(eyes.directory, max_waiting_media_bytes=12_000, **changes) as llm:
+            jobs = [([n, START, IMAGE, END], [shown]) for n in range(6)]  # 4,800 bytes each
+            requests = (collect(llm, request(*job), greedy(3)) for job in jobs)
+            found = await asyncio.gather(*requests, return_exceptions=True)
+            (alone,) = await run_all(llm, [([START, IMAGE, END], [picture(3, 80, 80)])], 2)
+            return found, alone, await llm.statistics()
+
+    found, alone, figures = asyncio.run(main())
+    refused = [one for one in found if isinstance(one, Exception)]
+    assert 0 < len(refused) < 6
+    assert all("max_waiting_media_bytes is 12000" in str(one) for one in refused)
+    assert all(isinstance(one, EngineOverloaded) for one in refused)
+    assert alone.finished, "where nothing waits, one of any size is let in"
+    assert figures["frontend"]["actor"]["waiting_media_bytes"] == 0
 
 
 def test_a_model_that_is_blind_says_so():

@@ -3,12 +3,15 @@
 import asyncio
 
 import pytest
+import torch
 
 from nanoactor import LLM, SamplingParams
+from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.options import DeviceOptions
 from tests.engine import test_video
 from tests.engine.harness import collect, engine, greedy
 from tests.engine.test_vision import Eyes, check_all, conversation, drawn, jobs_of, run_all
-from tests.npu.emulation import emulate, emulate_everywhere, relaxed
+from tests.npu.emulation import HostRuntime, emulate, emulate_everywhere, relaxed
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,15 @@ def test_tokens_equal_transformers(eyes, monkeypatch, layout, mode, budget):
         check_all(eyes, jobs, asyncio.run(main()), 5)
     replayed = [kind for kind, _ in opened[-1].runtime.log].count("replay")
     assert (replayed > 0) == (mode == "npugraph")
+
+
+def test_the_operator_gets_no_more_segments_than_it_takes():
+    device = NPUDevice(HostRuntime(), DeviceOptions())
+    q, k, v = torch.randn(3, 2500, 2, 16).unbind()
+    found = device.segment_attention(q, k, v, [2, *[1] * 2496, 2])
+    assert torch.equal(found[2:-2], v[2:-2])
+    expected = device.segment_attention(q[-2:], k[-2:], v[-2:], [2])
+    assert torch.equal(found[-2:], expected)
 
 
 def test_videos_too(tmp_path, monkeypatch):
