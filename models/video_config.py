@@ -36,7 +36,9 @@ class VideoConfig:
     @property
     def max_rows(self) -> int:
         """Tokens that a temporal patch has at most."""
-        return self.max_pixels // self.together // self.factor**2
+        if self.frame_tokens is None:
+            return self.max_pixels // self.together // self.factor**2
+        return int(self.max_pixels * 1.05) // self.factor**2  # what `min_pixels` may ask for
 
     def fit(self, frames: int, height: int, width: int) -> tuple[int, int]:
         """Return the height and width to which frames are resized (`smart_resize` of transformers'

@@ -42,7 +42,7 @@ from nanoactor.text.huggingface import load_pretrained
 from nanoactor.topology import engine_topology
 from nanoactor.tracing import Trace
 from nanoactor.vision.media import Media
-from nanoactor.vision.parts import shows
+from nanoactor.vision.parts import must_open, snapshot
 
 if TYPE_CHECKING:
     from nanoactor.text.huggingface import PreTrainedTokenizerBase
@@ -91,6 +91,8 @@ class AsyncLLM:
         self._frontend: FrontendActor | None = None
         seeds = random.Random(self.config.seed)
         self._requests = RequestBuilder(self.config, self.files, seeds)
+        self._opening: dict[str, asyncio.Future[None]] = {}
+        """By the names of requests whose pictures are being opened: done where one is aborted."""
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizer_lock = threading.Lock()
         # Unguessable, so that no caller's own id can be one of ours.
@@ -236,7 +238,8 @@ class AsyncLLM:
         first awaited; so do `EngineOverloaded`, `EngineDead` and `EngineClosed`. Closing or
         cancelling the iterator aborts the request. A lower `priority` goes first.
         """
-        if shows(prompt):
+        if must_open(prompt):
+            prompt = snapshot(prompt)
             params = self._requests.seeded(sampling_params or SamplingParams())
             return self._show(prompt, params, priority, chat_template_kwargs, request_id)
         make = self._request(prompt, sampling_params, priority, chat_template_kwargs, request_id)
@@ -250,13 +253,20 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None,
         request_id: str | None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The same, where files may have to be read and pictures be decoded: not on this loop."""
-        self._running()
-        bare, media = await asyncio.to_thread(self._requests.take_media, prompt)
-        built = self._requests.build(bare, params, priority, chat_template_kwargs, media)
-        async with contextlib.aclosing(
-            self._stream(self._entry_maker(built, params, request_id), request_id)
-        ) as outputs:
+        """The same, where files must be read and pictures be decoded: not on this loop."""
+        self._check_name(self._running(), request_id)
+        opening = asyncio.get_running_loop().create_future()
+        if request_id is not None:
+            self._opening[request_id] = opening
+        try:
+            bare, media = await asyncio.to_thread(self._requests.take_media, prompt)
+            built = self._requests.build(bare, params, priority, chat_template_kwargs, media)
+        finally:
+            aborted = opening.done()
+            if request_id is not None:
+                del self._opening[request_id]
+        make = self._entry_maker(built, params, request_id)
+        async with contextlib.aclosing(self._stream(make, request_id, aborted)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -309,17 +319,25 @@ class AsyncLLM:
         return make
 
     async def _stream(
-        self, make: Callable[[int], Entry], request_id: str | None
+        self, make: Callable[[int], Entry], request_id: str | None, aborted: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
         frontend = self._running()
-        if request_id is not None and frontend.entry_of(request_id) is not None:
-            raise InvalidRequest(f"request id {request_id!r} is in use")
-        request = Request(frontend, frontend.submit(make), self)
+        self._check_name(frontend, request_id)
+        entry = frontend.submit(make)
+        if aborted:  # while its pictures were opened
+            frontend.abort(entry.submit.uid)
+        request = Request(frontend, entry, self)
         try:
             async for output in request:
                 yield output
         finally:
             request.close()
+
+    def _check_name(self, frontend: FrontendActor, request_id: str | None) -> None:
+        if request_id is None:
+            return
+        if request_id in self._opening or frontend.entry_of(request_id) is not None:
+            raise InvalidRequest(f"request id {request_id!r} is in use")
 
     async def abort(self, request_id: str) -> None:
         """End a request and wait until the engine has let go of it; unknown ids are ignored.
@@ -327,6 +345,9 @@ class AsyncLLM:
         Its iterator yields a last output with finish_reason "abort".
         """
         frontend = self._running()
+        opening = self._opening.get(request_id)
+        if opening is not None and not opening.done():
+            opening.set_result(None)  # nothing of it has reached the engine
         entry = frontend.entry_of(request_id)
         if entry is None:
             return

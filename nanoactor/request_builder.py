@@ -81,7 +81,7 @@ class RequestBuilder:
 
     def take_media(self, prompt: Any) -> tuple[Any, tuple[Media, ...]]:
         """Return the prompt without its pictures, and these. Files are read, and what Pillow has
-        not decoded yet is: on a loop, call it in a thread where `shows` is true."""
+        not decoded yet is: on a loop, call it in a thread where `must_open` says so."""
         if isinstance(prompt, Mapping):
             prompt = dict(prompt)
             given = prompt.pop("multi_modal_data", None)

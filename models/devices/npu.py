@@ -302,7 +302,9 @@ class NPUDevice(PortableOperators):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
     ) -> torch.Tensor:
         """npu_fusion_attention over packed tokens: heads up to 768, of any size; some segments at a
-        time."""
+        time. Other chips than those that document it run PyTorch's operators."""
+        if not self.runtime.is_a2_or_a3:
+            return super().segment_attention(q, k, v, segments)
         if len(segments) > _MOST_SEGMENTS:
             at = sum(segments[:_MOST_SEGMENTS])
             first = self.segment_attention(q[:at], k[:at], v[:at], segments[:_MOST_SEGMENTS])

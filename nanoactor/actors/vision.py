@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,7 +34,7 @@ T = TypeVar("T")
 _IN_ONE_MESSAGE = 256
 _LONGEST_REASON = 300
 _LONGEST_DECODE = 120.0
-"""Seconds."""
+"""Seconds; of a picture, or a frame."""
 # Bytes of items, undecoded, that a worker keeps; what it lacks it asks the frontend for.
 STORE_BYTES = 256 << 20
 
@@ -44,6 +45,10 @@ class _Arriving:
 
     data: bytearray
     first: MediaPiece
+
+
+class _BrokenOff(Exception):
+    """Nobody wants what is being decoded any more."""
 
 
 class VisionActor(Actor):
@@ -67,7 +72,11 @@ class VisionActor(Actor):
         self._sending: deque[tuple[int, NDArray[np.uint8]]] = deque()
         self._sent = 0
         """Bytes of the first of them."""
-        self._work: queue.SimpleQueue[tuple[int, Media] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._naming = 0
+        """Videos whose headers the thread is to read."""
+        self._frames = 0
+        """That were looked at, or that the thread has begun to decode."""
         self._thread: threading.Thread | None = None
         self._stopping = False
         self.items = self.decoded = 0
@@ -79,7 +88,7 @@ class VisionActor(Actor):
         assert files.images is not None
         salt, most = self._config.salt, self._config.engine.max_image_pixels
         self._reader = MediaReader(files.images, salt, most, files.videos)
-        self._thread = threading.Thread(target=self._decode_all, name="decode", daemon=True)
+        self._thread = threading.Thread(target=self._work_all, name="decode", daemon=True)
         self._thread.start()
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
@@ -118,11 +127,33 @@ class VisionActor(Actor):
     def _complete(self, place: tuple[int, int], arriving: _Arriving) -> None:
         first = arriving.first
         media = Media(first.form, first.shape, first.area, arriving.data, first.frames)
-        found: ReadItem | str
+        if media.frames:  # many headers, and some tell no more than when they are decoded
+            self._naming += 1
+            self._work.put(functools.partial(self._name_video, place, first, media))
+        else:
+            self._named(place, first, media, self._read_header(media))
+
+    def _read_header(self, media: Media) -> ReadItem | str:
         try:
-            found = self._reader.read(media)
+            return self._reader.read(media, self._note_header)
         except Exception as error:
-            found = _reason(error)
+            return _reason(error)
+
+    def _name_video(self, place: tuple[int, int], first: MediaPiece, media: Media) -> None:
+        """On the thread."""
+        found = self._read_header(media)
+        if not self._stopping:
+            self.context.call_soon(self._named_video, place, first, media, found)
+
+    def _named_video(
+        self, place: tuple[int, int], first: MediaPiece, media: Media, found: ReadItem | str
+    ) -> None:
+        self._naming -= 1
+        self._named(place, first, media, found)
+
+    def _named(
+        self, place: tuple[int, int], first: MediaPiece, media: Media, found: ReadItem | str
+    ) -> None:
         if isinstance(found, ReadItem):
             self._keep(found.key, media)
         if first.tokenizer >= 0:
@@ -161,23 +192,37 @@ class VisionActor(Actor):
             self._decode(number, media)
 
     def _decode(self, number: int, media: Media) -> None:
-        self._work.put((number, media))
+        self._work.put(functools.partial(self._decode_one, number, media))
 
-    def _decode_all(self) -> None:
+    def _work_all(self) -> None:
         """The thread: Pillow lets go of the interpreter's lock while it works."""
         while (work := self._work.get()) is not None and not self._stopping:
-            number, media = work
-            if number not in self._wants:  # nobody waits any more; the loop has said so
-                continue
-            begin = time.monotonic_ns()
-            try:
-                result: NDArray[np.uint8] | str = self._reader.decode(media)
-            except Exception as error:
-                result = _reason(error)
-            if self._stopping:  # the loop may be gone
-                return
-            self.context.call_soon(self._note_decoded, number, begin, time.monotonic_ns())
-            self.context.call_soon(self._decoded, number, result)
+            work()
+
+    def _decode_one(self, number: int, media: Media) -> None:
+        begin = time.monotonic_ns()
+        try:
+            result: NDArray[np.uint8] | str = self._reader.decode(
+                media, functools.partial(self._note_frame, number)
+            )
+        except _BrokenOff:
+            return
+        except Exception as error:
+            result = _reason(error)
+        if self._stopping:  # the loop may be gone
+            return
+        self.context.call_soon(self._note_decoded, number, begin, time.monotonic_ns())
+        self.context.call_soon(self._decoded, number, result)
+
+    def _note_header(self) -> None:
+        """Before each frame of a video: there is progress."""
+        self._frames += 1
+
+    def _note_frame(self, number: int) -> None:
+        """Before each frame: go on only while somebody waits; the loop has told the runners."""
+        if self._stopping or number not in self._wants:
+            raise _BrokenOff
+        self._frames += 1
 
     def _note_decoded(self, number: int, begin: int, end: int) -> None:
         self.decode_seconds += (end - begin) * 1e-9
@@ -257,8 +302,9 @@ class VisionActor(Actor):
                 del self._wants[number]
 
     def progress(self) -> Progress | None:
-        """Pictures decoded, while some are wanted; a large one takes seconds."""
-        return (self.decoded, _LONGEST_DECODE) if self._wants else None
+        """Pictures and frames decoded, while some are wanted; a large one takes seconds."""
+        done = self.decoded + self._frames + self.items
+        return (done, _LONGEST_DECODE) if self._wants or self._naming else None
 
     def stop(self) -> None:
         """End the thread once the picture at hand is done."""
@@ -272,11 +318,12 @@ class VisionActor(Actor):
         return {
             "items": self.items,
             "decoded": self.decoded,
+            "frames": self._frames,
             "decode_seconds": self.decode_seconds,
             "stored_bytes": self._stored,
             "wants": len(self._wants),
             "unread": sum(map(len, self._read.values())) + len(self._arriving),
-            "waiting": len(self._waiting),
+            "waiting": len(self._waiting) + self._naming,
         }
 
 

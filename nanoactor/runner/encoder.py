@@ -69,7 +69,8 @@ class Encoder:
         sequence of so many tokens."""
         most = self._images.max_pixels // self._images.factor**2
         if self._videos is not None:
-            most = max(most, self._videos.max_rows)
+            # A slice has as many temporal patches as the budget holds, or one that is larger.
+            most = max(most, self._videos.max_rows, self._budget)
         return min(most, self.pages * ENCODER_PAGE_ROWS, longest)
 
     def run(self, task: EncodeTask) -> None:

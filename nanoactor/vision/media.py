@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,10 @@ class ReadItem:
     """Temporal patches, rows and columns of tokens."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class MediaReader:
     """Reads headers, and decodes; needs Pillow."""
 
@@ -64,9 +68,10 @@ class MediaReader:
         self._salt, self._max_pixels = salt, max_pixels
         self._pictures = pictures
 
-    def size_of(self, media: Media) -> tuple[int, int]:
+    def size_of(self, media: Media, before: Callable[[], None] = _nothing) -> tuple[int, int]:
         """Return the height and width to which it is resized. Raises `InvalidRequest` for what is
-        no picture, or too large, or too narrow, and for frames of different sizes."""
+        no picture, or too large, or too narrow, and for frames of different sizes. `before` is
+        called before each frame is looked at."""
         least, most = media.area
         try:
             if not media.frames:
@@ -75,7 +80,7 @@ class MediaReader:
                 return images.fit(height, width)
             assert self._videos is not None
             videos = dataclasses.replace(self._videos, min_pixels=least, max_pixels=most)
-            return videos.fit(len(media.frames), *self._frame_size(media))
+            return videos.fit(len(media.frames), *self._frame_size(media, before))
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
 
@@ -86,9 +91,10 @@ class MediaReader:
         header = self._pictures.read_header(data, self._max_pixels)
         return header.height, header.width
 
-    def _frame_size(self, media: Media) -> tuple[int, int]:
+    def _frame_size(self, media: Media, before: Callable[[], None]) -> tuple[int, int]:
         first = None
         for number, data in enumerate(_frames(media), 1):
+            before()
             try:
                 size = self._given_size(media, data)
             except InvalidRequest as error:
@@ -102,9 +108,9 @@ class MediaReader:
         assert first is not None
         return first
 
-    def read(self, media: Media) -> ReadItem:
+    def read(self, media: Media, before: Callable[[], None] = _nothing) -> ReadItem:
         """Name a picture or a video and tell its grid. Raises `InvalidRequest`."""
-        height, width = self.size_of(media)
+        height, width = self.size_of(media, before)
         digest = hashlib.blake2b(digest_size=16, key=self._salt)
         digest.update(f"{media.form} {media.shape} {height} {width} {media.frames} ".encode())
         digest.update(media.data)
@@ -114,13 +120,16 @@ class MediaReader:
             frames = -(-len(media.frames) // self._videos.together)
         return ReadItem(digest.digest(), (frames, height // side, width // side))
 
-    def decode(self, media: Media) -> NDArray[np.uint8]:
-        """Return its pixels, (frames, height, width, 3). Raises `InvalidRequest`."""
-        height, width = self.size_of(media)
+    def decode(self, media: Media, before: Callable[[], None] = _nothing) -> NDArray[np.uint8]:
+        """Return its pixels, (frames, height, width, 3). `before` is called before each frame is
+        looked at or decoded, and may raise to break it off. Raises `InvalidRequest`."""
+        height, width = self.size_of(media, before)
         if not media.frames:
+            before()
             return self._decode(media, media.data, height, width)[None]
         pixels = np.empty((len(media.frames), height, width, 3), np.uint8)
         for number, data in enumerate(_frames(media)):
+            before()
             try:
                 pixels[number] = self._decode(media, data, height, width)
             except InvalidRequest as error:

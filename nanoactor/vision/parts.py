@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidRequest
@@ -131,17 +136,55 @@ class _Taking:
         return rules, self._counts[kind]
 
 
-def shows(prompt: Any) -> bool:
-    """Tell whether a prompt has pictures or videos, as far as can be seen without a closer look."""
+def must_open(prompt: Any) -> bool:
+    """Tell whether to take a prompt's pictures is to read files, or to have Pillow decode."""
     if isinstance(prompt, Mapping):
-        return prompt.get("multi_modal_data") is not None
+        data = prompt.get("multi_modal_data")
+        return isinstance(data, Mapping) and any(map(_must_open, data.values()))
     if not isinstance(prompt, list | tuple):
         return False
     contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
     parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
     return any(
-        isinstance(part, Mapping) and part.get("type") in (*_IMAGE_PARTS, "video") for part in parts
+        _must_open(part.get(kind))
+        for part in parts
+        if isinstance(part, Mapping) and (kind := part.get("type")) in (*_IMAGE_PARTS, "video")
     )
+
+
+def _must_open(given: Any) -> bool:
+    if isinstance(given, list | tuple):
+        return any(map(_must_open, given))
+    if isinstance(given, Video):
+        return _must_open(given.frames)
+    if isinstance(given, str):
+        return not given.startswith("data:")
+    pillow = sys.modules.get("PIL.Image")
+    return isinstance(given, Path) or (pillow is not None and isinstance(given, pillow.Image))
+
+
+def snapshot(value: Any) -> Any:
+    """Return a prompt that does not change when the user changes what it was made of; pictures
+    that Pillow has opened and files stay what they are. Raises `InvalidRequest`."""
+    try:
+        return _snapshot(value)
+    except RecursionError:
+        raise InvalidRequest("the prompt is nested too deeply") from None
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _snapshot(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        inner = map(_snapshot, value)
+        return tuple(inner) if isinstance(value, tuple) else list(inner)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Video):
+        return dataclasses.replace(
+            value, frames=_snapshot(value.frames), times=_snapshot(value.times)
+        )
+    return bytes(value) if isinstance(value, bytearray | memoryview) else value
 
 
 def _bare(message: Any, taking: _Taking) -> Any:

@@ -6,6 +6,7 @@ import base64
 import binascii
 import dataclasses
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ _MOST_PIXELS = 1 << 40
 _CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
 _MODES = {channels: mode for mode, channels in _CHANNELS.items()}
 _NESTED = ("images_kwargs", "videos_kwargs")
+_PILLOW = threading.Lock()
+"""An opened picture is decoded when its pixels are asked for, which two threads must not do at
+once: it may be part of several requests."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +109,8 @@ class MediaRules:
         clear = "A" in image.getbands() or "transparency" in image.info
         mode = "RGBA" if clear else "RGB"
         try:
-            data = image.convert(mode).tobytes()
+            with _PILLOW:
+                data = image.convert(mode).tobytes()
         except Exception as error:  # Pillow decodes it only now, and raises whatever it likes
             raise InvalidRequest(f"the picture cannot be decoded: {error!r:.200}") from error
         return Media(mode, (image.height, image.width), area, data)
@@ -128,19 +133,23 @@ class MediaRules:
                 f"{len(frames)}"
             )
         times = frame_times(video, len(frames))
-        taken = [self._frame(number, frame, area) for number, frame in enumerate(frames, 1)]
-        first, size = taken[0], sum(one.size for one in taken)
-        for number, one in enumerate(taken, 1):
+        taken: list[Media] = []
+        size = 0
+        for number, frame in enumerate(frames, 1):
+            one = self._frame(number, frame, area)
+            taken.append(one)
+            first, size = taken[0], size + one.size
             if (one.form, one.shape) != (first.form, first.shape):
                 raise InvalidRequest(
                     f"frame {number} is {one.form or 'a file'} {one.shape}, the first is "
                     f"{first.form or 'a file'} {first.shape}: frames must be alike"
                 )
-        if size > MAX_VIDEO_BYTES:
-            raise InvalidRequest(
-                f"the frames have {size} bytes, at most {MAX_VIDEO_BYTES} may be: give them "
-                "encoded, smaller or fewer"
-            )
+            # Frames of pixels are alike, so the first tells what all will take.
+            if max(size, one.size * len(frames) if one.form else 0) > MAX_VIDEO_BYTES:
+                raise InvalidRequest(
+                    f"the frames have more than {MAX_VIDEO_BYTES} bytes: give them encoded, "
+                    "smaller or fewer"
+                )
         return Media(
             first.form,
             first.shape,

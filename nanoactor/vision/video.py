@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from nanoactor.errors import InvalidRequest
+from nanoactor.params import plain_number
 
 DEFAULT_FPS = 24.0
 """Frames per second where nothing is known; as in transformers."""
@@ -77,18 +78,20 @@ def _with_metadata(frames: Any, metadata: Mapping[str, Any]) -> Video:
     rate = _rate(fps)
     try:
         return Video(frames, times=[index / rate for index in indices])
-    except TypeError:
-        raise InvalidRequest(
-            f"a video's frames_indices must be numbers, got {indices!r:.80}"
-        ) from None
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequest("a video's frames_indices must be numbers of frames") from None
 
 
 def _rate(fps: Any) -> float:
     if fps is None:
         return DEFAULT_FPS
+    fps = plain_number(fps)
     number = isinstance(fps, int | float) and not isinstance(fps, bool)
     if not number or not 1e-6 <= fps <= 1e6:
-        raise InvalidRequest(f"a video's fps must be a number above 0, got {fps!r:.50}")
+        raise InvalidRequest(
+            "a video's fps must be a number above 0 and up to 1,000,000, or None where it is not "
+            "known"
+        )
     return float(fps)
 
 
@@ -101,10 +104,8 @@ def frame_times(video: Video, frames: int) -> list[float]:
         raise InvalidRequest("a video has times or fps, not both")
     try:
         times = [float(time) for time in video.times]
-    except (TypeError, ValueError):
-        raise InvalidRequest(
-            f"a video's times must be seconds, one for each frame, got {video.times!r:.80}"
-        ) from None
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequest("a video's times must be seconds, one for each frame") from None
     if len(times) != frames:
         raise InvalidRequest(f"a video has {frames} frames, but {len(times)} times")
     if not all(math.isfinite(time) and 0 <= time < _LATEST for time in times):

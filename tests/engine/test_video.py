@@ -1,6 +1,7 @@
 """Engines see videos: greedy tokens equal transformers', among pictures and text in every order."""
 
 import asyncio
+import io
 import random
 import shutil
 
@@ -207,3 +208,32 @@ def test_conversations_show_videos(viewer):
         assert b"<5.0 seconds><20.0 seconds>" in spelt
         viewer.see(output.prompt_token_ids, output.outputs[0].token_ids, [], [np.stack(frames)])
     viewer.conclude()
+
+
+def test_a_long_video_is_progress_frame_by_frame_and_ends_when_nobody_wants_it(viewer):
+    """The watchdog hears of each frame, and a video that was given up is broken off."""
+    files = []
+    for frame in shown(3, 60, 300, 400):
+        out = io.BytesIO()
+        Image.fromarray(frame).save(out, "PNG")
+        files.append(out.getvalue())
+    text = PLACE.format("video")
+
+    async def main():
+        changes = dict(skip_tokenizer_init=False, max_num_seqs=2, stall_timeout=1.0)
+        async with engine(viewer.directory, **changes) as llm:
+            stream = llm.generate({"prompt": text, "multi_modal_data": {"video": files}}, greedy(2))
+            task = asyncio.ensure_future(anext(stream))
+            while not (await llm.statistics())["vision.0"]["actor"]["frames"] > 65:
+                await asyncio.sleep(0.01)  # the headers, and the first frames
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await stream.aclose()
+            small = request(text + "a", [], [shown(1, 4, 16, 16)])
+            await collect(llm, small, greedy(2))
+            return (await llm.statistics())["vision.0"]["actor"]
+
+    figures = asyncio.run(main())
+    assert figures["decoded"] == 1, "of the long one nothing is left"
+    assert figures["frames"] < 60 + 60 + 60 + 12
+    assert figures["wants"] == figures["waiting"] == 0

@@ -300,6 +300,56 @@ def test_pictures_are_opened_on_a_thread_and_seeds_come_in_the_order_of_requests
     assert asyncio.run(main()) == slow
 
 
+def test_a_request_may_be_aborted_while_its_pictures_are_opened(monkeypatch):
+    """And its name is taken from then on."""
+    opened = threading.Event()
+    take = RequestBuilder.take_media
+    monkeypatch.setattr(
+        RequestBuilder, "take_media", lambda *given: opened.wait(30) and take(*given)
+    )
+
+    async def main():
+        async with engine("demo-vl", skip_tokenizer_init=False, num_kv_blocks=200) as llm:
+            chat, params = conversation("say: ", drawn("12")), greedy(500)
+            stream = llm.generate(chat, params, request_id="mine")
+            task = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0.05)
+            with pytest.raises(InvalidRequest, match="'mine' is in use"):
+                await collect(llm, chat, params, request_id="mine")
+            await llm.abort("mine")
+            opened.set()
+            output = await task
+            await stream.aclose()
+            again = await collect(llm, chat, greedy(2), request_id="mine")
+            return output, again
+
+    output, again = asyncio.run(main())
+    assert output.outputs[0].finish_reason == "abort"
+    assert again.outputs[0].finish_reason == "length"
+
+
+def test_what_was_given_may_be_changed_at_once(eyes, tmp_path):
+    """Though pictures are opened later."""
+    path, shown = tmp_path / "x.png", picture(5, 24, 24)
+    path.write_bytes(encoded(Image.fromarray(picture(6, 24, 24))))
+    expected = shown.copy()
+    data = {"image": [shown, str(path)]}
+    tokens = [START, IMAGE, END, 1, START, IMAGE, END]
+
+    async def main():
+        async with engine(eyes.directory, placement="single") as llm:
+            stream = llm.generate({**ids(tokens), "multi_modal_data": data}, greedy(4))
+            shown[:] = 0
+            data["image"].clear()
+            async for output in stream:
+                final = output
+            return final
+
+    output = asyncio.run(main())
+    seen = [expected, picture(6, 24, 24)]
+    eyes.see(output.prompt_token_ids, output.outputs[0].token_ids, seen)
+
+
 # -- what is refused ----------------------------------------------------------------------
 
 

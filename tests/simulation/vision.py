@@ -67,7 +67,7 @@ class Letters:
 class _Reader:
     """Stands where a `MediaReader` does."""
 
-    def read(self, media: Media) -> ReadItem:
+    def read(self, media: Media, before: Any) -> ReadItem:
         picture = Picture(*json.loads(media.data))
         if picture.fault == "header":
             raise InvalidRequest("no picture")

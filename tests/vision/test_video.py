@@ -1,6 +1,7 @@
 """Videos become frames with times; sizes are those of transformers."""
 
 import io
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -125,6 +126,10 @@ WRONG = [
     ([FRAMES[0], file(FRAMES[1])], "frame 2 is a file"),
     ([FRAMES[0], 3], "frame 2: a picture must be"),
     (Video(FRAMES, fps=0), "fps must be a number above 0"),
+    (Video(FRAMES, fps=10**5000), "fps must be a number above 0"),
+    (Video(FRAMES, times=[0, 1, 2, 3, 10**400]), "must be seconds"),
+    ((FRAMES, {"fps": 1, "frames_indices": [10**400]}), "frames_indices must be numbers"),
+    (np.broadcast_to(FRAMES[:1, :1, :1], (40, 3000, 3000, 3)), "at most 1000000"),
     (Video(FRAMES, fps=True), "fps must be a number above 0"),
     (Video(FRAMES, fps=2, times=[1] * 5), "times or fps, not both"),
     (Video(FRAMES, times=[1, 2]), "5 frames, but 2 times"),
@@ -141,6 +146,33 @@ WRONG = [
 def test_what_is_wrong_with_a_video_is_told(given, message):
     with pytest.raises(InvalidRequest, match=message):
         take(given)
+
+
+def test_frames_are_counted_before_they_are_copied():
+    """Of pixels that are all alike the first tells what the rest will take."""
+    rules = MediaRules(IMAGES, 1 << 24, VIDEOS)
+    frames = np.broadcast_to(FRAMES[:1, :1, :1], (40, 3000, 3000, 3))
+    copied = []
+    take = MediaRules.take
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MediaRules, "take", lambda *a: copied.append(1) or take(*a))
+        with pytest.raises(InvalidRequest, match="more than 268435456 bytes"):
+            rules.take_video(frames, rules.video_area({}))
+    assert len(copied) == 1
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert take(Video(FRAMES, fps=np.float32(2))).times == (0.25, 1.25, 2.0)
+    assert take(Video(FRAMES, fps=np.int64(2), times=None)).times == (0.25, 1.25, 2.0)
+
+
+def test_a_picture_that_many_requests_share_is_decoded_by_one_thread_at_a_time():
+    data = file(np.tile(FRAMES[0], (12, 12, 1)), "JPEG")
+    for _ in range(5):
+        image = Image.open(io.BytesIO(data))
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _, i=image: RULES.take(i, (1024, 65536)).data, range(8)))
+        assert len({bytes(one) for one in found}) == 1
 
 
 @pytest.mark.parametrize(
