@@ -267,18 +267,18 @@ def test_no_step_waits_for_the_device(executor):
     join, join_whole = decode_step(256, prompt), decode_step(256, whole)
     steps = [prompt, join, dataclasses.replace(nothing_new(join), leaves=join.joins)]
     steps += [cut_short(whole), join_whole, *[nothing_new(join_whole)] * 3]
-    pending = []
+    pending, counts = [], []
     with warnings.catch_warnings():  # "a prototype feature"
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
         for step in steps:
             pending.append(submit(executor, step))
+            counts.append(pending[-1].buffers.rows)
             if len(pending) > 1:
                 pending[-2].wait()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    counts = [step.rows for step in pending]
     assert counts == [5, 256, 0, 16, 256, 256, 256, 256]
 
 
