@@ -5,11 +5,13 @@
     python bench/vision.py --streams 64 [--pictures 32] [--rounds 3] [--out FILE]
 
 A JPEG of 1,024 x 768 pixels (768 tokens; every one is new) and 32 tokens of text, greedy. idle: one
-request at a time: the whole, and of it the worker's decode (by its own spans) and the device's
-steps; beside it a prompt of as many text tokens, which has no picture to encode. second: the next
-turn of the same conversation. rate: an open loop of so many requests a second. transformers: its
-PIL processor and one forward pass of the same model, after the engine has ended. Models other than
-the demo have random weights of the true configurations ("tiny": of a few million parameters).
+request at a time: the whole, and of it what the worker took to name it and to decode and resize
+it, the device to encode it and to prefill (by their own spans), and the rest, `wait`; beside it a
+prompt of as many text tokens, which has no picture to encode. second: the next turn of the same
+conversation. worker_alone: decoding and resizing one after the other. rate: an open loop of so many
+requests a second. transformers: its PIL processor and one forward pass of the same model, after the
+engine has ended. Models other than the demo have random weights of the true configurations ("tiny":
+of a few million parameters).
 
 The second form runs so many text streams on a simulated device of 5 ms, round by round without and
 with pictures of 12 megapixels that arrive at once: gaps between tokens as the user sees them,
@@ -121,6 +123,29 @@ def jpeg(seed: int, size: tuple[int, int] = (WIDTH, HEIGHT)) -> bytes:
     return out.getvalue()
 
 
+SPANS = {
+    "name picture": "name",
+    "decode picture": "decode_and_resize",
+    "encode": "encode",
+    "forward": "prefill",
+}
+"""What a trace calls it, and what we do."""
+
+
+def decode_alone(rounds: int) -> dict[str, float]:
+    """Medians in ms of what the worker does with a picture, here and one after the other."""
+    found: dict[str, list[float]] = {"decode": [], "resize": []}
+    for number in range(rounds):
+        data = io.BytesIO(jpeg(10_000 + number))
+        begin = time.perf_counter()
+        image = Image.open(data).convert("RGB")
+        decoded = time.perf_counter()
+        np.asarray(image.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC))
+        found["decode"].append(decoded - begin)
+        found["resize"].append(time.perf_counter() - decoded)
+    return {name: round(statistics.median(v) * 1e3, 3) for name, v in found.items()}
+
+
 class Runs:
     """Requests to one engine; every picture is new."""
 
@@ -155,7 +180,8 @@ class Runs:
         for _ in range(rounds):
             prompt, since = self.prompt(), time.monotonic_ns()
             first, output = await self.ask(prompt)
-            spans = await self.spans(since)
+            spans = await self.spans(since, since + round(first * 1e9))
+            spans["wait"] = first - sum(spans.values())
             answer = output.outputs[0].token_ids
             said = [*prompt["prompt_token_ids"], *answer, *self.text(TEXT)]
             turn = {**prompt, "prompt_token_ids": said}
@@ -169,18 +195,16 @@ class Runs:
         every = {name: [round(x * 1e3, 3) for x in values] for name, values in found.items()}
         return {"ms": middle, "all_ms": every}
 
-    async def spans(self, since: int) -> dict[str, float]:
-        """Seconds in the worker's spans and in the device's first step."""
+    async def spans(self, since: int, until: int) -> dict[str, float]:
+        """Seconds in the worker's spans and in the device's, before the first token."""
         total: dict[str, float] = {}
         for node in (await self.llm.trace(since)).nodes:
             for track in node.tracks:
                 for span in track.spans:
-                    kind = track.kinds[int(span["kind"])].name
-                    seconds = float(span["end"] - span["begin"]) * 1e-9
-                    if track.track.endswith("device") and kind == "forward":
-                        total.setdefault("first_step", seconds)
-                    elif kind in ("decode picture", "name picture"):
-                        total[kind] = total.get(kind, 0.0) + seconds
+                    name = SPANS.get(track.kinds[int(span["kind"])].name)
+                    if name and span["begin"] < until:
+                        seconds = float(min(span["end"], until) - span["begin"]) * 1e-9
+                        total[name] = total.get(name, 0.0) + seconds
         return total
 
     async def rate(self, rate: float, requests: int) -> dict[str, Any]:
@@ -213,6 +237,7 @@ async def run_engine(args: argparse.Namespace, model: str) -> dict[str, Any]:
         runs = Runs(llm, ids, min(256, config.vocab_size))
         await runs.idle(2)  # warm
         found: dict[str, Any] = {"facts": llm.facts, "idle": await runs.idle(args.rounds)}
+        found["worker_alone_ms"] = decode_alone(args.rounds)
         if args.rate:
             found["rate"] = await runs.rate(args.rate, args.requests)
         return found
