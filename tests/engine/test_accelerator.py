@@ -13,12 +13,15 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanoactor.models.devices as devices
 from nanoactor import SamplingParams
 from nanoactor.messages import Step
 from nanoactor.models.columns import pack
 from nanoactor.models.errors import NotEnoughMemory
+from nanoactor.models.kernels import batch as slots_kernels
+from nanoactor.models.seq_lens import NO_SEQ_LENS
 from nanoactor.runner.graphs import CapturedSteps
 from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.open import open_executor
@@ -153,6 +156,44 @@ def test_steps_whose_prompts_have_pictures_are_captured_too(interpreted, tmp_pat
         outputs = asyncio.run(main())
     check_all(eyes, jobs, outputs, 2)
     assert {size.sees for size in ran} == {True, False}
+
+
+class Launches(TorchDispatchMode):
+    """Names what is launched: PyTorch's operators, and Triton's kernels where they are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_decode_step_of_a_model_that_sees_launches_what_one_of_text_does(
+    interpreted, monkeypatch, tmp_path
+):
+    """The rotary positions behind pictures are one sum within the kernel that lays out rows."""
+    kernels = []
+    for name in ("advance", "locate"):
+        kernel = getattr(slots_kernels, name)
+        monkeypatch.setattr(
+            slots_kernels, name, lambda *a, n=name, k=kernel: kernels.append(n) or k(*a)
+        )
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
+    limits = dict(max_num_seqs=2, max_num_batched_tokens=4, max_model_len=16, num_kv_blocks=8)
+    launched = {}
+    for family in ("Qwen3", "Qwen3VL"):
+        make_checkpoint(tmp_path / family, family=family, **heads)
+        config = rank_config(tmp_path / family, device="cuda", enforce_eager=True, **limits)
+        runs = open_executor(config)
+        submit(runs, prefill_step(2, 2, runs.block_size)).wait()
+        kernels.clear()
+        with Launches() as mode, torch.inference_mode():
+            runs._decode(2, NO_SEQ_LENS)
+        launched[family] = [*kernels, *mode.names]
+    assert launched["Qwen3VL"] == launched["Qwen3"]
+    assert "advance" in launched["Qwen3"]
 
 
 def test_a_cache_that_is_too_small_is_refused_with_the_arithmetic(interpreted, tmp_path):
