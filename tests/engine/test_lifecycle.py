@@ -328,9 +328,11 @@ import asyncio, sys, time
 from nanoactor import AsyncLLM, SamplingParams
 async def main():
     async with AsyncLLM("demo", max_num_seqs=4) as llm:
-        async for output in llm.generate("ROMEO:", SamplingParams(max_tokens=900, ignore_eos=True)):
-            if len(output.outputs[0].token_ids) == 1:
+        told = False
+        async for _ in llm.generate("ROMEO:", SamplingParams(max_tokens=900, ignore_eos=True)):
+            if not told:  # the first tokens may come together
                 print(*llm.pids.values(), flush=True)
+            told = True
             if sys.argv[1] == "raise":
                 raise RuntimeError("in the consumer")
 asyncio.run(main())
