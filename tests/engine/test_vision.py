@@ -14,6 +14,7 @@ from PIL import Image
 
 from nanoactor import LLM, SamplingParams
 from nanoactor.errors import EngineOverloaded, InvalidRequest
+from nanoactor.model_files import resolve_model
 from nanoactor.request_builder import RequestBuilder
 from tests.engine.harness import Reference, collect, engine, greedy, ids
 from tests.models.checkpoints import TOWERS, VISION_IDS, make_checkpoint
@@ -463,6 +464,36 @@ def drawn(text, ink=(250, 220, 90), paper=(20, 30, 90)):
 def conversation(question, *images):
     parts = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
+
+
+SIZES = [(32, 32), (500, 2000), (2000, 500), (20, 4000), (3990, 20), (1, 1), (333, 77)]
+
+
+def test_pictures_of_every_shape_are_seen_as_in_transformers():
+    """True patches, from one pixel to sides of 200 to 1, larger than a step."""
+    import transformers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    directory = resolve_model("demo-vl")
+    kind = transformers.Qwen3VLForConditionalGeneration
+    model = kind.from_pretrained(directory, dtype=torch.float32).eval()
+    processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
+    shown = [picture(number, *size) for number, size in enumerate(SIZES)]
+    tokens = [259, 261, 260, *b"read: "]
+    jobs = [(tokens, [one]) for one in shown]
+
+    async def main():
+        changes = dict(max_num_seqs=4, max_num_batched_tokens=48, num_kv_blocks=300)
+        async with engine("demo-vl", placement="single", **changes) as llm:
+            return await run_all(llm, jobs, 6)
+
+    for one, output in zip(shown, asyncio.run(main()), strict=True):
+        pixels = processor([Image.fromarray(one)], return_tensors="pt")
+        answer = list(output.outputs[0].token_ids)
+        whole = torch.tensor([[*output.prompt_token_ids, *answer]])
+        with torch.inference_mode():
+            logits = model(whole, mm_token_type_ids=(whole == 261).int(), **pixels).logits[0]
+        assert logits[-len(answer) - 1 : -1].argmax(-1).tolist() == answer, one.shape
 
 
 def test_the_demo_reads_digits():
