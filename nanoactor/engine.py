@@ -241,11 +241,13 @@ class AsyncLLM:
         if must_open(prompt):
             prompt = snapshot(prompt)
             params = self._requests.seeded(sampling_params or SamplingParams())
-            return self._show(prompt, params, priority, chat_template_kwargs, request_id)
+            return self._open_then_stream(
+                prompt, params, priority, chat_template_kwargs, request_id
+            )
         make = self._request(prompt, sampling_params, priority, chat_template_kwargs, request_id)
         return self._stream(make, request_id)
 
-    async def _show(
+    async def _open_then_stream(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -253,7 +255,7 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None,
         request_id: str | None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The same, where files must be read and pictures be decoded: not on this loop."""
+        """Read files and decode pictures on a thread, then stream as `generate` does."""
         self._check_name(self._running(), request_id)
         opening = asyncio.get_running_loop().create_future()
         if request_id is not None:
