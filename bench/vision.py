@@ -393,11 +393,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.max_model_len is None and args.model != "demo":
         args.max_model_len = 8192
+    given = [word for word in sys.argv[1:] if word not in ("--out", str(args.out))]
     with tempfile.TemporaryDirectory() as directory:
         model = "demo-vl" if args.model == "demo" else write_model(args.model, Path(directory))
         found = {
             "date": datetime.date.today().isoformat(),
-            "command": " ".join(["python", "bench/vision.py", *sys.argv[1:]]),
+            "command": " ".join(["python", "bench/vision.py", *given]),
             "versions": {
                 "nanoactor": nanoactor.__version__,
                 "python": platform.python_version(),
