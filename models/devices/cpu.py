@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -10,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.device import LinearOperator, Memory
+from nanoactor.models.devices.cpu_attention import DecodeAttention, DecodePlan
 from nanoactor.models.devices.portable import HostEvent, PortableOperators
 
 log = logging.getLogger("nanoactor.models.cpu")
@@ -33,7 +32,8 @@ class CPUDevice(PortableOperators):
 
     def __init__(self) -> None:
         self._base = 0
-        self._buffers: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._attend = DecodeAttention()
+        self._constants: dict[float, torch.Tensor] = {}
         native = self.supports(torch.bfloat16)
         self.default_dtype = torch.bfloat16 if native else torch.float32
 
@@ -102,98 +102,71 @@ class CPUDevice(PortableOperators):
         return lambda x: apply(x, packed, bias, "none", [], "")
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Fused in float32, where it gives the same bits."""
-        if x.dtype == torch.float32 and _FUSED_RMS_NORM is not None:
-            normed: torch.Tensor = _FUSED_RMS_NORM(x, [x.shape[-1]], weight, eps)[0]
-            return normed
-        return super().rms_norm(x, weight, eps)
+        """x / sqrt(mean(x²) + eps) in float32, in as few operators as PyTorch allows.
+
+        Its own `rms_norm` is made of a dozen here. sqrt(sum(x²) + n eps) is the hypotenuse of the
+        vector's norm and sqrt(n eps), so that no step in between overflows.
+        """
+        return self._unit(x, eps).mul_(weight)
+
+    def _unit(self, x: torch.Tensor, eps: float) -> torch.Tensor:
+        size = x.shape[-1]
+        root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        root = torch.hypot(root, self._constant((size * eps) ** 0.5)).mul_(size**-0.5)
+        return (x / root).to(x.dtype)
+
+    def _constant(self, value: float) -> torch.Tensor:
+        found = self._constants.get(value)
+        if found is None:
+            found = self._constants[value] = torch.tensor(value, dtype=torch.float32)
+        return found
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """In one new tensor instead of two."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def _plan_decodes(self, batch: AttentionBatch) -> _DecodePlan:
-        return _DecodePlan(batch)
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, 1, head_dim): both halves, the sine with the sign that it has in each."""
+        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+    def norm_rotate_store(
+        self,
+        qkv: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Queries and keys together, as far as they go the same way."""
+        kv_heads = cache.keys.shape[2]
+        heads = qkv.shape[1] - 2 * kv_heads
+        x, values = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if weights is not None:
+            x = self._unit(x, eps)
+            x[:, :heads].mul_(weights[0])
+            x[:, heads:].mul_(weights[1])
+        cos, sin = rotation
+        turned = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(qkv.dtype)
+        self.write_kv(turned[:, heads:], values, cache, slots)
+        return turned[:, :heads]
+
+    def attention(
+        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+    ) -> torch.Tensor:
+        """A step that only decodes needs no tensor to put parts together."""
+        if batch.plan.decodes is not None and not batch.plan.prefills:
+            return self._decode(queries, cache, batch, scale)
+        return super().attention(queries, cache, batch, scale)
+
+    def _plan_decodes(self, batch: AttentionBatch) -> DecodePlan:
+        return DecodePlan(batch)
 
     def _decode(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Rows of similar length together, so that little is padded; the query heads that share a
-        KV head stand as positions of one query, so that keys and values are read once."""
-        plan: _DecodePlan = batch.plan.decodes
-        groups = plan.groups(cache.keys.dtype)
-        rows, heads, size = queries.shape
-        kv_heads = cache.keys.shape[2]
-        grouped = queries.view(rows, kv_heads, heads // kv_heads, size)
-        output = torch.empty_like(grouped)
-        keys, values = self._gathered(cache.keys, plan.most_blocks)
-        for group in groups:
-            blocks = len(group.blocks)
-            torch.index_select(cache.keys, 0, group.blocks, out=keys[:blocks])
-            torch.index_select(cache.values, 0, group.blocks, out=values[:blocks])
-            shape = (len(group.rows), -1, kv_heads, size)
-            output[group.rows] = F.scaled_dot_product_attention(
-                grouped[group.rows],
-                keys[:blocks].view(shape).transpose(1, 2),
-                values[:blocks].view(shape).transpose(1, 2),
-                attn_mask=group.mask,
-                scale=scale,
-            )
-        return output.view(rows, heads, size)
-
-    def _gathered(self, like: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Buffers for so many blocks, kept: fresh ones would fault every page in anew."""
-        found = self._buffers.get(like.dtype)
-        if found is None or len(found[0]) < blocks or found[0].shape[1:] != like.shape[1:]:
-            shape = (1 << (blocks - 1).bit_length(), *like.shape[1:])
-            found = torch.empty(shape, dtype=like.dtype), torch.empty(shape, dtype=like.dtype)
-            self._buffers[like.dtype] = found
-        return found
-
-
-class _DecodePlan:
-    """How the decode rows of a step are grouped: by its first layer, for all of them."""
-
-    def __init__(self, batch: AttentionBatch) -> None:
-        # By the host's own figures: to ask a tensor for each group's longest costs more.
-        self._contexts = np.array(batch.lengths.decode_contexts)
-        self._tables = batch.tables.index_select(0, batch.decode_slots)
-        self._block_size = batch.block_size
-        self._groups: list[_DecodeGroup] = []
-        self.most_blocks = 0
-        """Of any group."""
-
-    def groups(self, dtype: torch.dtype) -> list[_DecodeGroup]:
-        """The groups, longest rows first; `dtype` is that of keys and values."""
-        if not self._groups:
-            order, size = np.argsort(-self._contexts, kind="stable"), _GROUP_ROWS.get(dtype, 8)
-            parts = np.split(order, range(size, len(order), size))
-            self._groups = [self._group(rows, dtype) for rows in parts]
-            self.most_blocks = max(len(group.blocks) for group in self._groups)
-        return self._groups
-
-    def _group(self, rows: NDArray[np.int64], dtype: torch.dtype) -> _DecodeGroup:
-        contexts, numbers = torch.from_numpy(self._contexts[rows]), torch.from_numpy(rows)
-        blocks = -(-int(self._contexts[rows[0]]) // self._block_size)
-        past = torch.arange(blocks * self._block_size)[None] >= contexts[:, None]
-        mask = torch.zeros(past.shape, dtype=dtype).masked_fill_(past, float("-inf"))
-        return _DecodeGroup(numbers, self._tables[numbers, :blocks].flatten(), mask[:, None, None])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _DecodeGroup:
-    """Some rows, the blocks of their contexts padded to the longest, and what is padding."""
-
-    rows: torch.Tensor
-    blocks: torch.Tensor
-    mask: torch.Tensor
-    """(rows, 1, 1, positions): 0, or minus infinity where a row has no such position."""
-
-
-# Measured on two cores of an AMD EPYC with AVX-512: more rows pad more, fewer call more.
-_GROUP_ROWS = {torch.float32: 4, torch.bfloat16: 8}
-_FUSED_RMS_NORM = getattr(torch.ops.aten, "_fused_rms_norm", None)
+        return self._attend(queries, cache, batch.plan.decodes, scale)
 
 
 @functools.cache
