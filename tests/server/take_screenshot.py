@@ -1,4 +1,4 @@
-"""The picture of the page: `python -m tests.server.take_screenshot docs/images/page.png`."""
+"""Pictures of the page in each state: `python -m tests.server.take_screenshot docs/images`."""
 
 import asyncio
 import json
@@ -19,8 +19,27 @@ async def other(server: Server) -> None:
     await raw(server.port, posted("/v1/completions", json.dumps(body).encode()), 60)
 
 
-async def main(path: str) -> None:
-    """A chat with the demo model on the CPU, in the middle of an answer among others."""
+MARKDOWN = """Here is a **short** answer with `code`:
+
+| actor | owns |
+| --- | --- |
+| scheduler | credits, steps |
+| block manager | block tables |
+
+```python
+async for output in llm.generate("ROMEO:"):
+    print(output.outputs[0].text)
+```
+
+See [the docs](https://example.org/docs)."""
+
+
+async def main(directory: Path) -> None:
+    """The demo model on the CPU: greeting, conversation among others' requests, Markdown, phone."""
+
+    async def take(name: str) -> None:
+        (directory / name).write_bytes(await page.screenshot())
+
     server = Server(AsyncLLM("demo", device="cpu"), ServerConfig(port=0, access_log=False))
     await server.start()
     try:
@@ -29,6 +48,8 @@ async def main(path: str) -> None:
                 await page.resize(1280, 800)
                 await page.call("Page.navigate", url=url(server))
                 await page.until("document.getElementById('model') && model !== ''")
+                await page.until("Boolean($('empty'))")
+                await take("page_empty.png")
                 await page.evaluate("$('seed').value = 3; $('max_completion_tokens').value = 250")
                 for text in ("Speak, friend: who goes there?", "And what of the queen?"):
                     await page.evaluate(f"$('say').value = {text!r}; $('send').click()")
@@ -38,11 +59,27 @@ async def main(path: str) -> None:
                 await asyncio.sleep(2)
                 await page.evaluate("$('say').value = 'Go on.'; $('send').click()")
                 await asyncio.sleep(2.5)
-                Path(path).write_bytes(await page.screenshot())
+                await take("page.png")
+                await page.evaluate("$('options').open = true")
+                await take("page_parameters.png")
+                await page.evaluate("$('options').open = false")
                 await asyncio.gather(*others)
+                await page.until("!running", 60)
+                answer = {"role": "assistant", "text": MARKDOWN, "state": "done"}
+                answer |= {"figures": "", "times": {"accept": 2, "prefill": 9, "decode": 80}}
+                question = {"role": "user", "text": "Who owns what?"}
+                await page.evaluate(f"show({json.dumps(question)}); show({json.dumps(answer)})")
+                await page.scheme("dark")
+                await asyncio.sleep(0.7)
+                await take("page_dark.png")
+                await page.scheme("light")
+                await page.resize(390, 844, mobile=True)
+                await page.evaluate("scroll(true); window.scrollTo(0, 0)")
+                await asyncio.sleep(0.7)
+                await take("page_phone.png")
     finally:
         await server.stop()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(Path(sys.argv[1])))

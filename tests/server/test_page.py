@@ -4,8 +4,11 @@ tracks move."""
 import asyncio
 import base64
 import dataclasses
+import json
 import os
+from pathlib import Path
 
+import axe_core_python
 import pytest
 
 from tests.server.chromium import BINARY, browsing
@@ -17,6 +20,7 @@ pytestmark = pytest.mark.skipif(
     BINARY is None, reason="chromium is not installed (Debian: apt-get install chromium)"
 )
 
+AXE = (Path(axe_core_python.__file__).parent / "axe.min.js").read_text() + "; 0"
 ANSWER = "[...document.querySelectorAll('.turn.assistant')].at(-1)"
 SAID = f"{ANSWER}.querySelector('.said').textContent"
 
@@ -108,8 +112,8 @@ def test_a_message_streams_is_stopped_and_the_tracks_move(tmp_path, monkeypatch)
             await page.until(f"{SAID}.length > 20")
             await page.evaluate("$('fresh').click()")
             await page.until("!running")
-            assert await page.evaluate("$('talk').children.length") == 0
-            assert await page.evaluate("history.length") == 0
+            assert await page.evaluate("document.querySelectorAll('.turn').length") == 0
+            assert await page.evaluate("Boolean($('empty')) && history.length === 0")
 
             await look_at(page)
             assert all(address.startswith((url(server), "data:")) for address in page.requests)
@@ -120,7 +124,8 @@ def test_a_message_streams_is_stopped_and_the_tracks_move(tmp_path, monkeypatch)
 
 
 async def look_at(page):
-    """On a phone nothing is cut off; light and dark differ."""
+    """On a phone nothing is cut off; light and dark differ; axe finds no fault in any of them."""
+    await page.evaluate(AXE)
     colours = []
     for scheme in ("light", "dark"):
         await page.scheme(scheme)
@@ -131,8 +136,137 @@ async def look_at(page):
             for name in ("say", "send", "stop", "tracks"):
                 box = f"$('{name}').getBoundingClientRect()"
                 assert await page.evaluate(f"{box}.width > 20 && {box}.right <= innerWidth")
+            assert await faults(page) == []
         colours.append(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert colours[0] != colours[1]
+
+
+async def faults(page):
+    """What axe-core says hinders people: its rule, and where."""
+    return await page.evaluate(
+        "axe.run(document).then(found => found.violations.map("
+        "v => v.id + ' ' + v.nodes.map(n => n.html.slice(0, 120)).join(' ')))"
+    )
+
+
+TEXT = """# Title
+
+Some **bold** and *slanted* `code`, [here](https://example.com/a), [bad](javascript:alert(1)),
+<b>no tag</b> and https://example.org/x.
+
+- one
+  - inner
+- two
+
+1. first
+2. second
+
+| a | b |
+| --- | --- |
+| 1 | `x|y` |
+
+> quoted
+
+```python
+print("<img src=x onerror=alert(1)>")
+```
+"""
+
+
+def test_markdown_becomes_nodes_and_nothing_becomes_html(tmp_path):
+    async def main():
+        async with here() as server, browsing(tmp_path) as page:
+            await open_page(page, server)
+            await page.evaluate(
+                "window.box = make('div', 'said'); box.append(...markdown("
+                + json.dumps(TEXT)
+                + ")); $('talk').append(box)"
+            )
+            texts = (
+                "s => [...box.querySelectorAll(s)].map(n => [...n.childNodes].filter(c => "
+                "!['UL', 'OL'].includes(c.nodeName)).map(c => c.textContent).join('').trim())"
+            )
+
+            async def of(selector):
+                return await page.evaluate(f"({texts})({json.dumps(selector)})")
+
+            assert await of("h3") == ["Title"]
+            assert await of("strong") == ["bold"]
+            assert await of("em") == ["slanted"]
+            assert await of("ul > li") == ["one", "inner", "two"]
+            assert await of("li li") == ["inner"]
+            assert await of("ol > li") == ["first", "second"]
+            assert await of("th") == ["a", "b"]
+            assert await of("blockquote") == ["quoted"]
+            assert await of("pre") == ['print("<img src=x onerror=alert(1)>")']
+            assert await of("b, img, script") == []
+            assert "<b>no tag</b>" in await page.evaluate("box.textContent")
+            links = "[...box.querySelectorAll('a')].map(a => [a.href, a.rel, a.target])"
+            assert await page.evaluate(links) == [
+                ["https://example.com/a", "noopener noreferrer", "_blank"],
+                ["https://example.org/x", "noopener noreferrer", "_blank"],
+            ]
+            assert "here (example.com)" in await page.evaluate("box.textContent")
+            # What streams is cut anywhere, and what models write is not always well formed.
+            cut = "for (let n = 0; n <= text.length; n += 1) markdown(text.slice(0, n))"
+            await page.evaluate(f"(text => {{ {cut} }})({json.dumps(TEXT)})")
+            for odd in ("|", "||\n--", "- ", "```", "# ", ">", "**", "[](", "1.", "\\|"):
+                await page.evaluate(f"markdown({json.dumps(odd)})")
+            assert page.problems == []
+
+    asyncio.run(main())
+
+
+def test_a_conversation_is_greeted_kept_copied_and_answered_again(tmp_path):
+    async def main():
+        async with here(device="simulated:5") as server, browsing(tmp_path) as page:
+            await open_page(page, server)
+            greeting = await page.evaluate("$('empty').textContent")
+            assert "demo" in greeting
+            assert f"{url(server)}/v1" in greeting
+            await page.evaluate("document.querySelector('.tries button').click()")
+            assert await page.evaluate("$('say').value.length > 5")
+            await page.evaluate("$('max_completion_tokens').value = '12'")
+            await page.key("Enter", "\r")
+            await page.until(f"{ANSWER}?.dataset.state === 'done'")
+            said = await page.evaluate(SAID)
+            bar = f"{ANSWER}.querySelector('.timeline').getAttribute('aria-label')"
+            assert "queue and prefill" in await page.evaluate(bar)
+
+            # Another answer to the same question takes the place of the first.
+            await page.evaluate(f"{ANSWER}.querySelector('.again').click()")
+            await page.until("!running")
+            again = await page.evaluate(SAID)
+            assert again != said
+            assert await page.evaluate("document.querySelectorAll('.turn').length") == 2
+            assert await page.evaluate("history.length") == 2
+            copy = "[...node.querySelectorAll('button')].find(b => b.textContent === 'Copy')"
+            await page.evaluate(f"(node => {copy}.click())({ANSWER})")
+            await page.until(f"{ANSWER}.textContent.includes('Copied')")
+
+            # A reload keeps it, and the conversation goes on where it stood.
+            await open_page(page, server)
+            await page.until("document.querySelectorAll('.turn').length === 2")
+            assert await page.evaluate(SAID) == again
+            await page.evaluate("$('say').value = 'And then?'; $('send').click()")
+            await page.until("history.length === 4")
+            await page.evaluate("$('fresh').click()")
+            await open_page(page, server)
+            assert await page.evaluate("Boolean($('empty')) && history.length === 0")
+
+            # Parameters lie above the conversation and do not squeeze it.
+            before = await page.evaluate("$('talk').clientHeight")
+            await page.evaluate("$('options').open = true")
+            assert await page.evaluate("$('talk').clientHeight") == before
+            await page.evaluate(AXE)
+            assert await faults(page) == []
+            await page.evaluate("document.documentElement.removeAttribute('lang')")
+            assert len(await faults(page)) == 1, "it would find one"
+            await page.key("Escape")
+            assert await page.evaluate("$('options').open") is False
+            assert page.problems == []
+
+    asyncio.run(main())
 
 
 def test_thoughts_and_a_servers_death_on_the_page(tmp_path, monkeypatch):
