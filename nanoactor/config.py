@@ -23,7 +23,7 @@ Placement = Literal["default", "split", "single"]
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """How to run a model. Raises `InvalidConfig` on construction, naming the option."""
+    """Options of an engine. Raises `InvalidConfig` on construction, naming the option."""
 
     model: str
     """A directory, `demo`, `demo-vl`, or a name on the Hugging Face hub."""
@@ -88,7 +88,8 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """Over how many processes each layer is split; it must divide the attention heads."""
     threads: int | None = None
-    """CPU threads of a runner; default: all cores, divided among the ranks."""
+    """CPU threads of a runner. Default: the cores that affinity and a container's quota leave,
+    divided among the ranks; with one rank, one thread for steps that are faster on one."""
     seed: int | None = None
     """Makes the seeds that are drawn for requests without one repeatable."""
     skip_tokenizer_init: bool = False
@@ -251,7 +252,7 @@ class EngineConfig:
 
     @property
     def device_options(self) -> DeviceOptions:
-        """What is about a kind of device."""
+        """The options for each kind of device."""
         mode = "eager" if self.enforce_eager else self.graph_mode
         return DeviceOptions(mode, self.attention_layout, self.weight_format, self.graph_cache_dir)
 

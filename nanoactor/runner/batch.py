@@ -1,4 +1,4 @@
-"""What a step changes in a batch that lives on the device: index-value pairs, and few of them.
+"""The changes that a step makes to a batch on the device: a few index-value pairs.
 
 Everything that the device knows of slots is one int32 array; a step's deltas are numbers to be
 written into it. A decode step in which nothing changed is empty.
@@ -24,7 +24,7 @@ _NOTHING: Int32 = np.empty(0, np.int32)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Where each table lies in the array. The last slot is a dummy, for padded rows: its block is
+    """The place of each table in the array. The last slot is a dummy, for padded rows: its block is
     one past the cache's last."""
 
     slots: int
@@ -52,7 +52,7 @@ class StateLayout:
 
     @property
     def sampling(self) -> int:
-        """How each slot samples: a column after the other, see `nanoactor.models.columns`."""
+        """Sampling parameters by slot: a column after the other, see `nanoactor.models.columns`."""
         return self.rope_deltas + self.slots
 
     @property
@@ -100,7 +100,7 @@ class EncodeTask:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisionUpdate:
-    """What a step does with pictures."""
+    """The work of a step on pictures."""
 
     tasks: tuple[EncodeTask, ...]
     rows: Int32
@@ -113,13 +113,13 @@ class VisionUpdate:
 
     @property
     def sees(self) -> bool:
-        """Whether a prompt of the step has pictures."""
+        """Tell whether a prompt of the step has pictures."""
         return bool(len(self.rows))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """What the device must be told for a step."""
+    """All that the device must be told for a step."""
 
     step: int
     indices: Int64
@@ -140,6 +140,11 @@ class Update:
         return (self.indices, self.values) if len(self.indices) else ()
 
     @property
+    def rows(self) -> int:
+        """Tokens that go through the layers."""
+        return self.decodes + (len(self.prefill.token_ids) if self.prefill else 0)
+
+    @property
     def words(self) -> int:
         """At most so many int32 numbers travel to the device."""
         words = 3 * len(self.indices) + 128
@@ -156,7 +161,7 @@ class Update:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchTraits:
-    """What of a device decides how its steps are laid out; see `nanoactor.models.device.Device`."""
+    """Properties of a device that decide how its steps are laid out; see `models.device.Device`."""
 
     tokens_per_program: int = 1 << 30
     needs_host_seq_lens: bool = False
@@ -271,7 +276,7 @@ class HostBatch:
         return tuple(self.sampling.masked(part, self.lengths[part.slots]) for part in parts)
 
     def _sampled(self, slots: Long, rows: Long) -> tuple[SampledRows, ...]:
-        """How these of the sampling rows' slots do it, a few at a time."""
+        """Return how these of the sampling rows' slots sample, a few at a time."""
         most = self._traits.fallback_at_once
         parts = (rows[at : at + most] for at in range(0, len(rows), most))
         return tuple(self.sampling.rows(slots[part], part) for part in parts)

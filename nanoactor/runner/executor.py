@@ -52,6 +52,7 @@ from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.pixels import NO_PIXELS, PixelsOf, with_vision
 from nanoactor.runner.protocol import Computed
 from nanoactor.runner.staging import DevicePrefill, DeviceVision, Staging
+from nanoactor.runner.threads import ThreadChoice
 from nanoactor.runner.warmup import decode_update, longest_lengths, prefill_step
 
 log = logging.getLogger("nanoactor.runner")
@@ -107,6 +108,7 @@ class DeviceExecutor:
                 self._mixed_sizes = MixedSizes.of(*limits, sees=self._model.encoder is not None)
             self._captured = CapturedSteps(device, self._model.group, engine.pipeline_depth)
             self._clock = DeviceClock.started(device)
+            self._threads = self._thread_choice()
             used, peak = self._warm_up()
             self.num_blocks = self._model.size_cache(used, peak)
             self.encoder_pages = self._model.encoder.pages if self._model.encoder else 0
@@ -114,6 +116,14 @@ class DeviceExecutor:
             if self._uses_graphs:
                 self._capture()
             device.synchronize()
+
+    def _thread_choice(self) -> ThreadChoice | None:
+        """None where the device has a queue, where the user has chosen, and where ranks wait for
+        each other: then what one measures is the other's."""
+        config = self._config
+        if self.asynchronous or config.threads or config.tensor_parallel_size > 1:
+            return None
+        return ThreadChoice(self._model.threads)
 
     # -- the state on the device ----------------------------------------------------------
 
@@ -326,7 +336,13 @@ class DeviceExecutor:
     def launch(self, prepared: Update) -> _Launched:
         """Queue a step, or compute it."""
         with self._device.stream():
-            return self._launch(prepared)
+            if self._threads is None or not prepared.rows:
+                return self._launch(prepared)
+            self._device.prepare_thread(self._threads.choose(prepared))
+            begin = time.perf_counter()
+            launched = self._launch(prepared)
+            self._threads.note(prepared, time.perf_counter() - begin)
+            return launched
 
     def _launch(self, update: Update) -> _Launched:
         if self._free_buffers:

@@ -1,9 +1,8 @@
-"""What every executor on torch begins with: a device, a model on it, and how many blocks fit."""
+"""A model loaded on a device, and the number of blocks that fit beside it."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 
 import torch
@@ -21,14 +20,11 @@ from nanoactor.models.vision_tower import VisionTower
 from nanoactor.models.weights import RandomWeights, Weights
 from nanoactor.runner.config import RankConfig, check_cache
 from nanoactor.runner.encoder import Encoder
+from nanoactor.runner.threads import usable_cores
 
 log = logging.getLogger("nanoactor.runner")
 
 _MIB = 1 << 20
-
-
-def _share_of_cores(ranks: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 class LoadedModel:
@@ -39,7 +35,8 @@ class LoadedModel:
         self._config = config
         self.device = device
         engine, files = config.engine, config.files
-        device.prepare_thread(engine.threads or _share_of_cores(engine.tensor_parallel_size))
+        self.threads = engine.threads or max(1, usable_cores() // engine.tensor_parallel_size)
+        device.prepare_thread(self.threads)
         self.config: ModelConfig = files.config
         self.dtype = self._choose_dtype()
         self.dtype_name = str(self.dtype).removeprefix("torch.")
@@ -119,13 +116,13 @@ class LoadedModel:
     # -- memory ---------------------------------------------------------------------------
 
     def block_bytes(self) -> int:
-        """What one block takes in all layers."""
+        """Return the bytes that one block takes in all layers."""
         kv_heads = self.network.shard.kv_heads.size
         elements = 2 * self.config.num_layers * self.block_size * kv_heads * self.config.head_dim
         return elements * self.dtype.itemsize
 
     def size_cache(self, used: int, peak: int) -> int:
-        """How many blocks the cache gets: as given, or as many as fit and can be used.
+        """Return how many blocks the cache gets: as given, or as many as fit and can be used.
 
         `used` are the weights' bytes, `peak` what steps take beside them. Raises
         `NotEnoughMemory`, with the arithmetic, where one sequence would not fit.

@@ -1,0 +1,141 @@
+"""Threads of a step on the CPU: as many as the machine gives, or one where one is faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Protocol
+
+_FIRST = 3
+"""Steps of a kind that each choice gets before they are compared."""
+_WEIGHT = 0.3
+"""Of the latest step in its kind's mean."""
+_PROBE = 64
+"""Steps until the other choice is tried again, ..."""
+_PROBE_FAR = 1024
+"""... and where it was more than `_FAR` times as slow."""
+_FAR = 1.5
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return the cores that this process may use: by its affinity, and by its cgroup's quota.
+
+    A quota of one and a half cores counts as one: threads that wait for each other by spinning
+    would spend it on waiting.
+    """
+    cores = len(os.sched_getaffinity(0))
+    quotas = [quota for quota in (_quota(folder) for folder in _cgroups(root)) if quota]
+    return max(1, min([cores, *(int(quota) for quota in quotas)]))
+
+
+def _cgroups(root: Path) -> list[Path]:
+    """The folders of this process's cgroup and of those above it, versions 2 and 1."""
+    base, folders = root / "sys/fs/cgroup", []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        top = base if not controllers else base / controllers
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        folder = top / path.lstrip("/")
+        folders += [folder, *(p for p in folder.parents if p == top or top in p.parents)]
+    return folders
+
+
+def _quota(folder: Path) -> float | None:
+    """Cores that a cgroup may use; None where it sets no limit."""
+    try:
+        words = (folder / "cpu.max").read_text().split()
+    except OSError:
+        try:
+            names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+            words = [(folder / name).read_text().strip() for name in names]
+        except OSError:
+            return None
+    if len(words) != 2 or not words[0].isdigit() or not words[1].isdigit() or not int(words[1]):
+        return None
+    return int(words[0]) / int(words[1])
+
+
+class SizedStep(Protocol):
+    """The part of an `Update` that decides how many threads are worth while."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens that go through the layers, at least one."""
+
+    @property
+    def prefill(self) -> object | None:
+        """None where all rows decode."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Kind:
+    """Steps of like size: mean seconds per unit of work, with one thread and with all."""
+
+    means: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
+    counts: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
+    since_probe: int = 0
+    is_probe: bool = False
+    """The step under way tries what has not been taken for long."""
+
+    @property
+    def better(self) -> int:
+        """0 where one thread is faster, 1 where all are."""
+        return int(self.means[1] < self.means[0])
+
+
+class ThreadChoice:
+    """Chooses between one thread and all of them for each kind of step, by how long steps took.
+
+    A second thread costs two wake-ups for each operator. It pays where products are large and the
+    core is really there; on a shared machine, the wait for a core that somebody else has can make
+    a step ten times as long. So nothing is assumed: both are tried, the faster is taken, and the
+    other is tried again now and then.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._kinds: dict[tuple[bool, int], _Kind] = {}
+        self._chosen = 1
+
+    def choose(self, step: SizedStep) -> int:
+        """Return the number of threads for a step."""
+        if self._threads == 1:
+            return 1
+        self._chosen = self._next(self._kinds.setdefault(_kind(step), _Kind()))
+        return self._threads if self._chosen else 1
+
+    def _next(self, kind: _Kind) -> int:
+        """0 for one thread, 1 for all."""
+        if min(kind.counts) < _FIRST:
+            return int(kind.counts[1] < kind.counts[0])
+        kind.since_probe += 1
+        slower, faster = max(kind.means), min(kind.means)
+        if kind.since_probe >= (_PROBE_FAR if slower > _FAR * faster else _PROBE):
+            kind.since_probe, kind.is_probe = 0, True
+            return 1 - kind.better
+        return kind.better
+
+    def note(self, step: SizedStep, seconds: float) -> None:
+        """Remember how long the step took for which threads were chosen last."""
+        if self._threads == 1:
+            return
+        kind, chosen = self._kinds[_kind(step)], self._chosen
+        each = seconds / step.rows
+        kind.counts[chosen] += 1
+        if kind.counts[chosen] == 1 or kind.is_probe:  # what was long ago does not count
+            kind.means[chosen], kind.is_probe = each, False
+        elif kind.counts[chosen] <= _FIRST:
+            # The first pays for memory and code that no step has touched before.
+            kind.means[chosen] = min(kind.means[chosen], each)
+        else:
+            kind.means[chosen] += _WEIGHT * (each - kind.means[chosen])
+
+
+def _kind(step: SizedStep) -> tuple[bool, int]:
+    return step.prefill is not None, step.rows.bit_length()
