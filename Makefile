@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
+# Where it is set, as in many containers, each process of each engine would compile our modules anew:
+# a seventh of the suite's time.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo serve test test-long test-npu lint bench clean
 
@@ -20,12 +23,14 @@ serve: .venv/.ready
 # Both invocations run to their end, and leave what failed and their exit status for .ci/again.py.
 LEFT := .pytest_cache
 USUAL := not gpu and not long
+# Files with a test that needs all cores to itself, so that the others need not be collected again.
+ALONE = $(shell grep -rl --include='*.py' 'mark[.]alone' tests)
 
 test: .venv/.ready
 	@rm -rf $(LEFT) && mkdir -p $(LEFT)/shared $(LEFT)/alone
-	$(PYTEST) -o cache_dir=$(LEFT)/shared --ignore=tests/npu -n 2 --dist worksteal \
+	$(PYTEST) -o cache_dir=$(LEFT)/shared --ignore=tests/npu -n 3 --dist worksteal \
 		-m '$(USUAL) and not alone'; echo $$? > $(LEFT)/shared/status
-	$(PYTEST) -o cache_dir=$(LEFT)/alone --ignore=tests/npu \
+	$(PYTEST) -o cache_dir=$(LEFT)/alone $(ALONE) \
 		-m '$(USUAL) and alone'; echo $$? > $(LEFT)/alone/status
 	@! grep -vx 0 $(LEFT)/*/status
 

@@ -29,6 +29,11 @@ _LOOPBACK = "lo"
 _SMALLEST_DEFAULT_BLOCK = 16
 
 
+# NumPy's OpenBLAS starts a thread for each core when it is imported, a third of the CPU time that a
+# process of ours takes to start. None multiplies matrices with NumPy.
+LIGHT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+
+
 def engine_topology(config: ActorConfig, rendezvous: Rendezvous | None = None) -> Topology:
     """Return the topology of an engine; see docs/architecture.md for the picture.
 
@@ -83,7 +88,6 @@ def _nodes(
     if config.placement == "single":
         others = ("scheduler", "blocks", "detokenizer", "runner.0")
         return (NodeSpec(USER, ("frontend", *tokenizers, *vision, *others)),)
-    light = {"TOKENIZERS_PARALLELISM": "false"}
     runner_blocks: tuple[str, ...] = ("tokenizers", "transformers", "jinja2")
     if config.device.startswith(SIMULATED):
         runner_blocks += _HEAVY
@@ -92,10 +96,10 @@ def _nodes(
         control = {"scheduler": ("scheduler",), "blocks": ("blocks",)}
     return (
         NodeSpec(USER, ("frontend",)),
-        *(NodeSpec(name, (name,), light, _HEAVY) for name in tokenizers),
-        *(NodeSpec(name, (name,), light, _HEAVY, nice=_VISION_NICE) for name in vision),
-        *(NodeSpec(name, actors, {}, _HEAVY) for name, actors in control.items()),
-        NodeSpec("detokenizer", ("detokenizer",), light, _HEAVY, nice=_DETOKENIZER_NICE),
+        *(NodeSpec(name, (name,), LIGHT, _HEAVY) for name in tokenizers),
+        *(NodeSpec(name, (name,), LIGHT, _HEAVY, nice=_VISION_NICE) for name in vision),
+        *(NodeSpec(name, actors, LIGHT, _HEAVY) for name, actors in control.items()),
+        NodeSpec("detokenizer", ("detokenizer",), LIGHT, _HEAVY, nice=_DETOKENIZER_NICE),
         *_runner_nodes(config, runner_blocks, rendezvous),
     )
 
@@ -106,6 +110,7 @@ def _runner_nodes(
     # OpenMP's threads sleep when they have nothing to do, as the control actors need cores, but not
     # between the operators of a step: to wake one costs more than many an operator takes.
     environment = {
+        **LIGHT,
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "10000",
         "KMP_BLOCKTIME": "1",
@@ -129,7 +134,7 @@ def _runner_nodes(
 
 
 def _of_ascend(config: EngineConfig) -> dict[str, str]:
-    """What torch_npu and CANN read when they are loaded; what the environment says goes first."""
+    """Set what torch_npu and CANN read when they are loaded; the environment goes first."""
     wanted = {
         # Operators are handed to the device by a thread of their own.
         "TASK_QUEUE_ENABLE": "1",

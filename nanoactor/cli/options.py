@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _PLAIN = (int, float, str)
+_DESCRIBED: dict[Any, dict[str, str]] = {}
+"""Found before: each command has the same configurations, and to read a source takes a while."""
 
 
 def add_options(group: Any, config: type[Any], **defaults: Any) -> None:
@@ -101,6 +103,12 @@ def _or_none(kind: type[Any]) -> Callable[[str], Any]:
 
 def descriptions(config: type[Any]) -> dict[str, str]:
     """Return, by field, the text that stands below it in its source, where the source is there."""
+    if config not in _DESCRIBED:
+        _DESCRIBED[config] = _read_descriptions(config)
+    return _DESCRIBED[config]
+
+
+def _read_descriptions(config: type[Any]) -> dict[str, str]:
     try:
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
     except OSError:

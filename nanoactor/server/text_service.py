@@ -33,6 +33,7 @@ from nanoactor.runtime.wiring import Options
 from nanoactor.server.reasoning import OPEN
 from nanoactor.text.renderer import RenderLimits, RenderQueue
 from nanoactor.text.template import TemplateFacts
+from nanoactor.topology import LIGHT
 
 log = logging.getLogger("nanoactor.server")
 
@@ -284,7 +285,7 @@ class TextService:
         return await self._call(list[str], "decode", several)
 
     async def opens_thoughts(self, options: Mapping[str, Any]) -> bool:
-        """Whether a prompt with these template options ends with an open `<think>`; where the
+        """Tell whether a prompt with these template options ends with an open `<think>`; where the
         service does not answer, whether one without options does."""
         if not options:
             return self.template.opens_thoughts
@@ -345,7 +346,7 @@ def _topology(config: tuple[Path, RenderLimits], longest: int) -> Topology:
         NodeSpec(
             "text_service",
             ("text_service",),
-            {"TOKENIZERS_PARALLELISM": "false"},
+            LIGHT,
             _HEAVY,
             nice=_NICE,
         ),

@@ -1,4 +1,4 @@
-"""What transformers does here: a tokenizer for users, and a `tokenizer.json` for models without.
+"""The uses of transformers: a tokenizer for users, and a `tokenizer.json` for models without.
 
 No other module of the engine imports transformers, and none of the engine's processes loads it.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import importlib.metadata
 import itertools
 import logging
 import os
@@ -107,6 +106,8 @@ def _cache() -> Path:
 
 def _fingerprint(directory: Path) -> str:
     """Hash what a conversion depends on."""
+    import importlib.metadata  # and with it packages for e-mail and archives: each actor loads us
+
     found = hashlib.sha256(importlib.metadata.version("transformers").encode())
     for name in (*itertools.chain(*_SOURCES), *_DESCRIPTIONS):
         path = directory / name

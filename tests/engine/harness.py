@@ -18,8 +18,13 @@ TIE = 1e-4
 
 
 def options(**changes):
-    """Options of a small float32 engine in which every invariant is watched."""
+    """Options of a small float32 engine in which every invariant is watched.
+
+    Its actors share the test's process: what processes of their own add is for tests that say so,
+    since each start of one takes seconds of a core.
+    """
     values = dict(
+        placement="single",
         device="cpu",
         dtype="float32",
         max_num_seqs=32,

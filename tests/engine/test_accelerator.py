@@ -96,7 +96,10 @@ def mixed_params(tokens):
         for i, kind in enumerate(kinds)
     ]
     masked = SamplingParams(
-        temperature=0.0, max_tokens=tokens, min_tokens=4, stop_token_ids=list(range(0, 211, 2))
+        temperature=0.0,
+        max_tokens=tokens,
+        min_tokens=min(4, tokens),
+        stop_token_ids=list(range(0, 211, 2)),
     )
     return [*sampled, masked, greedy(tokens), greedy(tokens + 3)]
 
@@ -111,15 +114,15 @@ def test_the_executor_gives_the_cpus_tokens(interpreted, monkeypatch, tmp_path, 
     heads = dict(num_attention_heads=2, num_key_value_heads=1)
     model = make_checkpoint(tmp_path, **CONFIGURATIONS[name], **heads)
     prompts = ragged_prompts(VOCABULARY, [5, 9, 7, 11, 3, 6])
-    limits = dict(max_num_seqs=4, max_num_batched_tokens=9, block_size=4, max_model_len=20)
+    limits = dict(max_num_seqs=4, max_num_batched_tokens=9, block_size=4, max_model_len=16)
 
     async def outputs(**changes):
         async with engine(tmp_path, placement="single", **limits, **changes) as llm:
-            requests = zip(prompts, mixed_params(4), strict=True)
+            requests = zip(prompts, mixed_params(3), strict=True)
             found = await asyncio.gather(*(collect(llm, ids(p), q) for p, q in requests))
             return [output.outputs[0] for output in found], await llm.statistics()
 
-    found, figures = asyncio.run(outputs(num_kv_blocks=5, enforce_eager=eager))
+    found, figures = asyncio.run(outputs(num_kv_blocks=4, enforce_eager=eager))
     assert figures["scheduler"]["actor"]["mixed_steps"] > 0
     assert figures["scheduler"]["actor"]["preemptions"] > 0
     monkeypatch.undo()

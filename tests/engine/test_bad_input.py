@@ -53,7 +53,8 @@ def test_nothing_in_a_prompt_ends_the_engine():
     """What only fails in the tokenizer's process comes back as that request's error."""
 
     async def main():
-        async with engine(DEMO, skip_tokenizer_init=False, max_num_seqs=4) as llm:
+        options = dict(placement="default", skip_tokenizer_init=False, max_num_seqs=4)
+        async with engine(DEMO, **options) as llm:
             llm._requests._as_json = lambda name, value: (
                 "[" * 100_000 if name == "messages" else "{}"
             )
@@ -149,8 +150,14 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize("placement", ["single", "default"])
-@pytest.mark.parametrize(("changes", "damage", "error", "text"), DAMAGES)
+@pytest.mark.parametrize(
+    ("changes", "damage", "error", "text", "placement"),
+    # Elsewhere: what the user's process finds, what the runner does, and what the tokenizer does.
+    [
+        *((*damage, "single") for damage in DAMAGES),
+        *((*DAMAGES[number], "default") for number in (0, 4, 7)),
+    ],
+)
 def test_a_broken_model_is_named_when_the_engine_starts(
     copy, changes, damage, error, text, placement
 ):

@@ -112,8 +112,15 @@ def test_a_sampled_token_depends_on_seed_and_position_alone(checkpoint):
     assert len({tuple(tokens) for tokens in expected}) == 4
 
 
-@pytest.mark.parametrize("placement", ["default", "single"])
-@pytest.mark.parametrize(("depth", "least", "most"), [(1, 0.0, 0.0), (2, 0.5, 1.0), (3, 0.5, 1.0)])
+@pytest.mark.parametrize(
+    ("placement", "depth", "least", "most"),
+    [
+        ("single", 1, 0.0, 0.0),
+        ("single", 2, 0.5, 1.0),
+        ("single", 3, 0.5, 1.0),
+        ("default", 2, 0.5, 1.0),
+    ],
+)
 def test_the_next_step_is_prepared_while_this_one_is_computed(
     tmp_path, placement, depth, least, most
 ):

@@ -1,6 +1,7 @@
 """Starting, ending and dying: nothing is left behind, nobody waits for ever."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -21,8 +22,8 @@ from tests.promises import Delay, check_promise
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 
 
-def text_engine(**changes):
-    return engine(DEMO, skip_tokenizer_init=False, **changes)
+def text_engine(placement="default", **changes):
+    return engine(DEMO, skip_tokenizer_init=False, placement=placement, **changes)
 
 
 def test_control_processes_stay_light():
@@ -96,7 +97,7 @@ async def exhaust(stream):
 
 
 @pytest.mark.parametrize(
-    ("engines", "device"), [(10, "simulated:1"), pytest.param(20, "cpu", marks=pytest.mark.long)]
+    ("engines", "device"), [(7, "simulated:1"), pytest.param(20, "cpu", marks=pytest.mark.long)]
 )
 def test_engines_grow_neither_memory_nor_descriptors(engines, device):
     def resident():
@@ -149,7 +150,7 @@ def test_an_exception_in_the_consumer_aborts_and_leaves_the_engine_serving():
 
 def test_abort_by_id_is_acknowledged_and_the_stream_says_so():
     async def main():
-        async with text_engine() as llm:
+        async with text_engine(device="simulated:5") as llm:
             task = asyncio.ensure_future(collect(llm, "ROMEO:", LONG, request_id="mine"))
             await asyncio.sleep(0.2)
             with pytest.raises(ValueError, match="mine"):
@@ -198,13 +199,14 @@ def test_another_loop_is_refused_and_the_engine_goes_on():
 
 def test_a_slow_consumer_gets_merged_deltas_and_holds_up_nobody():
     async def main():
-        async with text_engine() as llm:
+        async with text_engine(device="simulated:2") as llm:
             from nanoactor import RequestOutputKind
 
-            delta = greedy(300, output_kind=RequestOutputKind.DELTA)
+            same = SamplingParams(seed=1, max_tokens=300, ignore_eos=True)
+            delta = dataclasses.replace(same, output_kind=RequestOutputKind.DELTA)
             slow = llm.generate("ROMEO:", delta)
             pieces = [await anext(slow)]
-            whole = await collect(llm, "ROMEO:", greedy(300))
+            whole = await collect(llm, "ROMEO:", same)
             await settled(llm)
             async for output in slow:
                 pieces.append(output)
@@ -217,15 +219,16 @@ def test_a_slow_consumer_gets_merged_deltas_and_holds_up_nobody():
 
 
 def test_the_blocking_front_works_in_a_thread_and_inside_a_running_loop(capsys):
-    with LLM("demo", max_num_seqs=4, seed=1) as llm:
-        outputs = llm.generate(["ROMEO:", {"prompt_token_ids": [5, 6]}], greedy(8))
+    same = SamplingParams(seed=1, max_tokens=8, ignore_eos=True)
+    with LLM("demo", device="simulated:1", max_num_seqs=4) as llm:
+        outputs = llm.generate(["ROMEO:", {"prompt_token_ids": [5, 6]}], same)
         assert [len(o.outputs[0].token_ids) for o in outputs] == [8, 8]
         assert "tok/s" in capsys.readouterr().err
         answer = llm.chat([{"role": "user", "content": "Who art thou?"}], greedy(8), False)
         assert answer[0].outputs[0].token_ids
 
         async def inside():
-            return llm.generate("ROMEO:", greedy(8), use_tqdm=False)
+            return llm.generate("ROMEO:", same, use_tqdm=False)
 
         assert asyncio.run(inside())[0].outputs[0].text == outputs[0].outputs[0].text
         with pytest.raises(ValueError, match="empty"):
@@ -264,13 +267,14 @@ def test_an_engine_starts_once_and_may_be_closed_while_it_starts():
 
 
 def test_a_batch_larger_than_the_queue_waits_outside():
-    with LLM("demo", max_num_seqs=2, max_waiting_requests=3, max_waiting_tokens=60) as llm:
+    options = dict(device="simulated:1", max_num_seqs=2)
+    with LLM("demo", **options, max_waiting_requests=3, max_waiting_tokens=60) as llm:
         outputs = llm.generate(["ROMEO: what light is it?"] * 12, greedy(4), use_tqdm=False)
-        assert len({output.outputs[0].text for output in outputs}) == 1
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [4] * 12
 
 
 def test_threads_may_close_the_blocking_front_together_and_forks_are_refused():
-    llm = LLM("demo", max_num_seqs=2)
+    llm = LLM("demo", device="simulated:1", max_num_seqs=2)
     pid = os.fork()
     if pid == 0:
         try:
@@ -327,7 +331,7 @@ SCRIPT = """
 import asyncio, sys, time
 from nanoactor import AsyncLLM, SamplingParams
 async def main():
-    async with AsyncLLM("demo", max_num_seqs=4) as llm:
+    async with AsyncLLM("demo", device=sys.argv[2], max_num_seqs=4) as llm:
         told = False
         async for _ in llm.generate("ROMEO:", SamplingParams(max_tokens=900, ignore_eos=True)):
             if not told:  # the first tokens may come together
@@ -344,9 +348,9 @@ def test_no_process_survives_its_user(way, tmp_path):
     script = tmp_path / "user.py"
     short = SCRIPT.replace("max_tokens=900", "max_tokens=30")
     script.write_text(short if way == "exit" else SCRIPT)
-    user = subprocess.Popen(
-        [sys.executable, script, way], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    device = "cpu" if way == "SIGKILL" else "simulated:1"
+    command = [sys.executable, script, way, device]
+    user = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     pids = [int(pid) for pid in user.stdout.readline().split()]
     assert len(pids) == 4, user.communicate()[1]
     if way.startswith("SIG"):

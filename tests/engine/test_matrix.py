@@ -36,10 +36,24 @@ STEM_OUTPUT = 8
 # -- which schedules ----------------------------------------------------------------------
 
 
+# Those that differ in what a schedule could get wrong; tests/models and test_exactness.py have all.
+USUAL = [
+    "untied",
+    "gqa_5",
+    "wide_heads",
+    "attention_bias",
+    "rope_yarn",
+    "qwen2",
+    "qwen3_vl",
+    "llama3",
+]
+
+
 def covering():
-    """Schedules of the matrix in which every pair of values meets, at the least possible cost."""
-    for (i, name), (j, budget) in itertools.product(enumerate(CONFIGURATIONS), enumerate(BUDGETS)):
-        yield name, budget, DEPTHS[(i + j) % 3], LEADS[(i + j) % 2]
+    """Three schedules of each usual model, one at each depth, with three of the budgets. Together
+    they hold every pair of budget, depth and lead."""
+    for (i, name), k in itertools.product(enumerate(USUAL), range(3)):
+        yield name, BUDGETS[(i + k) % 5], DEPTHS[k], LEADS[(i + k) % 2]
 
 
 def schedules(everything, covered):
@@ -55,16 +69,18 @@ NODES = list(itertools.product(["gqa_2"], PLACEMENTS, DEPTHS, LEADS))
 
 
 def covering_nodes():
-    """In every place with every lead, and at every depth."""
-    for (i, place), (j, lead) in itertools.product(enumerate(PLACEMENTS), enumerate(LEADS)):
-        yield "gqa_2", place, DEPTHS[(2 * i + j + 1) % 3], lead
+    """In every place, with each lead once, where a step is planned while another is computed."""
+    for place, depth, lead in zip(PLACEMENTS, DEPTHS[1:], LEADS, strict=True):
+        yield "gqa_2", place, depth, lead
 
 
-def test_what_runs_each_time_covers_every_pair():
+def test_what_runs_each_time_covers_every_pair_but_some_budgets_of_a_model():
     for one, other in itertools.combinations(range(4), 2):
-        wanted = {(values[one], values[other]) for values in MATRIX}
-        assert {(values[one], values[other]) for values in covering()} == wanted
-    assert len(set(covering())) == len(CONFIGURATIONS) * len(BUDGETS)
+        wanted = {(v[one], v[other]) for v in MATRIX if v[0] in USUAL}
+        found = {(values[one], values[other]) for values in covering()}
+        assert found == wanted or (one, other) == (0, 1)
+    budgets = {name: {b for n, b, *_ in covering() if n == name} for name in USUAL}
+    assert all(len(found) == 3 for found in budgets.values())
 
 
 # -- the load -----------------------------------------------------------------------------

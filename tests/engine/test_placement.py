@@ -12,10 +12,7 @@ from tests.engine.harness import collect, engine, greedy
 PLACES = [
     ("default", "ring", 0.0),
     ("default", "queue", 0.0),
-    ("split", "ring", 0.0),
-    ("split", "queue", 2.0),
     ("split", "ring", 4.0),
-    ("single", "ring", 0.0),
     ("single", "ring", 3.0),
 ]
 TEXTS = ["ROMEO:", "To be, or not", "KING RICHARD:\nMy crown", "O, she doth teach the", "Hark!"]

@@ -144,6 +144,7 @@ def counts(figures):
 
 async def user(directory, requests):
     changes = dict(
+        placement="default",
         skip_tokenizer_init=False,
         debug=False,
         max_num_seqs=16,

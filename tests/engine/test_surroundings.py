@@ -16,6 +16,7 @@ from tests.conftest import children, descriptors
 from tests.engine.harness import collect
 
 FAST = dict(device="simulated:1", max_num_seqs=4)
+IN_ONE = {**FAST, "placement": "single"}
 FEW, LONG = SamplingParams(max_tokens=3), SamplingParams(max_tokens=900, ignore_eos=True)
 ERRORS = [
     cls
@@ -106,7 +107,7 @@ async def until_gone():
 
 def test_requests_keep_their_engine_alive():
     async def main():
-        llm = AsyncLLM("demo", **FAST)
+        llm = AsyncLLM("demo", **IN_ONE)
         await llm.start()
         (request,) = llm.submit(["a"], SamplingParams(max_tokens=40, ignore_eos=True))
         stopping = llm.close
@@ -121,7 +122,7 @@ def test_requests_keep_their_engine_alive():
 
 def test_names_of_requests_do_not_collide():
     async def main():
-        async with AsyncLLM("demo", **FAST) as llm:
+        async with AsyncLLM("demo", **IN_ONE) as llm:
             one = collect(llm, "a", FEW)
             mine = await one
             number = int(mine.request_id.rpartition("-")[2])
@@ -145,7 +146,7 @@ def test_looking_for_a_name_costs_no_look_at_the_others():
     """A thousand living requests, each with a name: finding one asks for no other's."""
 
     async def main():
-        async with AsyncLLM("demo", **FAST) as llm:
+        async with AsyncLLM("demo", **IN_ONE) as llm:
             frontend, asked = llm._running(), 0
 
             class Named(str):

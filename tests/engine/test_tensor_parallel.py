@@ -30,12 +30,12 @@ DIVIDED = {
     4: ["untied", "tied", "gqa_8", "attention_bias", "wide_heads", *OTHERS],
 }
 ALL = [(ranks, name) for ranks, names in DIVIDED.items() for name in names]
-ALWAYS = {(2, "gqa_8", (8, 64), 3), (4, "attention_bias", (6, 17), 2)}
+ALWAYS = {(2, "gqa_8", (8, 64), 3)}
 MATRIX = list(itertools.product(ALL, BUDGETS, DEPTHS))
 
 
 def schedules():
-    """The matrix of all budgets and depths, with leads in turn; two of them each time."""
+    """The matrix of all budgets and depths, with leads in turn; one of them each time."""
     for number, ((ranks, name), budget, depth) in enumerate(MATRIX):
         always = (ranks, name, budget, depth) in ALWAYS
         marks = () if always else pytest.mark.long
@@ -56,7 +56,9 @@ def loads(tmp_path_factory):
 @pytest.mark.parametrize(("ranks", "name", "budget", "depth", "lead"), [*schedules()], ids=str)
 def test_ranks_give_the_tokens_of_one(loads, ranks, name, budget, depth, lead):
     load = loads(name)
-    figures = asyncio.run(run(load, budget, depth, lead, tensor_parallel_size=ranks))
+    figures = asyncio.run(
+        run(load, budget, depth, lead, placement="default", tensor_parallel_size=ranks)
+    )
     assert figures["evictions"] > 0
     assert figures["aborted"] == figures["cut_short"]
     assert (figures["preemptions"] > 0) == (budget[0] > 1)
@@ -91,7 +93,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 def test_the_ranks_listen_on_the_loopback_interface_alone(checkpoint):
     async def main():
-        async with engine(checkpoint, tensor_parallel_size=2) as llm:
+        async with engine(checkpoint, placement="default", tensor_parallel_size=2) as llm:
             return [a for name in ("runner.0", "runner.1") for a in listening(llm.pids[name])]
 
     addresses = asyncio.run(main())
@@ -99,7 +101,7 @@ def test_the_ranks_listen_on_the_loopback_interface_alone(checkpoint):
     assert set(addresses) <= LOOPBACK
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_the_death_of_a_rank_is_the_engines_within_100_ms(checkpoint, rank):
     async def death():
         async with AsyncLLM(

@@ -17,7 +17,7 @@ from tests.text.tokenizers_for_tests import without_tokenizer_json
 
 CHAT = [{"role": "user", "content": "Who is there?"}]
 PROMPTS = ("ROMEO:\nBut soft, what light", "To be, or not to be", CHAT)
-SIMULATED = dict(device="simulated:1", max_num_seqs=4)
+SIMULATED = dict(device="simulated:1", max_num_seqs=4, placement="single")
 
 
 @pytest.fixture
@@ -38,7 +38,8 @@ def test_a_converted_tokenizer_serves_as_the_models_own(converted):
     path, started = converted
 
     async def outputs(directory):
-        async with engine(directory, skip_tokenizer_init=False, max_num_seqs=4) as llm:
+        options = dict(placement="default", skip_tokenizer_init=False, max_num_seqs=4)
+        async with engine(directory, **options) as llm:
             params = greedy(40, stop=["\n\n"])
             found = [await collect(llm, prompt, params) for prompt in PROMPTS]
             maps = {}

@@ -21,7 +21,7 @@ def table() -> str:
 
 def _note(field: Field) -> str:
     accepted = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
-    parts = [f"but for {accepted}"] if accepted and field.status == "refused" else []
+    parts = [f"except for {accepted}"] if accepted and field.status == "refused" else []
     return ", ".join([*parts, field.note] if field.note else parts)
 
 

@@ -22,6 +22,8 @@ from tests.engine.harness import settled
 
 CPU = ("--device", "cpu", "--threads", "1", "--dtype", "float32", "--num-kv-blocks", "512")
 SIMULATED = ("--device", "simulated:2")
+# Where the server is what is tested: the engine's actors share its process.
+IN_ONE = (*SIMULATED, "--placement", "single")
 
 
 class Served:
@@ -104,8 +106,8 @@ def served(*arguments, **options):
 
 @contextlib.asynccontextmanager
 async def here(model="demo", config=None, **options):
-    """A server in this process and loop, so that a test sees its insides; idle when left."""
-    values = dict(device="simulated:2", max_num_seqs=64, stop_timeout=5.0)
+    """A server in this process and loop, and its engine too; idle when left."""
+    values = dict(placement="single", device="simulated:2", max_num_seqs=64, stop_timeout=5.0)
     llm = AsyncLLM(str(model), **{**values, **options})
     server = Server(llm, ServerConfig(port=0, access_log=False, **(config or {})))
     await server.start()

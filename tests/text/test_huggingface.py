@@ -1,6 +1,7 @@
 """Models without tokenizer.json: converted once, in a process of its own, as transformers reads
 them."""
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -113,7 +114,7 @@ def test_what_a_conversion_depends_on_makes_another_one(tmp_path, cache, monkeyp
         made = find_tokenizer(path, 60)
         assert made not in seen, name
         seen.add(made)
-    monkeypatch.setattr(huggingface.importlib.metadata, "version", lambda name: "5.99")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.99")
     assert find_tokenizer(path, 60) not in seen
 
 
