@@ -1,4 +1,4 @@
-"""What pipeline depth 2 gains over depth 1 on this machine, with the demo model.
+"""Measure what pipeline depth 2 gains over depth 1 on this machine, with the demo model.
 
     python bench/depth.py [--requests 32] [--rounds 3] [--out FILE]
 

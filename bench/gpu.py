@@ -290,7 +290,7 @@ async def measure(args: argparse.Namespace, directory: Path, depth: int) -> dict
 
 
 def report(model: str, runs: list[dict], packages: tuple[str, ...], engine: str) -> dict:
-    """What a results file holds."""
+    """Return the content of a results file."""
     import torch
 
     return {

@@ -2,8 +2,9 @@
 
     python bench/gpu_report.py [FILE] [--results DIRECTORY] [--check | --plot IMAGE]
 
-What stands between `<!-- gpu-tables -->` and `<!-- /gpu-tables -->` in FILE (README.md) is replaced
-by tables of medians from `bench/results/*-gpu-*.json`: nanoactor at depth 2 beside vLLM, a ratio
+What stands between `<!-- gpu-tables -->` and `<!-- /gpu-tables -->` in FILE (docs/gpu.md) is
+replaced by tables of medians from
+`bench/results/*-gpu-*.json`: nanoactor at depth 2 beside vLLM, a ratio
 above 1 meaning that nanoactor is faster, and depth 1 beside depth 2. Files are pooled by GPU,
 model, engine and depth; for each test (of decode: each batch) the latest date and file name count.
 Files of runs with `--sync`, `--enforce-eager` or `--plan-lead` are left out, as are those of other
@@ -51,7 +52,7 @@ class Row:
         return DASH if number is None else format(number, self.style)
 
     def ratio(self, ours: float | None, theirs: float | None) -> float | None:
-        """How many times as fast ours is."""
+        """Return how many times as fast ours is."""
         if not ours or not theirs:
             return None
         return ours / theirs if self.more_is_faster else theirs / ours
@@ -149,7 +150,7 @@ def read_results(directory: Path) -> list[Setup]:
 
 
 def counts(results: dict) -> bool:
-    """Whether it is of these benchmarks, with the settings that the tables are about."""
+    """Tell whether it is of these benchmarks, with the settings that the tables are about."""
     words = {word.partition("=")[0] for word in results.get("command", "").split()}
     return {"engine", "runs"} <= results.keys() and not words & VARIANTS
 
@@ -272,7 +273,7 @@ def draw(axis, setup: Setup, rows: list[Row]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("file", type=Path, nargs="?", default=ROOT / "README.md")
+    parser.add_argument("file", type=Path, nargs="?", default=ROOT / "docs" / "gpu.md")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true")

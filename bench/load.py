@@ -44,7 +44,7 @@ class Wanted:
 
 @dataclasses.dataclass
 class Got:
-    """What came of it, with times in seconds of the monotonic clock."""
+    """The outcome of a request, with times in seconds of the monotonic clock."""
 
     begin: float
     """When it was due: a client that is late to send counts against the server."""
@@ -230,7 +230,7 @@ async def run(args: argparse.Namespace, ask: Ask) -> dict[str, Any]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What both programs take."""
+    """Add the options that both programs take."""
     parser.add_argument("--rate", type=float, default=10.0, help="requests a second, open loop")
     parser.add_argument("--concurrency", type=int, default=0, help="closed loop instead")
     parser.add_argument("--requests", type=int, default=256)

@@ -1,4 +1,4 @@
-"""What a message costs: our ring and queue beside ZeroMQ, between two processes.
+"""Measure what a message costs: our ring and queue beside ZeroMQ, between two processes.
 
     python bench/messaging.py [--rounds 5] [--trips 2000] [--megabytes 256] [--out FILE]
 
@@ -60,7 +60,7 @@ class Block:
 
 @message(903)
 class Spent:
-    """What a peer has used: seconds of CPU, and a sum that shows that it read."""
+    """A peer's use: seconds of CPU, and a sum that shows that it read."""
 
     cpu: float
     total: float
@@ -533,7 +533,7 @@ def summarise(rounds: list[dict[str, Trips]]) -> dict[str, dict[str, float]]:
 
 
 def ratios(result: dict) -> dict[str, float]:
-    """What we promise, as ratios of medians."""
+    """Return what we promise, as ratios of medians."""
 
     def p50(place: str, name: str) -> float:
         return result["round_trip_64B"][place][name]["p50"]

@@ -1,4 +1,4 @@
-"""How much of the engine's own work is hidden behind the device, whatever the device is.
+"""Measure how much of the engine's own work is hidden behind the device.
 
     python bench/overlap.py [--sequences 1 16 64 256 1024] [--ms 1 5 10] [--seconds 2] [--rounds 3]
                             [--out FILE] [--plot FILE] [--trace FILE]
@@ -241,7 +241,7 @@ class InProcessLoop:
                     events.append(credits_)
 
     def deliver(self) -> None:
-        """What an engine in one process does with text: hand it to each request."""
+        """Hand text to each request, as an engine in one process does."""
         while (chunk := self.detokenizer.take_delta(1 << 18)) is not None:
             for uid, text in zip(chunk.uids.tolist(), chunk.texts, strict=True):
                 self.delivered[uid] = text

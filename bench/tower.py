@@ -1,4 +1,4 @@
-"""How long the vision tower takes on a GPU, and which attention of PyTorch's is the fastest for it.
+"""Measure the vision tower on a GPU, and each of PyTorch's attention backends for it.
 
     python bench/tower.py [--size 1024x768] [--rounds 20] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""What one step runs on, as the model sees it. Rows are sequences: prefill rows, then decode."""
+"""The inputs of one step, as the model sees them. Rows are sequences: prefill rows, then decode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KVCache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisualTokens:
-    """Which of a step's first tokens stand for pictures, and for what of them."""
+    """The tokens at the start of a step that stand for pictures, and their features."""
 
     seen: torch.Tensor
     """bool (tokens, 1)."""
@@ -35,7 +35,7 @@ class VisualTokens:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Where each token's key and value go, and what each row attends to: prefill tokens, then one
+    """The place of each token's key and value, and each row's context: prefill tokens, then one
     token for each decode row. Block tables stay on the device, indexed by slot. Captured steps see
     nothing of the host."""
 
@@ -62,7 +62,7 @@ class AttentionBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotTables:
-    """What a device knows of each slot. The last slot is a dummy, for padded rows."""
+    """The device's state of each slot. The last slot is a dummy, for padded rows."""
 
     blocks: torch.Tensor
     """int32 (slots, blocks of the longest sequence)."""
@@ -87,7 +87,7 @@ class SlotTables:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowBuffers:
-    """What `Device.advance` fills in for each decode row."""
+    """Buffers that `Device.advance` fills in for each decode row."""
 
     token_ids: torch.Tensor
     """int32 (rows,)."""
@@ -101,7 +101,7 @@ class RowBuffers:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingGroups:
-    """Which rows sample how. Indices are prepared on the host, so that no step waits for the
+    """Rows by the way they sample. Indices are prepared on the host, so that no step waits for the
     device; all are int64."""
 
     greedy: torch.Tensor
@@ -121,7 +121,7 @@ class SamplingGroups:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How to choose the rows' tokens."""
+    """The sampling parameters of a step's rows."""
 
     sampling: SamplingColumns[torch.Tensor]
     """(rows,) each."""

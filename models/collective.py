@@ -14,7 +14,7 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class Group(Protocol):
-    """What layers and samplers need; every rank calls the same things in the same order."""
+    """Collectives for layers and samplers; every rank calls the same ones in the same order."""
 
     rank: int
     size: int

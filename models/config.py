@@ -228,7 +228,7 @@ def _read_sections(raw_rope: Mapping[str, Any], origin: object) -> tuple[int, in
 
 
 def _check_yarn(config: RopeConfig, origin: object) -> None:
-    """What the blend's borders are computed from must give borders."""
+    """Refuse values from which the blend's borders cannot be computed."""
     if config.theta == 1.0:
         raise ModelError(f"{origin}: rope type 'yarn' needs a rope_theta other than 1")
     if config.beta_fast <= config.beta_slow:

@@ -1,5 +1,5 @@
-"""What a model and an executor need from an accelerator. A port is a file in `devices/` that offers
-this and passes `tests/models/test_device.py`; docs/extending.md says where it is named."""
+"""The operators and the memory that a port offers to models and executors. It is a file in
+`devices/` and passes `tests/models/test_device.py`; docs/extending.md says where it is named."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ class Device(Protocol):
         """Set up the calling thread for computing, with so many intra-operator threads."""
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Whether models run in this type at a sensible speed."""
+        """Tell whether models run in this type at a sensible speed."""
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """Raises `UnsupportedModel` for what operators do not take at all."""
 
     def memory(self) -> Memory:
-        """What the device has, and what is free now."""
+        """Return the device's memory, and what of it is free now."""
 
     def reset_peak(self) -> None:
         """Begin to watch for the peak of allocation."""
@@ -178,7 +178,7 @@ class Device(Protocol):
         """Ids, int64 (rows,), chosen from logits (rows, vocabulary)."""
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
-        """How many blocks so many padded rows may write to."""
+        """Return how many blocks so many padded rows may write to."""
 
     def stream(self) -> AbstractContextManager[None]:
         """Within it the calling thread works on the device's one queue, and records no
@@ -203,7 +203,7 @@ class Device(Protocol):
         flight at once. Raises RuntimeError where the device cannot."""
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
-        """How many tokens of a prompt a program of the prefill kernel has: what
+        """Return how many tokens of a prompt a program of the prefill kernel has: what
         `AttentionBatch.prefill_tiles` counts in."""
 
     def scratch(self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> Any:

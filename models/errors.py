@@ -1,4 +1,4 @@
-"""What can be wrong with a model's files; each message names the file, key or value."""
+"""Errors in a model's files; each message names the file, key or value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells one family of dense decoders from another; imports no torch."""
+"""Families of dense decoders, and what tells them apart; imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a checkpoint wants its pictures: sizes, and what becomes of a pixel; imports no torch."""
+"""A checkpoint's rules for pictures: their sizes, and what becomes of a pixel; imports no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_PIXELS = 1 << 40
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """What the checkpoint's processor does to a picture."""
+    """The checkpoint's processing of a picture."""
 
     min_pixels: int
     """A picture is enlarged to this area, ..."""

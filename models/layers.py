@@ -19,7 +19,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerContext:
-    """What every layer is made from."""
+    """All that a layer is made from."""
 
     config: ModelConfig
     weights: Weights

@@ -1,4 +1,4 @@
-"""What can be set about a kind of device; imports no torch."""
+"""Options for each kind of device; imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is split over the ranks of a tensor-parallel group; imports no torch.
+"""The split of a model over the ranks of a tensor-parallel group; imports no torch.
 
 Megatron's scheme (arXiv:1909.08053): attention heads and the MLP's inner dimension are divided, so
 that each layer needs two sums over the ranks; the vocabulary is divided for embedding and head.
@@ -21,7 +21,7 @@ class Span:
 
     @property
     def size(self) -> int:
-        """How many."""
+        """The number of ranks."""
         return self.stop - self.start
 
     def times(self, factor: int) -> Span:
@@ -46,7 +46,7 @@ class Shard:
 
 
 def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
-    """What a rank gets. Raises `UnsupportedModel` where heads cannot be divided."""
+    """Return a rank's part. Raises `UnsupportedModel` where heads cannot be divided."""
     check_parallel(config, ranks)
     heads, kv = config.num_heads // ranks, config.num_kv_heads
     if kv % ranks == 0:

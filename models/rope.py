@@ -44,7 +44,7 @@ class RotaryEmbedding:
 
 
 def interleaved_axes(sections: tuple[int, int, int], frequencies: int) -> torch.Tensor:
-    """Which of a token's three positions each frequency turns by: time, height, width, time, ...
+    """Choose the position of three that each frequency turns by: time, height, width, time, ...
     as long as a section lasts, then time (Qwen3-VL, arXiv:2511.21631). int64 (frequencies,)."""
     axes = torch.zeros(frequencies, dtype=torch.int64)
     for axis in (1, 2):

@@ -95,7 +95,7 @@ def choose_truncated(
 def truncation(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Which of the scores (rows, candidates), in descending order, stay: bool, same shape."""
+    """Tell which of the scores (rows, candidates), in descending order, stay: bool, same shape."""
     order = torch.arange(scores.shape[-1], device=scores.device)[None]
     limit = torch.where(top_k > 0, top_k, scores.shape[-1])[:, None]
     keep = order < limit

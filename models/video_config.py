@@ -1,4 +1,4 @@
-"""How a checkpoint wants its videos: the size of their frames; imports no torch."""
+"""A checkpoint's rules for videos: the size of their frames; imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FILE = "video_preprocessor_config.json"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VideoConfig:
-    """What the checkpoint's processor does to the frames of a video."""
+    """The checkpoint's processing of a video's frames."""
 
     min_pixels: int
     """The frames together are enlarged to this area, ..."""

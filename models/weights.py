@@ -106,7 +106,7 @@ class Weights:
         return list(self._open_file(name).keys())
 
     def __contains__(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of this name."""
+        """Tell whether the checkpoint has a tensor of this name."""
         return name in self._home
 
     def load(

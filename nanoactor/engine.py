@@ -195,7 +195,7 @@ class AsyncLLM:
 
     @property
     def dead(self) -> EngineDead | None:
-        """Why the engine serves no more, if it has died."""
+        """Return why the engine serves no more, if it has died."""
         return None if self._system.dead is None else _dead(self._system.dead)
 
     async def death(self) -> EngineDead:
@@ -205,7 +205,7 @@ class AsyncLLM:
         return self.dead
 
     def _has_work(self) -> bool:
-        """Whether the watchdog has something to watch."""
+        """Tell whether the watchdog has something to watch."""
         return self._frontend is not None and self._frontend.has_work
 
     def _running(self) -> FrontendActor:
@@ -366,13 +366,13 @@ class AsyncLLM:
         return await self._system.statistics()
 
     async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """How busy every actor and device was: by track, its share of each of `bins` stretches of
+        """Sum how busy actors and devices were: by track, the share of each of `bins` stretches of
         `width` ns from `begin` on, on the monotonic clock. What still goes on is left out."""
         self._running()
         return await self._system.activity(begin, width, bins)
 
     async def trace(self, since: int = 0) -> Trace:
-        """What every actor did after a moment of the monotonic clock (ns), as far back as they
+        """Collect what actors did after a moment of the monotonic clock (ns), as far back as they
         remember, some seconds: a timeline to save, and its sums."""
         self._running()
         nodes = await self._system.trace(since)
@@ -405,7 +405,7 @@ class AsyncLLM:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the runner found out: blocks of KV cache, their size, the data type."""
+        """The runner's findings: blocks of KV cache, their size, the data type."""
         ready = self._system.ready
         return dataclasses.asdict(RunnerReady.find(ready)) if "runner.0" in ready else {}
 

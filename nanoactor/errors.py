@@ -1,4 +1,4 @@
-"""What a user of the engine may have to catch; each message says the cause and the fix.
+"""Errors that a user of the engine may have to catch; each message gives the cause and the fix.
 
 The rooms below know nothing of the engine, so their errors cannot derive from its base. Where one
 of them leaves the engine, `translated` gives it a class that derives from both.
@@ -113,7 +113,7 @@ def translated(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def only_ours() -> Iterator[None]:
-    """What the rooms below raise within leaves as a `NanoactorError`."""
+    """Turn what the rooms below raise within into a `NanoactorError`."""
     try:
         yield
     except (models.ModelError, runtime.RuntimeFault) as error:

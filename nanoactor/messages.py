@@ -19,7 +19,7 @@ Int64 = NDArray[np.int64]
 
 @message(2)
 class Stopping:
-    """When the scheduler ends a sequence."""
+    """Conditions under which the scheduler ends a sequence."""
 
     max_tokens: int
     min_tokens: int
@@ -30,7 +30,7 @@ class Stopping:
 
 @message(3)
 class TextOptions:
-    """How the detokenizer makes text and where it stops."""
+    """Options of the detokenizer: how it makes text, and where it stops."""
 
     stop: tuple[str, ...]
     include_stop: bool
@@ -119,7 +119,7 @@ class Match:
 
 @message(21)
 class Admissions:
-    """What the runners must know of sequences that run for the first time; a row each."""
+    """Sequences that run for the first time, as the runners must know them; a row each."""
 
     slots: Int32
     sampling: Int32

@@ -1,4 +1,4 @@
-"""What a model's directory says: where it is, its sizes, and what its users should get."""
+"""The files of a model's directory: its place, the model's sizes, and defaults for its users."""
 
 from __future__ import annotations
 

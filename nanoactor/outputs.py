@@ -1,4 +1,4 @@
-"""What the engine yields, in vLLM's shapes."""
+"""Outputs of the engine, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output of a stream holds."""
+    """The content of each output of a stream."""
 
     CUMULATIVE = 0
     """All text and tokens so far."""
@@ -34,13 +34,13 @@ class CompletionOutput:
     """Always None: SamplingParams offers no logprobs."""
 
     def finished(self) -> bool:
-        """Whether nothing follows."""
+        """Tell whether nothing follows."""
         return self.finish_reason is not None
 
 
 @dataclasses.dataclass(slots=True)
 class RequestMetrics:
-    """When what happened, in seconds of `time.monotonic()`."""
+    """Times of a request's events, in seconds of `time.monotonic()`."""
 
     arrival_time: float
     first_token_time: float | None = None

@@ -15,7 +15,7 @@ MAX_STOP_STRINGS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 256
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. None means: as the model's defaults say.
+    """Parameters of a request: how to choose tokens, when to stop. None takes the model's default.
 
     Truncation follows transformers: temperature, then top-k, then top-p, then min-p, each on
     what the one before left. Raises `InvalidRequest` on construction, naming the value.

@@ -1,4 +1,4 @@
-"""Where the ranks of a tensor-parallel group find each other."""
+"""The meeting point of a tensor-parallel group's ranks."""
 
 from __future__ import annotations
 

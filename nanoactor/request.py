@@ -19,7 +19,7 @@ class Request:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """When what happened."""
+        """The times of the request's events."""
         return self._entry.metrics
 
     @property

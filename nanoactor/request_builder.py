@@ -1,4 +1,4 @@
-"""What a user asks for, checked and translated into the message that submits it."""
+"""Requests of users, checked and translated into the message that submits them."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ take."""
 
 
 class Context:
-    """What the node gives to an actor: its outboxes, its loop, its logger."""
+    """The node's services for an actor: its outboxes, its loop, its logger."""
 
     def __init__(
         self,
@@ -124,11 +124,11 @@ class Actor:
         self.context = context
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Which message class goes to which method."""
+        """Return the method that handles each message class."""
         return {}
 
     def span_names(self) -> Mapping[type, str]:
-        """What the handling of a message class is called in traces, where not by its name."""
+        """Name spans in traces, by message class, where the name is not the class's."""
         return {}
 
     def before_trace(self) -> None:

@@ -1,4 +1,4 @@
-"""What a node's process runs: bound to its parent's life, deaf to the group's signals, one loop."""
+"""The program of a node's process: dies with its parent, ignores group signals, has one loop."""
 
 from __future__ import annotations
 

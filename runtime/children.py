@@ -180,7 +180,7 @@ class ChildProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it reported that its actors are set up."""
+        """Tell whether it reported that its actors are set up."""
         return self.ready.done() and not self.ready.cancelled()
 
     def spawn(self) -> None:
@@ -244,7 +244,7 @@ class ChildProcess:
         return f"pid {self.pid}, {line.partition(':')[2].strip()}"
 
     def cpu_seconds(self) -> float:
-        """How long it and its children (compilers, say) have computed; 0 where it is gone."""
+        """Sum the time that it and its children (compilers, say) computed; 0 where it is gone."""
         ticks = 0
         for pid in (self.pid, *_children_of(self.pid)):
             with contextlib.suppress(OSError):

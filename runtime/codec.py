@@ -64,7 +64,7 @@ M = TypeVar("M")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schema:
-    """How one message class is laid out: which fields are plain, arrays, or messages."""
+    """The layout of one message class: which fields are plain, arrays, or messages."""
 
     number: int
     cls: type
@@ -264,7 +264,7 @@ def _flatten(value: Any, arrays: list[Array], inline: int) -> list[Any]:
 
 
 def _describe_array(array: Any, arrays: list[Array], inline: int) -> Any:
-    """What stands for an array in the msgpack part; see `_read_array` for the three forms."""
+    """Make what stands for an array in the msgpack part; see `_read_array` for the three forms."""
     number = _DTYPE_NUMBER.get(array.dtype) if isinstance(array, np.ndarray) else None
     if number is None:
         raise CodecError(f"{type(array).__name__} {getattr(array, 'dtype', '')} cannot be sent")

@@ -1,4 +1,4 @@
-"""What can go wrong in the runtime, one type each; the message says the cause and the fix."""
+"""Errors of the runtime, one type each; the message gives the cause and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where messages reach an actor: from neighbours by reference, from other nodes in place."""
+"""The receiving end of an actor: from neighbours by reference, from other nodes in place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Mailbox:
         self._waiting_ns = 0
 
     def port(self, source: str) -> Port:
-        """Where the messages of one source come in."""
+        """Return where the messages of one source come in."""
         return Port(self, self._context.track, source)
 
     def put(self, port: Port, message: Any) -> None:
@@ -88,7 +88,7 @@ class Mailbox:
         )
 
     def span_name(self, cls: type) -> str:
-        """What handling this message class is called."""
+        """Return the name of this message class's span."""
         return self._span_names.get(cls, cls.__name__)
 
     def statistics(self) -> dict[str, int]:
@@ -123,7 +123,7 @@ class Port:
         return self._of(cls)[0]
 
     def number_of(self, message: Any) -> int:
-        """What links its span with others."""
+        """Return the number that links its span with others."""
         return self._of(type(message))[1](message)
 
     def _of(self, cls: type) -> tuple[int, Callable[[Any], int]]:

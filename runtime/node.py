@@ -196,7 +196,7 @@ class Node:
         return {name: progress for name, progress in found.items() if progress is not None}
 
     def trace(self, since: int = 0) -> NodeTrace:
-        """What every track remembers of the time after `since`, in ns of the monotonic clock."""
+        """Collect what every track remembers after `since`, in ns of the monotonic clock."""
         tracks = [track.trace(self.plan.name, since) for track in self._tracks()]
         cpu = time.process_time() - self._cpu_before
         return NodeTrace(self.plan.name, tracks, cpu, time.monotonic_ns())

@@ -1,4 +1,4 @@
-"""Where a sent message waits when its edge has no room, so that no handler ever does."""
+"""The sending end of an edge: messages wait here for room, so that no handler ever does."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Outbox(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether it is time to send: a message would leave at once and, on a paced edge, would not
-        find the reader, or the actor itself, behind.
+        """Tell whether it is time to send: a message would leave at once and, on a paced edge,
+        would find neither the reader nor the actor itself behind.
 
         An actor that can merge what it has to say keeps it until then; where this says no, it is
         called back (`Actor.on_ready`), so it asks only when it has something to say.
@@ -108,8 +108,8 @@ class RemoteOutbox:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing waits; on a paced edge, also whether all was read, and nothing more has
-        arrived that the actor will hear of next."""
+        """Tell whether nothing waits; on a paced edge, also whether all was read and nothing more
+        has arrived for the actor."""
         if self._waiting:
             return False
         return not self._paced or bool(self._broken) or self._is_time()
@@ -179,5 +179,5 @@ class LocalOutbox:
             put(message)
 
     def statistics(self) -> dict[str, int]:
-        """How many messages passed; what waits, waits in the mailbox."""
+        """Return how many messages passed; what waits, waits in the mailbox."""
         return _figures(self._statistics, 0, 0)

@@ -1,4 +1,4 @@
-"""What a child process of the library does before anything else; imports next to nothing."""
+"""The first acts of a child process; imports next to nothing."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class QueueSender:
         return True
 
     def unread(self) -> bool:
-        """Whether records wait for a pipe; what is in the pipe counts as read."""
+        """Tell whether records wait for a pipe; what is in the pipe counts as read."""
         return any(writer.waiting for writer in self._writers)
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:

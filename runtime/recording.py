@@ -90,7 +90,7 @@ class RecordedOutbox:
 
     @property
     def ready(self) -> bool:
-        """Whether there is room: an input of the actor, so it is written down too."""
+        """Tell whether there is room: an input of the actor, so it is written down too."""
         ready = self._outbox.ready
         self._recorder.write(READY if ready else NOT_READY, self.label)
         return ready
@@ -101,7 +101,7 @@ class RecordedOutbox:
 
 
 def read_recording(path: Path) -> tuple[ActorSpec, dict[str, ReadyInfo], Iterator[Entry]]:
-    """What a file holds; the entries are made as they are asked for."""
+    """Read a file; its entries are made as they are asked for."""
     file = io.BytesIO(path.read_bytes())
     spec, ready = pickle.load(file)  # noqa: S301 - the module's docstring warns
     return spec, ready, _entries(file)

@@ -189,7 +189,7 @@ class RingSender:
             start += size
 
     def unread(self) -> bool:
-        """Whether some reader has not yet credited all that was written."""
+        """Tell whether some reader has not yet credited all that was written."""
         if min(self._credited) < self._written:
             self._collect()
         return min(self._credited) < self._written

@@ -30,7 +30,7 @@ _COMPUTING = 0.05
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stall:
-    """Who has stalled, and how it shows."""
+    """A stall: who has stalled, and how it shows."""
 
     node: str
     what: str

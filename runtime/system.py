@@ -154,12 +154,12 @@ class System:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process has started it, not one from which it was forked."""
+        """Tell whether this process has started it, not one from which it was forked."""
         return os.getpid() == self._pid
 
     @property
     def is_here(self) -> bool:
-        """Whether the running loop is the one on which it was started."""
+        """Tell whether the running loop is the one on which it was started."""
         return os.getpid() == self._pid and asyncio.get_running_loop() is self._loop
 
     @property
@@ -172,7 +172,7 @@ class System:
 
     @property
     def dead(self) -> BaseException | None:
-        """Why the system became useless, if it did."""
+        """Return why the system became useless, if it did."""
         return self._dead
 
     @property
@@ -188,7 +188,7 @@ class System:
         return figures
 
     async def trace(self, since: int = 0) -> list[NodeTrace]:
-        """What every actor did after a moment of the monotonic clock, in ns, as far back as they
+        """Collect what actors did after a moment of the monotonic clock, in ns, as far back as they
         remember; a node that does not answer in 5 s is left out."""
         ours = self._running_node.trace(since)
         return [ours, *await self._ask(control.Query("trace", (since,)), 5.0)]

@@ -25,7 +25,7 @@ SPAN_DTYPE = np.dtype(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """What all spans of a kind have in common."""
+    """The properties that all spans of a kind share."""
 
     name: str
     by: str = ""
@@ -36,7 +36,7 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrackTrace:
-    """What a track remembers."""
+    """The memory of a track."""
 
     track: str
     node: str
@@ -50,7 +50,7 @@ class TrackTrace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeTrace:
-    """What all tracks of a node remember, and the processor time of its process."""
+    """The memory of all tracks of a node, and the processor time of its process."""
 
     node: str
     tracks: list[TrackTrace]
@@ -105,7 +105,7 @@ class Track:
         return np.concatenate([p[np.searchsorted(p["end"], since, "right") :] for p in parts])
 
     def trace(self, node: str, since: int = 0) -> TrackTrace:
-        """What it remembers of the time after `since`."""
+        """Return what it remembers of the time after `since`."""
         spans = self.spans(since)
         capacity, cut = self._size // _SPAN.size, self._at // _SPAN.size
         lost = 0
@@ -143,14 +143,14 @@ class IntervalSet:
         return int(self._measure[-1]) if len(self._measure) else 0
 
     def until(self, times: Any) -> NDArray[np.float64]:
-        """How much of it lies before each of these times."""
+        """Return how much of it lies before each of these times."""
         if not len(self._knots):
             return np.zeros(np.shape(times))
         values: NDArray[np.float64] = np.interp(times, self._knots, self._measure)
         return values
 
     def overlap(self, other: IntervalSet) -> float:
-        """How long both are."""
+        """Return how long both are."""
         return float((self.until(other.ends) - self.until(other.begins)).sum())
 
     def within(self, begin: int, end: int) -> IntervalSet:
@@ -161,7 +161,7 @@ class IntervalSet:
 
 
 def nanoseconds_per_span(repetitions: int = 200_000) -> float:
-    """What a span costs here: two looks at the clock and the record."""
+    """Measure what a span costs here: two looks at the clock and the record."""
     track = Track("measured")
     kind, clock = track.kind("span"), time.monotonic_ns
     begin = clock()

@@ -1,4 +1,4 @@
-"""What every transport offers to the outboxes and mailboxes above it.
+"""The interface of a transport to the outboxes and mailboxes above it.
 
 A transport carries records from one writer to one or more readers, in order, each once.
 The pieces are made in the supervisor's process as *ends*: plain descriptors of inherited
@@ -61,7 +61,7 @@ class Sender(Protocol):
         """
 
     def unread(self) -> bool:
-        """Whether some reader has not yet taken all that was sent."""
+        """Tell whether some reader has not yet taken all that was sent."""
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         """Call back once, on the loop, when room may have appeared."""
@@ -77,7 +77,7 @@ class Receiver(Protocol):
 
     @property
     def backlog(self) -> int:
-        """How many records have arrived and are delivered before the loop does anything else."""
+        """Count records that have arrived and are delivered before the loop does anything else."""
 
     def when_drained(self, callback: Callable[[], None]) -> None:
         """Call back once when the backlog is gone; called while there is one."""

@@ -16,7 +16,7 @@ from nanoactor.runtime.transport import ReceiverEnd, SenderEnd
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """How a system runs, apart from its shape."""
+    """Options of a system, apart from its shape."""
 
     transport: Literal["ring", "queue"] = "ring"
     """What carries messages between nodes."""

@@ -1,4 +1,4 @@
-"""How well a checkpoint reads pictures that it was not trained on, by transformers."""
+"""Evaluate how well a checkpoint reads held-out pictures, by transformers."""
 
 from __future__ import annotations
 

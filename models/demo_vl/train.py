@@ -109,7 +109,7 @@ class Trainer:
 
     @property
     def spent(self) -> float:
-        """How much of the time is over, from 0 to 1."""
+        """The share of the time that is over, from 0 to 1."""
         return (time.monotonic() - self._began) / (60 * float(self._args.minutes))
 
     def run(self) -> None:

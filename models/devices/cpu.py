@@ -49,7 +49,7 @@ class CPUDevice(PortableOperators):
         return dtype == torch.float32
 
     def memory(self) -> Memory:
-        """What the host, or the container if it has less, can still give."""
+        """Return what the host, or the container if it has less, can still give."""
         total = _kibibytes("/proc/meminfo", "MemTotal") * 1024
         free = _kibibytes("/proc/meminfo", "MemAvailable") * 1024
         limit, used = _cgroup("memory.max"), _cgroup("memory.current")
@@ -67,7 +67,7 @@ class CPUDevice(PortableOperators):
             self._base = _kibibytes("/proc/self/status", "VmHWM") * 1024
 
     def peak(self) -> int:
-        """How far the process's peak has risen."""
+        """Return how far the process's peak has risen."""
         return max(0, _kibibytes("/proc/self/status", "VmHWM") * 1024 - self._base)
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ _CACHE_BYTES = 2 << 20
 
 
 class DecodePlan:
-    """How the decode rows of a step are grouped: by its first layer, for all of them."""
+    """The groups of a step's decode rows: made by its first layer, for all of them."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         # By the host's own figures: to ask a tensor for each group's longest costs more.

@@ -85,7 +85,7 @@ class NPUDevice(PortableOperators):
         self.runtime.prepare_thread(threads)
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """What fused attention takes."""
+        """Tell whether fused attention takes this type."""
         return self.runtime.supports(dtype)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:

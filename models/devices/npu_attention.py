@@ -20,7 +20,7 @@ _DENSE = 0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What the attention of all layers shares in a step."""
+    """The part of attention that all layers of a step share."""
 
     tables: torch.Tensor
     """int32 (rows, blocks of the longest sequence)."""
@@ -48,7 +48,7 @@ class Attention(Protocol):
     def plan(
         self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
-        """What a step's layers share; `rows` int32 (4, prompts) has each chunk's first token and
+        """Plan what layers share; `rows` int32 (4, prompts) has each chunk's first token and
         number of tokens in its second and third line."""
 
     def __call__(

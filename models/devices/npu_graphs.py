@@ -27,7 +27,7 @@ log = logging.getLogger("nanoactor.models.npu")
 
 
 def graph_cache(given: str | None) -> Path:
-    """Where compiled graphs are kept: as given, or in the user's cache. Raises `UnsupportedModel`
+    """Choose where graphs are kept: as given, or in the user's cache. Raises `UnsupportedModel`
     where that cannot be written."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(given).expanduser() if given is not None else Path(home) / "nanoactor" / "graphs"
@@ -167,7 +167,7 @@ class DecodePass(torch.nn.Module):
         tables: torch.Tensor,
         contexts: Any,
     ) -> torch.Tensor:
-        """What is compiled; `contexts` is a list of whole numbers, or a tensor of them."""
+        """Compute a decode step; compiled. `contexts` is a list of whole numbers, or a tensor."""
         ends: list[int] | torch.Tensor = self._ends
         if isinstance(contexts, torch.Tensor):
             ends = torch.arange(1, len(token_ids) + 1, device=contexts.device)

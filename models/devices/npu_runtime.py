@@ -61,7 +61,7 @@ class NPUEvent:
         self.event.record()
 
     def done(self) -> bool:
-        """Whether the stream has passed it."""
+        """Tell whether the stream has passed it."""
         return bool(self.event.query())
 
     def wait(self) -> None:
@@ -91,7 +91,7 @@ class RecordedGraph:
 
 
 class AscendRuntime:
-    """What `NPUDevice` needs of the machine."""
+    """The part of the machine that `NPUDevice` needs."""
 
     name = "npu"
     block_multiple, largest_block = 128, 512
@@ -169,7 +169,7 @@ class AscendRuntime:
             yield
 
     def record(self, function: Callable[[], torch.Tensor]) -> RecordedGraph:
-        """What a function queues as a native graph; all share a memory pool."""
+        """Record what a function queues as a native graph; all share a memory pool."""
         graph = self._npu.NPUGraph()
         with (
             self._left_as_found(graph),
@@ -188,7 +188,7 @@ class AscendRuntime:
 
     @contextlib.contextmanager
     def _left_as_found(self, graph: Any) -> Iterator[None]:
-        """Where a recording cannot be ended, torch_npu leaves its mode on PyTorch's stack, and its
+        """Clean up after a recording: torch_npu may leave its mode on PyTorch's stack, and its
         stream current: all that comes next would be taken for a part of it."""
         modes, stream = len(_get_current_dispatch_mode_stack()), self._npu.current_stream()
         try:

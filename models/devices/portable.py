@@ -58,7 +58,7 @@ class PrefillRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PortablePlan:
-    """What the attention of all layers shares in a step."""
+    """The part of attention that all layers of a step share."""
 
     prefills: tuple[PrefillRow, ...]
     decodes: Any

@@ -1,4 +1,4 @@
-"""Where the tokens of a step stand: read from tables on the device that are indexed by slot."""
+"""Positions of a step's tokens, read from tables on the device that are indexed by slot."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _MOST_CHUNKS = 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Splits:
-    """Which chunks of which rows there are in a step, and room for what they give."""
+    """The chunks of a step's rows, and room for their results."""
 
     rows: torch.Tensor
     """int32 (items,): the row of each chunk; items are in the order of rows, ..."""
@@ -76,7 +76,7 @@ class Splits:
 
 
 def _wanted_chunks(rows: int, kv_heads: int, device: torch.device) -> int:
-    """How many chunks to cut all contexts into: four waves of programs, or three to a row."""
+    """Choose how many chunks to cut contexts into: four waves of programs, or three to a row."""
     processors = 1  # in the interpreter
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count

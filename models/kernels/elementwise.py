@@ -1,4 +1,4 @@
-"""What a layer does between its matrix products, each in one pass over memory, in float32."""
+"""The work of a layer between its matrix products, each in one pass over memory, in float32."""
 
 from __future__ import annotations
 

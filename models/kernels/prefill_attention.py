@@ -18,7 +18,7 @@ _ROWS = 128
 
 
 def tokens_per_program(heads: int, kv_heads: int) -> int:
-    """How many tokens of a row a program has."""
+    """Return how many tokens of a row a program has."""
     return max(1, _ROWS // triton.next_power_of_2(heads // kv_heads))
 
 

@@ -25,7 +25,7 @@ _PART = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partials:
-    """What the parts of the vocabulary give."""
+    """Results of the parts of the vocabulary."""
 
     highest: torch.Tensor
     """float32 (rows, parts): the highest logit of each part, ..."""

@@ -1,4 +1,4 @@
-"""What every actor is given, what follows from it, and what runners report; imports no torch."""
+"""The configuration of all actors, what follows from it, and runners' reports; without torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ActorConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerReady:
-    """What a runner tells all others once the model is loaded."""
+    """The record a runner sends to all others once the model is loaded."""
 
     num_blocks: int
     """KV blocks in the cache."""

@@ -61,7 +61,7 @@ class Entry:
 
     @property
     def over(self) -> bool:
-        """Whether nothing follows."""
+        """Tell whether nothing follows."""
         return self.terminal is not None or self.error is not None
 
     def wake(self) -> None:
@@ -325,7 +325,7 @@ class FrontendActor(Actor):
 
     @property
     def has_work(self) -> bool:
-        """Whether a request lives."""
+        """Tell whether a request lives."""
         return bool(self._entries)
 
     # -- from the detokenizer -------------------------------------------------------------

@@ -251,7 +251,7 @@ class RunnerActor(Actor):
         self.context.track.add(self._report, step, begin, time.monotonic_ns())
 
     def _trace_device(self, step: int, computed: Computed) -> None:
-        """What the device did, by its own account."""
+        """Record what the device did, by its own account."""
         times = (
             computed.begin,
             computed.encoded or computed.begin,

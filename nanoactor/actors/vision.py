@@ -108,7 +108,7 @@ class VisionActor(Actor):
         return {MediaPiece: self._piece, Want: self._want, Unwant: self._unwant}
 
     def span_names(self) -> Mapping[type, str]:
-        """What it is, told by the last of its bytes."""
+        """Name the item when the last of its bytes arrives."""
         return {MediaPiece: "name picture"}
 
     # -- bytes come -----------------------------------------------------------------------

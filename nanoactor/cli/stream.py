@@ -92,7 +92,7 @@ async def chat(args: Any) -> None:
 
 
 def _first_turn(said: str, files: list[str]) -> str | list[dict[str, Any]]:
-    """What a user says, with the pictures of the command line in the first turn."""
+    """Yield what the user says, with the pictures of the command line in the first turn."""
     if not files:
         return said
     parts: list[dict[str, Any]] = [{"type": "image", "image": Path(file)} for file in files]

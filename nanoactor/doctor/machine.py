@@ -71,7 +71,7 @@ class Machine:
 
     @functools.cached_property
     def probe(self) -> dict[str, Any]:
-        """What `probe.py` says of torch; "cut_short" is why it ended before it had said all."""
+        """The report of `probe.py` on torch; "cut_short" is why it ended before it had said all."""
         # -P: no module of this directory may stand in for another of the same name.
         command = [sys.executable, "-P", str(Path(__file__).with_name("probe.py"))]
         environment = {**self.environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -97,7 +97,7 @@ class Machine:
 
     @functools.cached_property
     def wants_npu(self) -> bool:
-        """Whether an NPU is meant to be used here. Software alone counts, as a container that was
+        """Tell whether an NPU is wanted here. Software alone counts, as a container that was
         not given its devices has nothing else; the PCI bus does not, as it shows the host's."""
         files = map(self.files, ("/dev/davinci[0-9]*", "/usr/local/Ascend/driver/version.info"))
         software = self.cann_scripts or self.environment.get("ASCEND_HOME_PATH")
@@ -113,7 +113,7 @@ class Machine:
 
     @functools.cached_property
     def wants_gpu(self) -> bool:
-        """Whether there is an NVIDIA GPU, or torch sees one."""
+        """Tell whether there is an NVIDIA GPU, or torch sees one."""
         files = map(self.files, ("/dev/nvidia[0-9]*", "/proc/driver/nvidia/version"))
         on_bus = any(kind == "GPU" for kind, _, _ in self.pci)
         return any(files) or on_bus or bool(self.probe.get("gpus"))

@@ -1,4 +1,4 @@
-"""What the vision tower has made of pictures: who needs each, what is evicted, in pages of rows."""
+"""The cache of the vision tower's output: who needs each item, what is evicted, in pages."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _NO_EXTRAS: Mapping[int, bytes] = {}
 
 @dataclasses.dataclass(slots=True)
 class Holding:
-    """What one slot's sequence holds."""
+    """The blocks that one slot's sequence holds."""
 
     uid: int
     hashes: list[bytes]
@@ -42,7 +42,7 @@ class Holding:
 
 @dataclasses.dataclass(slots=True)
 class _Answers:
-    """What the next `Credits` will say."""
+    """The content of the next `Credits`."""
 
     uids: list[int] = dataclasses.field(default_factory=list)
     hits: list[int] = dataclasses.field(default_factory=list)
@@ -302,7 +302,7 @@ class BlockManager:
         self._to_index.clear()
 
     def _complete(self, slots: Int32) -> NDArray[np.int64]:
-        """How many leading tokens of each are known and are computed by a planned step."""
+        """Return how many leading tokens of each are known and are computed by a planned step."""
         complete: NDArray[np.int64] = np.minimum(self._known[slots], self._planned[slots])
         return complete
 
@@ -382,7 +382,7 @@ class BlockManager:
 
     @property
     def held(self) -> int:
-        """How many slots hold blocks."""
+        """Return how many slots hold blocks."""
         return len(self._holdings)
 
 

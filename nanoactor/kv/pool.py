@@ -34,7 +34,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """How many blocks can be handed out now."""
+        """Return how many blocks can be handed out now."""
         return len(self._free) + len(self._cached)
 
     def find(self, content: bytes) -> int | None:

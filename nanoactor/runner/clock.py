@@ -37,7 +37,7 @@ class DeviceClock:
         return cls(reference)
 
     def step(self, begin: TimedEvent, end: TimedEvent) -> tuple[int, int]:
-        """When a step began and ended, ns of the monotonic clock; `end` was just waited for.
+        """Return when a step began and ended, ns of the monotonic clock; `end` was just waited for.
 
         `begin` and `end` must be in the order of steps; `end` must live until the next call.
         """

@@ -1,4 +1,4 @@
-"""What a rank is told; apart from the executor, as the user's process must not import torch."""
+"""The configuration of a rank; without torch, which the user's process must not import."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankConfig:
 
     @property
     def files(self) -> ModelFiles:
-        """What the model's files say."""
+        """The content of the model's files."""
         return self.shared.files
 
 

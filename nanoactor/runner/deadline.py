@@ -1,4 +1,4 @@
-"""How long a step may take before its device counts as stalled; pure."""
+"""The time a step may take before its device counts as stalled; pure."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class StepDeadline:
             self._token_seconds = max(seconds / tokens, _FORGET * self._token_seconds)
 
     def seconds(self, tokens: int) -> float:
-        """What a step of so many tokens may take, in seconds."""
+        """Return how many seconds a step of so many tokens may take."""
         return _MARGIN * (self._small_seconds + self._token_seconds * tokens)

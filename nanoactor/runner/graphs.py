@@ -141,7 +141,7 @@ class CapturedSteps:
         return self._decode[size].replay(lengths.padded(size))
 
     def has_mixed(self, size: MixedSize) -> bool:
-        """Whether it was captured."""
+        """Tell whether it was captured."""
         return size in self._mixed
 
     def mixed(self, size: MixedSize) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a step under way has for itself: events, and a page-locked place for its ids."""
+"""The buffers of a step under way: events, and a page-locked place for its ids."""
 
 from __future__ import annotations
 

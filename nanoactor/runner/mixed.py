@@ -70,7 +70,7 @@ class FixedPrefill:
 
 
 class FixedVision:
-    """What so many prompt tokens see of pictures; padded tokens see nothing."""
+    """Buffers for what so many prompt tokens see of pictures; padded tokens see nothing."""
 
     def __init__(self, device: Device, tokens: int, in_flight: int) -> None:
         """So many steps may be under way at once."""

@@ -1,4 +1,4 @@
-"""Which executor a configuration's device has; imports torch only where it has one."""
+"""Open the executor of a configuration's device; imports torch only where it is needed."""
 
 from __future__ import annotations
 

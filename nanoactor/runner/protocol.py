@@ -1,4 +1,4 @@
-"""What a runner actor needs from whatever computes its steps; imports no torch."""
+"""The protocol between a runner actor and whatever computes its steps; imports no torch."""
 
 from __future__ import annotations
 

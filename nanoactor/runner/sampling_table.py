@@ -1,4 +1,4 @@
-"""How each slot samples, as the runner's host knows it, and how a step's rows are grouped by it."""
+"""Sampling parameters by slot on the runner's host, and a step's rows grouped by them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SamplingTable:
         return seeds
 
     def rows(self, slots: Long, index: Long) -> SampledRows:
-        """How these sample, but for masks."""
+        """Return how these sample, masks left out."""
         greedy = self.columns.temperature[slots] == 0
         few, cut = self._few(slots), self._cut(slots)
         unlimited = self.columns.top_k[slots] > CANDIDATES
@@ -79,19 +79,19 @@ class SamplingTable:
         )
 
     def _few(self, slots: Long) -> Flags:
-        """Which are cut to few candidates first."""
+        """Select the rows that are cut to few candidates first."""
         top_k = self.columns.top_k[slots]
         few: Flags = (top_k > 0) & (top_k <= CANDIDATES)
         return few
 
     def _cut(self, slots: Long) -> Flags:
-        """Which are cut otherwise, however many candidates that leaves."""
+        """Select the rows that are cut otherwise, however many candidates that leaves."""
         columns = self.columns
         cut: Flags = columns.top_k[slots] > CANDIDATES
         return cut | (columns.top_p[slots] < 1) | (columns.min_p[slots] > 0)
 
     def never_fused(self, slots: Long, greedy_alone: bool) -> Flags:
-        """Which the fused sampler does not do, whatever the step: all that draw, or those that are
+        """Select the rows that the fused sampler never does: all that draw, or those that are
         cut from too many candidates or use a column it does not read."""
         drawn: Flags = self.columns.temperature[slots] > 0
         if greedy_alone:
@@ -102,12 +102,12 @@ class SamplingTable:
         return fallback
 
     def masking(self, slots: Long, positions: Long) -> Flags:
-        """Which of these may not sample some ids yet (`min_tokens`)."""
+        """Tell which of these may not sample some ids yet (`min_tokens`)."""
         early: Flags = positions < self._unmasked_from[slots]
         return early
 
     def masked_steps(self, slots: Long, positions: Long) -> int:
-        """How many more tokens until all of these may sample every id."""
+        """Return how many more tokens until all of these may sample every id."""
         return max(0, int((self._unmasked_from[slots] - positions).max(initial=0)))
 
     def masked(self, rows: SampledRows, positions: Long) -> SampledRows:

@@ -79,7 +79,7 @@ class DevicePrefill:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceVision:
-    """What a step's prompts see of pictures, on the device."""
+    """The pictures that a step's prompts see, on the device."""
 
     rows: torch.Tensor
     """int32 (prompt tokens,): which row of the encoder cache each stands for; -1 for text."""

@@ -71,7 +71,7 @@ def decode_update(rows: int, dummy: int, top_p: float, traits: BatchTraits) -> U
 
 
 def longest_lengths(rows: int, blocks: int, block_size: int, most: int) -> HostSeqLens:
-    """What so many decode rows can be at their longest in a cache of so many blocks: the first as
+    """Return the longest that so many decode rows can be in a cache of so many blocks: the first as
     long as one can be, all together as long as fits. What is captured must be no shorter, and
     operators ask for as many blocks as all rows have in sum."""
     lengths, left = [], blocks

@@ -1,1 +1,1 @@
-"""Which sequences run in which step: pure logic, events in, messages out."""
+"""The choice of what runs in each step: pure logic, events in, messages out."""

@@ -1,4 +1,4 @@
-"""What may be handed out: blocks, counted as credits, and slots; freed ones behind fences."""
+"""The supply of blocks, counted as credits, and of slots; freed ones wait behind fences."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ from nanoactor.vision.units import EncoderLimits, EncodeUnits
 
 
 class HasItems(Protocol):
-    """What of a sequence matters here."""
+    """The part of a sequence that matters here."""
 
     uid: int
     items: SequenceItems | None
 
     @property
     def scheduled(self) -> int:
-        """How many positions the planned steps compute."""
+        """Return how many positions the planned steps compute."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class ItemWork:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the steps planned so far encode all of it."""
+        """Tell whether the steps planned so far encode all of it."""
         return self.planned == self.units.count
 
 
@@ -248,7 +248,7 @@ class ItemBook:
 
     @property
     def wanted(self) -> int:
-        """How many items' pixels are awaited, or not all encoded."""
+        """Return how many items' pixels are awaited, or not all encoded."""
         return len(self._by_pixels)
 
     def choose(self, sequences: Iterable[HasItems]) -> EncodeSlices | None:

@@ -1,4 +1,4 @@
-"""What steps bring, on its way to the detokenizer."""
+"""Results of steps, on their way to the detokenizer."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class PrefillChunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """What a step computes: the chunks of prompts, then one position of each slot that decodes.
+    """The content of a step: chunks of prompts, then one position of each slot that decodes.
 
     It brings a token for each of `last_chunks`, then one for each of the decode batch.
     """

@@ -1,4 +1,4 @@
-"""Where sequences stand: in the queue, or in the batch that runs."""
+"""The queue of waiting sequences, and the batch of running ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WaitingQueue:
 
     @property
     def head(self) -> Sequence | None:
-        """Who comes next; None where nobody waits."""
+        """The sequence that comes next; None where none waits."""
         return self._heap[0][1] if self._heap else None
 
     def push(self, sequence: Sequence) -> None:

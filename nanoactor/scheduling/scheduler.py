@@ -464,7 +464,7 @@ class Scheduler:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are sequences, and neither a step is under way nor are pixels."""
+        """Tell whether there are sequences, and neither a step is under way nor are pixels."""
         return bool(self.live) and not self._in_flight and not self.items.wanted
 
     def figures(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the scheduler knows of one request."""
+"""One request, as the scheduler knows it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanoactor.vision.units import EncoderLimits
 
 
 class Phase(enum.Enum):
-    """Where a sequence stands."""
+    """The state of a sequence."""
 
     WAITING = "waiting"
     """Holds nothing; new, or preempted."""
@@ -27,7 +27,7 @@ class Phase(enum.Enum):
 
 
 class End(NamedTuple):
-    """Why a request is over, in the terms of `Finish`."""
+    """The reason why a request is over, in the terms of `Finish`."""
 
     reason: str
     stop_reason: int | None = None
@@ -109,7 +109,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """How many tokens are known."""
+        """Return how many tokens are known."""
         return int(self.table.known[self.slot]) if self.slot >= 0 else len(self.kept)
 
     @property
@@ -119,7 +119,7 @@ class Sequence:
 
     @property
     def target(self) -> int:
-        """How many positions are prefilled before it decodes; it holds a slot."""
+        """Return how many positions are prefilled before it decodes; it holds a slot."""
         return int(self.table.targets[self.slot])
 
     @property
@@ -135,12 +135,12 @@ class Sequence:
 
     @property
     def scheduled(self) -> int:
-        """How many positions the planned steps compute; 0 where it holds no slot."""
+        """Return how many positions the planned steps compute; 0 where it holds no slot."""
         return self.table.scheduled_at(self.slot) if self.slot >= 0 else 0
 
     @property
     def blocks(self) -> int:
-        """How many blocks it holds."""
+        """Return how many blocks it holds."""
         return self.table.blocks_at(self.slot) if self.slot >= 0 else 0
 
     def append(self, token: int) -> int:

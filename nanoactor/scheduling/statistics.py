@@ -1,4 +1,4 @@
-"""What the scheduler counts."""
+"""Counters of the scheduler."""
 
 from __future__ import annotations
 

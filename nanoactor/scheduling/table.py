@@ -217,6 +217,6 @@ class BatchColumns:
 
     @property
     def full(self) -> NDArray[np.bool_]:
-        """Whether each row has reached its limit."""
+        """Tell whether each row has reached its limit."""
         full: NDArray[np.bool_] = self.known >= self.limits
         return full

@@ -1,4 +1,4 @@
-"""Which addresses belong to the public Internet."""
+"""Addresses of the public Internet, told from all others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_public(text: str) -> bool:
-    """Whether an address belongs to the public Internet, whatever it holds or stands for."""
+    """Tell whether an address belongs to the public Internet, whatever it holds or stands for."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

@@ -69,11 +69,11 @@ class ChatChoice:
         self._reason: str | None = None
 
     def begin(self) -> list[Delta]:
-        """Who speaks."""
+        """Return the delta that names the speaker."""
         return [self._member({"role": "assistant", "content": ""})]
 
     def push(self, text: str) -> list[Delta]:
-        """What is certain now."""
+        """Return what is certain now."""
         thoughts = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.push(text)
@@ -85,7 +85,7 @@ class ChatChoice:
         return [text] if text else []
 
     def finish(self, reason: str) -> list[Delta]:
-        """What the parsers held back, then the reason."""
+        """Return what the parsers held back, then the reason."""
         thoughts = text = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.finish()

@@ -87,7 +87,7 @@ class _Answer:
         return _event(value | {"usage": usage} if self.tells_usage else value)
 
     def take(self, index: int, output: RequestOutput) -> list[Delta]:
-        """What an output of the engine adds; raises `APIError` where it ends what should go on."""
+        """Take what an output adds; raises `APIError` where it ends what should go on."""
         choice, completion = self.choices[index], output.outputs[0]
         self._said[index] += len(completion.token_ids)
         deltas = choice.push(completion.text)
@@ -227,7 +227,7 @@ class Completions:
         return [prompt if isinstance(prompt, str) else next(texts) for prompt in wanted]
 
     async def _opened(self, body: ChatRequest, options: Mapping[str, Any]) -> bool:
-        """Whether the prompt ends with an open `<think>`, which the answer then will not repeat."""
+        """Tell whether the prompt ends with an open `<think>`, which the answer will not repeat."""
         if body.continue_final_message:
             last = conversation(body.messages[-1:])[0]["content"]
             if isinstance(last, list):

@@ -1,4 +1,4 @@
-"""How the server listens, whom it lets in, and how long it waits for whom."""
+"""Options of the server: where it listens, whom it lets in, and how long it waits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ServerConfig:
 
     @property
     def on_loopback(self) -> bool:
-        """Whether only this machine can call."""
+        """Tell whether only this machine can call."""
         if self.host == "localhost":
             return True
         try:

@@ -64,7 +64,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What is no HTTP request, or an error that nobody else has caught."""
+        """Answer what is no HTTP request, and errors that nobody else has caught."""
         context = context_of(request)
         if request.writer.output_size:
             raise ConnectionError("the answer has begun; it can only be broken off")

@@ -1,4 +1,4 @@
-"""What is known of a request besides what it asks for, and answers in JSON."""
+"""The context of a request, besides what it asks for, and answers in JSON."""
 
 from __future__ import annotations
 

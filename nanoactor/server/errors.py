@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: OpenAI's shape, and the status that fits."""
+"""Errors as clients see them: OpenAI's shape, and the status that fits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNKNOWN = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.([^`]*)`)?")
 
 
 class ErrorDetail(Struct):
-    """What is wrong."""
+    """The error itself."""
 
     message: str
     type: str
@@ -92,7 +92,7 @@ def context_length_exceeded(tokens: int, limit: int) -> APIError:
 
 
 def from_engine(error: Exception, names: frozenset[str]) -> APIError:
-    """What an engine's error means to a client; `names` are the fields of its request."""
+    """Translate an engine's error for a client; `names` are the fields of its request."""
     if isinstance(error, EngineOverloaded):
         return APIError(429, str(error), code="overloaded", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, EngineDead | EngineClosed):

@@ -1,4 +1,4 @@
-"""What becomes of each field of a request: honoured, refused, or ignored.
+"""The treatment of each field of a request: honoured, refused, or ignored.
 
 Every field of the two completion routes in OpenAI's API and in vLLM's stands here. `docs/server.md`
 shows this table (`python -m tests.server.fields_table` writes it).
@@ -102,7 +102,7 @@ def of_route(route: str) -> dict[str, Field]:
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value asks for nothing."""
+    """Tell whether a value asks for nothing."""
     return value is None or any(_same(value, other) for other in neutral)
 
 

@@ -16,7 +16,7 @@ _BEHIND = ("detokenizer", "frontend")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
-    """What /health says."""
+    """The content of /health."""
 
     status: str
     """"ok", "stalled" or "dead"."""
@@ -31,7 +31,7 @@ class Health:
 
     @property
     def well(self) -> bool:
-        """Whether a balancer should send requests here."""
+        """Tell whether a balancer should send requests here."""
         return self.status == "ok"
 
 

@@ -1,4 +1,4 @@
-"""What every request passes, whatever it asks for: host, key, body, headers, errors, log."""
+"""The checks that every request passes: host, key, body, headers, errors, log."""
 
 from __future__ import annotations
 

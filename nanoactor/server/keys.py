@@ -1,4 +1,4 @@
-"""Who may call."""
+"""API keys: who may call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Keys:
         self._digests = [_digest(key) for key in keys]
 
     def admits(self, authorization: str | None, api_key: str | None = None) -> bool:
-        """Whether a request with these headers, Authorization and x-api-key, may pass; all may
+        """Tell whether a request with these headers, Authorization and x-api-key, may pass; all may
         without keys.
 
         Browsers ask their user for a name and a password: the password is the key.

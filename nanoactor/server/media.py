@@ -58,7 +58,7 @@ _SPACES = b" \t\n\f\r"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """What may be fetched, and how much of it. Raises `InvalidConfig`, naming an option."""
+    """Limits on what may be fetched. Raises `InvalidConfig`, naming an option."""
 
     allowed_domains: tuple[str, ...]
     """Host names, in lower case; ".example.org" or "*.example.org" is each name below example.org,
@@ -263,11 +263,11 @@ class _Rule:
         return cls(f".{host}" if found[1] else host, port)
 
     def names(self, host: str) -> bool:
-        """Whether this is a host that is meant."""
+        """Tell whether this is a host that is meant."""
         return host.endswith(self.host) if self.host.startswith(".") else host == self.host
 
     def allows(self, port: int | None) -> bool:
-        """Whether this is a port that is meant."""
+        """Tell whether this is a port that is meant."""
         return port in _WEB_PORTS if self.port is None else port == self.port
 
 
@@ -335,7 +335,7 @@ def _canonical(host: str) -> str:
 
 
 def _is_address(host: str) -> bool:
-    """Whether a canonical host is an address."""
+    """Tell whether a canonical host is an address."""
     return ":" in host or not host.strip("0123456789.")
 
 

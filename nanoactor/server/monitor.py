@@ -131,7 +131,7 @@ class Monitor:
                 log.error("the engine is %s: %s", health.status, health.culprit)
 
     async def _measure_lag(self) -> None:
-        """How much later than asked for the loop runs what is due: the lag of everything on it."""
+        """Measure how much later than asked the loop runs what is due."""
         while True:
             due = time.monotonic() + _LAG_INTERVAL
             await asyncio.sleep(_LAG_INTERVAL)

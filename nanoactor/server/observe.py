@@ -1,4 +1,4 @@
-"""What operators look at: health, figures, traces, and the page."""
+"""Routes for operators: health, figures, traces, and the page."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _seconds(text: str) -> float:
 
 
 def _content_policy(page: str) -> str:
-    """What the page may do: run its own script and style, and call this server; nothing else."""
+    """Allow the page to run its own script and style and to call this server, nothing else."""
 
     def allowed(tag: str) -> str:
         parts: list[Any] = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

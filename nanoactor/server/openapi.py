@@ -106,7 +106,7 @@ def _refused(route: str) -> dict[str, Any]:
 
 
 def _operation(text: str, *content_types: str) -> dict[str, Any]:
-    """What answers in one of these forms, or with an error."""
+    """Describe an operation that answers in one of these forms, or with an error."""
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     answer = {"description": "The answer", "content": {kind: {} for kind in content_types}}
     wrong = {status: {"description": said, "content": error} for status, said in _WRONG.items()}

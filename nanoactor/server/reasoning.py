@@ -83,7 +83,7 @@ class ReasoningParser:
         return thoughts
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, as nothing follows."""
+        """Return what was held back, as nothing follows."""
         held, self._held = self._held, ""
         if self._where is _Where.THINKING:
             return held.rstrip("\n"), ""

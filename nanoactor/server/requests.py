@@ -1,4 +1,4 @@
-"""What clients may ask for: bodies as typed structures, which also make the OpenAPI document.
+"""Bodies of requests as typed structures, which also make the OpenAPI document.
 
 A structure has what is honoured. What becomes of everything else, `fields.py` says.
 """
@@ -26,7 +26,7 @@ _DEFAULT_COMPLETION_TOKENS = 16
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """What a stream tells besides text."""
+    """Options of a stream: what it tells besides text."""
 
     include_usage: bool | None = None
     """Whether it ends with its usage."""
@@ -46,7 +46,7 @@ else:
 
 
 class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of completion have in common; the sampling parameters that stand here are
+    """Fields of both kinds of completion; the sampling parameters that stand here are
     those of which HTTP has more to say."""
 
     model: str
@@ -66,7 +66,7 @@ class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
 
 
 class ImageURL(Struct, forbid_unknown_fields=True):
-    """Where a picture is."""
+    """The address of a picture."""
 
     url: Annotated[str, Meta(description="data:image/...;base64, or of a host that is allowed")]
     detail: Literal["auto", "low", "high"] | None = None
@@ -81,7 +81,7 @@ class ContentPart(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True):
-    """What an assistant called."""
+    """The function that an assistant called."""
 
     name: str
     arguments: str
@@ -113,7 +113,7 @@ class Message(Struct, forbid_unknown_fields=True):
 
 
 class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What a model may call."""
+    """A function that a model may call."""
 
     name: str
     description: str | None = None
@@ -160,7 +160,7 @@ class ChatRequest(_Body, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the answer may call a function."""
+        """Tell whether the answer may call a function."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def check(self) -> None:
@@ -223,7 +223,7 @@ _MEDIA = {"image": "images", "audio": "audio", "video": "videos", "file": "files
 
 @functools.cache
 def _inner(kind: type[Struct]) -> dict[str, type[Struct]]:
-    """Which fields of a structure hold structures, or lists of them."""
+    """Return which fields of a structure hold structures, or lists of them."""
     hints = get_type_hints(kind).items()
     return {name: inner for name, hint in hints for inner in _structures(hint)}
 
@@ -366,7 +366,7 @@ def _prompt(item: str | int | list[Any], max_model_len: int) -> Prompt:
 def template_options(
     body: ChatRequest | TokenizeRequest, variables: Collection[str] = ()
 ) -> dict[str, Any]:
-    """What the chat template, which reads these variables, is given besides the messages."""
+    """Return what the chat template, which reads these variables, gets besides the messages."""
     options = _of_fields(body, variables) | (body.chat_template_kwargs or {})
     for reserved in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
         if reserved in options:

@@ -22,7 +22,7 @@ from nanoactor.text.template import TemplateFacts
 
 
 class TextRoutes:
-    """What needs a tokenizer, or only knowledge of the model."""
+    """Routes that need a tokenizer, or only knowledge of the model."""
 
     def __init__(
         self, llm: AsyncLLM, texts: TextService | None, http: HttpFrontend, model: str

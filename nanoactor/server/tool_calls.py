@@ -87,7 +87,7 @@ class ToolCallParser:
         }
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain now, in order."""
+        """Return what is certain now, in order."""
         self._held += text
         pieces: list[Piece] = []
         while self._steps[self._where](pieces):
@@ -238,7 +238,7 @@ class ToolCallParser:
         return True
 
     def finish(self) -> list[Piece]:
-        """What was held back, as nothing follows."""
+        """Return what was held back, as nothing follows."""
         pieces: list[Piece] = []
         held, self._held = "".join(self._parts) + self._held, ""
         if self._where is _Where.TEXT and (held.strip() or not self.calls):

@@ -31,7 +31,7 @@ class IncrementalDecoder(Protocol):
         """The text that this token makes certain; perhaps none yet."""
 
     def finish(self) -> str:
-        """What is left when no token follows."""
+        """Return what is left when no token follows."""
 
 
 class DecoderFactory:

@@ -42,7 +42,7 @@ class _Entry:
 
 @dataclasses.dataclass(slots=True)
 class _Pending:
-    """What the frontend has not been told about a request."""
+    """News of a request that the frontend has not been told."""
 
     opened: Int32 | None = None
     text: list[str] = dataclasses.field(default_factory=list)
@@ -174,7 +174,7 @@ class Detokenizer:
     # -- towards the frontend -------------------------------------------------------------
 
     def take_delta(self, budget: int) -> OutputDelta | None:
-        """What is pending, up to about `budget` bytes; None where nothing is.
+        """Return what is pending, up to about `budget` bytes; None where nothing is.
 
         A delta that exceeds the budget is split: the terminal travels with its last part.
         """
@@ -228,12 +228,12 @@ class Detokenizer:
 
     @property
     def entries(self) -> int:
-        """How many requests have decoding state."""
+        """Return how many requests have decoding state."""
         return len(self._entries)
 
     @property
     def pending(self) -> int:
-        """How many requests have something that the frontend was not told."""
+        """Return how many requests have something that the frontend was not told."""
         return len(self._pending)
 
 

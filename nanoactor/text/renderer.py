@@ -39,7 +39,7 @@ _FIRST = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """What a template may take for one conversation."""
+    """Limits on what a template may take for one conversation."""
 
     seconds: float
     """Of processor time."""
@@ -133,7 +133,7 @@ class Renderer:
         """Whether the rendering at hand is to end; for the next one it is set back."""
 
     def describe(self) -> tuple[TemplateFacts, str]:
-        """What the template can do, and what went wrong when it was tried, if anything did.
+        """Return what the template can do, and what went wrong when it was tried, if anything did.
 
         Raises `ModelError` where it is malformed, `InvalidRequest` where it cannot even be read in
         time.

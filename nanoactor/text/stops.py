@@ -46,6 +46,6 @@ class StopMatcher:
         return 0
 
     def finish(self) -> str:
-        """What was held back, as nothing follows that could complete a stop string."""
+        """Return what was held back, as nothing follows that could complete a stop string."""
         held, self._held = self._held, ""
         return held

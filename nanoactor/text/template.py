@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the user's process imports this module, and has no use for 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """What a model's chat template does with what it is given."""
+    """Facts about what a model's chat template does."""
 
     exists: bool = False
     variables: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class ChatTemplate:
         self._sources = sources
 
     def facts(self) -> TemplateFacts:
-        """What its source tells."""
+        """Read from its source what it does."""
         from jinja2 import meta
 
         if not self._templates:
@@ -146,7 +146,7 @@ class ChatTemplate:
 
 
 def has_template(directory: Path) -> bool:
-    """Whether a model has a chat template; raises `ModelError` where its files are malformed."""
+    """Tell whether a model has a chat template; raises `ModelError` where files are malformed."""
     try:
         sources = _template_sources(directory, _optional_json(directory / "tokenizer_config.json"))
     except (AttributeError, UnicodeError) as error:

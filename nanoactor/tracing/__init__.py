@@ -1,4 +1,4 @@
-"""What all actors did lately, taken at one moment: its sums, and the picture of it."""
+"""Traces of all actors, taken at one moment: their sums, and the picture of them."""
 
 from __future__ import annotations
 

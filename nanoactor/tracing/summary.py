@@ -14,7 +14,7 @@ from nanoactor.runtime.tracing import SPAN_DTYPE, IntervalSet, NodeTrace, TrackT
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """How long messages of an edge waited between being sent and being handled, in µs."""
+    """The time that messages of an edge waited between being sent and being handled, in µs."""
 
     edge: str
     messages: int
@@ -24,7 +24,7 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """What the spans of a stretch of time add up to. Shares are of 1."""
+    """The sums of the spans in a stretch of time. Shares are of 1."""
 
     seconds: float
     """Length of the stretch that all tracks remember."""

@@ -42,7 +42,7 @@ class Media:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadItem:
-    """What a picture or a video is, without its pixels."""
+    """A picture or a video, without its pixels."""
 
     key: bytes
     """16 bytes that name its content and how it is processed."""

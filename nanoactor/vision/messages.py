@@ -31,7 +31,7 @@ class Items:
 
 @message(25)
 class EncodeSlices:
-    """What of pictures and videos a step encodes, before anything else of it; a row each."""
+    """The parts of pictures and videos that a step encodes before anything else; a row each."""
 
     numbers: Int64
     """Which object of the encoder cache, ..."""
@@ -45,7 +45,7 @@ class EncodeSlices:
 
 @message(33)
 class VisionStep:
-    """What a step does with pictures and videos: it encodes first, then prompts read."""
+    """The work of a step on pictures and videos: it encodes first, then prompts read."""
 
     slices: EncodeSlices
     page_counts: Int32
@@ -61,7 +61,7 @@ class VisionStep:
 
 @message(41)
 class EncoderCredits:
-    """What matches found of their items, and the encoder cache's pages that are given back."""
+    """The items that matches found, and the encoder cache's pages that are given back."""
 
     items: Int32
     """How many items each of the matches answered has, ..."""

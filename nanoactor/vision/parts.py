@@ -96,7 +96,7 @@ class MediaTaker:
 
 
 class _Taking:
-    """What has been taken out of one request so far."""
+    """The items taken out of one request so far."""
 
     def __init__(self, taker: MediaTaker, kwargs: Mapping[str, Any]) -> None:
         self.media: list[Media] = []

@@ -104,7 +104,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _is_bare_png(image: Image.Image, data: bytes | bytearray) -> bool:
-    """Whether it is a PNG that says nothing of its orientation: Pillow would decode it to see."""
+    """Tell whether it is a PNG without an orientation: Pillow would decode it to see."""
     if image.format != "PNG":
         return False
     at = _PNG_SIGNATURE

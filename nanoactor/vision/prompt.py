@@ -1,4 +1,4 @@
-"""Where pictures and videos stand in a prompt: placeholders, positions, and names of blocks."""
+"""Pictures and videos in a prompt: placeholders, positions, and names of blocks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class VisualItem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlacedSpan:
-    """Where a picture, or one temporal patch of a video, stands in the expanded prompt."""
+    """The place of a picture, or of one temporal patch of a video, in the expanded prompt."""
 
     item: int
     """Which of the items."""
@@ -98,7 +98,7 @@ def expand_prompt(
 def _pieces(
     item: VisualItem, config: VisionConfig, encode: Encode
 ) -> Iterator[tuple[Int32, int | None]]:
-    """What replaces a placeholder: ids, and the item's first row where they are of the item."""
+    """Make what replaces a placeholder: ids, and the item's first row where they are its own."""
     rows = item.height * item.width
     if item.times is None:
         yield np.full(rows, config.image_token_id, np.int32), 0

@@ -1,4 +1,4 @@
-"""How pictures and videos are taken from users."""
+"""Checks of the pictures and videos that users give."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ once: it may be part of several requests."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MediaRules:
-    """What users may give; every method raises `InvalidRequest`."""
+    """Rules for what users may give; every method raises `InvalidRequest`."""
 
     images: ImageConfig
     max_pixels: int

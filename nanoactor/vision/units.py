@@ -1,4 +1,4 @@
-"""How the tower's work on an item is divided, so that no step encodes for long."""
+"""Units of the tower's work on an item, so that no step encodes for long."""
 
 from __future__ import annotations
 
