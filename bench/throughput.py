@@ -1,23 +1,31 @@
 """Output tokens per second on the CPU, beside Hugging Face transformers in the same run.
 
-    python bench/throughput.py [--peer transformers] [--requests 64] [--rounds 1] [--out FILE]
+    python bench/throughput.py [--model demo|93m|0.6b] [--peer transformers] [--requests 64]
+                               [--streams 1 32] [--length 200] [--rounds 1] [--out FILE]
 
-A Qwen3 of 100 million parameters with seeded random weights; requests with prompts and outputs of
-32 to 256 tokens, greedy, end-of-sequence ignored. Both sides have all cores. transformers runs
+The demo model, a Qwen3 of 93 million parameters, or Qwen3-0.6B's true configuration (both with
+seeded random weights). By default: requests with prompts and outputs of 32 to 256 tokens, greedy,
+end-of-sequence ignored. Both sides have all cores. transformers runs
 `generate` on static batches: requests sorted by output length and left-padded, the best of several
 batch sizes; and its continuous batching, `generate_batch`, where that runs on a CPU. Only tokens
 that were asked for count.
+
+With --streams: so many equal requests at once (a prompt of 100 tokens, --length of output), and
+`generate` on a batch of the same, in turn, with its faster number of threads; and a step's time
+beside that of reading the weights once (`read_ms`: a sum over as many bytes, with all cores).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import datetime
 import json
 import os
 import platform
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,16 +52,37 @@ CONFIG = {
     "bos_token_id": None,
     "pad_token_id": 0,
 }
+MODELS = {
+    "demo": None,
+    "93m": CONFIG,
+    "0.6b": {
+        **CONFIG,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151_936,
+    },
+}
 DTYPES = ("float32", "bfloat16")
 BATCHES = (8, 16, 32)
+PROMPT = 100
 
 
-def make_checkpoint(directory: str) -> int:
-    """A model with random weights; returns how many."""
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG))
-    model.save_pretrained(directory)
-    return sum(parameter.numel() for parameter in model.parameters())
+def make_checkpoint(name: str, directory: str) -> tuple[str, int]:
+    """Where the model is, and how many parameters it has; random weights where it has none."""
+    if MODELS[name] is None:
+        directory = str(Path(nanoactor.__file__).parent / "models" / name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    else:
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.bfloat16)
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**MODELS[name]))
+        torch.set_default_dtype(torch.float32)
+        model.save_pretrained(directory)
+    return directory, sum(parameter.numel() for parameter in model.parameters())
 
 
 def make_requests(count: int) -> list[tuple[list[int], int]]:
@@ -154,6 +183,79 @@ def in_a_process(function: str, *arguments, timeout: float) -> float | str:
     return round(float(done.stdout.strip().splitlines()[-1]), 1)
 
 
+# -- equal streams ------------------------------------------------------------------------
+
+
+async def stream_rate(directory: str, streams: int, dtype: str, length: int) -> float:
+    """Output tokens per second of so many equal requests."""
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=length,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+    async def one(llm: AsyncLLM, number: int, tokens: int) -> None:
+        prompt = {"prompt_token_ids": [3 + (number + at) % 1000 for at in range(PROMPT)]}
+        async for _ in llm.generate(prompt, dataclasses.replace(params, max_tokens=tokens)):
+            pass
+
+    options = {"dtype": dtype, "skip_tokenizer_init": True, "max_model_len": 1024}
+    async with AsyncLLM(directory, max_num_seqs=max(8, streams), **options) as llm:
+        await asyncio.gather(*(one(llm, 500 + number, 12) for number in range(streams)))
+        begin = time.perf_counter()
+        await asyncio.gather(*(one(llm, number, length) for number in range(streams)))
+        return streams * length / (time.perf_counter() - begin)
+
+
+def generate_rate(directory: str, threads: int, dtype: str, streams: int, length: int) -> float:
+    """Output tokens per second of `generate` on a batch of the same."""
+    model = load(directory, dtype)
+    torch.set_num_threads(threads)
+    rows = [([3 + (row + at) % 1000 for at in range(PROMPT)], length) for row in range(streams)]
+    generate(model, [(prompt, 8) for prompt, _ in rows])
+    begin = time.perf_counter()
+    generate(model, rows)
+    return streams * length / (time.perf_counter() - begin)
+
+
+def read_ms(size: int) -> float:
+    """Milliseconds to read so many bytes once, with all cores; the best of five."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    memory = torch.ones(size // 4)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        memory.sum()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return round(min(times), 3)
+
+
+def measure_streams(directory: str, parameters: int, args) -> dict:
+    """Both in turn, for each type and number of streams."""
+    found: dict = {}
+    cores = len(os.sched_getaffinity(0))
+    for dtype in DTYPES:
+        size = parameters * getattr(torch, dtype).itemsize
+        found[dtype] = {"weights_bytes": size, "read_ms": read_ms(size)}
+        for streams in args.streams:
+            row: dict = {"nanoactor": [], "transformers": {1: [], cores: []}}
+            for _ in range(args.rounds):
+                ours = asyncio.run(stream_rate(directory, streams, dtype, args.length))
+                row["nanoactor"].append(round(ours, 1))
+                for threads, rates in row["transformers"].items() if args.peer else ():
+                    wanted = "generate", threads, dtype, streams, args.length, directory
+                    rates.append(in_a_process(*wanted, timeout=900))
+            middle = statistics.median(row["nanoactor"])
+            row["ms_per_step"] = round(streams / middle * 1e3, 3)
+            if args.peer:
+                peer = max(statistics.median(rates) for rates in row["transformers"].values())
+                row["ratio"] = round(middle / peer, 2)
+            found[dtype][str(streams)] = row
+            print(dtype, streams, json.dumps(row), file=sys.stderr, flush=True)
+    return found
+
+
 # -- all of it ----------------------------------------------------------------------------
 
 
@@ -209,6 +311,10 @@ def summarise(found: dict) -> dict:
 
 
 def part(arguments: list) -> None:
+    if arguments[0] == "generate":
+        _, threads, dtype, streams, length, directory = arguments
+        print(generate_rate(directory, threads, dtype, streams, length))
+        return
     function, requests, dtype, batch, directory = arguments
     if function == "static":
         print(static_rate(directory, requests, dtype, batch))
@@ -218,7 +324,10 @@ def part(arguments: list) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="93m")
     parser.add_argument("--peer", choices=["transformers"])
+    parser.add_argument("--streams", type=int, nargs="+")
+    parser.add_argument("--length", type=int, default=200)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -228,13 +337,16 @@ def main() -> None:
         part(json.loads(args.part))
         return
     with tempfile.TemporaryDirectory() as directory:
-        parameters = make_checkpoint(directory)
-        found = measure(directory, args)
-    peer = f" --peer {args.peer}" if args.peer else ""
+        directory, parameters = make_checkpoint(args.model, directory)
+        if args.streams:
+            found = measure_streams(directory, parameters, args)
+        else:
+            found = measure(directory, args)
+    given = [word for word in sys.argv[1:] if word not in ("--out", str(args.out))]
     result = {
         "question": "how many output tokens per second does a CPU give, beside transformers?",
-        "command": f"python bench/throughput.py{peer} --requests {args.requests} "
-        f"--rounds {args.rounds}",
+        "command": " ".join(["python", "bench/throughput.py", *given]),
+        "model": args.model,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {
             "nanoactor": nanoactor.__version__,
@@ -245,7 +357,7 @@ def main() -> None:
         "cpu": {"cores": len(os.sched_getaffinity(0)), "flags": cpu_flags()},
         "threads": len(os.sched_getaffinity(0)),
         "parameters": parameters,
-        "summary": summarise(found),
+        "summary": {} if args.streams else summarise(found),
         "runs": found,
     }
     text = json.dumps(result, indent=1)

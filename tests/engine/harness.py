@@ -20,11 +20,12 @@ TIE = 1e-4
 def options(**changes):
     """Options of a small float32 engine in which every invariant is watched.
 
-    Its actors share the test's process: what processes of their own add is for tests that say so,
-    since each start of one takes seconds of a core.
+    Its actors share the test's process unless there are several ranks: what processes of their
+    own add is for tests that say so, since each start of one takes seconds of a core.
     """
+    several = changes.get("tensor_parallel_size", 1) > 1
     values = dict(
-        placement="single",
+        placement="default" if several else "single",
         device="cpu",
         dtype="float32",
         max_num_seqs=32,

@@ -49,10 +49,10 @@ USUAL = [
 ]
 
 
-def covering():
-    """Three schedules of each usual model, one at each depth, with three of the budgets. Together
-    they hold every pair of budget, depth and lead."""
-    for (i, name), k in itertools.product(enumerate(USUAL), range(3)):
+def covering(names=USUAL):
+    """Three schedules of each of these models, one at each depth, with three of the budgets.
+    Together they hold every pair of budget, depth and lead."""
+    for (i, name), k in itertools.product(enumerate(names), range(3)):
         yield name, BUDGETS[(i + k) % 5], DEPTHS[k], LEADS[(i + k) % 2]
 
 
