@@ -72,7 +72,7 @@ PROMPT = 100
 
 
 def make_checkpoint(name: str, directory: str) -> tuple[str, int]:
-    """Where the model is, and how many parameters it has; random weights where it has none."""
+    """Return where the model is, and how many parameters it has; makes random weights for it."""
     if MODELS[name] is None:
         directory = str(Path(nanoactor.__file__).parent / "models" / name)
         model = transformers.AutoModelForCausalLM.from_pretrained(directory)
