@@ -32,38 +32,40 @@ class EngineConfig:
     rank its own GPU), "cuda:N", "npu", "npu:N", or "simulated:MS": steps that take MS milliseconds
     and compute nothing, which shows what the engine itself costs."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """"dummy": weights drawn at random, for measuring; with skip_tokenizer_init the directory needs
-    only a config.json."""
+    """"auto" reads the checkpoint. "dummy" draws random weights, for measuring; with
+    skip_tokenizer_init the directory needs only a config.json."""
     dtype: str = "auto"
-    """"auto": the checkpoint's own type where the device computes in it, else the device's."""
+    """"auto" takes the checkpoint's own type where the device computes in it, else the device's
+    default."""
     check_weights: bool = True
-    """Refuse weights that hold NaN or infinity: a look at every value while loading."""
+    """Refuse weights that hold NaN or infinity. Reads every value while loading."""
     max_model_len: int | None = None
-    """Longest prompt and output together; default: what the model's configuration allows."""
+    """Longest prompt and output together. Default: what the model's configuration allows."""
     max_num_seqs: int = 256
-    """How many sequences run at once."""
+    """Sequences that run at once."""
     max_num_batched_tokens: int = 2048
-    """How many tokens one step computes at most: the bound on the gap between two tokens."""
+    """Tokens that one step computes at most; bounds the gap between two tokens of a stream."""
     block_size: int | None = None
-    """Tokens in a KV block; default: the device's."""
+    """Tokens in a KV block. Default: the device's."""
     num_kv_blocks: int | None = None
-    """KV blocks in the cache. Default: what fits `memory_utilization`."""
+    """KV blocks in the cache. Default: as many as fit `memory_utilization`."""
     memory_utilization: float | None = None
-    """Share of the memory free at start for weights and KV cache; default: the device's."""
+    """Share of the memory free at start that weights and KV cache may take. Default: the
+    device's."""
     encoder_cache_tokens: int | None = None
-    """Tokens of pictures whose encodings are kept at once: the largest request's must fit. Default:
-    16384, or max_model_len where that is less."""
+    """Picture tokens whose encodings are kept; the largest request's must fit. Default: 16384, or
+    max_model_len where that is less."""
     num_vision_workers: int = 1
-    """Processes that decode pictures, for models that see."""
+    """Processes that decode pictures, for vision models."""
     max_image_pixels: int = 64_000_000
-    """A picture of more pixels is refused before it is decoded."""
+    """Pictures with more pixels are refused before they are decoded."""
     limit_mm_per_prompt: Mapping[str, int] | None = None
-    """How many pictures and videos a request may have: {"image": 4, "video": 1}. Default: as many
-    as fit."""
+    """Pictures and videos that a request may have: {"image": 4, "video": 1}. Default: as many as
+    fit."""
     enable_prefix_caching: bool = True
-    """Keep the KV blocks of what was computed, so that common beginnings are computed once."""
+    """Keep KV blocks after a request ends, so that a common beginning is computed once."""
     enforce_eager: bool = False
-    """On a GPU or an NPU: capture no graphs, for debugging and a faster start."""
+    """Capture no graphs on a GPU or an NPU: starts faster, runs slower; for debugging."""
     graph_mode: str = "auto"
     """On an NPU, how decode steps run: "npugraph" (recorded natively; the default), "max-autotune"
     (compiled by torchair's graph engine), "reduce-overhead" (recorded by torchair) or "eager"."""
@@ -74,51 +76,53 @@ class EngineConfig:
     graph_cache_dir: str | None = None
     """On an NPU, where compiled graphs are kept; default: nanoactor/graphs in the user's cache."""
     pipeline_depth: int = 2
-    """1 computes a step only when the one before is processed; 2 overlaps the two."""
+    """Steps planned and not finished. 1 plans a step when the one before is processed; 2 overlaps
+    the two."""
     plan_lead: Literal["eager", "late"] = "eager"
-    """Plan the next step at once, or when the runner is about to run dry, so that a request
-    that arrives meanwhile joins it."""
+    """"eager" plans the next step as soon as the depth allows. "late" waits until the runner is
+    about to run dry, so that requests that arrive meanwhile join it."""
     priority_window: int = 1000
-    """Lower priorities go first, but a request is passed by fewer than so many later ones for
-    each degree of priority between them: nobody waits for ever."""
+    """Lower priorities go first. A request is passed by fewer later ones than this for each degree
+    of priority between them, so nobody waits for ever."""
     num_tokenizers: int = 1
     """Processes that tokenize prompts."""
     template_timeout: float = 5.0
-    """Seconds of processor time that the model's chat template may take for a conversation."""
+    """Seconds of CPU time that the model's chat template may take for a conversation."""
     tensor_parallel_size: int = 1
-    """Over how many processes each layer is split; it must divide the attention heads."""
+    """Processes over which each layer is split; must divide the attention heads."""
     threads: int | None = None
     """CPU threads of a runner. Default: the cores that affinity and a container's quota leave,
     divided among the ranks; with one rank, one thread for steps that are faster on one."""
     seed: int | None = None
-    """Makes the seeds that are drawn for requests without one repeatable."""
+    """Makes repeatable the seeds that are drawn for requests without one."""
     skip_tokenizer_init: bool = False
-    """Prompts are token ids, and there is no text."""
+    """Load no tokenizer: prompts are token ids, and outputs have no text."""
     max_waiting_requests: int = 10_000
-    """More requests without a first token raise `EngineOverloaded`."""
+    """Requests that may wait for their first token; more raise `EngineOverloaded`."""
     max_waiting_tokens: int = 50_000_000
-    """The bound on the tokens of prompts that wait; text counts a token for each byte until it is
-    tokenized."""
+    """Prompt tokens that may wait for a first token. Until it is tokenized, each byte of a text
+    counts as one."""
     max_waiting_media_bytes: int = 4 << 30
-    """The same of their pictures and videos, as they were given."""
+    """Bytes of pictures and videos that may wait for a first token, as they were given."""
     placement: Placement = "default"
     """"default": scheduler and block manager share a process. "split": a process for each
     actor. "single": everything in this process, for debugging and embedding."""
     transport: Literal["ring", "queue"] = "ring"
-    """How messages pass between processes: shared-memory rings, or pipes, which are slower."""
+    """Messages between processes pass through shared-memory rings, or through pipes, which are
+    slower."""
     start_timeout: float = 600.0
-    """Seconds until every process must be ready; after 30 s the log tells who is late."""
+    """Seconds until every process must be ready. After 30 s the log says which are late."""
     stop_timeout: float = 5.0
     """Seconds that a process may take to end before it is killed."""
     stall_timeout: float | None = 60.0
     """Seconds without progress, while there are requests, after which the engine is given up: the
-    log has all stacks, requests raise `EngineDead` with the culprit. None: never."""
+    log has all stacks, and requests raise `EngineDead` with the culprit. None: never."""
     debug: bool = False
-    """Checksums on every record, released memory overwritten."""
+    """Check every record's checksum and overwrite released memory. Slow."""
     debug_delay_ms: float = 0.0
     """Delay every message by a random time up to this."""
     debug_record_dir: str | None = None
-    """An existing directory into which every actor writes all that it is told and says;
+    """An existing directory in which every actor records the messages it receives and sends;
     `nanoactor.runtime.recording.replay` plays the scheduler and the block manager back."""
 
     def __post_init__(self) -> None:

@@ -29,11 +29,11 @@ class SamplingParams:
     min_p: float | None = None
     """Drop tokens less likely than this share of the likeliest."""
     seed: int | None = None
-    """The stream of random numbers; drawn at the door if none is given."""
+    """Seed of the random numbers. Default: drawn when the request is submitted."""
     max_tokens: int | None = None
     """Default: as many as fit `max_model_len`."""
     min_tokens: int = 0
-    """No end-of-sequence, stop token or stop string before so many tokens."""
+    """Tokens before which no end-of-sequence token, stop token or stop string ends the output."""
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False

@@ -123,7 +123,7 @@ def test_every_option_of_serve_is_explained():
         said = descriptions(config)
         for field in dataclasses.fields(config):
             assert said[field.name].strip(), field.name
-    assert "Seconds that running requests are given after SIGTERM" in " ".join(text.split())
+    assert "Seconds that running requests get to finish after SIGTERM" in " ".join(text.split())
     assert "nanoactor/config.py" not in text
 
 

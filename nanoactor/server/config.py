@@ -15,33 +15,33 @@ class ServerConfig:
     """Options of `nanoactor serve` besides the engine's. Raises `InvalidConfig`, naming one."""
 
     host: str = "127.0.0.1"
-    """The address to listen on; 0.0.0.0 is all."""
+    """The address to listen on; 0.0.0.0 listens on all."""
     port: int = 8000
-    """The port to listen on; 0 is one that is free, and the log says which."""
+    """The port to listen on; 0 takes a free one, which the log names."""
     served_model_name: str | None = None
-    """What clients call the model; default: the name it was started with."""
+    """The name by which clients call the model. Default: the name it was started with."""
     api_keys: tuple[str, ...] = ()
-    """A key that callers must send. Where there are any, every route but /live and /ready asks for
+    """A key that callers must send. With any key set, every route but /live and /ready asks for
     one."""
     allowed_hosts: tuple[str, ...] = ()
     """A host name by which a server on the loopback interface may be called, besides localhost."""
     cors_origins: tuple[str, ...] = ()
-    """Web pages of these origins may call; "*" is any."""
+    """An origin whose web pages may call the server; "*" allows any."""
     allowed_media_domains: tuple[str, ...] = ()
     """A host from which pictures may be fetched (`image_url`); ".example.org" allows all names
     below. Public addresses only. Without any, pictures come as data: URLs alone."""
     strict: bool = False
-    """Refuse fields of requests that nobody knows, instead of ignoring them with a warning."""
+    """Refuse unknown fields of requests, instead of ignoring them with a warning."""
     separate_reasoning: bool = True
-    """Whether `<think>` goes to `reasoning_content`; a request may say otherwise."""
+    """Move `<think>` parts to `reasoning_content`; a request may say otherwise."""
     max_body_bytes: int | None = None
     """The longest body of a request. Default: what the longest prompt can take."""
     max_connections: int = 10_000
-    """Connections at once; more get 503."""
+    """Connections at once; further ones get 503."""
     drain_timeout: float = 30.0
-    """Seconds that running requests are given after SIGTERM."""
+    """Seconds that running requests get to finish after SIGTERM."""
     idle_timeout: float = 75.0
-    """Seconds that a connection may take for a request's head, or do nothing between two."""
+    """Seconds that a connection may take for a request's head, or stay idle between requests."""
     body_timeout: float = 30.0
     """Seconds that a request's body may take."""
     send_timeout: float = 60.0
