@@ -34,6 +34,9 @@ _ICON = (
     '<rect x="6" y="6.8" width="7" height="2.4" rx="1"/>'
     '<rect x="4" y="10.6" width="6" height="2.4" rx="1"/></g></svg>'
 )
+# Where a loop is late, a span is remembered some time after its end: the device's, say. Looks
+# overlap by so much, and `joined` takes each span once.
+_LATE_NS = 500_000_000
 _TRACE_PART = 0.5
 """Seconds between looks: busy tracks remember little more than two."""
 _MOST_EXPORTS = 4
@@ -131,13 +134,13 @@ class Observation:
 
     async def _watch(self, seconds: float) -> list[list[NodeTrace]]:
         """Look again and again, as tracks remember the last seconds only."""
-        since = time.monotonic_ns()
-        end = since + int(seconds * 1e9)
+        begin = since = time.monotonic_ns()
+        end = begin + int(seconds * 1e9)
         looks: list[list[NodeTrace]] = []
         while since < end:
             await asyncio.sleep(min(_TRACE_PART, (end - since) * 1e-9))
             now = time.monotonic_ns()
-            trace = await self._llm.trace(since)
+            trace = await self._llm.trace(max(begin, since - _LATE_NS))
             looks.append([_up_to(node, now) for node in trace.nodes])
             since = now
         return looks

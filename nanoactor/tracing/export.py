@@ -18,7 +18,7 @@ from nanoactor.tracing import Trace
 
 
 def joined(snapshots: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
-    """Join traces that follow each other: the time that tracks remember is short."""
+    """Join traces that overlap: the time that tracks remember is short."""
     nodes: dict[str, NodeTrace] = {}
     tracks: dict[tuple[str, str], list[TrackTrace]] = {}
     for snapshot in snapshots:
@@ -38,9 +38,11 @@ def joined(snapshots: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
 
 
 def _joined(parts: list[TrackTrace]) -> TrackTrace:
-    """Numbers of kinds stay what they are: a track only ever gets more of them."""
+    """Take each span once, in the order of their ends. Numbers of kinds stay what they are: a
+    track only ever gets more of them."""
     last = parts[-1]
-    spans = np.concatenate([part.spans for part in parts])
+    spans = np.unique(np.concatenate([part.spans for part in parts]))
+    spans = spans[np.argsort(spans["end"], kind="stable")]
     return TrackTrace(last.track, last.node, last.kinds, spans, sum(part.lost for part in parts))
 
 

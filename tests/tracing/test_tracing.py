@@ -263,3 +263,22 @@ def test_a_trace_in_parts_is_the_trace(tmp_path):
     Trace((made,), 0).save(tmp_path / "trace.json")
     assert done.stdout == (tmp_path / "trace.json").read_bytes()
     assert len([e for e in json.loads(done.stdout)["traceEvents"] if e["ph"] == "X"]) == 7
+
+
+def test_a_span_that_is_remembered_late_is_in_a_trace_of_many_looks_once():
+    """A device's step is over before its loop, which is late, remembers it."""
+    track = Track("runner.0 device")
+    kind = track.kind("forward", "step")
+    looks = []
+
+    def look(since):
+        looks.append([NodeTrace("runner.0", [track.trace("runner.0", since)], 0.0, 0)])
+
+    track.add(kind, 1, 0, 100)
+    look(0)
+    track.add(kind, 2, 100, 200)  # was over at the first look
+    track.add(kind, 3, 200, 300)
+    look(50)
+    (node,) = joined(looks)
+    assert node.tracks[0].spans["number"].tolist() == [1, 2, 3]
+    assert node.tracks[0].spans["end"].tolist() == [100, 200, 300]
