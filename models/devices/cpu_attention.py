@@ -39,8 +39,7 @@ class DecodePlan:
         longest = max(self._contexts[row] for row in rows)
         blocks = -(-longest // self._block_size)
         if len(rows) == 1:
-            own = self._tables[rows[0], :blocks]
-            return DecodeGroup(self._part(rows), own, None, longest, _first_of_run(own))
+            return DecodeGroup(self._part(rows), self._tables[rows[0], :blocks], None, longest)
         contexts = torch.tensor([self._contexts[row] for row in rows])
         past = torch.arange(longest) >= contexts[:, None]
         mask = torch.zeros(past.shape, dtype=dtype).masked_fill_(past, float("-inf"))
@@ -64,13 +63,6 @@ class DecodeGroup:
     all have the same."""
     longest: int
     """Positions."""
-    first: int | None = None
-    """The first of the blocks where it is one row's, and they follow each other in the cache."""
-
-
-def _first_of_run(blocks: torch.Tensor) -> int | None:
-    numbers = blocks.numpy()
-    return int(numbers[0]) if (numbers[1:] - numbers[:-1] == 1).all() else None
 
 
 def group_rows(blocks: list[int], worth: int, most: int) -> list[list[int]]:

@@ -151,8 +151,8 @@ async def faults(page):
 
 TEXT = """# Title
 
-Some **bold** and *slanted* `code`, [here](https://example.com/a), [bad](javascript:alert(1)),
-<b>no tag</b> and https://example.org/x.
+Some **bold** and *slanted* `code`, [here](https://example.com/a), [bad](javascript:alert),
+[worse](data:text/html,x), <b>no tag</b> and https://example.org/x.
 
 - one
   - inner

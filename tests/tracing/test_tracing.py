@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from nanoactor import AsyncLLM, SamplingParams
 from nanoactor.runtime.tracing import SPAN_DTYPE, IntervalSet, NodeTrace, Track, TrackTrace
+from nanoactor.server.observe import Observation
 from nanoactor.tracing import Trace
 from nanoactor.tracing.export import joined
 from nanoactor.tracing.summary import summarize
@@ -282,3 +283,23 @@ def test_a_span_that_is_remembered_late_is_in_a_trace_of_many_looks_once():
     (node,) = joined(looks)
     assert node.tracks[0].spans["number"].tolist() == [1, 2, 3]
     assert node.tracks[0].spans["end"].tolist() == [100, 200, 300]
+
+
+def test_a_watcher_looks_back_for_what_is_remembered_late():
+    """The server's trace: a span whose end lies before a look, remembered after it, is in it."""
+    track = Track("runner.0 device")
+    kind = track.kind("forward", "step")
+
+    class Engine:
+        async def trace(self, since):
+            number = 2 * len(track.spans())
+            now = time.monotonic_ns()
+            track.add(kind, number, now - 90_000_000, now - 80_000_000)
+            found = NodeTrace("runner.0", [track.trace("runner.0", since)], 0.0, 0)
+            track.add(kind, number + 1, now - 70_000_000, now - 60_000_000)
+            return Trace((found,), 0)
+
+    watcher = object.__new__(Observation)
+    watcher._llm = Engine()
+    (node,) = joined(asyncio.run(watcher._watch(0.7)))
+    assert node.tracks[0].spans["number"].tolist() == [0, 1, 4]
