@@ -29,8 +29,8 @@ _LOOPBACK = "lo"
 _SMALLEST_DEFAULT_BLOCK = 16
 
 
-# NumPy's OpenBLAS starts a thread for each core when it is imported, which takes a process of ours a
-# good part of its start. None multiplies matrices with NumPy.
+# NumPy's OpenBLAS starts a thread for each core when it is imported: a good part of what a process
+# of ours takes to start. None multiplies matrices with NumPy.
 LIGHT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 
 
