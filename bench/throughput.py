@@ -11,8 +11,8 @@ batch sizes; and its continuous batching, `generate_batch`, where that runs on a
 that were asked for count.
 
 With --streams: so many equal requests at once (a prompt of 100 tokens, --length of output), and
-`generate` on a batch of the same, in turn, with its faster number of threads; and a step's time
-beside that of reading the weights once (`read_ms`: a sum over as many bytes, with all cores).
+`generate` on a batch of the same, in turn, with its faster number of threads; and a decode step's
+time beside that of reading the weights once (`read_ms`: a sum over as many bytes, with all cores).
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def in_a_process(function: str, *arguments, timeout: float) -> float | str:
 # -- equal streams ------------------------------------------------------------------------
 
 
-async def stream_rate(directory: str, streams: int, dtype: str, length: int) -> float:
-    """Output tokens per second of so many equal requests."""
+async def stream_rate(directory: str, streams: int, dtype: str, length: int) -> tuple[float, float]:
+    """(output tokens per second of so many equal requests, milliseconds of a decode step)."""
     params = SamplingParams(
         temperature=0,
         max_tokens=length,
@@ -205,7 +205,11 @@ async def stream_rate(directory: str, streams: int, dtype: str, length: int) -> 
         await asyncio.gather(*(one(llm, 500 + number, 12) for number in range(streams)))
         begin = time.perf_counter()
         await asyncio.gather(*(one(llm, number, length) for number in range(streams)))
-        return streams * length / (time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        begin = time.perf_counter()
+        await asyncio.gather(*(one(llm, 250 + number, 1) for number in range(streams)))
+        prompts = time.perf_counter() - begin
+    return streams * length / seconds, (seconds - prompts) / (length - 1) * 1e3
 
 
 def generate_rate(directory: str, threads: int, dtype: str, streams: int, length: int) -> float:
@@ -220,7 +224,7 @@ def generate_rate(directory: str, threads: int, dtype: str, streams: int, length
 
 
 def read_ms(size: int) -> float:
-    """Milliseconds to read so many bytes once, with all cores; the best of five."""
+    """Milliseconds to read so many bytes of memory once, with all cores; the best of five."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     memory = torch.ones(size // 4)
     times = []
@@ -237,19 +241,30 @@ def measure_streams(directory: str, parameters: int, args) -> dict:
     cores = len(os.sched_getaffinity(0))
     for dtype in DTYPES:
         size = parameters * getattr(torch, dtype).itemsize
-        found[dtype] = {"weights_bytes": size, "read_ms": read_ms(size)}
+        found[dtype] = {"weights_bytes": size}
         for streams in args.streams:
-            row: dict = {"nanoactor": [], "transformers": {1: [], cores: []}}
+            row: dict = {"nanoactor": [], "step_ms": [], "read_ms": []}
+            peers: dict = {1: [], cores: []}
             for _ in range(args.rounds):
-                ours = asyncio.run(stream_rate(directory, streams, dtype, args.length))
-                row["nanoactor"].append(round(ours, 1))
-                for threads, rates in row["transformers"].items() if args.peer else ():
+                before = read_ms(size)
+                wanted = directory, streams, dtype, args.length
+                rate, step = asyncio.run(stream_rate(*wanted))
+                row["nanoactor"].append(round(rate, 1))
+                row["step_ms"].append(round(step, 3))
+                row["read_ms"].append(min(before, read_ms(size)))
+                for threads, rates in peers.items() if args.peer else ():
                     wanted = "generate", threads, dtype, streams, args.length, directory
                     rates.append(in_a_process(*wanted, timeout=900))
-            middle = statistics.median(row["nanoactor"])
-            row["ms_per_step"] = round(streams / middle * 1e3, 3)
+            row["step_over_read"] = round(
+                statistics.median(
+                    s / r for s, r in zip(row["step_ms"], row["read_ms"], strict=True)
+                ),
+                2,
+            )
             if args.peer:
-                peer = max(statistics.median(rates) for rates in row["transformers"].values())
+                row["transformers"] = peers
+                middle = statistics.median(row["nanoactor"])
+                peer = max(statistics.median(rates) for rates in peers.values())
                 row["ratio"] = round(middle / peer, 2)
             found[dtype][str(streams)] = row
             print(dtype, streams, json.dumps(row), file=sys.stderr, flush=True)

@@ -8,8 +8,9 @@ from typing import Literal
 GRAPH_MODES = ("auto", "eager", "npugraph", "max-autotune", "reduce-overhead")
 ATTENTION_LAYOUTS = ("tnd", "bnsd")
 WEIGHT_FORMATS = ("nd", "nz")
-FusedSampling = Literal["all", "greedy", "none"]
-"""For which rows a device's `sample_rows` chooses: those it can, greedy ones alone, or none."""
+FusedSampling = Literal["every", "all", "greedy", "none"]
+"""For which rows a device's `sample_rows` chooses, but for those with masked ids: for every row,
+for all but those cut from more than `limits.CANDIDATES`, for greedy ones alone, or for none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,12 @@ WALKS = {
     "A device": r"(?i)\bcuda\b",
     "A message": r"\bStepWanted\b",
 }
+NEEDED = {
+    "nanoactor/params.py",
+    "models/columns.py",
+    "models/sampling.py",
+    "nanoactor/runner/sampling_table.py",
+}
 # Train the demo models, on whatever there is.
 APART = {
     "models/demo/train.py",
@@ -43,8 +49,11 @@ def test_a_walk_through_lists_the_files_that_name_its_example(title):
     assert listed(title) == naming(WALKS[title])
 
 
-def test_a_sampling_parameter_touches_six_files_at_most():
-    assert len(listed("A sampling parameter")) <= 6
+def test_a_sampling_parameter_touches_four_files_and_the_fused_samplers_that_shall_know_it():
+    fused = {path for path in listed("A sampling parameter") if path not in NEEDED}
+    assert listed("A sampling parameter") - fused == NEEDED
+    assert all(path.rpartition("/")[2].endswith("sampling.py") for path in fused)
+    assert len(fused) <= 3
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w/]+\.py)`", DOC))))

@@ -31,9 +31,7 @@ def open_device(name: str, rank: int = 0, options: DeviceOptions | None = None) 
 
         return NPUDevice(AscendRuntime(int(index) if index else rank), options or DeviceOptions())
     if name == "cpu":
-        from nanoactor.models.devices.cpu import CPUDevice
-
-        return CPUDevice()
+        return _open_cpu()
     if kind == "cuda" and (not index or index.isdecimal()):
         from nanoactor.models.devices.cuda import HAS_TRITON, CUDADevice, PortableCUDADevice
 
@@ -46,6 +44,17 @@ def open_device(name: str, rank: int = 0, options: DeviceOptions | None = None) 
         )
         return PortableCUDADevice(number)
     raise UnsupportedModel(f"device {name!r} is not supported; known are {', '.join(KNOWN)}")
+
+
+def _open_cpu() -> Device:
+    try:
+        from nanoactor.models.devices.compiled_cpu import CompiledCPUDevice
+    except ImportError as error:
+        from nanoactor.models.devices.cpu import CPUDevice
+
+        log.warning("decoding runs at a third of its speed without Numba: %s", error)
+        return CPUDevice()
+    return CompiledCPUDevice()
 
 
 def _found() -> str:

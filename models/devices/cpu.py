@@ -1,4 +1,5 @@
-"""The CPU: the embedded default and the ground truth. Nothing to compile, float32 exact."""
+"""The CPU: the embedded default and the ground truth, float32 exact. Operators are PyTorch's; with
+Numba, `compiled_cpu.py` has faster ones."""
 
 from __future__ import annotations
 
@@ -9,11 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
-from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.device import LinearOperator, Memory
-from nanoactor.models.devices.cpu_attention import DecodeAttention, DecodePlan
 from nanoactor.models.devices.portable import HostEvent, PortableOperators
 
 log = logging.getLogger("nanoactor.models.cpu")
@@ -32,8 +30,6 @@ class CPUDevice(PortableOperators):
 
     def __init__(self) -> None:
         self._base = 0
-        self._attend = DecodeAttention()
-        self._constants: dict[float, torch.Tensor] = {}
         native = self.supports(torch.bfloat16)
         self.default_dtype = torch.bfloat16 if native else torch.float32
 
@@ -89,8 +85,6 @@ class CPUDevice(PortableOperators):
     def synchronize(self) -> None:
         """Nothing is ever queued."""
 
-    # -- operators for which PyTorch has faster forms here than the portable ones ----------
-
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
         """oneDNN's own layout, reordered once instead of in every call."""
         try:
@@ -100,73 +94,6 @@ class CPUDevice(PortableOperators):
             return super().linear(weight, bias)
         apply = torch.ops.mkldnn._linear_pointwise
         return lambda x: apply(x, packed, bias, "none", [], "")
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / sqrt(mean(x²) + eps) in float32, in as few operators as PyTorch allows.
-
-        Its own `rms_norm` is made of a dozen here. sqrt(sum(x²) + n eps) is the hypotenuse of the
-        vector's norm and sqrt(n eps), so that no step in between overflows.
-        """
-        return self._unit(x, eps).mul_(weight)
-
-    def _unit(self, x: torch.Tensor, eps: float) -> torch.Tensor:
-        size = x.shape[-1]
-        root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        root = torch.hypot(root, self._constant((size * eps) ** 0.5)).mul_(size**-0.5)
-        return (x / root).to(x.dtype)
-
-    def _constant(self, value: float) -> torch.Tensor:
-        found = self._constants.get(value)
-        if found is None:
-            found = self._constants[value] = torch.tensor(value, dtype=torch.float32)
-        return found
-
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """In one new tensor instead of two."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, 1, head_dim): both halves, the sine with the sign that it has in each."""
-        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
-
-    def norm_rotate_store(
-        self,
-        qkv: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        cache: KVCache,
-        slots: torch.Tensor,
-    ) -> torch.Tensor:
-        """Queries and keys together, as far as they go the same way."""
-        kv_heads = cache.keys.shape[2]
-        heads = qkv.shape[1] - 2 * kv_heads
-        x, values = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if weights is not None:
-            x = self._unit(x, eps)
-            x[:, :heads].mul_(weights[0])
-            x[:, heads:].mul_(weights[1])
-        cos, sin = rotation
-        turned = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(qkv.dtype)
-        self.write_kv(turned[:, heads:], values, cache, slots)
-        return turned[:, :heads]
-
-    def attention(
-        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
-    ) -> torch.Tensor:
-        """A step that only decodes needs no tensor to put parts together."""
-        if batch.plan.decodes is not None and not batch.plan.prefills:
-            return self._decode(queries, cache, batch, scale)
-        return super().attention(queries, cache, batch, scale)
-
-    def _plan_decodes(self, batch: AttentionBatch) -> DecodePlan:
-        return DecodePlan(batch)
-
-    def _decode(
-        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
-    ) -> torch.Tensor:
-        return self._attend(queries, cache, batch.plan.decodes, scale)
 
 
 @functools.cache

@@ -282,10 +282,7 @@ class HostBatch:
         return tuple(self.sampling.rows(slots[part], part) for part in parts)
 
     def _never_fused(self, slots: Long) -> NDArray[np.bool_]:
-        fused = self._traits.fused_sampling
-        if fused == "none":
-            return np.ones(len(slots), np.bool_)
-        return self.sampling.never_fused(slots, greedy_alone=fused == "greedy")
+        return self.sampling.never_fused(slots, self._traits.fused_sampling)
 
     def _fallback_decodes(self) -> tuple[Long, bool]:
         """Rows of the decode batch that are not fused in this step, and whether some of the set may

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from nanoactor.messages import Admissions, Int32
 from nanoactor.models.columns import NEUTRAL, NOT_FUSED, WORDS, columns_of
 from nanoactor.models.limits import CANDIDATES
+from nanoactor.models.options import FusedSampling
 
 Long = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -90,13 +91,15 @@ class SamplingTable:
         cut: Flags = columns.top_k[slots] > CANDIDATES
         return cut | (columns.top_p[slots] < 1) | (columns.min_p[slots] > 0)
 
-    def never_fused(self, slots: Long, greedy_alone: bool) -> Flags:
-        """Select the rows that the fused sampler never does: all that draw, or those that are
-        cut from too many candidates or use a column it does not read."""
+    def never_fused(self, slots: Long, fused: FusedSampling) -> Flags:
+        """Select the rows that a fused sampler of this kind never does, and those that use a
+        column it does not read."""
+        if fused == "none":
+            return np.ones(len(slots), np.bool_)
         drawn: Flags = self.columns.temperature[slots] > 0
-        if greedy_alone:
+        if fused == "greedy":
             return drawn
-        fallback = self._cut(slots) & ~self._few(slots) & drawn
+        fallback = self._cut(slots) & ~self._few(slots) & drawn & (fused != "every")
         for name in NOT_FUSED:
             fallback |= getattr(self.columns, name)[slots] != NEUTRAL[name]
         return fallback

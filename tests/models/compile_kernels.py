@@ -26,7 +26,7 @@ POINTERS = {
     "fp32": "temperatures top_ps min_ps highest scores group_maxima all_maxima outputs weights",
     "i64": "slot_mapping all_scratch",
     "i32": "tables slots contexts item_rows item_numbers firsts plan rows tiles blocks lengths "
-    "last_tokens token_ids positions seeds highest_ids score_ids chosen top_ks",
+    "last_tokens token_ids positions rope_deltas seeds highest_ids score_ids chosen top_ks",
 }
 SCALARS = {"scale": "fp32", "eps": "fp32"}
 TARGET = GPUTarget("cuda", 90, 32)

@@ -22,7 +22,8 @@ from tests.npu.emulation import HostRuntime, relaxed
 
 INTERPRETED = "interpreted"
 EMULATED = {"npu, packed": "tnd", "npu, padded": "bnsd"}
-DEVICES = ["cpu", INTERPRETED, *EMULATED, pytest.param("cuda", marks=pytest.mark.gpu)]
+PORTABLE = "cpu, portable"
+DEVICES = ["cpu", PORTABLE, INTERPRETED, *EMULATED, pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -34,6 +35,8 @@ def device(request):
         )
     elif request.param == INTERPRETED:
         device = InterpretedDevice()
+    elif request.param == PORTABLE:
+        device = cpu.CPUDevice()
     else:
         device = open_device(request.param)
     device.prepare_thread(1)

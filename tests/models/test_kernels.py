@@ -13,7 +13,7 @@ import torch
 from nanoactor.models.batch import KVCache, RowBuffers, SamplingBatch, SamplingGroups, SlotTables
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.portable import PortableOperators
-from nanoactor.models.limits import NO_TOKEN
+from nanoactor.models.limits import CANDIDATES, NO_TOKEN
 from nanoactor.models.sampling import sample
 from tests.models.batches import attention_batch, words_of
 from tests.models.interpreted import InterpretedDevice
@@ -25,9 +25,9 @@ SIZE = 4
 SLOTS = 9
 
 
-@pytest.fixture(params=["interpreted", GPU])
+@pytest.fixture(params=["cpu", "interpreted", GPU])
 def device(request):
-    device = InterpretedDevice() if request.param == "interpreted" else open_device("cuda")
+    device = InterpretedDevice() if request.param == "interpreted" else open_device(request.param)
     device.prepare_thread(1)
     return device
 
@@ -143,8 +143,17 @@ def sampled_by_hand(logits, tables, slots):
     greedy = columns.temperature[at] == 0
     limited = ~greedy & (columns.top_k[at] > 0)
     none = torch.empty(0, dtype=torch.int64, device=logits.device)
-    groups = (rows.nonzero()[:, 0] for rows in (greedy, ~greedy & ~limited, limited))
-    batch = SamplingBatch.of(tables, at, SamplingGroups(*groups, *[none] * 4))
+    cut = (columns.top_p[at] < 1) | (columns.min_p[at] > 0)
+    large = columns.top_k[at] > CANDIDATES
+    kinds = (
+        greedy,
+        ~greedy & ~limited & ~cut,
+        ~greedy & limited & ~large,
+        ~greedy & large,
+        ~greedy & ~limited & cut,
+    )
+    groups = (rows.nonzero()[:, 0] for rows in kinds)
+    batch = SamplingBatch.of(tables, at, SamplingGroups(*groups, none, none))
     return sample(logits.clone(), batch)
 
 
@@ -180,13 +189,7 @@ TRUNCATED = [
 QUICK = [(211, "ties")]
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "kind"),
-    [pytest.param(*c, marks=() if c in QUICK else pytest.mark.long) for c in TRUNCATED],
-)
-def test_truncated_tokens_are_those_of_the_reference(device, vocabulary, kind):
-    """With ties at the bound, within one group and over all: more than are sorted at once."""
-    generator = torch.Generator().manual_seed(vocabulary)
+def make_logits(kind, vocabulary, generator):
     logits = torch.randn(len(ROWS), vocabulary, generator=generator) * 3
     if kind == "ties":
         logits = logits.round()
@@ -196,12 +199,38 @@ def test_truncated_tokens_are_those_of_the_reference(device, vocabulary, kind):
         logits[:, 100:400] += 50
     elif kind == "few":
         logits[:, 5:] = -math.inf
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "kind"),
+    [pytest.param(*c, marks=() if c in QUICK else pytest.mark.long) for c in TRUNCATED],
+)
+def test_truncated_tokens_are_those_of_the_reference(device, vocabulary, kind):
+    """With ties at the bound, within one group and over all: more than are sorted at once."""
+    logits = make_logits(kind, vocabulary, torch.Generator().manual_seed(vocabulary))
     top_k = [0, 1, 2, 20, 256, 50, 255, 7, 20]
     top_p = [1.0, 1.0, 0.5, 0.93, 1.0, 0.89, 1e-9, 1.0, 0.3]
     min_p = [0.0, 0.0, 0.0, 0.05, 0.0, 0.0, 0.0, 0.5, 1.0]
     temperature = [0.7, 0.6, 1.0, 0.6, 1.5, 3.0, 0.8, 50.0, 0.0]
     tables = make_tables(device, by_slot(temperature, top_k, top_p, min_p))
     check_sampling(device, tables, logits.to(device.torch_device))
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "flat", "peaked", "few"])
+@pytest.mark.parametrize("vocabulary", [3, 211, 9001])
+def test_a_cpu_samples_from_what_top_p_and_large_top_ks_leave(vocabulary, kind):
+    pytest.importorskip("numba")
+    device = open_device("cpu")
+    assert device.fused_sampling == "every"
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = make_logits(kind, vocabulary, generator)
+    top_k = [0, 0, 300, 1000, 0, 0, 8999, 0, 0]
+    top_p = [0.999, 0.5, 1.0, 0.93, 1.0, 0.89, 0.2, 1e-9, 0.3]
+    min_p = [0.0, 0.0, 0.0, 0.05, 0.01, 0.0, 0.0, 0.5, 1.0]
+    temperature = [0.7, 0.6, 1.0, 0.6, 1.5, 30.0, 0.8, 1.0, 0.0]
+    tables = make_tables(device, by_slot(temperature, top_k, top_p, min_p))
+    check_sampling(device, tables, logits)
 
 
 def test_without_rows_nothing_is_sampled(device):
@@ -321,8 +350,22 @@ def test_contexts_in_chunks(device):
     """One, two and four chunks to a row; prompts with a prefix of some tiles."""
     prefills = [(150, 90), (70, 1), (129, 65)]
     case = Ragged(device, torch.float32, 4, 2, 24, 16, prefills, [1, 64, 65, 200, 130])
-    assert len({int(first) for first in case.batch.plan.firsts}) == 5
+    if device.name != "cpu":
+        assert len({int(first) for first in case.batch.plan.firsts}) == 5
     assert max(case.errors()) < 2e-6
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 3, 20), (16, 8, 128)])
+def test_decode_attention_on_a_cpu(dtype, heads, kv_heads, dim, threads):
+    """Blocks that are fetched ahead and larger ones; rows of one thread, heads of two."""
+    device = open_device("cpu")
+    device.prepare_thread(threads)
+    for decodes in ([1500], [1, 15, 16, 17, 300, 64]):
+        case = Ragged(device, dtype, heads, kv_heads, dim, 16, [], decodes)
+        allowed = 2e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+        assert max(case.errors()) < allowed
 
 
 @pytest.mark.gpu

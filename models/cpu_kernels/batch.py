@@ -1,0 +1,69 @@
+"""Positions of a step's tokens, read from tables that are indexed by slot."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.batch import RowBuffers, SlotTables
+from nanoactor.models.cpu_kernels.elements import FLOAT, INT32, INT64, kernel, view
+
+
+@kernel("aaaaaaaaannnn")
+def _advance(
+    tables, lengths, last_tokens, deltas, rows, token_ids, positions, slot_mapping, contexts,
+    count, slots, width, block_size, like
+):  # fmt: skip
+    """Lay out one token for each of `count` rows, int32 slots, and count it in their lengths; the
+    last slot is a dummy, whose length stays 0. Deltas at 0 are none."""
+    blocks, known = view(tables, (slots, width), INT32), view(lengths, (slots,), INT32)
+    last, turned = view(last_tokens, (slots,), INT32), view(deltas, (slots,), INT32)
+    slot_of, ids = view(rows, (count,), INT32), view(token_ids, (count,), INT32)
+    rotary, places = view(positions, (count,), INT32), view(slot_mapping, (count,), INT64)
+    ends = view(contexts, (count,), INT32)
+    for row in range(count):
+        slot = slot_of[row]
+        position = known[slot]
+        ids[row] = last[slot]
+        rotary[row] = position + turned[slot] if deltas else position
+        places[row] = blocks[slot, position // block_size] * block_size + position % block_size
+        ends[row] = position + 1
+        if slot < slots - 1:
+            known[slot] = position + 1
+
+
+@kernel("aaaannnn")
+def _locate(tables, slot_of, positions, slot_mapping, count, slots, width, block_size, like):
+    """The places of tokens at positions of slots."""
+    blocks, slot = view(tables, (slots, width), INT32), view(slot_of, (count,), INT32)
+    at, places = view(positions, (count,), INT32), view(slot_mapping, (count,), INT64)
+    for i in range(count):
+        block = blocks[slot[i], at[i] // block_size]
+        places[i] = block * block_size + at[i] % block_size
+
+
+def advance(tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
+    """Lay out one token for each of `rows`, int32 (rows,) slots, and count it in their lengths."""
+    deltas = tables.rope_deltas
+    _advance(
+        tables.blocks.data_ptr(),
+        tables.lengths.data_ptr(),
+        tables.last_tokens.data_ptr(),
+        0 if deltas is None else deltas.data_ptr(),
+        rows.data_ptr(),
+        into.token_ids.data_ptr(),
+        into.positions.data_ptr(),
+        into.slot_mapping.data_ptr(),
+        into.contexts.data_ptr(),
+        rows.numel(),
+        *tables.blocks.shape,
+        tables.block_size,
+        FLOAT,
+    )
+
+
+def locate(
+    tables: SlotTables, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """The place in the cache, int64 (tokens,), of tokens at positions of slots, int32 (tokens,)."""
+    at = (x.data_ptr() for x in (tables.blocks, slots, positions, slot_mapping))
+    _locate(*at, slots.numel(), *tables.blocks.shape, tables.block_size, FLOAT)

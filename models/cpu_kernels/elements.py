@@ -1,0 +1,255 @@
+"""Elements that kernels read and write, at an address, in float32 or in bfloat16.
+
+Kernels take addresses, as a torch tensor gives its own in 0.1 us and Numba has no bfloat16. The
+last argument, `like`, says by its type what lies there: float32, or uint16 for the bits of
+bfloat16. Arithmetic is in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+log = logging.getLogger("nanoactor.models.cpu")
+
+FLOAT = np.float32(0)
+"""`like` of float32, ..."""
+BITS = np.uint16(0)
+"""... and of bfloat16."""
+_LIKE: dict[torch.dtype, np.generic] = {torch.float32: FLOAT, torch.bfloat16: BITS}
+INT32 = np.int32(0)
+INT64 = np.int64(0)
+
+_WORTH = 1 << 18
+"""Elements from which a second thread is worth its wake-up."""
+
+# Of Numba's ways to run threads, one ends the process where two threads use it at once.
+_one_at_a_time = threading.Lock()
+
+# No flag says that numbers are finite: kernels look for those that are not.
+_REORDERED = {"reassoc", "contract", "nsz", "arcp"}
+
+
+def knows(x: torch.Tensor) -> bool:
+    """Tell whether kernels take elements of this type."""
+    return x.dtype in _LIKE
+
+
+def like_of(x: torch.Tensor) -> np.generic:
+    """The `like` of a tensor's elements."""
+    return _LIKE[x.dtype]
+
+
+def spread(kernels: tuple[Any, Any], threads: int, elements: int, *arguments: Any) -> None:
+    """Run a kernel that `both` made: over so many threads, if it has as much to do as that."""
+    if threads == 1 or elements < _WORTH:
+        kernels[0](*arguments)
+    else:
+        with _one_at_a_time:
+            kernels[1](*arguments)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kernel:
+    """A function that Numba compiles, for one thread or for several."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    """Numba's types of all but the last."""
+    parallel: bool
+
+
+_kernels: list[_Kernel] = []
+
+
+def compile_kernels(dtype: torch.dtype, parallel: bool) -> None:
+    """Compile, or read from disk, what there is for this type: no step is to wait for it."""
+    if dtype not in _LIKE:
+        return
+    like, begin = _LIKE[dtype], time.monotonic()
+    for kernel in _kernels:
+        if parallel or not kernel.parallel:
+            kernel.function.compile((*kernel.arguments, numba.typeof(like)))
+    if (seconds := time.monotonic() - begin) > 1:
+        log.info("compiled kernels for this processor, which is done once, in %.0f s", seconds)
+
+
+def kernel(scalars: str, parallel: bool = False) -> Callable[[Callable[..., None]], Any]:
+    """Have a function compiled when it is called, or by `compile_kernels`, and kept on disk.
+
+    `scalars` gives the types of its arguments but `like`: `a` for an address, `n` for a number of
+    elements, `f` for a float. With `parallel`, its `prange` loops are spread over threads.
+    """
+
+    def compiled(function: Callable[..., None]) -> Any:
+        options = {"nogil": True, "fastmath": _REORDERED, "error_model": "numpy"}
+        try:
+            made = numba.njit(cache=True, parallel=parallel, **options)(function)
+        except RuntimeError as error:  # neither our folder nor the user's cache can be written to
+            _log_once(f"kernels are compiled at each start, which takes some 10 s: {error}")
+            made = numba.njit(parallel=parallel, **options)(function)
+        arguments = tuple(types.float64 if kind == "f" else types.int64 for kind in scalars)
+        _kernels.append(_Kernel(made, arguments, parallel))
+        return made
+
+    return compiled
+
+
+def both(scalars: str) -> Callable[[Callable[..., None]], tuple[Any, Any]]:
+    """Have a function compiled for one thread and for several."""
+
+    def compiled(function: Callable[..., None]) -> tuple[Any, Any]:
+        # Numba finds compiled code by a function's name and line.
+        name = f"{function.__name__}_parallel"
+        twin = FunctionType(function.__code__, function.__globals__, name)
+        twin.__qualname__ = name
+        return kernel(scalars)(function), kernel(scalars, parallel=True)(twin)
+
+    return compiled
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    log.warning(text)
+
+
+# Called from kernels, and inlined there.
+inlined = numba.njit(fastmath={"contract"}, error_model="numpy")
+inlined_reordered = numba.njit(fastmath=_REORDERED, error_model="numpy")
+
+
+@intrinsic
+def _pointer(typing_context, address, like):
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like)(address, like), generate
+
+
+@inlined
+def view(address, shape, like):
+    """The memory at an address as a contiguous array."""
+    return numba.carray(_pointer(address, like), shape)
+
+
+@intrinsic
+def bits_of(typing_context, value):
+    """The bits of a float32, as uint32."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic
+def float_of(typing_context, bits):
+    """The float32 of these bits, uint32."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def wide(typing_context, value):
+    """An element as float32."""
+
+    def generate(context, builder, signature, arguments):
+        if signature.args[0] == types.float32:
+            return arguments[0]
+        word = builder.zext(arguments[0], ir.IntType(32))
+        return builder.bitcast(builder.shl(word, ir.Constant(word.type, 16)), ir.FloatType())
+
+    return types.float32(value), generate
+
+
+@intrinsic
+def _is_float(typing_context, like):
+    def generate(context, builder, signature, arguments):
+        return ir.Constant(ir.IntType(1), int(signature.args[0] == types.float32))
+
+    return types.boolean(like), generate
+
+
+@intrinsic
+def _as_element(typing_context, value, bits, like):
+    """One of the two, by the type that is wanted."""
+
+    def generate(context, builder, signature, arguments):
+        if signature.return_type == types.float32:
+            return arguments[0]
+        return builder.trunc(arguments[1], ir.IntType(16))
+
+    return like(types.float32, types.uint32, like), generate
+
+
+@intrinsic
+def prefetch(typing_context, address):
+    """Ask for the cache line at an address."""
+
+    def generate(context, builder, signature, arguments):
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        read, keep, data = (ir.Constant(number, value) for value in (0, 3, 1))
+        builder.call(function, [builder.inttoptr(arguments[0], pointer), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@inlined
+def narrow(value, like):
+    """A float32 as an element: the nearest, ties to even, NaN stays NaN."""
+    bits = bits_of(value)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
+        rounded = np.uint32(0x7FC0)
+    return _as_element(value, np.uint32(rounded), like)
+
+
+@inlined
+def finite(value):
+    """The value, or 0 for NaN and infinities."""
+    exponent = np.uint32(0x7F800000)
+    return value if bits_of(value) & exponent != exponent else np.float32(0)
+
+
+_LOG2_E = np.float32(1.4426950408889634)
+_LN_2_HIGH = np.float32(0.693359375)
+_LN_2_LOW = np.float32(-2.12194440e-4)
+
+
+@inlined
+def exp(x):
+    """e^x in float32 to 2 ulp, without a call, so that loops over it become vector code.
+
+    x = n ln 2 + r; e^r by its Taylor series on |r| <= 0.35, to the 7th power; n goes into the
+    exponent's bits (W. J. Cody and W. Waite, "Software manual for the elementary functions", 1980).
+    """
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * _LOG2_E + np.float32(0.5))
+    r = x - n * _LN_2_HIGH - n * _LN_2_LOW
+    series = np.float32(1 / 5040)
+    series = series * r + np.float32(1 / 720)
+    series = series * r + np.float32(1 / 120)
+    series = series * r + np.float32(1 / 24)
+    series = series * r + np.float32(1 / 6)
+    series = series * r + np.float32(0.5)
+    series = series * r * r + r + np.float32(1)
+    return series * float_of(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))

@@ -1,0 +1,199 @@
+"""The CPU's kernels where they differ from what `test_device.py` sees of every device: numbers at
+the edges, products of a few rows, threads, and how they are compiled."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+numba = pytest.importorskip("numba")
+
+from nanoactor.models.cpu_kernels import elements
+from nanoactor.models.cpu_kernels.elements import BITS, FLOAT, exp, finite, narrow, wide
+from nanoactor.models.devices import compiled_cpu, open_device
+from nanoactor.models.devices.compiled_cpu import CompiledCPUDevice
+from nanoactor.models.devices.cpu import CPUDevice
+from nanoactor.models.devices.portable import PortableOperators
+
+
+@numba.njit
+def each_exp(values):
+    return np.array([exp(value) for value in values])
+
+
+@numba.njit
+def each_narrow(values):
+    return np.array([narrow(value, np.uint16(0)) for value in values])
+
+
+@numba.njit
+def each_wide(bits):
+    return np.array([wide(value) for value in bits])
+
+
+@numba.njit
+def each_finite(values):
+    return np.array([finite(value) for value in values])
+
+
+def edges():
+    """Random bits as floats, and what lies at the edges of both types."""
+    random = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32)
+    ties = (np.arange(1 << 12, dtype=np.uint32) << 20) | 0x8000
+    special = np.array([0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0x7F7FFFFF, 1, 0x80000000])
+    return np.concatenate([random, ties, special.astype(np.uint32)]).view(np.float32)
+
+
+def test_a_float_becomes_the_nearest_bfloat16_and_nan_stays_nan():
+    values = edges()
+    expected = torch.from_numpy(values.copy()).bfloat16()
+    found = torch.from_numpy(each_narrow(values).view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found[~found.isnan()], expected[~expected.isnan()])
+
+
+def test_every_bfloat16_is_read_as_what_it_is():
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    expected = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float()
+    torch.testing.assert_close(
+        torch.from_numpy(each_wide(bits)), expected, rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_what_is_not_finite_becomes_zero():
+    values = edges()
+    assert np.array_equal(each_finite(values), np.where(np.isfinite(values), values, 0))
+
+
+def test_exp_is_within_two_roundings():
+    values = np.linspace(-87, 88, 1_000_001, dtype=np.float32)
+    exact = np.exp(values.astype(np.float64))
+    assert (np.abs(each_exp(values) - exact) / exact).max() < 2 * np.finfo(np.float32).eps
+    assert each_exp(np.float32([-np.inf, -1e30]))[0] < 1e-37
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (17, 3), (256, 1025), (640, 1)])
+def test_products_of_any_number_of_rows(inputs, outputs, dtype, threads, monkeypatch):
+    """Fewer outputs than threads, fours of rows and what is left over, with a bias and without."""
+    monkeypatch.setattr(elements, "_WORTH", 0)
+    monkeypatch.setitem(compiled_cpu._FEW_ROWS, dtype, 11)
+    device = CompiledCPUDevice()
+    device.prepare_thread(threads)
+    generator = torch.Generator().manual_seed(inputs)
+
+    def make(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    weight, bias = make(outputs, inputs), make(outputs)
+    for added in (bias, None):
+        product = device.linear(weight, added)
+        for rows in (0, 1, 3, 4, 5, 8, 11):
+            x = make(rows, 2 * inputs)[:, :inputs]  # with gaps
+            expected = x.double() @ weight.double().T + (0 if added is None else added.double())
+            allowed = 1e-5 if dtype == torch.float32 else 8e-3
+            torch.testing.assert_close(
+                product(x).double(), expected, rtol=allowed, atol=allowed * inputs**0.5
+            )
+
+
+def test_second_layouts_take_a_bounded_share_of_memory(monkeypatch):
+    device = CompiledCPUDevice()
+    device._spare = 4 * 64 * 8 + 1
+    kept = []
+    monkeypatch.setattr(
+        compiled_cpu, "product", lambda x, weight, *_: kept.append(weight) or x @ weight.T
+    )
+    weights = [torch.randn(8, 64) for _ in range(3)]
+    for product in [device.linear(weight, None) for weight in weights]:
+        product(torch.randn(1, 64))
+    assert len(kept) == 1
+    assert torch.equal(kept[0], weights[0])
+    assert kept[0].data_ptr() != weights[0].data_ptr(), "the caller lets go of the weight"
+
+
+def test_large_inputs_go_to_the_operators_that_use_all_threads(monkeypatch):
+    device = CompiledCPUDevice()
+    used = []
+    for name in ("rms_norm", "swiglu"):
+        operator = getattr(PortableOperators, name)
+        monkeypatch.setattr(
+            PortableOperators, name, lambda *a, of=operator: used.append(of.__name__) or of(*a)
+        )
+    x, weight = torch.randn(1 << 10, 1 << 10), torch.ones(1 << 10)
+    for threads, expected in ((2, []), (4, ["rms_norm", "swiglu"])):
+        device._threads = threads
+        device.rms_norm(x, weight, 1e-6)
+        device.swiglu(x)
+        device.swiglu(x[:8])
+        assert used == expected
+
+
+def test_every_kernel_is_compiled_before_the_first_step():
+    device = CompiledCPUDevice()
+    device.prepare_thread(2)
+    device.check(torch.bfloat16, 16, 64)
+    device.check(torch.float32, 16, 64)
+    for kernel in elements._kernels:
+        assert len(kernel.function.signatures) == 2
+    device.check(torch.float16, 16, 64)  # PyTorch's alone
+
+
+COMPILE = """
+import json, sys, torch
+from nanoactor.models.devices.compiled_cpu import CompiledCPUDevice
+from nanoactor.models.cpu_kernels.linear import _linear
+device = CompiledCPUDevice()
+x = torch.ones(1, 8)
+y = device.linear(torch.ones(4, 8), None)(x)
+print(json.dumps([y.tolist(), sum(_linear[0].stats.cache_hits.values())]))
+"""
+
+
+def test_compiled_code_is_kept_or_else_compiled_again_with_a_warning(tmp_path):
+    def run(**environment):
+        command = [sys.executable, "-c", COMPILE]
+        done = subprocess.run(
+            command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 0, done.stderr
+        return *json.loads(done.stdout), done.stderr
+
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    assert run(**cache) == ([[8.0] * 4], 0, "")
+    assert run(**cache) == ([[8.0] * 4], 1, "")
+
+
+def test_without_a_place_to_keep_code_it_is_compiled_and_said_once(monkeypatch, caplog):
+    def refuse(*_, cache=False, **options):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr(elements.numba, "njit", refuse)
+    monkeypatch.setattr(elements, "_kernels", [])
+    elements._log_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert elements.kernel("n")(abs) is abs
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "compiled at each start" in caplog.text
+
+
+def test_without_numba_the_cpu_is_opened_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "nanoactor.models.devices.compiled_cpu", None)
+    assert type(open_device("cpu")) is CPUDevice
+    assert "without Numba" in caplog.text
+    monkeypatch.undo()
+    assert type(open_device("cpu")) is CompiledCPUDevice
+
+
+def test_elements_are_told_apart_by_type():
+    assert numba.typeof(FLOAT) == numba.float32
+    assert numba.typeof(BITS) == numba.uint16

@@ -1,0 +1,30 @@
+"""Which rows are left to PyTorch's sampler, for each kind of fused one."""
+
+import numpy as np
+import pytest
+
+from nanoactor.messages import Admissions
+from nanoactor.models.columns import WORDS, pack
+from nanoactor.runner.sampling_table import SamplingTable
+
+ROWS = [
+    {"temperature": 0.0, "top_p": 0.5},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 256, "top_p": 0.5},
+    {"temperature": 1.0, "top_k": 257},
+    {"temperature": 1.0, "top_p": 0.5},
+    {"temperature": 1.0, "min_p": 0.1},
+]
+
+
+@pytest.mark.parametrize(
+    ("fused", "left"),
+    [("none", [0, 1, 2, 3, 4, 5]), ("greedy", [1, 2, 3, 4, 5]), ("all", [3, 4, 5]), ("every", [])],
+)
+def test_rows_that_a_fused_sampler_leaves(fused, left):
+    table, count = SamplingTable(len(ROWS)), len(ROWS)
+    words = np.frombuffer(b"".join(map(pack, ROWS)), np.int32).reshape(-1, WORDS)
+    none, nothing = np.zeros(count, np.int32), np.empty(0, np.int32)
+    slots = np.arange(count, dtype=np.int32)
+    table.admit(Admissions(slots, words, none, nothing, none, none))
+    assert np.flatnonzero(table.never_fused(slots.astype(np.int64), fused)).tolist() == left
