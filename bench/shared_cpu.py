@@ -1,7 +1,7 @@
 """Measure the CPU device where the processor is shared: default threads beside one, and beside all.
 
     python bench/shared_cpu.py [--neighbours 0 2 4] [--throttle 0.5] [--rounds 2] [--dtype bfloat16]
-                               [--out FILE]
+                               [--before CHECKOUT] [--out FILE]
 
 The demo model, greedy, one stream of 250 tokens and 32 of 120: output tokens per second, in turn
 for `threads` = None (the engine chooses by what steps take), 1, and all cores, as the default was
@@ -101,6 +101,14 @@ async def measure(dtype: str, threads: int | None, throttle: float) -> dict[int,
         return found
 
 
+def measure_before(checkout: str, dtype: str, throttle: float) -> dict[int, float]:
+    """The same of another version, with its default."""
+    command = [sys.executable, __file__, "--throttle", str(throttle), "--dtype", dtype, "--once"]
+    environment = {**os.environ, "PYTHONPATH": checkout}
+    done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, check=True)
+    return {int(streams): rate for streams, rate in json.loads(done.stdout).items()}
+
+
 def case(args: argparse.Namespace, count: int, throttle: float) -> dict[str, Any]:
     """All three choices in turn, so many rounds."""
     cores = len(os.sched_getaffinity(0))
@@ -111,6 +119,10 @@ def case(args: argparse.Namespace, count: int, throttle: float) -> dict[str, Any
             for name, threads in choices.items():
                 for streams, value in asyncio.run(measure(args.dtype, threads, throttle)).items():
                     rates.setdefault(str(streams), {}).setdefault(name, []).append(round(value, 1))
+            if args.before:
+                earlier = measure_before(args.before, args.dtype, throttle)
+                for streams, value in earlier.items():
+                    rates[str(streams)].setdefault("before", []).append(round(value, 1))
     medians = {
         streams: {name: statistics.median(values) for name, values in by.items()}
         for streams, by in rates.items()
@@ -119,6 +131,9 @@ def case(args: argparse.Namespace, count: int, throttle: float) -> dict[str, Any
     gain = min(by["default"] / by["all"] for by in medians.values())
     found = {"neighbours": count, "throttle": throttle, "tokens_per_s": rates}
     found |= {"lowest_ratio": round(lowest, 3), "gain_over_all_cores": round(gain, 3)}
+    if args.before:
+        gain = min(by["default"] / by["before"] for by in medians.values())
+        found["gain_over_before"] = round(gain, 3)
     print(json.dumps(found), file=sys.stderr, flush=True)
     return found
 
@@ -131,8 +146,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--before", help="another version's checkout")
+    parser.add_argument("--once", action="store_true", help="for the process that --before starts")
     args = parser.parse_args()
+    if args.once:
+        print(json.dumps(asyncio.run(measure(args.dtype, None, args.throttle[0]))))
+        return
     given = [word for word in sys.argv[1:] if word not in ("--out", str(args.out))]
+    given = [Path(word).name if word == args.before else word for word in given]
     cases = [case(args, count, 0.0) for count in args.neighbours]
     cases += [case(args, 0, share) for share in args.throttle]
     versions = {name: importlib.metadata.version(name) for name in ("torch",)}

@@ -52,7 +52,7 @@ def _open_cpu() -> Device:
     except ImportError as error:
         from nanoactor.models.devices.cpu import CPUDevice
 
-        log.warning("decoding runs at a third of its speed without Numba: %s", error)
+        log.warning("decoding is several times slower without Numba (pip install numba): %s", error)
         return CPUDevice()
     return CompiledCPUDevice()
 

@@ -58,7 +58,7 @@ class TokenizerActor(Actor):
         except InvalidRequest as error:
             problem = str(error)
         if problem:
-            log.warning("%s: conversations may be refused", problem)
+            log.warning("conversations that need a chat template will be refused: %s", problem)
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Learn the block size, for the hashes."""

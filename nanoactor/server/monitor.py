@@ -117,7 +117,7 @@ class Monitor:
                 self._dead = str(error)
                 log.critical("%s", error)
             except Exception:  # figures that are not understood must not end the watch
-                log.exception("the engine could not be looked at")
+                log.exception("the engine's health could not be read")
             self._tell_health()
 
     def _tell_health(self) -> None:
@@ -126,7 +126,7 @@ class Monitor:
         if health.well != self._was_well:
             self._was_well = health.well
             if health.well:
-                log.warning("the engine goes on")
+                log.warning("the engine is well again")
             else:
                 log.error("the engine is %s: %s", health.status, health.culprit)
 

@@ -303,7 +303,8 @@ class TextService:
                 if not self._guessing:
                     self._guessing = True
                     log.warning(
-                        "thoughts may be taken for content, or the reverse, meanwhile: %s", error
+                        "until it answers, thoughts and content may be confused: %s",
+                        error,
                     )
                 return self.template.opens_thoughts
             self._openings[key] = opens

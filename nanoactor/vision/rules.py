@@ -89,7 +89,7 @@ class MediaRules:
         if not data:
             raise InvalidRequest("the picture is empty: it has 0 bytes")
         if len(data) > MAX_BYTES:
-            raise InvalidRequest(f"the picture has {len(data)} bytes, at most {MAX_BYTES} may be")
+            raise InvalidRequest(f"the picture has {len(data)} bytes, of {MAX_BYTES} allowed")
         return Media("", (), area, data)
 
     def _array(self, array: NDArray[Any], area: tuple[int, int]) -> Media:

@@ -110,4 +110,4 @@ def test_a_template_that_always_hangs_leaves_an_engine_that_serves_text(tmp_path
             assert "chat template was stopped" in answer.json()["error"]["message"]
 
     asyncio.run(main())
-    assert "conversations may be refused" in caplog.text
+    assert "conversations that need a chat template will be refused" in caplog.text
