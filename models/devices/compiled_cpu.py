@@ -21,15 +21,18 @@ from nanoactor.models.cpu_kernels.elementwise import (
 from nanoactor.models.cpu_kernels.linear import product
 from nanoactor.models.cpu_kernels.sampling import sample_rows
 from nanoactor.models.device import LinearOperator
-from nanoactor.models.devices.cpu import CPUDevice
+from nanoactor.models.devices.cpu import CPUDevice, has_instructions
 from nanoactor.models.options import FusedSampling
 
-_FEW_ROWS = {torch.float32: 4, torch.bfloat16: 1}
+# Measured by bench/cpu_kernels.py; docs/cpu.md has the figures.
+_FEW_ROWS = 2
 """Rows up to which our product is faster than oneDNN's."""
+_LARGE_BYTES = 2 << 20
+"""Weights that come from memory; on processors with AMX oneDNN's products of them are faster."""
 _SHARE = 0.1
 """Of the free memory, for weights that are kept in our layout beside oneDNN's."""
 _MANY_THREADS = 4
-_MANY_ELEMENTS = 1 << 20
+_MANY_ELEMENTS = 1 << 18
 """From so many threads and elements on PyTorch's operators, each of which uses all threads, are
 faster than one pass of one thread."""
 
@@ -39,6 +42,7 @@ class CompiledCPUDevice(CPUDevice):
     PyTorch's alone."""
 
     fused_sampling: FusedSampling = "every"
+    default_memory_utilization = CPUDevice.default_memory_utilization + _SHARE
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,15 +95,15 @@ class CompiledCPUDevice(CPUDevice):
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
         """In two layouts where memory allows: for a few rows, and for many."""
         many = super().linear(weight, bias)
-        if not knows(weight) or weight.nbytes > self._spare:
+        slower = weight.nbytes > _LARGE_BYTES and has_instructions("amx_tile")
+        if slower or not knows(weight) or weight.nbytes > self._spare:
             return many
         self._spare -= weight.nbytes
         # Ours lies in large pages, so that reading it is not held up by translating addresses.
         own = self.zeros(*weight.shape, dtype=weight.dtype).copy_(weight)
-        most = _FEW_ROWS[weight.dtype]
 
         def few_or_many(x: torch.Tensor) -> torch.Tensor:
-            if x.shape[:-1].numel() > most:
+            if x.shape[:-1].numel() > _FEW_ROWS:
                 return many(x)
             return product(x, own, bias, self._threads)
 

@@ -40,8 +40,7 @@ class CPUDevice(PortableOperators):
     def supports(self, dtype: torch.dtype) -> bool:
         """float32 always; bfloat16 where the processor multiplies in it."""
         if dtype == torch.bfloat16:
-            flags = _first_line("/proc/cpuinfo", "flags") + _first_line("/proc/cpuinfo", "Features")
-            return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+            return has_instructions("avx512_bf16", "amx_bf16", "bf16")
         return dtype == torch.float32
 
     def memory(self) -> Memory:
@@ -94,6 +93,12 @@ class CPUDevice(PortableOperators):
             return super().linear(weight, bias)
         apply = torch.ops.mkldnn._linear_pointwise
         return lambda x: apply(x, packed, bias, "none", [], "")
+
+
+def has_instructions(*names: str) -> bool:
+    """Tell whether the processor has any of these, as the kernel names them."""
+    flags = _first_line("/proc/cpuinfo", "flags") + _first_line("/proc/cpuinfo", "Features")
+    return any(name in flags.split() for name in names)
 
 
 @functools.cache

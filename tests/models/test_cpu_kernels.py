@@ -83,7 +83,7 @@ def test_exp_is_within_two_roundings():
 def test_products_of_any_number_of_rows(inputs, outputs, dtype, threads, monkeypatch):
     """Fewer outputs than threads, fours of rows and what is left over, with a bias and without."""
     monkeypatch.setattr(elements, "_WORTH", 0)
-    monkeypatch.setitem(compiled_cpu._FEW_ROWS, dtype, 11)
+    monkeypatch.setattr(compiled_cpu, "_FEW_ROWS", 11)
     device = CompiledCPUDevice()
     device.prepare_thread(threads)
     generator = torch.Generator().manual_seed(inputs)
@@ -118,6 +118,19 @@ def test_second_layouts_take_a_bounded_share_of_memory(monkeypatch):
     assert kept[0].data_ptr() != weights[0].data_ptr(), "the caller lets go of the weight"
 
 
+@pytest.mark.parametrize(("amx", "kept"), [(False, [1024, 1 << 21]), (True, [1024])])
+def test_products_of_large_weights_are_onednns_where_there_is_amx(amx, kept, monkeypatch):
+    monkeypatch.setattr(compiled_cpu, "has_instructions", lambda *names: amx)
+    found = []
+    monkeypatch.setattr(
+        compiled_cpu, "product", lambda x, weight, *_: found.append(weight.numel()) or x
+    )
+    device = CompiledCPUDevice()
+    for size in (1024, 1 << 21):
+        device.linear(torch.randn(size // 64, 64), None)(torch.randn(1, 64))
+    assert found == kept
+
+
 def test_large_inputs_go_to_the_operators_that_use_all_threads(monkeypatch):
     device = CompiledCPUDevice()
     used = []
@@ -126,7 +139,7 @@ def test_large_inputs_go_to_the_operators_that_use_all_threads(monkeypatch):
         monkeypatch.setattr(
             PortableOperators, name, lambda *a, of=operator: used.append(of.__name__) or of(*a)
         )
-    x, weight = torch.randn(1 << 10, 1 << 10), torch.ones(1 << 10)
+    x, weight = torch.randn(1 << 9, 1 << 9), torch.ones(1 << 9)
     for threads, expected in ((2, []), (4, ["rms_norm", "swiglu"])):
         device._threads = threads
         device.rms_norm(x, weight, 1e-6)
