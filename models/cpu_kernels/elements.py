@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -79,12 +78,12 @@ def compile_kernels(dtype: torch.dtype, parallel: bool) -> None:
     """Compile, or read from disk, what there is for this type: no step is to wait for it."""
     if dtype not in _LIKE:
         return
-    like, begin = _LIKE[dtype], time.monotonic()
+    like = numba.typeof(_LIKE[dtype])
     for kernel in _kernels:
         if parallel or not kernel.parallel:
-            kernel.function.compile((*kernel.arguments, numba.typeof(like)))
-    if (seconds := time.monotonic() - begin) > 1:
-        log.info("compiled kernels for this processor, which is done once, in %.0f s", seconds)
+            kernel.function.compile((*kernel.arguments, like))
+            if kernel.function.stats.cache_misses:
+                _log_once(f"compiling kernels for {dtype}, once; this takes some 15 s")
 
 
 def kernel(scalars: str, parallel: bool = False) -> Callable[[Callable[..., None]], Any]:
