@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-_FIRST = 3
-"""Steps of a kind that each choice gets before they are compared."""
+_FIRST = {False: 3, True: 1}
+"""Steps that each choice gets before they are compared: decode steps, and those with prompts."""
 _WEIGHT = 0.3
 """Of the latest step in its kind's mean."""
-_PROBE = 64
-"""Steps until the other choice is tried again, ..."""
+_PROBE, _PROBE_SOON = 64, 4
+"""Steps until the other choice is tried again, where it was, and where another kind of steps is
+all there is to go by, ..."""
 _PROBE_FAR = 1024
 """... and where it was more than `_FAR` times as slow."""
 _FAR = 1.5
@@ -107,12 +108,28 @@ class ThreadChoice:
         """Return the number of threads for a step."""
         if self._threads == 1:
             return 1
-        self._chosen = self._next(self._kinds.setdefault(_kind(step), _Kind()))
+        key = _kind(step)
+        if key not in self._kinds:
+            self._kinds[key] = self._like_the_nearest(*key)
+        self._chosen = self._next(self._kinds[key], _FIRST[key[0]])
         return self._threads if self._chosen else 1
 
-    def _next(self, kind: _Kind) -> int:
+    def _like_the_nearest(self, prefill: bool, size: int) -> _Kind:
+        """A new kind begins with what the nearest known one of its sort has found: to find out
+        anew would cost a slow step or more of each size."""
+        known = [
+            (abs(other - size), other, kind)
+            for (sort, other), kind in self._kinds.items()
+            if sort == prefill and min(kind.counts) >= _FIRST[prefill]
+        ]
+        if not known:
+            return _Kind()
+        nearest = min(known, key=lambda each: each[:2])[2]
+        return _Kind(list(nearest.means), list(nearest.counts), _PROBE_FAR - _PROBE_SOON)
+
+    def _next(self, kind: _Kind, first: int) -> int:
         """0 for one thread, 1 for all."""
-        if min(kind.counts) < _FIRST:
+        if min(kind.counts) < first:
             return int(kind.counts[1] < kind.counts[0])
         kind.since_probe += 1
         slower, faster = max(kind.means), min(kind.means)
@@ -130,7 +147,7 @@ class ThreadChoice:
         kind.counts[chosen] += 1
         if kind.counts[chosen] == 1 or kind.is_probe:  # what was long ago does not count
             kind.means[chosen], kind.is_probe = each, False
-        elif kind.counts[chosen] <= _FIRST:
+        elif kind.counts[chosen] <= _FIRST[step.prefill is not None]:
             # The first pays for memory and code that no step has touched before.
             kind.means[chosen] = min(kind.means[chosen], each)
         else:

@@ -65,6 +65,26 @@ def test_sizes_are_judged_apart():
     assert choice.choose(Step(300, prefill=())) in (1, 4)
 
 
+@pytest.mark.parametrize("best", [1, 4])
+def test_new_sizes_begin_with_what_the_nearest_has_found(best):
+    """Prompts above all, each of which takes long: one slow step of all sizes, and a probe."""
+    choice = ThreadChoice(4)
+    machine = Machine(choice, 1.0 if best == 1 else 3.0, 3.0 if best == 1 else 1.0)
+    machine.run(2, Step(256, prefill=()))
+    for rows in (3000, 500, 20):
+        assert machine.run(3, Step(rows, prefill=())) == [best] * 3
+    assert machine.run(6, Step(8)).count(1) == 3, "prompts say nothing about decode steps"
+    assert machine.run(4, Step(100))[:3] == [best] * 3
+
+
+def test_what_the_nearest_has_found_is_soon_questioned():
+    choice = ThreadChoice(4)
+    Machine(choice, 1.0, 3.0).run(50, Step(1))
+    chosen = Machine(choice, 1.0, 0.3).run(30, Step(100))
+    assert chosen[0] == 1
+    assert chosen[10:] == [4] * 20
+
+
 @given(st.lists(st.tuples(st.integers(1, 600), st.booleans(), st.floats(1e-6, 1e3))))
 def test_one_thread_or_all_and_nothing_else(steps):
     choice = ThreadChoice(3)
