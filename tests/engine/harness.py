@@ -35,7 +35,7 @@ def options(**changes):
         debug=True,
         threads=1,
         seed=0,
-        start_timeout=60.0,
+        start_timeout=240.0,
     )
     return {**values, **changes}
 
