@@ -218,6 +218,8 @@ class StepDone:
     token_ids: Int32
     seconds: float
     """How long the device took."""
+    began: int
+    """When it took the step up, in ns of the monotonic clock."""
     failed: Int32
     """Rows, counted like the tokens, that have none: theirs do not count, ..."""
     errors: list[str]
@@ -274,6 +276,8 @@ class Finish:
     error: str
     cached_tokens: int
     preemptions: int
+    began: int
+    """When the device took up its first step, in ns of the monotonic clock; -1 if it never did."""
     hide_last: bool
     """The last token is a stop token: its text is not part of the output."""
 
@@ -310,6 +314,8 @@ class Terminal:
     characters: int
     cached_tokens: int
     preemptions: int
+    began: int
+    """As `Finish` has it."""
 
 
 @message(62, by="step")

@@ -43,6 +43,8 @@ class RequestMetrics:
     """Times of a request's events, in seconds of `time.monotonic()`."""
 
     arrival_time: float
+    first_scheduled_time: float | None = None
+    """When the device took up its first step; known at the end."""
     first_token_time: float | None = None
     last_token_time: float | None = None
     """Of the latest so far."""

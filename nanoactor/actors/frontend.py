@@ -393,6 +393,8 @@ class FrontendActor(Actor):
             self._no_longer_waiting(entry)
             entry.terminal = terminal
             entry.metrics.finished_time = time.monotonic()
+            if terminal.began >= 0:
+                entry.metrics.first_scheduled_time = terminal.began * 1e-9
             entry.end()
 
     def statistics(self) -> dict[str, Any]:

@@ -246,7 +246,7 @@ class RunnerActor(Actor):
         if self._config.rank == 0:  # the others have chosen the same
             failed = np.flatnonzero(computed.token_ids < 0).astype(np.int32)
             errors = [_NOT_FINITE] * len(failed)
-            done = StepDone(step, computed.token_ids, seconds, failed, errors)
+            done = StepDone(step, computed.token_ids, seconds, computed.begin, failed, errors)
             self.context.outbox("scheduler").send(done)
         self.context.track.add(self._report, step, begin, time.monotonic_ns())
 

@@ -137,6 +137,8 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
         line["stop_reason"] = completion.stop_reason
         line["prompt_tokens"] = len(output.prompt_token_ids)
         line["cached_tokens"] = output.num_cached_tokens
+        if metrics.first_scheduled_time is not None:
+            line["queue_seconds"] = metrics.first_scheduled_time - metrics.arrival_time
         line["ttft_seconds"] = metrics.time_to_first_token
         line["seconds"] = time.monotonic() - metrics.arrival_time
     return line

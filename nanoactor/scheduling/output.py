@@ -77,6 +77,7 @@ class OutputBuffer:
             **end._asdict(),
             cached_tokens=max(0, sequence.cached_tokens) if sequence else 0,
             preemptions=sequence.preemptions if sequence else 0,
+            began=sequence.began if sequence else -1,
         )
         self._finishes.append(finish)
 

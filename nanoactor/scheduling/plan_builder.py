@@ -45,6 +45,12 @@ class PlannedStep:
         """The chunks that end a prompt."""
         return [chunk for chunk in self.chunks if chunk.is_last]
 
+    def note_begin(self, at: int) -> None:
+        """Remember when it began, of those sequences whose first step it was."""
+        for chunk in self.chunks:
+            if chunk.sequence.began < 0:
+                chunk.sequence.began = at
+
     def has_row(self, slot: int) -> bool:
         """Tell whether it computes anything of whoever had this slot then."""
         return bool(self.decode_batch.members[slot]) or any(c.slot == slot for c in self.chunks)

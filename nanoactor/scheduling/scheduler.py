@@ -44,7 +44,6 @@ from nanoactor.scheduling.output import OutputBuffer
 from nanoactor.scheduling.plan_builder import (
     PlanBuilder,
     PlannedStep,
-    PrefillChunk,
     as_int32,
     as_int64,
 )
@@ -365,7 +364,7 @@ class Scheduler:
         planned = PlannedStep(self._planned, chunks, decode_batch, slices)
         self._in_flight.append(planned)
         self._out.append((BLOCKS, self._plan_builder.build(planned, grown)))
-        self._count(chunks, decodes, sitting_out)
+        self.statistics.count_step(sum(chunk.length for chunk in chunks), decodes, sitting_out)
         return True
 
     def _choose_decodes(self) -> tuple[DecodeBatch, list[Sequence], int]:
@@ -382,17 +381,11 @@ class Scheduler:
         batch = table.decode(np.flatnonzero(ready), all_fed=not sitting_out)
         return batch, grown, sitting_out
 
-    def _count(self, chunks: list[PrefillChunk], decodes: int, sitting_out: int) -> None:
-        self.statistics.steps += 1
-        self.statistics.prefill_tokens += sum(chunk.length for chunk in chunks)
-        self.statistics.decode_tokens += decodes
-        self.statistics.sat_out += sitting_out
-        self.statistics.mixed_steps += bool(chunks and decodes)
-
     # -- results --------------------------------------------------------------------------
 
     def _on_step_done(self, event: StepDone) -> None:
         done = self._take_due(event)
+        done.note_begin(event.began)
         self._completed = event.step
         self.budget.complete(event.step)
         self.items.budget.complete(event.step)

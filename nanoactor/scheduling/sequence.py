@@ -70,6 +70,8 @@ class Sequence:
     cached_tokens: int = -1
     """What its first match found; negative until then."""
     preemptions: int = 0
+    began: int = -1
+    """When the device took up its first step, in ns of the monotonic clock; -1 until then."""
     items: SequenceItems | None = None
     """Its pictures and videos."""
     is_parked: bool = False

@@ -25,3 +25,11 @@ class SchedulerStatistics:
     sat_out: int = 0
     """Decode rows left out of a step for want of a block."""
     device_seconds: float = 0.0
+
+    def count_step(self, prefill_tokens: int, decode_tokens: int, sat_out: int) -> None:
+        """Count a planned step: its tokens, and the decode rows left out of it."""
+        self.steps += 1
+        self.prefill_tokens += prefill_tokens
+        self.decode_tokens += decode_tokens
+        self.sat_out += sat_out
+        self.mixed_steps += bool(prefill_tokens and decode_tokens)

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from nanoactor.engine import AsyncLLM, Prompt
-from nanoactor.outputs import RequestOutput
+from nanoactor.outputs import RequestMetrics, RequestOutput
 from nanoactor.request import Request
 from nanoactor.server.choices import ChatChoice, Choice, Delta, TextChoice
 from nanoactor.server.context import context_of, json_response
@@ -76,6 +76,7 @@ class _Answer:
         self.cached = 0
         self._said = [0] * len(requests)
         """Tokens of each choice."""
+        self._times: dict[str, float] = {}
 
     def chunk(self, choices: list[Delta], usage: Any = None) -> bytes:
         """An event with new members of its choices."""
@@ -95,15 +96,17 @@ class _Answer:
             raise unavailable("the server is shutting down; this answer is not complete")
         if completion.finish_reason is not None:
             self.cached += output.num_cached_tokens
+            if len(self.requests) == 1:
+                self._times = _times(output.metrics)
             deltas += choice.finish(completion.finish_reason)
         return deltas
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens of all choices."""
+        """Tokens of all choices; of one choice its times, too."""
         prompt = sum(len(request.prompt_token_ids) for request in self.requests)
         details = {"prompt_tokens_details": {"cached_tokens": self.cached}}
-        return _usage(prompt, sum(self._said)) | details
+        return _usage(prompt, sum(self._said)) | details | self._times
 
     @property
     def note(self) -> str:
@@ -126,6 +129,21 @@ def _usage(prompt: int, completion: int) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+    }
+
+
+def _times(metrics: RequestMetrics) -> dict[str, float]:
+    """Return for how long a request waited, read its prompt and generated, in seconds.
+
+    Under the names that Groq's API gives them; none where it has got no token.
+    """
+    began, first = metrics.first_scheduled_time, metrics.first_token_time
+    if began is None or first is None:
+        return {}
+    return {
+        "queue_time": began - metrics.arrival_time,
+        "prompt_time": first - began,
+        "completion_time": (metrics.last_token_time or first) - first,
     }
 
 

@@ -72,6 +72,8 @@ class Timer:
     def end(self, prompt: int) -> None:
         """It is complete; its prompt had so many tokens."""
         times, metrics = self._times, self._metrics
+        if times.first_scheduled_time is not None:
+            metrics.queue.observe(times.first_scheduled_time - times.arrival_time)
         metrics.e2e.observe((times.finished_time or self._last) - times.arrival_time)
         metrics.prompt_tokens.observe(prompt)
         metrics.output_tokens.observe(self._tokens)
@@ -106,6 +108,10 @@ class Metrics(Collector):
         )
         self.tpot = self._histogram(
             "time_per_output_token_seconds", "Of a request, after its first token."
+        )
+        self.queue = self._histogram(
+            "request_queue_time_seconds",
+            "From a request's arrival to its first step on the device.",
         )
         self.e2e = self._histogram("request_seconds", "From a request's arrival to its end.")
         self.prompt_tokens = self._histogram(

@@ -163,6 +163,7 @@ class Detokenizer:
             characters=characters,
             cached_tokens=finish.cached_tokens,
             preemptions=finish.preemptions,
+            began=finish.began,
         )
 
     def _pending_of(self, uid: int) -> _Pending:

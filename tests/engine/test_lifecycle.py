@@ -218,6 +218,36 @@ def test_a_slow_consumer_gets_merged_deltas_and_holds_up_nobody():
     asyncio.run(main())
 
 
+def test_metrics_tell_the_queue_from_the_prompt():
+    """With one place the second request waits until the first has computed its 20 tokens."""
+
+    async def main():
+        options = dict(device="simulated:3", max_num_seqs=1)
+        async with text_engine("single", **options) as llm:
+            first = asyncio.ensure_future(collect(llm, "ROMEO:", greedy(20)))
+            second = asyncio.ensure_future(collect(llm, "JULIET:", greedy(5)))
+            return (await first).metrics, (await second).metrics
+
+    first, second = asyncio.run(main())
+    for times in (first, second):
+        assert times.arrival_time <= times.first_scheduled_time < times.first_token_time
+    assert second.first_scheduled_time - first.first_scheduled_time >= 20 * 0.003
+    assert second.first_scheduled_time - second.arrival_time >= 19 * 0.003
+
+
+def test_a_request_that_ends_in_the_queue_was_never_scheduled():
+    async def main():
+        async with text_engine("single", device="simulated:3", max_num_seqs=1) as llm:
+            first = asyncio.ensure_future(collect(llm, "ROMEO:", greedy(20)))
+            second = asyncio.ensure_future(collect(llm, "JULIET:", greedy(5), request_id="second"))
+            await asyncio.sleep(0)
+            await llm.abort("second")
+            await first
+            return (await second).metrics
+
+    assert asyncio.run(main()).first_scheduled_time is None
+
+
 def test_the_blocking_front_works_in_a_thread_and_inside_a_running_loop(capsys):
     same = SamplingParams(seed=1, max_tokens=8, ignore_eos=True)
     with LLM("demo", device="simulated:1", max_num_seqs=4) as llm:

@@ -66,7 +66,7 @@ def worst_messages(config, files):
     stamped = Step(1, rows, rows, rows, flags, i32(step), rows, rows, *tables, admissions)
     yield "blocks", "runners", stamped
     yield "blocks", "scheduler", Credits(longs, rows, rows, rows, rows, (), 1, longs)
-    yield "runner.0", "scheduler", StepDone(1, rows, 0.0, rows, ["e" * 100] * len(rows))
+    yield "runner.0", "scheduler", StepDone(1, rows, 0.0, 0, rows, ["e" * 100] * len(rows))
     yield "scheduler", "detokenizer", Open(0, i32(length), length, options)
     yield "scheduler", "detokenizer", Tokens(1, longs, rows, rows, ())
     yield "detokenizer", "scheduler", Stop(np.zeros(config.max_waiting_requests, np.int64))

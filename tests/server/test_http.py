@@ -461,6 +461,7 @@ def test_tokens_there_and_back(fast_server):
     assert told == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     usage = fast_server.post("/v1/chat/completions", CHAT).json()["usage"]
     assert usage["prompt_tokens"] == len(chat)
+    assert min(usage[name] for name in ("queue_time", "prompt_time", "completion_time")) > 0
     for wrong in ({"tokens": [99_999]}, {"tokens": [-1]}, {"prompt": "a", "messages": []}, {}):
         for path in ("/tokenize", "/detokenize"):
             assert fast_server.post(path, wrong).status_code == 400
@@ -515,6 +516,7 @@ def test_figures_for_prometheus(fast_server):
     assert grew(f'nanoactor_requests_total{{outcome="4xx",{path}}}') == 1
     for name, count in (
         ("time_to_first_token_seconds_count", 2),
+        ("request_queue_time_seconds_count", 2),
         ("time_per_output_token_seconds_count", 2),
         ("inter_token_latency_seconds_count", 98),
         ("request_seconds_count", 2),

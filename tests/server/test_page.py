@@ -231,7 +231,9 @@ def test_a_conversation_is_greeted_kept_copied_and_answered_again(tmp_path):
             await page.until(f"{ANSWER}?.dataset.state === 'done'")
             said = await page.evaluate(SAID)
             bar = f"{ANSWER}.querySelector('.timeline').getAttribute('aria-label')"
-            assert "queue and prefill" in await page.evaluate(bar)
+            parts = ["accepted", "queue", "prefill", "decode"]
+            said_parts = [part.split()[0] for part in (await page.evaluate(bar)).split(", ")]
+            assert said_parts == parts
 
             # Another answer to the same question takes the place of the first.
             await page.evaluate(f"{ANSWER}.querySelector('.again').click()")

@@ -271,6 +271,12 @@ MUTATIONS = [
         "if True:",
     ),
     Mutation(
+        "a request begins anew with each chunk of its prompt",
+        PLAN_BUILDER,
+        "if chunk.sequence.began < 0:",
+        "if True:",
+    ),
+    Mutation(
         "the detokenizer takes tokens past a stop string",
         DETOKENIZER,
         "if entry.ended or index < entry.tokens:",
@@ -281,7 +287,7 @@ MUTATIONS = [
         DETOKENIZER,
         "            entry.ended = True\n",
         "            entry.ended = True\n"
-        '            self._finish(Finish(uid, "stop", None, "", 0, 0, False))\n',
+        '            self._finish(Finish(uid, "stop", None, "", 0, 0, -1, False))\n',
     ),
     Mutation(
         "a chunk that is too large loses its rest",

@@ -52,6 +52,10 @@ class Oracle:
         self.stories = Stories(record)
         self._rows: dict[int, tuple[list[int], dict[int, int]]] = {}
         """By stamped step: the requests of its rows in order, and by slot."""
+        self._first_steps: dict[int, int] = {}
+        """By request: the first step with a row of it."""
+        self._began: dict[int, int] = {}
+        """By step: when the device took it up."""
         self._planned_slots: dict[int, set[int]] = {}
         """By step that is planned and not computed: the slots with a row in it."""
         self._decode_slots: set[int] = set()
@@ -243,6 +247,8 @@ class Oracle:
         self._check_introduced(step, by_slot)
         self._rows[step.step] = ([by_slot[slot] for slot in slots], by_slot)
         self._rows.pop(step.step - 10, None)
+        for uid in by_slot.values():
+            self._first_steps.setdefault(uid, step.step)
         for slot in slots:
             self._last_use[holdings[slot].table] = step.step
         self.manager.check()
@@ -430,6 +436,7 @@ class Oracle:
                 self.counts["aborts that overtook"] += 1
                 self._must_abort.add(message.uid)
             case StepDone():
+                self._began[message.step] = message.began
                 due = self.scheduler._in_flight[len(self.scheduler._held_back)]
                 samplers = {chunk.sequence.uid for chunk in due.last_chunks}
                 slots = due.decode_batch.slots
@@ -518,6 +525,8 @@ class Oracle:
         assert entry.terminal is terminal
         assert (terminal.tokens, terminal.characters) == (len(ids), len(text)), who
         assert terminal.preemptions == self._preemptions[terminal.uid], who
+        began = self._began.get(self._first_steps.get(terminal.uid, 0))
+        assert terminal.began == began or (terminal.began == -1 and not ids), who
         if expected is not None and expected.undecodable:
             assert terminal.reason in ("error", "abort")
             assert not ids, f"{who} was answered without its picture"

@@ -23,7 +23,7 @@ def array(values, dtype=np.int32):
 
 
 def finish(uid=0, reason="length", stop_reason=None, error="", hide_last=False):
-    return Finish(uid, reason, stop_reason, error, 5, 1, hide_last)
+    return Finish(uid, reason, stop_reason, error, 5, 1, 7, hide_last)
 
 
 class Driver:
