@@ -257,7 +257,7 @@ class InProcessLoop:
         self.free_at = computed.end
         self.steps += 1
         self.tokens += len(computed.token_ids)
-        self.handle(StepDone(number, computed.token_ids, 0.0, 0, _NO_FAILURES, []))
+        self.handle(StepDone(number, computed.token_ids, 0.0, 0, _NO_FAILURES, [], _NO_FAILURES))
         self.deliver()
 
 

@@ -30,6 +30,9 @@ class SamplingColumns(Generic[T]):
     """0 is no limit."""
     top_p: T = dataclasses.field(metadata=_column("float32", 1.0))
     min_p: T = dataclasses.field(metadata=_column("float32", 0.0))
+    presence_penalty: T = dataclasses.field(metadata=_column("float32", 0.0, fused=False))
+    frequency_penalty: T = dataclasses.field(metadata=_column("float32", 0.0, fused=False))
+    repetition_penalty: T = dataclasses.field(metadata=_column("float32", 1.0, fused=False))
     seed: T = dataclasses.field(metadata=_column("uint64", 0))
     """Of arrays and tensors: the low words, then the high words."""
 

@@ -7,4 +7,6 @@ from __future__ import annotations
 CANDIDATES = 256
 
 NO_TOKEN = -1
-"""Chosen where a row's logits are not finite."""
+"""Chosen where a row's logits are not finite, ..."""
+NOTHING_ALLOWED = -2
+"""... and where they are, but the request's own rules leave no id."""

@@ -38,6 +38,21 @@ class TextOptions:
     min_tokens: int
 
 
+@message(6)
+class TokenRules:
+    """Ids that a request may choose, must not choose, or shall choose more or less often."""
+
+    allowed_ids: Int32
+    """Empty: all."""
+    bias_ids: Int32
+    biases: NDArray[np.float32]
+    """What is added to the logit of each of `bias_ids`."""
+    word_ids: Int32
+    """Bad words, one after the other: an output never contains one."""
+    word_lengths: Int32
+    """How many of `word_ids` belong to each."""
+
+
 @message(10, by="uid")
 class Submit:
     """Frontend to tokenizer: a request with exactly one of text, chat or token ids.
@@ -60,6 +75,9 @@ class Submit:
     item_times: tuple[tuple[float, ...], ...] = ()
     """For each picture and video, of which a vision worker will tell the tokenizer: the seconds of
     a video's temporal patches; nothing for a picture."""
+    rules: tuple[TokenRules, ...] = ()
+    """At most one; without the bad words, of which the tokenizer knows the ids."""
+    bad_words: tuple[str, ...] = ()
 
 
 @message(11, by="uid")
@@ -81,6 +99,8 @@ class Admit:
     text_options: TextOptions
     items: tuple[Items, ...] = ()
     """At most one; none for text."""
+    rules: tuple[TokenRules, ...] = ()
+    """At most one."""
 
 
 @message(12, by="uid")
@@ -131,6 +151,10 @@ class Admissions:
     """How many of `masked_ids` belong to each row."""
     rope_deltas: Int32
     """Rotary position less index of what follows the prompt: below 0 after a picture."""
+    prompt_lengths: Int32
+    rule_rows: Int32
+    """Which rows have each of the ..."""
+    rules: tuple[TokenRules, ...]
 
 
 @message(22, by="step")
@@ -224,6 +248,9 @@ class StepDone:
     """Rows, counted like the tokens, that have none: theirs do not count, ..."""
     errors: list[str]
     """... and why."""
+    choiceless: Int32
+    """Rows that have none because the request's own rules leave no id. What these computed is as
+    good as any other's."""
 
 
 @message(32, by="step")

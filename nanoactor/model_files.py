@@ -110,12 +110,13 @@ def _defaults(raw: dict[str, Any]) -> Mapping[str, float]:
     except InvalidRequest as error:
         raise ModelError(f"generation_config.json: {error}") from error
     if raw.get("do_sample") is False:
-        return {**DEFAULTS, "temperature": 0.0}
+        penalty = given.get("repetition_penalty", DEFAULTS["repetition_penalty"])
+        return {**DEFAULTS, "temperature": 0.0, "repetition_penalty": penalty}
     return {**DEFAULTS, **given}
 
 
 def _ignored(raw: dict[str, Any]) -> tuple[str, ...]:
-    neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0}
+    neutral = {"no_repeat_ngram_size": 0, "typical_p": 1.0}
     return tuple(name for name, value in neutral.items() if raw.get(name, value) != value)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.outputs import RequestOutputKind
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 256
+MAX_RULED_IDS = 1024
+"""Of `allowed_token_ids`, and of `logit_bias`."""
+MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH, MAX_BAD_WORD_TOKENS = 128, 256, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,19 @@ class SamplingParams:
     """0 or -1: no limit."""
     min_p: float | None = None
     """Drop tokens less likely than this share of the likeliest."""
+    presence_penalty: float | None = None
+    """Subtract this from the logit of each token that the output has already. From -2 to 2."""
+    frequency_penalty: float | None = None
+    """Subtract this for each time that the output has the token. From -2 to 2."""
+    repetition_penalty: float | None = None
+    """Divide positive logits of tokens that prompt or output have by this, multiply negative ones.
+    1 changes nothing. Default: the model's `generation_config.json`."""
+    logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
+    """Add these, from -100 to 100, to the logits of these token ids."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Choose none but these ids."""
+    bad_words: Sequence[str] | None = None
+    """Texts that the output must not contain, at the start of a word or within one."""
     seed: int | None = None
     """Seed of the random numbers. Default: drawn when the request is submitted."""
     max_tokens: int | None = None
@@ -47,6 +63,9 @@ class SamplingParams:
         _number("temperature", self.temperature, 0.0, 1e4)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _whole("top_k", self.top_k, -1)
         _whole("seed", self.seed, 0, 2**64 - 1)
         _whole("max_tokens", self.max_tokens, 1)
@@ -64,6 +83,9 @@ class SamplingParams:
             )
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", _allowed_ids(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
 
 
 # Counts and ids travel as int32.
@@ -128,10 +150,7 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
             raise InvalidRequest(f"stop must hold non-empty strings, got {string!r}")
         if len(string) > MAX_STOP_LENGTH:
             raise InvalidRequest(f"a stop string may have {MAX_STOP_LENGTH} characters at most")
-        try:
-            string.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"stop must be valid Unicode: {error}") from None
+        _check_unicode("stop", string)
     return strings
 
 
@@ -143,3 +162,61 @@ def _stop_ids(ids: Any) -> tuple[int, ...]:
     for token in found:
         _whole("stop_token_ids", token, 0, optional=False)
     return found
+
+
+def _biases(given: Any) -> dict[int, float]:
+    """Read the biases by id; JSON has ids as texts."""
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidRequest(f"logit_bias must map token ids to numbers, got {given!r:.100}")
+    items = list((given or {}).items())
+    if len(items) > MAX_RULED_IDS:
+        raise InvalidRequest(f"logit_bias may have {MAX_RULED_IDS} ids, got {len(items)}")
+    found: dict[int, float] = {}
+    for key, value in items:
+        is_number = isinstance(key, str) and key.isascii() and key.isdigit()
+        token = int(key) if is_number else plain_number(key)
+        _whole("an id of logit_bias", token, 0, optional=False)
+        bias = plain_number(value)
+        if bias is None:
+            raise InvalidRequest(f"logit_bias[{token}] must be a number in [-100, 100], got None")
+        _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        found[token] = float(bias)
+    return found
+
+
+def _allowed_ids(given: Any) -> tuple[int, ...] | None:
+    """Read the ids, each once; None where all are allowed."""
+    if given is None:
+        return None
+    found = tuple(plain_number(token) for token in _items("allowed_token_ids", given, "token ids"))
+    if not found:
+        raise InvalidRequest("allowed_token_ids is empty: nothing could be chosen")
+    if len(found) > MAX_RULED_IDS:
+        raise InvalidRequest(f"allowed_token_ids may hold {MAX_RULED_IDS} ids, got {len(found)}")
+    for token in found:
+        _whole("allowed_token_ids", token, 0, optional=False)
+    return tuple(sorted(set(found)))
+
+
+def _bad_words(given: Any) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise InvalidRequest(f"bad_words must be a list of strings, got {given!r:.100}")
+    words = _items("bad_words", given, "strings")
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words may hold {MAX_BAD_WORDS} strings, got {len(words)}")
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            raise InvalidRequest(f"bad_words must hold words, got {word!r:.100}")
+        if len(word) > MAX_BAD_WORD_LENGTH:
+            raise InvalidRequest(
+                f"each of bad_words may have {MAX_BAD_WORD_LENGTH} characters at most"
+            )
+        _check_unicode("bad_words", word)
+    return words
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} must be valid Unicode: {error}") from None

@@ -14,7 +14,7 @@ import numpy as np
 from nanoactor.actors.config import encoder_pages
 from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidRequest
-from nanoactor.messages import Int32, Stopping, Submit, TextOptions
+from nanoactor.messages import Int32, Stopping, Submit, TextOptions, TokenRules
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.models import columns
 from nanoactor.params import SamplingParams, plain_number
@@ -69,6 +69,8 @@ class RequestBuilder:
             stopping=self._stopping(params),
             text_options=_text_options(params),
             item_times=tuple(one.times for one in media),
+            rules=_rules(params),
+            bad_words=tuple(params.bad_words or ()),
         )
         return submit, media
 
@@ -162,15 +164,17 @@ class RequestBuilder:
 
     def _check_params(self, params: SamplingParams) -> None:
         vocabulary = self._files.config.vocab_size
-        for token in params.stop_token_ids or ():
-            if token >= vocabulary:
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= vocabulary:
+                    raise InvalidRequest(
+                        f"{name}: {token} is outside the vocabulary of {vocabulary} ids"
+                    )
+        for name, given in (("stop strings", params.stop), ("bad words", params.bad_words)):
+            if given and self._skips_tokenizer:
                 raise InvalidRequest(
-                    f"stop_token_ids: {token} is outside the vocabulary of {vocabulary} ids"
+                    f"{name} need a tokenizer, and the engine has none (skip_tokenizer_init)"
                 )
-        if params.stop and self._skips_tokenizer:
-            raise InvalidRequest(
-                "stop strings need a tokenizer, and the engine has none (skip_tokenizer_init)"
-            )
 
     def _sampling(self, params: SamplingParams) -> bytes:
         given = {name: getattr(params, name) for name in columns.NAMES}
@@ -197,6 +201,22 @@ def _check_priority(priority: Any) -> int:
     if not whole or not -(2**31) <= number < 2**31:
         raise InvalidRequest(f"priority must be a whole number of 32 bits, got {number!r}")
     return int(number)
+
+
+def _rules(params: SamplingParams) -> tuple[TokenRules, ...]:
+    """Return what applies to the logits; the tokenizer adds the bad words."""
+    biases = params.logit_bias or {}
+    if not (biases or params.allowed_token_ids or params.bad_words):
+        return ()
+    return (
+        TokenRules(
+            allowed_ids=np.array(params.allowed_token_ids or (), np.int32),
+            bias_ids=np.array(list(biases), np.int32),
+            biases=np.array(list(biases.values()), np.float32),
+            word_ids=_NO_TOKENS,
+            word_lengths=_NO_TOKENS,
+        ),
+    )
 
 
 def _text_options(params: SamplingParams) -> TextOptions:

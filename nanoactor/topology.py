@@ -7,7 +7,13 @@ import os
 from nanoactor.actors.config import DELTA_BYTES, ActorConfig, encoder_pages
 from nanoactor.config import EngineConfig
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
-from nanoactor.params import MAX_STOP_IDS
+from nanoactor.params import (
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_RULED_IDS,
+    MAX_STOP_IDS,
+)
 from nanoactor.rendezvous import Rendezvous
 from nanoactor.runner.config import SIMULATED, RankConfig
 from nanoactor.runtime.ring import ring_capacity
@@ -17,6 +23,9 @@ USER = "user"
 # What has no place in a control process: torch alone would take 200 MB and a second to import.
 _HEAVY = ("torch", "transformers", "torch_npu")
 _MIB = 1 << 20
+# A request's rules: ids that are allowed, ids with their biases, bad words in two spellings each.
+_RULES = 12 * MAX_RULED_IDS + 8 * MAX_BAD_WORDS * (MAX_BAD_WORD_TOKENS + 1) + 1024
+_BAD_WORDS = 4 * MAX_BAD_WORD_LENGTH * MAX_BAD_WORDS
 # Text may come a moment later, the next step may not: where cores are scarce, control and runner
 # go first. The detokenizer merges what it cannot say in time.
 _DETOKENIZER_NICE = 10
@@ -156,12 +165,12 @@ def _edges(
     """
     length, seqs = files.max_model_len, config.max_num_seqs
     # Text or ids, template options, stop strings.
-    prompt = ring_capacity(2 * max_prompt_bytes(files) + 4 * length + _MIB)
+    prompt = ring_capacity(2 * max_prompt_bytes(files) + 4 * length + _RULES + _BAD_WORDS + _MIB)
     # Ids, the hash of every block, stop strings.
-    admitted = ring_capacity(4 * length + 16 * length + 64 * length * bool(vision) + _MIB)
+    admitted = ring_capacity(4 * length + 16 * length + 64 * length * bool(vision) + _RULES + _MIB)
     # A step may admit every sequence with its whole block table, where prefixes are cached.
     table = 4 * -(-length // (config.block_size or _SMALLEST_DEFAULT_BLOCK))
-    row = 128 + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
+    row = 128 + _RULES + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
     token = 4 + 24 * bool(vision)  # its rotary positions, and its row in the encoder cache
     step = ring_capacity(seqs * row + token * config.max_num_batched_tokens + 64 * 1024)
     tokens = ring_capacity(512 * seqs + 64 * 1024)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from nanoactor.actors.config import RunnerReady
 from nanoactor.messages import Step, StepDone, StepWanted
+from nanoactor.models.limits import NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.deadline import StepDeadline
 from nanoactor.runner.pixels import PixelStore
@@ -244,9 +245,19 @@ class RunnerActor(Actor):
         self._step_seconds += 0.2 * (seconds - self._step_seconds)
         self._deadline.note(tokens, seconds)
         if self._config.rank == 0:  # the others have chosen the same
-            failed = np.flatnonzero(computed.token_ids < 0).astype(np.int32)
+            ids = computed.token_ids
+            failed = np.flatnonzero(ids == NO_TOKEN).astype(np.int32)
+            choiceless = np.flatnonzero(ids == NOTHING_ALLOWED).astype(np.int32)
             errors = [_NOT_FINITE] * len(failed)
-            done = StepDone(step, computed.token_ids, seconds, computed.begin, failed, errors)
+            done = StepDone(
+                step,
+                ids,
+                seconds,
+                began=computed.begin,
+                failed=failed,
+                errors=errors,
+                choiceless=choiceless,
+            )
             self.context.outbox("scheduler").send(done)
         self.context.track.add(self._report, step, begin, time.monotonic_ns())
 

@@ -11,8 +11,9 @@ from typing import Any
 from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits, render_limits
 from nanoactor.errors import InvalidRequest
 from nanoactor.kv.hashing import block_hashes
-from nanoactor.messages import Abort, Admit, Int32, Reject, Stopping, Submit
+from nanoactor.messages import Abort, Admit, Int32, Reject, Stopping, Submit, TokenRules
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
+from nanoactor.text.bad_words import check_choice, with_words
 from nanoactor.text.renderer import Cancelled, RenderQueue
 from nanoactor.vision.gather import ItemGathering
 from nanoactor.vision.media import ReadItem
@@ -134,6 +135,7 @@ class TokenizerActor(Actor):
         try:
             tokens, items = self._place_items(event, tokenize(event))
             stopping = self._check(tokens, event.stopping)
+            rules = self._rules(event)
         except Exception as error:  # nothing in a prompt may end the engine
             known = isinstance(error, InvalidRequest)
             reason = str(error) if known else f"the prompt cannot be tokenized: {error!r}"
@@ -156,8 +158,18 @@ class TokenizerActor(Actor):
                 stopping=stopping,
                 text_options=event.text_options,
                 items=items,
+                rules=rules,
             )
         )
+
+    def _rules(self, event: Submit) -> tuple[TokenRules, ...]:
+        """Return the rules with the ids of the bad words. Raises `InvalidRequest` where they leave
+        nothing to choose from the start."""
+        if not event.rules:
+            return ()
+        rules = with_words(event.rules[0], event.bad_words, self._encode)
+        check_choice(rules, event.stopping)
+        return (rules,)
 
     def _place_items(self, event: Submit, tokens: Int32) -> tuple[Int32, tuple[Items, ...]]:
         """Return the prompt with a token for each row of its pictures, and where they stand."""

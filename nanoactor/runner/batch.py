@@ -15,7 +15,8 @@ from nanoactor.messages import Int32, Int64, Step
 from nanoactor.models.columns import WORDS
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
-from nanoactor.runner.sampling_table import NO_ROWS, Long, SampledRows, SamplingTable
+from nanoactor.runner.ruled_rows import NO_ROWS, Long
+from nanoactor.runner.sampling_table import SampledRows, SamplingTable
 
 # To sort whole vocabularies takes 127 bytes for each logit.
 FALLBACK_AT_ONCE = 64
@@ -51,9 +52,14 @@ class StateLayout:
         return self.last_tokens + self.slots
 
     @property
+    def prompt_lengths(self) -> int:
+        """By slot: where its output begins."""
+        return self.rope_deltas + self.slots
+
+    @property
     def sampling(self) -> int:
         """Sampling parameters by slot: a column after the other, see `nanoactor.models.columns`."""
-        return self.rope_deltas + self.slots
+        return self.prompt_lengths + self.slots
 
     @property
     def rows(self) -> int:
@@ -153,6 +159,7 @@ class Update:
             words += 2 * self.prefill.tiles.shape[1]
         for part in self.fallback:
             words += 8 * len(part.slots) + 4 * len(part.masked_rows) + 64
+            words += part.rules.size if part.rules else 0
         if self.vision:
             words += 4 * len(self.vision.rows) + 64
             words += sum(2 * len(task.places) + 4 for task in self.vision.tasks)
@@ -195,8 +202,10 @@ class HostBatch:
         if len(step.admissions.slots):
             self.sampling.admit(step.admissions)
             pairs.append(self._admitted(step.admissions.slots))
-            deltas = self.layout.rope_deltas + step.admissions.slots.astype(np.int64)
-            pairs.append((deltas, step.admissions.rope_deltas.copy()))
+            new, layout = step.admissions, self.layout
+            slots = new.slots.astype(np.int64)
+            pairs.append((layout.rope_deltas + slots, new.rope_deltas.copy()))
+            pairs.append((layout.prompt_lengths + slots, new.prompt_lengths.copy()))
         if len(step.table_slots):
             pairs.append((self._table_indices(step), step.table_blocks))
         if len(step.joins) or len(step.leaves):
@@ -268,12 +277,20 @@ class HostBatch:
         rows, masking = self._fallback_decodes()
         ended = prefill.sampling.astype(np.int64) if prefill is not None else NO_ROWS
         if not len(ended) and not masking:
-            return self._parts  # most steps are such
+            return tuple(map(self._reaching, self._parts)) if self._parts else ()
         if len(ended):
             cut = self._never_fused(ended) | self.sampling.masking(ended, self.lengths[ended])
             rows = np.concatenate((np.flatnonzero(cut), rows + len(ended)))
         parts = self._sampled(np.concatenate((ended, self._decode)), rows)
-        return tuple(self.sampling.masked(part, self.lengths[part.slots]) for part in parts)
+        parts = tuple(self.sampling.masked(part, self.lengths[part.slots]) for part in parts)
+        return tuple(map(self._reaching, parts))
+
+    def _reaching(self, part: SampledRows) -> SampledRows:
+        """The rows with the length of the longest whose tokens count."""
+        if part.rules is None or not len(part.rules.penalized):
+            return part
+        longest = int(self.lengths[part.slots[part.rules.penalized]].max())
+        return dataclasses.replace(part, rules=dataclasses.replace(part.rules, longest=longest))
 
     def _sampled(self, slots: Long, rows: Long) -> tuple[SampledRows, ...]:
         """Return how these of the sampling rows' slots sample, a few at a time."""

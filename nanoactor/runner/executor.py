@@ -23,12 +23,11 @@ from nanoactor.models.batch import (
     AttentionBatch,
     KVCache,
     RowBuffers,
-    SamplingBatch,
-    SamplingGroups,
     SlotTables,
 )
 from nanoactor.models.columns import WORDS
 from nanoactor.models.device import Device, TimedEvent
+from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.runner.batch import (
     FALLBACK_AT_ONCE,
@@ -37,6 +36,7 @@ from nanoactor.runner.batch import (
     Prefill,
     Update,
 )
+from nanoactor.runner.choosing import TokenChooser
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.graphs import (
@@ -156,11 +156,20 @@ class DeviceExecutor:
             self.block_size,
         )
         self._tables.blocks[layout.dummy] = blocks
+        ids = device.zeros((blocks + dummies) * self.block_size, dtype=torch.int32)
+        self._tokens = TokenIds(ids, column(layout.prompt_lengths), self._tables)
+        self._chooser = TokenChooser(
+            model,
+            self._fused,
+            self._tokens,
+            max_num_seqs=config.max_num_seqs,
+            debug=config.debug,
+        )
         self._rows = column(layout.rows)
         self._rows.fill_(layout.dummy)
-        self._make_buffers(heads, kv_heads)
+        self._make_buffers()
 
-    def _make_buffers(self, heads: int, kv_heads: int) -> None:
+    def _make_buffers(self) -> None:
         config, device = self._config, self._device
         tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
         self._buffers = RowBuffers(
@@ -169,13 +178,8 @@ class DeviceExecutor:
             device.zeros(tokens + rows, dtype=torch.int64),
             device.zeros(rows, dtype=torch.int32),
         )
-        self._chosen = device.zeros(rows + PREFILL_ROWS, dtype=torch.int32)
         self._inputs = MixedInputs(device, self._mixed_sizes, config.pipeline_depth + 2)
         self._nothing = device.zeros(4, 1, dtype=torch.int32)[:, :0]
-        model = self._model.config
-        self._scratch = device.scratch(
-            rows + PREFILL_ROWS, heads, kv_heads, model.head_dim, model.vocab_size
-        )
         self._staging = Staging(device, config.pipeline_depth + 2)
 
     # -- memory ---------------------------------------------------------------------------
@@ -205,8 +209,9 @@ class DeviceExecutor:
         decoded, captured = self._measured(lambda: self._decode_once(decoding))
         self.warmed_up: tuple[tuple[int, float], ...] = ((tokens, prompted), (decoding, decoded))
         _, cut = self._measured(lambda: self._decode_once(decoding, top_p=0.9))
+        _, ruled = self._measured(lambda: self._decode_once(decoding, repetition_penalty=1.1))
         captured = max(captured, peak)
-        peak = max(peak * most // tokens, captured, cut)
+        peak = max(peak * most // tokens, captured, cut, ruled)
         peak += self._warm_up_encoder()  # half encoded pictures stay while prompts are computed
         if self._uses_graphs:
             peak += captured + _GRAPH_BYTES * self._count_captures()
@@ -241,8 +246,9 @@ class DeviceExecutor:
         self.launch(self.prepare(step)).wait()
         self._device.synchronize()
 
-    def _decode_once(self, rows: int, top_p: float = 1.0) -> None:
-        update = decode_update(rows, self._batch.layout.dummy, top_p, self._traits)
+    def _decode_once(self, rows: int, **sampling: float) -> None:
+        dummy, longest = self._batch.layout.dummy, self._longest
+        update = decode_update(rows, dummy, self._traits, longest, **sampling)
         self.launch(update).wait()
         self._device.synchronize()
 
@@ -285,6 +291,7 @@ class DeviceExecutor:
         device, slots = self._device, self._rows[:rows]
         buffers = self._sliced(0, rows)
         device.advance(self._tables, slots, buffers)
+        self._tokens.write(buffers.slot_mapping, buffers.token_ids)
         batch = AttentionBatch(
             buffers.slot_mapping,
             self._tables.blocks,
@@ -297,13 +304,13 @@ class DeviceExecutor:
             lengths=lengths,
         )
         hidden = self._forward(buffers, batch, buffers.positions)
-        self._choose(hidden, slots)
+        self._chooser.choose(hidden, slots)
         return hidden
 
     def _forward(
         self, buffers: RowBuffers, batch: AttentionBatch, positions: torch.Tensor
     ) -> torch.Tensor:
-        batch = self._device.plan(self._scratch, batch)
+        batch = self._device.plan(self._chooser.scratch, batch)
         forward = self._model.network.forward
         return self._device.run(forward, buffers.token_ids, positions, self._caches, batch)
 
@@ -315,12 +322,6 @@ class DeviceExecutor:
             buffers.slot_mapping[at],
             buffers.contexts[:rows],
         )
-
-    def _choose(self, hidden: torch.Tensor, slots: torch.Tensor) -> None:
-        if self._fused != "none":
-            chosen = self._chosen[: len(slots)]
-            logits = self._model.network.logits(hidden)
-            self._device.sample_rows(logits, slots, self._tables, self._scratch, chosen)
 
     # -- running --------------------------------------------------------------------------
 
@@ -374,13 +375,13 @@ class DeviceExecutor:
         prompts = len(prefill.sampling) if prefill else 0
         padded = PREFILL_ROWS if fits else prompts
         for part in fallback:
-            self._choose_fallback(update.step, hidden, part, (prompts, padded))
+            self._chooser.choose_behind(update.step, hidden, part, (prompts, padded))
         self._mark(buffers.sampled)
-        count = prompts + update.decodes
+        count, chosen = prompts + update.decodes, self._chooser.chosen
         if prompts:
-            buffers.ids[:prompts].copy_(self._chosen[:prompts], non_blocking=True)
+            buffers.ids[:prompts].copy_(chosen[:prompts], non_blocking=True)
         if update.decodes:
-            decoded = self._chosen[padded : padded + update.decodes]
+            decoded = chosen[padded : padded + update.decodes]
             buffers.ids[prompts:count].copy_(decoded, non_blocking=True)
         buffers.end.record()
         buffers.rows, buffers.encodes = count, bool(vision and vision.tasks)
@@ -399,7 +400,7 @@ class DeviceExecutor:
         if fits:
             return self._captured.mixed(fits)
         if not update.decodes:  # a step that encodes, and nothing else
-            return self._chosen[:0]
+            return self._chooser.chosen[:0]
         return self._decode_step(update)
 
     def _mark(self, event: TimedEvent) -> None:
@@ -442,6 +443,7 @@ class DeviceExecutor:
         device.locate(self._tables, prefill.slots, prefill.positions, every.slot_mapping[:first])
         buffers = self._sliced(first, rows)
         device.advance(self._tables, decodes, buffers)
+        self._tokens.write(every.slot_mapping, every.token_ids)
         batch = AttentionBatch(
             every.slot_mapping,
             self._tables.blocks,
@@ -462,30 +464,8 @@ class DeviceExecutor:
         sampling = hidden.index_select(0, prefill.ends)
         if rows:
             sampling = torch.cat((sampling, hidden[first:]))
-        self._choose(sampling, torch.cat((prefill.sampling, decodes)))
+        self._chooser.choose(sampling, torch.cat((prefill.sampling, decodes)))
         return sampling
-
-    def _choose_fallback(
-        self,
-        step: int,
-        hidden: torch.Tensor,
-        rows: tuple[torch.Tensor, torch.Tensor, SamplingGroups],
-        prompts: tuple[int, int],
-    ) -> None:
-        """Choose for rows that the fused sampler does not do; or for all, where there is none.
-
-        `prompts` are the rows that end a prompt, and as many as that is padded to.
-        """
-        index, slots, groups = rows
-        ended, padded = prompts
-        if padded > ended:
-            index = torch.where(index < ended, index, index + (padded - ended))
-        logits = self._model.network.logits(hidden.index_select(0, index))
-        chosen = self._model.sample(logits, SamplingBatch.of(self._tables, slots, groups))
-        if self._config.debug and self._config.tensor_parallel_size > 1:
-            self._model.check_agreement(step, chosen)
-        self._chosen[index] = chosen.int()
-        self._tables.last_tokens[slots] = chosen.int().clamp_min(0)
 
     def collect(self, buffers: InFlight) -> Computed:
         """Wait for a step."""

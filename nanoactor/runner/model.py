@@ -60,6 +60,10 @@ class LoadedModel:
         """Ids, int64 (rows,), from this rank's logits."""
         return self._sample(logits, batch)
 
+    def highest(self, logits: torch.Tensor) -> torch.Tensor:
+        """The highest of all ranks' logits in each row; NaN where one is."""
+        return self.group.all_gather(logits.amax(-1)).amax(0)
+
     def _spare(self) -> list[str]:
         """Weights that may be there and are not taken."""
         # Some tied checkpoints store the head nevertheless.
@@ -116,10 +120,10 @@ class LoadedModel:
     # -- memory ---------------------------------------------------------------------------
 
     def block_bytes(self) -> int:
-        """Return the bytes that one block takes in all layers."""
+        """Return the bytes that one block takes in all layers, and the ids of its tokens."""
         kv_heads = self.network.shard.kv_heads.size
         elements = 2 * self.config.num_layers * self.block_size * kv_heads * self.config.head_dim
-        return elements * self.dtype.itemsize
+        return elements * self.dtype.itemsize + 4 * self.block_size
 
     def size_cache(self, used: int, peak: int) -> int:
         """Return how many blocks the cache gets: as given, or as many as fit and can be used.

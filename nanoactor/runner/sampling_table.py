@@ -7,14 +7,14 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.messages import Admissions, Int32
+from nanoactor.messages import Admissions, Int32, TokenRules
 from nanoactor.models.columns import NEUTRAL, NOT_FUSED, WORDS, columns_of
 from nanoactor.models.limits import CANDIDATES
 from nanoactor.models.options import FusedSampling
+from nanoactor.runner.ruled_rows import NO_ROWS, Long, RuledRows
+from nanoactor.runtime.codec import copied
 
-Long = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-NO_ROWS: Long = np.empty(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class SampledRows:
     nucleus: Long
     masked_rows: Long
     masked_ids: Long
+    rules: RuledRows | None = None
+    """None where no row has any."""
 
 
 class SamplingTable:
@@ -43,6 +45,9 @@ class SamplingTable:
         self.columns = columns_of(self.words, np.float32)
         self._unmasked_from = np.zeros(max_num_seqs, np.int64)
         self._masked: dict[int, Long] = {}
+        self._rules: dict[int, TokenRules] = {}
+        self._ruled = np.zeros(max_num_seqs, np.bool_)
+        """By slot: whether it has rules of either kind, penalties included."""
 
     def admit(self, new: Admissions) -> None:
         """Take the parameters of new sequences."""
@@ -55,6 +60,18 @@ class SamplingTable:
             slots.tolist(), ends.tolist(), new.masked_counts.tolist(), strict=True
         ):
             self._masked[slot] = new.masked_ids[end - count : end].astype(np.int64)
+            self._rules.pop(slot, None)
+        for slot, rules in zip(slots[new.rule_rows].tolist(), new.rules, strict=True):
+            self._rules[slot] = copied(rules)
+        self._ruled[slots] = self._penalized(slots)
+        self._ruled[slots[new.rule_rows]] = True
+
+    def _penalized(self, slots: NDArray[np.integer]) -> Flags:
+        """Select the rows that use a column which no fused sampler reads."""
+        penalized = np.zeros(len(slots), np.bool_)
+        for name in NOT_FUSED:
+            penalized |= getattr(self.columns, name)[slots] != NEUTRAL[name]
+        return penalized
 
     def seeds(self, slots: Long) -> Long:
         """The bits of the unsigned 64-bit seeds."""
@@ -77,7 +94,13 @@ class SamplingTable:
             nucleus=np.flatnonzero(~greedy & ~few & ~unlimited & cut),
             masked_rows=NO_ROWS,
             masked_ids=NO_ROWS,
+            rules=self._rules_of(slots) if self._ruled[slots].any() else None,
         )
+
+    def _rules_of(self, slots: Long) -> RuledRows:
+        known = [(row, self._rules.get(slot)) for row, slot in enumerate(slots.tolist())]
+        found = [(row, rules) for row, rules in known if rules is not None]
+        return RuledRows.of(found, np.flatnonzero(self._penalized(slots)))
 
     def _few(self, slots: Long) -> Flags:
         """Select the rows that are cut to few candidates first."""
@@ -92,17 +115,14 @@ class SamplingTable:
         return cut | (columns.top_p[slots] < 1) | (columns.min_p[slots] > 0)
 
     def never_fused(self, slots: Long, fused: FusedSampling) -> Flags:
-        """Select the rows that a fused sampler of this kind never does, and those that use a
-        column it does not read."""
+        """Select the rows that a fused sampler of this kind never does, and those with rules."""
         if fused == "none":
             return np.ones(len(slots), np.bool_)
         drawn: Flags = self.columns.temperature[slots] > 0
+        ruled: Flags = self._ruled[slots]
         if fused == "greedy":
-            return drawn
-        fallback = self._cut(slots) & ~self._few(slots) & drawn & (fused != "every")
-        for name in NOT_FUSED:
-            fallback |= getattr(self.columns, name)[slots] != NEUTRAL[name]
-        return fallback
+            return drawn | ruled
+        return ruled | (self._cut(slots) & ~self._few(slots) & drawn & (fused != "every"))
 
     def masking(self, slots: Long, positions: Long) -> Flags:
         """Tell which of these may not sample some ids yet (`min_tokens`)."""

@@ -18,7 +18,8 @@ from nanoactor.runner.batch import BatchTraits, HostBatch
 from nanoactor.runner.config import SIMULATED, RankConfig, check_cache
 from nanoactor.runner.pixels import PixelsOf
 from nanoactor.runner.protocol import Computed
-from nanoactor.runner.sampling_table import Long, SampledRows
+from nanoactor.runner.ruled_rows import Long
+from nanoactor.runner.sampling_table import SampledRows
 
 _BLOCK_SIZE = 16
 # Knuth's multiplicative hash: tokens that look random, so that there is text to decode.

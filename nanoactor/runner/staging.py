@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from nanoactor.models.batch import SamplingGroups
 from nanoactor.models.device import Device
+from nanoactor.models.logit_rules import LogitRules
 from nanoactor.runner.batch import VisionUpdate
+from nanoactor.runner.ruled_rows import RuledRows
 from nanoactor.runner.sampling_table import SampledRows
 
 _FIRST_WORDS = 1 << 16
@@ -51,17 +53,33 @@ class Staging:
         kind = _TORCH[array.dtype.str]
         return self._there[begin:end].view(kind).view(array.shape)
 
-    def put_sampling(self, rows: SampledRows) -> tuple[torch.Tensor, torch.Tensor, SamplingGroups]:
-        """Pack how some rows sample; returns (which rows, their slots, groups)."""
+    def put_sampling(self, rows: SampledRows) -> DeviceRows:
+        """Pack how some rows sample."""
         fields = [field.name for field in dataclasses.fields(SamplingGroups)]
         groups = SamplingGroups(**{name: self.put(getattr(rows, name)) for name in fields})
-        return self.put(rows.index), self.put(rows.slots), groups
+        rules = self._put_rules(rows.rules) if rows.rules else None
+        return DeviceRows(self.put(rows.index), self.put(rows.slots), groups, rules)
+
+    def _put_rules(self, rules: RuledRows) -> LogitRules:
+        fields = [field.name for field in dataclasses.fields(LogitRules)]
+        arrays = {name: self.put(getattr(rules, name)) for name in fields if name != "longest"}
+        return LogitRules(**arrays, longest=rules.longest)
 
     def send(self) -> None:
         """Queue the copy."""
         if self._used:
             used = min(self._used, len(self._there))
             self._there[:used].copy_(self._host[self._current][:used], non_blocking=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """`SampledRows` on the device."""
+
+    index: torch.Tensor
+    slots: torch.Tensor
+    groups: SamplingGroups
+    rules: LogitRules | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

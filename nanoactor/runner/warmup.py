@@ -15,11 +15,21 @@ from nanoactor.runner.sampling_table import SampledRows, SamplingTable
 _NONE: Int32 = np.empty(0, np.int32)
 
 
-def admissions(slots: Int32, top_p: float = 1.0) -> Admissions:
-    """Sequences that sample with this top-p, and otherwise in the neutral way."""
-    sampling = np.frombuffer(pack({"top_p": top_p}) * len(slots), np.int32)
+def admissions(slots: Int32, **sampling: float) -> Admissions:
+    """Sequences that sample so, and otherwise in the neutral way."""
+    rows = np.frombuffer(pack(sampling) * len(slots), np.int32).reshape(-1, WORDS)
     whole = np.zeros(len(slots), np.int32)
-    return Admissions(slots, sampling.reshape(-1, WORDS), whole, _NONE, whole, whole)
+    return Admissions(
+        slots,
+        rows,
+        unmasked_from=whole,
+        masked_ids=_NONE,
+        masked_counts=whole,
+        rope_deltas=whole,
+        prompt_lengths=whole,
+        rule_rows=_NONE,
+        rules=(),
+    )
 
 
 def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
@@ -46,17 +56,22 @@ def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
     )
 
 
-def decode_update(rows: int, dummy: int, top_p: float, traits: BatchTraits) -> Update:
+def decode_update(
+    rows: int, dummy: int, traits: BatchTraits, longest: int, **sampling: float
+) -> Update:
     """One token for each of so many rows, all of them the dummy's, which write to places of their
-    own; `dummy` is its slot. With a top-p below 1 all are sampled without the fused sampler."""
+    own; `dummy` is its slot. With sampling parameters all are sampled behind the step, and a
+    penalty is one of `longest` tokens."""
     table, slots = SamplingTable(rows), np.arange(rows)
-    table.admit(admissions(slots.astype(np.int32), top_p))
+    table.admit(admissions(slots.astype(np.int32), **sampling))
     fallback: list[SampledRows] = []
-    if top_p < 1 or traits.fused_sampling == "none":
+    if sampling or traits.fused_sampling == "none":
         for at in range(0, rows, traits.fallback_at_once):
             part = slots[at : at + traits.fallback_at_once]
             sampled = table.rows(part, part)
-            fallback.append(dataclasses.replace(sampled, slots=np.full(len(part), dummy)))
+            rules = sampled.rules and dataclasses.replace(sampled.rules, longest=longest)
+            all_slots = np.full(len(part), dummy)
+            fallback.append(dataclasses.replace(sampled, slots=all_slots, rules=rules))
     none = np.empty(0, np.int64)
     lengths = HostSeqLens([], [], [1] * rows)
     return Update(

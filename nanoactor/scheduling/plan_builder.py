@@ -129,6 +129,9 @@ def _admissions(sequences: list[Sequence]) -> Admissions:
         masked_ids=as_int32(token for ids in masked for token in ids),
         masked_counts=as_int32(map(len, masked)),
         rope_deltas=as_int32(s.items.message.rope_delta if s.items else 0 for s in sequences),
+        prompt_lengths=as_int32(s.prompt_length for s in sequences),
+        rule_rows=as_int32(row for row, s in enumerate(sequences) if s.rules),
+        rules=tuple(rules for s in sequences for rules in s.rules),
     )
 
 

@@ -55,9 +55,13 @@ from nanoactor.vision.messages import DropPixels, ItemsFailed, ItemsReady
 from nanoactor.vision.units import NO_ENCODER, EncoderLimits
 
 _NO_FAILURES = as_int32(()), as_int32(())
-_TAINTED = (
-    "the computation of another request failed, and this one had read from the prefix cache what "
-    "that one computed; send it again"
+_TAINTED = End(
+    "failed",
+    error="the computation of another request failed, and this one had read from the prefix cache "
+    "what that one computed; send it again",
+)
+_CHOICELESS = End(
+    "error", error="allowed_token_ids, bad_words and min_tokens together leave no token to choose"
 )
 BLOCKS, TEXT, VISION = "blocks", "detokenizer", "vision.{}"
 Send = tuple[str, Any]
@@ -179,9 +183,12 @@ class Scheduler:
             if (sequence := self.live.get(uid)) is not None:
                 self._end(sequence, End("stop"))
 
-    def _fail(self, sequence: Sequence, error: str) -> None:
-        self.statistics.failed += 1
-        self._end(sequence, End("failed", error=error))
+    def _fail(self, sequence: Sequence, end: End) -> None:
+        if sequence.phase is Phase.FINISHED:
+            self.statistics.overruns += 1
+            return
+        self.statistics.failed += end.reason == "failed"
+        self._end(sequence, end)
 
     def _end(self, sequence: Sequence, end: End) -> None:
         """End a sequence, the only way there is; its results that are under way are dropped."""
@@ -391,8 +398,8 @@ class Scheduler:
         self.items.budget.complete(event.step)
         self.statistics.device_seconds += event.seconds
         tokens, failed = event.token_ids.copy(), _NO_FAILURES
-        if len(event.failed):
-            done, tokens, failed = self._drop_failed(done, tokens, event)
+        if len(event.failed) or len(event.choiceless):
+            done, tokens, failed = self._drop_rows(done, tokens, event)
         slots, tokens, candidates = self._output.take(done, tokens)
         for sequence in candidates:
             if (end := sequence.end_reached()) is not None:
@@ -412,10 +419,10 @@ class Scheduler:
             )
         return due
 
-    def _drop_failed(
+    def _drop_rows(
         self, done: PlannedStep, tokens: Int32, event: StepDone
     ) -> tuple[PlannedStep, Int32, tuple[Int32, Int32]]:
-        """Fail the sequences whose rows failed.
+        """End the sequences whose rows have no token.
 
         Returns what is left of the step and of its tokens, and the failing rows' (slots,
         positions), from which on what they computed is bad.
@@ -426,13 +433,12 @@ class Scheduler:
             rows.append((sequence, slot, sequence.length - 1))
         failed = [rows[row] for row in event.failed.tolist()]
         for (sequence, _, _), error in zip(failed, event.errors, strict=True):
-            if sequence.phase is Phase.FINISHED:
-                self.statistics.overruns += 1
-            else:
-                self._fail(sequence, error)
-        self._unsettled += 1
+            self._fail(sequence, End("failed", error=error))
+        for row in event.choiceless.tolist():
+            self._fail(rows[row][0], _CHOICELESS)
+        self._unsettled += bool(failed)
         kept = np.ones(len(tokens), np.bool_)
-        kept[event.failed] = False
+        kept[event.failed] = kept[event.choiceless] = False
         rest = PlannedStep(
             done.step,
             [chunk for chunk, keep in zip(last, kept, strict=False) if keep],

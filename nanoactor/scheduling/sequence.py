@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.messages import Admit, Int32, Stopping
+from nanoactor.messages import Admit, Int32, Stopping, TokenRules
+from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.items import SequenceItems
 from nanoactor.scheduling.table import RunningTable
 from nanoactor.vision.units import EncoderLimits
@@ -55,6 +56,7 @@ class Sequence:
     hashes: NDArray[np.uint8]
     sampling: bytes
     stopping: Stopping
+    rules: tuple[TokenRules, ...] = ()
     phase: Phase = Phase.WAITING
     slot: int = -1
     shared: int = 0
@@ -101,6 +103,7 @@ class Sequence:
             hashes=event.hashes.copy(),
             sampling=event.sampling,
             stopping=event.stopping,
+            rules=tuple(map(copied, event.rules)),
             items=SequenceItems.of(event.items[0], limits) if event.items else None,
         )
 

@@ -29,6 +29,24 @@ BAD_PARAMS = {
     "temperature": [NAN, INF, -INF, -0.1, 10001, 10**400, "1", True, [1.0]],
     "top_p": [NAN, INF, 0, 0.0, -0.5, 1.01, "0.9", True],
     "min_p": [NAN, -0.01, 1.01, "0", False],
+    "presence_penalty": [NAN, -2.01, 2.01, "1", True],
+    "frequency_penalty": [NAN, -2.01, 2.01, "1", True],
+    "repetition_penalty": [NAN, INF, 0, -1.0, 101, "1", True],
+    "logit_bias": [
+        [(1, 1.0)],
+        {-1: 1.0},
+        {"a": 1.0},
+        {"-1": 1.0},
+        {1.5: 1.0},
+        {True: 1.0},
+        {1: 101},
+        {1: NAN},
+        {1: "1"},
+        {1: None},
+        dict.fromkeys(range(1025), 1.0),
+    ],
+    "allowed_token_ids": [[], 5, "12", [-1], [1.0], [True], [None], [2**31], [[1]], [1] * 1025],
+    "bad_words": ["a", [""], [" "], [1], [None], b"ab", 5, ["a" * 257], ["a"] * 129, ["\ud800"]],
     "top_k": [-2, 1.0, NAN, "5", True, 2**31],
     "seed": [-1, 2**64, 0.5, "1", True],
     "max_tokens": [0, -1, 1.0, INF, "9", True, 2**64],
@@ -78,6 +96,9 @@ def test_min_tokens_above_max_tokens_names_both():
     [
         dict(temperature=0, top_p=1, min_p=0, top_k=-1, seed=0, max_tokens=1, min_tokens=1),
         dict(temperature=1e4, top_p=1e-3, min_p=1.0, top_k=0, seed=2**64 - 1, min_tokens=0),
+        dict(presence_penalty=-2, frequency_penalty=2.0, repetition_penalty=0.01),
+        dict(logit_bias={0: -100.0, 2**31 - 1: 100.0}, allowed_token_ids=(0, 2**31 - 1)),
+        dict(bad_words=("a" * 256,) * 128),
         dict(ignore_eos=True, include_stop_str_in_output=True, skip_special_tokens=False),
         dict(output_kind=RequestOutputKind.DELTA, max_tokens=2**31 - 1, top_k=2**31 - 1),
     ],
@@ -94,6 +115,8 @@ def test_stops_are_brought_into_one_form():
     assert SamplingParams(stop=(s for s in "ab")).stop == ("a", "b")
     assert SamplingParams().stop_token_ids == ()
     assert SamplingParams(stop_token_ids=[0, 2**31 - 1]).stop_token_ids == (0, 2**31 - 1)
+    assert SamplingParams(logit_bias={"7": 1}).logit_bias == {7: 1.0}  # as JSON has them
+    assert SamplingParams(allowed_token_ids=[5, 3, 5]).allowed_token_ids == (3, 5)
 
 
 def test_sampling_parameters_are_frozen_and_hashable():
@@ -382,15 +405,20 @@ def test_defaults_come_from_the_generation_configuration(tmp_path):
         return read_model_files(EngineConfig(str(path)))
 
     files = read({"temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "eos_token_id": [4]})
-    assert files.defaults == {"temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1}
+    penalties = dict(presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+    given = {"temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1}
+    assert files.defaults == {**given, **penalties}
     assert (files.eos_token_ids, files.ignored) == ((4,), ())
-    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **penalties}
     assert read({}).defaults == neutral
     assert read({"temperature": None, "top_k": None}).defaults == neutral
     assert read({}).eos_token_ids == (2,)
     greedy = read({"do_sample": False, "temperature": 0.7, "top_k": 3}).defaults
     assert greedy == {**neutral, "temperature": 0.0}
-    assert read({"repetition_penalty": 1.1}).ignored == ("repetition_penalty",)
+    assert read({"no_repeat_ngram_size": 3}).ignored == ("no_repeat_ngram_size",)
+    repeats = read({"do_sample": False, "repetition_penalty": 1.1})
+    assert repeats.defaults == {**neutral, "temperature": 0.0, "repetition_penalty": 1.1}
+    assert repeats.ignored == ()
     file.unlink()
     assert read_model_files(EngineConfig(str(path))).defaults == neutral
 

@@ -24,11 +24,20 @@ from nanoactor.messages import (
     Stopping,
     Submit,
     TextOptions,
+    TokenRules,
     Tokens,
 )
 from nanoactor.model_files import max_prompt_bytes, read_model_files
 from nanoactor.models import columns
-from nanoactor.params import MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from nanoactor.params import (
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_RULED_IDS,
+    MAX_STOP_IDS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+)
 from nanoactor.runtime.codec import encode
 from nanoactor.text.detokenizer import Detokenizer
 from nanoactor.topology import engine_topology
@@ -49,16 +58,22 @@ def worst_messages(config, files):
     sampling = columns.pack({"seed": 2**64 - 1})
     eos = tuple(range(2**30, 2**30 + len(files.eos_token_ids)))
     stopping = Stopping(1, 1, eos, tuple(range(2**30, 2**30 + MAX_STOP_IDS)))
+    ids, spellings = i32(MAX_RULED_IDS), 2 * MAX_BAD_WORDS
+    words = i32(spellings * MAX_BAD_WORD_TOKENS)
+    rules = TokenRules(ids, ids, ids.astype(np.float32), words, i32(spellings))
+    bad_words = ("\U0001f600" * MAX_BAD_WORD_LENGTH,) * MAX_BAD_WORDS
     masked = i32(seqs * (MAX_STOP_IDS + len(eos)))
     rows = i32(seqs)
-    admissions = Admissions(rows, i32(seqs, columns.WORDS), rows, masked, rows, rows)
+    admissions = Admissions(
+        rows, i32(seqs, columns.WORDS), rows, masked, rows, rows, rows, rows, (rules,) * seqs
+    )
     flags = np.zeros(seqs, np.bool_)
     text = "x" * max_prompt_bytes(files)
     longs = np.zeros(seqs, np.int64)
     submit = (0, 0, None, text, text, i32(0), 0, sampling, stopping, options)
-    yield "frontend", "tokenizer.0", Submit(*submit)
+    yield "frontend", "tokenizer.0", Submit(*submit, rules=(rules,), bad_words=bad_words)
     admit = (0, 0, i32(length), length, hashes, 0, sampling, stopping, options)
-    yield "tokenizer.0", "scheduler", Admit(*admit)
+    yield "tokenizer.0", "scheduler", Admit(*admit, rules=(rules,))
     yield "scheduler", "blocks", Match(0, 0, i32(length), hashes, blocks)
     yield "scheduler", "blocks", Plan(1, rows, rows, rows, flags, rows, rows, rows, admissions)
     yield "scheduler", "blocks", SampledTokens(1, rows, rows, rows, rows)
@@ -66,7 +81,7 @@ def worst_messages(config, files):
     stamped = Step(1, rows, rows, rows, flags, i32(step), rows, rows, *tables, admissions)
     yield "blocks", "runners", stamped
     yield "blocks", "scheduler", Credits(longs, rows, rows, rows, rows, (), 1, longs)
-    yield "runner.0", "scheduler", StepDone(1, rows, 0.0, 0, rows, ["e" * 100] * len(rows))
+    yield "runner.0", "scheduler", StepDone(1, rows, 0.0, 0, rows, ["e" * 100] * len(rows), rows)
     yield "scheduler", "detokenizer", Open(0, i32(length), length, options)
     yield "scheduler", "detokenizer", Tokens(1, longs, rows, rows, ())
     yield "detokenizer", "scheduler", Stop(np.zeros(config.max_waiting_requests, np.int64))

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from nanoactor.models.batch import AttentionBatch, SamplingBatch, SamplingGroups
-from nanoactor.models.columns import columns_of, pack
+from nanoactor.models.columns import WORDS, columns_of, pack
 from nanoactor.models.limits import CANDIDATES
 from nanoactor.models.seq_lens import HostSeqLens
 
@@ -53,8 +53,9 @@ def kind_of(row):
 
 def words_of(rows):
     """int32 (columns.WORDS, rows) of dictionaries of parameters; what is missing is neutral."""
-    packed = [np.frombuffer(pack(row), np.int32) for row in rows]
-    return torch.from_numpy(np.stack(packed, 1)) if rows else torch.zeros(6, 0, dtype=torch.int32)
+    if not rows:
+        return torch.zeros(WORDS, 0, dtype=torch.int32)
+    return torch.from_numpy(np.stack([np.frombuffer(pack(row), np.int32) for row in rows], 1))
 
 
 def sampling_batch(rows, positions, masked=(), kinds=None, device="cpu"):

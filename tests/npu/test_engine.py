@@ -75,12 +75,15 @@ def wide(tmp_path_factory):
 
 
 def kinds(number, tokens):
-    """Greedy, drawn from everything, cut by the operator and cut by our own formulas."""
+    """Greedy, drawn from everything, cut by the operator and cut by our own formulas, and under the
+    request's own rules."""
     kind = [None, dict(), dict(top_k=20, top_p=0.9), dict(top_p=0.8, min_p=0.02), dict(top_k=200)]
-    if kind[number % 5] is None:
+    kind.append(dict(repetition_penalty=1.3, frequency_penalty=0.7, logit_bias={7: 3.0}))
+    chosen = kind[number % len(kind)]
+    if chosen is None:
         return greedy(tokens)
     return SamplingParams(
-        temperature=0.9, seed=number, max_tokens=tokens, ignore_eos=True, **kind[number % 5]
+        temperature=0.9, seed=number, max_tokens=tokens, ignore_eos=True, **chosen
     )
 
 

@@ -93,7 +93,8 @@ class Runner:
         assert at == len(step.token_ids)
         for slot in sorted(self.decoding):
             tokens += self.row(slot, self.lengths[slot], [self.next_token[slot]], True)
-        return StepDone(step.step, np.array(tokens, np.int32), 0.001, 0, np.zeros(0, np.int32), [])
+        none = np.zeros(0, np.int32)
+        return StepDone(step.step, np.array(tokens, np.int32), 0.001, 0, none, [], none)
 
     def update_tables(self, step):
         at = 0

@@ -351,6 +351,7 @@ def test_a_result_that_was_not_due_tells_the_story_of_its_sequences():
     simulation.request([1, 2, 3], max_tokens=5, stop_ids=())
     while not simulation.edges["done"]:
         simulation.step()
-    wrong = StepDone(1, np.zeros(2, np.int32), 0.0, 0, np.zeros(0, np.int32), [])
+    none = np.zeros(0, np.int32)
+    wrong = StepDone(1, np.zeros(2, np.int32), 0.0, 0, none, [], none)
     with pytest.raises(ProtocolBug, match=r"was due with 1: request 0 \(running, slot 0\)"):
         simulation.scheduler.handle(wrong)

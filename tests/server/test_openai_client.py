@@ -163,6 +163,11 @@ def test_the_usual_extensions_are_honoured(client, expected):
         dict(min_p=0.6),
         dict(skip_special_tokens=False),
         dict(stop=["th"], include_stop_str_in_output=True),
+        dict(presence_penalty=1.5, frequency_penalty=0.5),
+        dict(repetition_penalty=1.3),
+        dict(logit_bias={"300": 20}),
+        dict(allowed_token_ids=[40, 41, 300]),
+        dict(bad_words=["the", "I", "and"]),
     ):
         values = {"max_tokens": 150, "seed": 4, "temperature": 1.5, "ignore_eos": True, **one}
         prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -260,9 +265,12 @@ REFUSED = {
     "n": 2,
     "logprobs": True,
     "top_logprobs": 3,
-    "logit_bias": {"5": 1},
-    "presence_penalty": 0.5,
-    "frequency_penalty": -1,
+    "logit_bias": {"5": 101},
+    "presence_penalty": 2.5,
+    "frequency_penalty": -3,
+    "repetition_penalty": 0,
+    "allowed_token_ids": [],
+    "bad_words": [""],
     "response_format": {"type": "json_object"},
     "modalities": ["audio"],
     "tool_choice": "required",

@@ -14,7 +14,7 @@ import numpy as np
 
 from nanoactor.actors.config import ENCODER_PAGE_ROWS, RunnerReady
 from nanoactor.actors.runner import RunnerActor
-from nanoactor.models.limits import NO_TOKEN
+from nanoactor.models.limits import NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.protocol import Computed
 from nanoactor.runtime.actor import Actor, Context
@@ -203,7 +203,7 @@ class SimulatedRunner(RunnerActor):
         assert context < answer.limit, f"{who}: nothing may follow its last token"
         assert (places[begin:] == mapping).all(), f"{who}: written where they are not read"
         read = self.kv[places[:begin]]
-        spoilt = bool((read == SPOILT).any())
+        spoilt = bool((read == SPOILT).any() or (ids == NOTHING_ALLOWED).any())
         expected = np.array(answer.tokens[begin:context])
         assert spoilt or (ids == expected).all(), f"{who}: tokens {ids} where {expected} were due"
         wrong = np.flatnonzero((read != answer.states[:begin]) & (read != SPOILT))
@@ -234,4 +234,6 @@ class SimulatedRunner(RunnerActor):
         token = oracle.token_after(uid, end)
         if oracle.fails(uid, end):
             return NO_TOKEN
+        if oracle.is_choiceless(uid, end):
+            return NOTHING_ALLOWED
         return (token + 1) % VOCABULARY if uid in self._spoilt else token

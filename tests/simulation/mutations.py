@@ -38,6 +38,7 @@ DETOKENIZER = "nanoactor.text.detokenizer"
 FRONTEND = "nanoactor.actors.frontend"
 BLOCKS = "nanoactor.actors.blocks"
 BATCH = "nanoactor.runner.batch"
+TABLE_OF_RULES = "nanoactor.runner.sampling_table"
 ITEMS = "nanoactor.scheduling.items"
 KEPT = "nanoactor.kv.items"
 ENCODER = "nanoactor.kv.encoder_cache"
@@ -271,6 +272,36 @@ MUTATIONS = [
         "if True:",
     ),
     Mutation(
+        "the rules of a slot's last request stay",
+        TABLE_OF_RULES,
+        "            self._rules.pop(slot, None)\n",
+        "",
+    ),
+    Mutation(
+        "a request without a choice goes on",
+        SCHEDULER,
+        "        for row in event.choiceless.tolist():\n",
+        "        for row in []:\n",
+    ),
+    Mutation(
+        "what a request without a choice computed is not trusted",
+        SCHEDULER,
+        "self._unsettled += bool(failed)",
+        "self._unsettled += 1",
+    ),
+    Mutation(
+        "a preempted request comes back without its rules",
+        PLAN_BUILDER,
+        "rules=tuple(rules for s in sequences for rules in s.rules)",
+        "rules=tuple(rules for s in sequences for rules in s.rules if not s.preemptions)",
+    ),
+    Mutation(
+        "output is thought to begin where a preempted request comes back",
+        PLAN_BUILDER,
+        "prompt_lengths=as_int32(s.prompt_length for s in sequences)",
+        "prompt_lengths=as_int32(s.length for s in sequences)",
+    ),
+    Mutation(
         "a request begins anew with each chunk of its prompt",
         PLAN_BUILDER,
         "if chunk.sequence.began < 0:",
@@ -382,7 +413,7 @@ MUTATIONS = [
     Mutation(
         "a failing row's token is taken",
         SCHEDULER,
-        "        if len(event.failed):\n            done",
+        "        if len(event.failed) or len(event.choiceless):\n            done",
         "        if False:\n            done",
     ),
     Mutation(

@@ -28,7 +28,7 @@ from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.vision.messages import VisionStep
 from tests.simulation.device import SPOILT
 from tests.simulation.reference import Answer, answer, cut_by_text, true_blocks
-from tests.simulation.scenario import sampling_of
+from tests.simulation.scenario import rules_of, sampling_of
 from tests.simulation.stories import Stories
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class Oracle:
         self._wanted = 0
         self._steps_before = 0
         self._failed: dict[int, int] = {}
+        self._choiceless: dict[int, int] = {}
         """By request: the first position at which its logits were not finite."""
 
     def attach(self) -> None:
@@ -218,6 +219,16 @@ class Oracle:
         self._failed.setdefault(uid, position)
         return True
 
+    def is_choiceless(self, uid: int, position: int) -> bool:
+        """Whether the request's rules leave it no token after so many."""
+        if not self._scenario.choiceless or not rules_of(self.positions[uid]):
+            return False
+        name = f"{self._scenario.seed} {self.positions[uid]} {position} choiceless"
+        if random.Random(name).random() >= self._scenario.choiceless:
+            return False
+        self._choiceless.setdefault(uid, position)
+        return True
+
     def masked(self, uid: int, position: int) -> list[int]:
         """The tokens that must not be sampled for a position: ends before `min_tokens`."""
         ask = self._scenario.asks[self.positions[uid]]
@@ -267,6 +278,9 @@ class Oracle:
             answer = self.answers[by_slot[slot]]
             assert answer is not None
             assert told == (answer.prompt_length + ask.min_tokens, *ids)
+            assert new.prompt_lengths[row] == answer.prompt_length
+            rules = [r for at, r in zip(new.rule_rows, new.rules, strict=True) if at == row]
+            assert list(map(str, rules)) == list(map(str, rules_of(position)))
             self._introduced[slot], masked = by_slot[slot], ends
         assert masked == len(new.masked_ids)
         for slot, uid in by_slot.items():
@@ -535,12 +549,10 @@ class Oracle:
         if terminal.reason == "failed":
             self._check_failed(terminal, ids, text, expected)
             return
-        failed_at = self._failed.get(terminal.uid)
-        if failed_at is not None and terminal.reason != "abort":
-            assert expected is not None
-            assert failed_at >= expected.prompt_length + len(expected.output), (
-                f"{who} was told nothing of its failure at {failed_at}"
-            )
+        if terminal.reason == "error" and expected is not None:
+            self._check_choiceless(terminal, ids, text, expected)
+            return
+        self._check_nothing_hidden(terminal, expected)
         if not self._preemptions[terminal.uid] and terminal.reason != "abort":
             assert terminal.cached_tokens == self._first_hit.get(terminal.uid, 0), who
         assert terminal.reason == "abort" or terminal.uid not in self._must_abort, who
@@ -565,6 +577,15 @@ class Oracle:
         assert text == expected.text, f"{who}: {text!r} where {expected.text!r} was due"
         assert (terminal.reason, terminal.stop_reason) == (expected.reason, expected.stop_reason)
 
+    def _check_nothing_hidden(self, terminal: Terminal, expected: Answer | None) -> None:
+        """A row without a token lay past the request's end, if there was one."""
+        for at in (self._failed.get(terminal.uid), self._choiceless.get(terminal.uid)):
+            if at is not None and terminal.reason != "abort":
+                assert expected is not None
+                assert at >= expected.prompt_length + len(expected.output), (
+                    f"request {terminal.uid} was told nothing of its row at {at}"
+                )
+
     def _check_failed(
         self, terminal: Terminal, ids: list[int], text: str, expected: Answer | None
     ) -> None:
@@ -579,6 +600,19 @@ class Oracle:
         assert tuple(ids) == expected.output[: len(ids)], f"{who}: {ids}, not {expected.output}"
         ask = self._scenario.asks[self.positions[terminal.uid]]
         assert cut_by_text(ask, ids, hide_last=False)[1].startswith(text), who
+
+    def _check_choiceless(
+        self, terminal: Terminal, ids: list[int], text: str, expected: Answer
+    ) -> None:
+        """Its rules left it nothing; what it was told before is right, and all of it was told."""
+        who = f"request {terminal.uid}"
+        assert terminal.uid in self._choiceless, f"{who}: {terminal.error}"
+        assert "leave no token to choose" in terminal.error, who
+        assert len(ids) == self._choiceless[terminal.uid] - expected.prompt_length, who
+        assert tuple(ids) == expected.output[: len(ids)], f"{who}: {ids}, not {expected.output}"
+        ask = self._scenario.asks[self.positions[terminal.uid]]
+        assert text == cut_by_text(ask, ids, hide_last=False)[1], who
+        self.counts["choiceless"] += 1
 
     def _check_nothing_spoilt(self) -> None:
         """Whatever is still in the prefix index can be read."""

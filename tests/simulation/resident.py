@@ -11,6 +11,7 @@ from nanoactor.models.columns import columns_of
 from nanoactor.models.limits import CANDIDATES
 from nanoactor.runner.batch import BatchTraits, HostBatch, Prefill, Update, VisionUpdate
 from nanoactor.runner.pixels import with_vision
+from tests.simulation.scenario import rules_of
 
 _TOKENS_PER_PROGRAM = 3
 
@@ -130,8 +131,11 @@ class ResidentState:
             words += sum(array.size for array in arrays) + prefill.tiles.size
             words += 2 * len(prefill.ends)
         for part in update.fallback:
-            words += sum(getattr(part, name).nbytes // 4 for name in part.__dataclass_fields__)
-        return words + 3 * (2 + 7 + 9 * len(update.fallback))  # each is aligned to 4 words
+            for fields in filter(None, (part, part.rules)):
+                values = [getattr(fields, name) for name in fields.__dataclass_fields__]
+                arrays = [value for value in values if isinstance(value, np.ndarray)]
+                words += sum(array.nbytes // 4 + 3 for array in arrays)
+        return words + 3 * (2 + 7)  # each is aligned to 4 words
 
     def _column(self, start: int) -> Any:
         return self._state[start : start + self._layout.slots]
@@ -189,7 +193,7 @@ class ResidentState:
         assert [i for part in plain.fallback for i in part.index] == [*range(len(slots))]
         assert set(self._masked(update)) == set(masked)
         columns = self._columns
-        fallback = {row for row, _ in masked}
+        fallback = {row for row, _ in masked} | self._check_rules(plain, slots)
         greedy = set()
         for row, slot in enumerate(slots):
             if columns.temperature[slot] == 0:
@@ -205,6 +209,23 @@ class ResidentState:
             groups = (part.greedy, part.plain, part.limited, part.unlimited, part.nucleus)
             assert sorted(np.concatenate(groups)) == [*range(len(part.slots))]
         return masked
+
+    def _check_rules(self, plain: Update, slots: list[int]) -> set[int]:
+        """Every row has the rules of its own request, whose seed is its position. Returns the rows
+        that have any."""
+        due = set()
+        for row, slot in enumerate(slots):
+            for rules in rules_of(int(self._columns.seed[0, slot])):
+                biases = zip(rules.bias_ids.tolist(), rules.biases.tolist(), strict=True)
+                due |= {(row, *pair) for pair in biases}
+        found = set()
+        for part in plain.fallback:
+            if part.rules is not None:
+                pairs = (part.rules.biased_ids.tolist(), part.rules.biases.tolist())
+                rows = part.index[part.rules.biased_rows].tolist()
+                found |= {*zip(rows, *pairs, strict=True)}
+        assert found == due
+        return {row for row, *_ in due}
 
     def _masked(self, update: Update) -> list[tuple[int, int]]:
         return [

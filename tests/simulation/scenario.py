@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import numpy as np
+
+from nanoactor.messages import TokenRules
 from nanoactor.models.columns import pack
 
 VOCABULARY = 50
@@ -25,6 +28,14 @@ _WAYS: tuple[dict[str, float], ...] = (
 def sampling_of(position: int) -> bytes:
     """The columns of the request that is asked at this position; its seed tells whose they are."""
     return pack({**_WAYS[position % len(_WAYS)], "seed": position})
+
+
+def rules_of(position: int) -> tuple[TokenRules, ...]:
+    """The rules of the same request; every third has some, of ids that tell whose they are."""
+    if position % 3:
+        return ()
+    ids = np.array([position, position + 1], np.int32)
+    return (TokenRules(ids + VOCABULARY, ids, ids.astype(np.float32), ids[:0], ids[:0]),)
 
 
 IMAGE, VIDEO, START, END = range(VOCABULARY, VOCABULARY + 4)
@@ -129,6 +140,8 @@ class Scenario:
     """Mean time to decode a picture, in steps."""
     failures: float = 0.0
     """How likely a row's logits are not finite."""
+    choiceless: float = 0.0
+    """How likely a request's rules leave a row no token."""
     wire: bool = False
     """Whether messages travel as bytes, overwritten as soon as they were handled."""
 
@@ -214,6 +227,7 @@ def draw(seed: int) -> Scenario:
         wire=rng.random() < 0.15,
         # Of a generator of its own: what it draws changes nothing else of a seed.
         failures=random.Random(f"{seed} failures").choice([0, 0, 0, 0, 0.01, 0.05]),
+        choiceless=random.Random(f"{seed} choiceless").choice([0, 0, 0, 0.02]),
     )
     scenario = dataclasses.replace(scenario, asks=_draw_asks(rng, scenario, traffic))
     return _with_pictures(random.Random(f"{seed} pictures"), scenario)

@@ -34,7 +34,7 @@ EXPECTED = dict(
     preemptions=1_000,
     refused=500,
 )
-EXPECTED |= {"sat out": 1_000, "aborts that overtook": 1_000, "stop strings": 500}
+EXPECTED |= {"sat out": 1_000, "aborts that overtook": 1_000, "stop strings": 500, "choiceless": 20}
 
 
 def play_on_every_core(first: int, tokens: int) -> Counter:

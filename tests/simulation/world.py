@@ -36,7 +36,7 @@ from nanoactor.topology import engine_topology
 from tests.simulation.device import SimulatedRunner
 from tests.simulation.oracle import Oracle
 from tests.simulation.reference import SALT, LetterDecoders
-from tests.simulation.scenario import VOCABULARY, Ask, Scenario, sampling_of
+from tests.simulation.scenario import VOCABULARY, Ask, Scenario, rules_of, sampling_of
 from tests.simulation.vision import IMAGES, Letters, SimulatedVision, media_of, vision_config
 
 M = TypeVar("M")
@@ -255,6 +255,7 @@ class World:
                 stopping,
                 options,
                 tuple(one.times for one in media),
+                rules_of(position),
             )
             return Entry(str(uid), submit, RequestOutputKind.CUMULATIVE, media)
 

@@ -1,0 +1,76 @@
+"""The choice of the next tokens: in the captured step where the device has a sampler for it, behind
+the step for all other rows."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.batch import SamplingBatch, SlotTables
+from nanoactor.models.limits import NO_TOKEN, NOTHING_ALLOWED
+from nanoactor.models.logit_rules import TokenIds, apply_rules
+from nanoactor.models.options import FusedSampling
+from nanoactor.runner.graphs import PREFILL_ROWS
+from nanoactor.runner.model import LoadedModel
+from nanoactor.runner.staging import DeviceRows
+
+
+class TokenChooser:
+    """One rank's: its buffers belong to one set of tables."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        fused: FusedSampling,
+        tokens: TokenIds,
+        *,
+        max_num_seqs: int,
+        debug: bool,
+    ) -> None:
+        """With `debug` ranks compare what they have chosen."""
+        device, config = model.device, model.config
+        self._model, self._device, self._fused = model, device, fused
+        self._compares = debug and model.group.size > 1
+        self._tokens = tokens
+        self._tables: SlotTables = tokens.tables
+        rows = max_num_seqs + PREFILL_ROWS
+        self.chosen = device.zeros(rows, dtype=torch.int32)
+        """By row of the step's logits."""
+        heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
+        self.scratch = device.scratch(rows, heads, kv_heads, config.head_dim, config.vocab_size)
+        """The kernels' memory."""
+
+    def choose(self, hidden: torch.Tensor, slots: torch.Tensor) -> None:
+        """Choose for all rows that the fused sampler does; part of a captured step."""
+        if self._fused != "none":
+            chosen = self.chosen[: len(slots)]
+            logits = self._model.network.logits(hidden)
+            self._device.sample_rows(logits, slots, self._tables, self.scratch, chosen)
+
+    def choose_behind(
+        self, step: int, hidden: torch.Tensor, rows: DeviceRows, prompts: tuple[int, int]
+    ) -> None:
+        """Choose for rows that the fused sampler does not do; or for all, where there is none.
+
+        `prompts` are the rows that end a prompt, and as many as that is padded to.
+        """
+        index, slots = rows.index, rows.slots
+        ended, padded = prompts
+        if padded > ended:
+            index = torch.where(index < ended, index, index + (padded - ended))
+        logits = self._model.network.logits(hidden.index_select(0, index))
+        chosen = self._sample(logits, rows)
+        if self._compares:
+            self._model.check_agreement(step, chosen)
+        self.chosen[index] = chosen.int()
+        self._tables.last_tokens[slots] = chosen.int().clamp_min(0)
+
+    def _sample(self, logits: torch.Tensor, rows: DeviceRows) -> torch.Tensor:
+        """The chosen ids, int64 (rows,), under the rows' rules."""
+        batch, rules = SamplingBatch.of(self._tables, rows.slots, rows.groups), rows.rules
+        if rules is None:
+            return self._model.sample(logits, batch)
+        sound = self._model.highest(logits).isfinite()
+        start = self._model.network.shard.vocabulary.start
+        ruled = apply_rules(logits, rules, batch.sampling, rows.slots, self._tokens, start)
+        chosen = self._model.sample(ruled, batch)
+        return torch.where((chosen == NO_TOKEN) & sound, NOTHING_ALLOWED, chosen)

@@ -1,0 +1,51 @@
+"""Bad words as token ids, and whether a request's rules leave it anything to say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.messages import Stopping, TokenRules
+from nanoactor.params import MAX_BAD_WORD_TOKENS
+
+
+def with_words(
+    rules: TokenRules, words: Sequence[str], encode: Callable[[str], list[int]]
+) -> TokenRules:
+    """Return the rules with the ids of bad words, as they are and behind a space: tokenizers tell
+    the start of a word from its middle. Raises `InvalidRequest` for one of too many tokens."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip()):
+            ids = tuple(encode(text))
+            if len(ids) > MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest(
+                    f"the bad word {word!r:.60} has {len(ids)} tokens, at most "
+                    f"{MAX_BAD_WORD_TOKENS} are possible"
+                )
+            if ids:
+                found[ids] = None
+    return dataclasses.replace(
+        rules,
+        word_ids=np.array([token for ids in found for token in ids], np.int32),
+        word_lengths=np.array([len(ids) for ids in found], np.int32),
+    )
+
+
+def check_choice(rules: TokenRules, stopping: Stopping) -> None:
+    """Raise `InvalidRequest` where nothing is allowed at the first token already."""
+    left = set(rules.allowed_ids.tolist())
+    if not left:
+        return
+    ends = np.cumsum(rules.word_lengths)
+    banned = set(rules.word_ids[ends[rules.word_lengths == 1] - 1].tolist())
+    if stopping.min_tokens:
+        banned |= {*stopping.eos_ids, *stopping.stop_ids}
+    if left <= banned:
+        raise InvalidRequest(
+            "allowed_token_ids, bad_words and min_tokens together leave no token to choose: each "
+            "of the allowed ids is a bad word, or would end the output before min_tokens"
+        )
