@@ -10,7 +10,8 @@ ATTENTION_LAYOUTS = ("tnd", "bnsd")
 WEIGHT_FORMATS = ("nd", "nz")
 FusedSampling = Literal["every", "all", "greedy", "none"]
 """For which rows a device's `sample_rows` chooses, but for those with masked ids: for every row,
-for all but those cut from more than `limits.CANDIDATES`, for greedy ones alone, or for none."""
+for all but those with a top-k of more than `limits.CANDIDATES`, for greedy ones alone, or for
+none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

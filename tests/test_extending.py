@@ -53,7 +53,7 @@ def test_a_sampling_parameter_touches_four_files_and_the_fused_samplers_that_sha
     fused = {path for path in listed("A sampling parameter") if path not in NEEDED}
     assert listed("A sampling parameter") - fused == NEEDED
     assert all(path.rpartition("/")[2].endswith("sampling.py") for path in fused)
-    assert len(fused) <= 3
+    assert len(fused) <= 4  # NVIDIA GPUs have two, one for rows with a top-k
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w/]+\.py)`", DOC))))

@@ -1,8 +1,8 @@
-"""Sampling in passes: maxima of groups, perturbed maxima, the winner; then rows with a top-k.
+"""Sampling in passes: maxima of groups, perturbed maxima, the winner; then rows with a top-k, and
+those with a top-p or a min-p alone.
 
 The numbers are those of `nanoactor.models.sampling`: the same Philox words, the same scores, ties
-to the lower id. Rows with top-p or min-p alone, a top-k of hundreds or masked logits are sampled
-there.
+to the lower id. Rows with a top-k of hundreds or masked logits are sampled there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton.language as tl
 
 from nanoactor.models import limits
 from nanoactor.models.batch import SlotTables
+from nanoactor.models.kernels.nucleus_sampling import sample_nucleus
 from nanoactor.models.kernels.philox import gumbel_of_part
 from nanoactor.models.kernels.truncated_sampling import GROUP, room, sample_truncated
 
@@ -117,6 +118,7 @@ def sample_rows(
         num_warps=1,
     )
     sample_truncated(logits, slots, tables, partials.group_maxima, partials.truncating, chosen)
+    sample_nucleus(logits, slots, tables, partials.highest, chosen)
 
 
 @triton.jit

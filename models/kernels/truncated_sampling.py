@@ -74,7 +74,7 @@ def sample_truncated(
 
 
 @triton.jit
-def _sort_keys(scores, ids):
+def sort_keys(scores, ids):
     """Numbers whose order is that of the scores, equal ones by descending id."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
@@ -93,7 +93,7 @@ def _keys_of(
     there = (index < count)[:, None] & (ids < vocabulary)
     value = tl.load(logits + ids, mask=there, other=float("-inf")).to(tl.float32)
     value = tl.where(value == value, value, float("-inf"))
-    keys = _sort_keys(tl.div_rn(value - top, temperature), ids)
+    keys = sort_keys(tl.div_rn(value - top, temperature), ids)
     return tl.reshape(keys, [at_once * group]), tl.reshape(
         there & (value >= bound), [at_once * group]
     )
@@ -153,7 +153,7 @@ def _sample_truncated(
     # The lowest key that may stay: all that reach the bound, or exactly the best k of them.
     lowest = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
     if total > space:
-        upper = _sort_keys(tl.zeros([1], tl.float32), tl.zeros([1], tl.int32))
+        upper = sort_keys(tl.zeros([1], tl.float32), tl.zeros([1], tl.int32))
         above = tl.max(upper, 0) + 1
         while lowest + 1 < above:
             # Halves first, so that the sum does not overflow.

@@ -122,7 +122,8 @@ class SamplingTable:
         ruled: Flags = self._ruled[slots]
         if fused == "greedy":
             return drawn | ruled
-        return ruled | (self._cut(slots) & ~self._few(slots) & drawn & (fused != "every"))
+        many = self.columns.top_k[slots] > CANDIDATES
+        return ruled | (many & drawn & (fused != "every"))
 
     def masking(self, slots: Long, positions: Long) -> Flags:
         """Tell which of these may not sample some ids yet (`min_tokens`)."""

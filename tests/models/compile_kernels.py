@@ -14,6 +14,7 @@ from nanoactor.models.kernels import (
     batch,
     decode_attention,
     elementwise,
+    nucleus_sampling,
     prefill_attention,
     sampling,
     truncated_sampling,
@@ -79,6 +80,8 @@ def build_all(kind):
     build(sampling._perturbed_maxima, kind, {"padded": 64, "part": 4096})
     cut = {"padded": 1024, "group": 256, "at_once": 16, "space": 512, "most": 256}
     build(truncated_sampling._sample_truncated, kind, cut, num_warps=8)
+    nucleus = {"padded": 64, "part": 4096}
+    build(nucleus_sampling._sample_nucleus, kind, nucleus, num_warps=16)
 
 
 def main():

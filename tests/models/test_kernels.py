@@ -217,6 +217,24 @@ def test_truncated_tokens_are_those_of_the_reference(device, vocabulary, kind):
     check_sampling(device, tables, logits.to(device.torch_device))
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "kind"),
+    [
+        pytest.param(v, k, marks=() if (v, k) == (9001, "ties") else pytest.mark.long)
+        for v in (3, 211, 9001)
+        for k in ("random", "ties", "flat", "peaked", "few")
+    ],
+)
+def test_what_top_p_and_min_p_alone_leave_is_not_sorted(device, vocabulary, kind):
+    """Down to a few of thousands of ids: most draws from all are out, and the next is taken."""
+    logits = make_logits(kind, vocabulary, torch.Generator().manual_seed(vocabulary))
+    top_p = [0.999, 0.5, 1.0, 0.03, 1.0, 0.89, 0.2, 1e-9, 0.3]
+    min_p = [0.0, 0.0, 0.9, 0.05, 0.01, 0.0, 0.0, 0.5, 1.0]
+    temperature = [0.7, 0.6, 30.0, 9.0, 1.5, 30.0, 50.0, 1.0, 0.0]
+    tables = make_tables(device, by_slot(temperature, [0] * 9, top_p, min_p))
+    check_sampling(device, tables, logits.to(device.torch_device))
+
+
 @pytest.mark.parametrize("kind", ["random", "ties", "flat", "peaked", "few"])
 @pytest.mark.parametrize("vocabulary", [3, 211, 9001])
 def test_a_cpu_samples_from_what_top_p_and_large_top_ks_leave(vocabulary, kind):

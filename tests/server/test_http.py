@@ -461,7 +461,9 @@ def test_tokens_there_and_back(fast_server):
     assert told == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     usage = fast_server.post("/v1/chat/completions", CHAT).json()["usage"]
     assert usage["prompt_tokens"] == len(chat)
-    assert min(usage[name] for name in ("queue_time", "prompt_time", "completion_time")) > 0
+    assert usage["queue_time"] > 0
+    assert usage["prompt_time"] > 0
+    assert usage["completion_time"] >= 0  # a busy loop may see all tokens at once
     for wrong in ({"tokens": [99_999]}, {"tokens": [-1]}, {"prompt": "a", "messages": []}, {}):
         for path in ("/tokenize", "/detokenize"):
             assert fast_server.post(path, wrong).status_code == 400

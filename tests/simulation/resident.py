@@ -198,9 +198,7 @@ class ResidentState:
         for row, slot in enumerate(slots):
             if columns.temperature[slot] == 0:
                 greedy.add(row)
-            elif not 0 < columns.top_k[slot] <= CANDIDATES and (
-                columns.top_k[slot] or columns.top_p[slot] < 1 or columns.min_p[slot] > 0
-            ):
+            elif columns.top_k[slot] > CANDIDATES:
                 fallback.add(row)
         assert [i for part in update.fallback for i in part.index] == sorted(fallback)
         found = [part.index[part.greedy].tolist() for part in plain.fallback]
