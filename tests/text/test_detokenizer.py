@@ -295,7 +295,7 @@ def test_budgets_and_times_of_reading_change_nothing(data):
         some = data.draw(st.lists(st.sampled_from(sorted(waiting)), min_size=1, unique=True))
         tokens = {uid: waiting[uid].pop(0) for uid in some if waiting[uid]}
         over = [uid for uid in some if not waiting[uid]]
-        driver.step(tokens, *(finish(uid, "error", error="no" * uid) for uid in over))
+        driver.step(tokens, *(finish(uid, "length", error="no" * uid) for uid in over))
         for uid in over:
             del waiting[uid]
         for budget in data.draw(st.lists(budgets, max_size=3)):
