@@ -127,7 +127,7 @@ def _whole(name: str, value: Any, low: int, high: int = _MOST, optional: bool = 
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be a whole number, got {value!r}")
+        raise InvalidRequest(f"{name} must be a whole number, got {value!r:.100}")
     if not low <= value <= high:
         raise InvalidRequest(f"{name} must be from {low} to {high}, got {value}")
 
@@ -173,7 +173,7 @@ def _biases(given: Any) -> dict[int, float]:
         raise InvalidRequest(f"logit_bias may have {MAX_RULED_IDS} ids, got {len(items)}")
     found: dict[int, float] = {}
     for key, value in items:
-        is_number = isinstance(key, str) and key.isascii() and key.isdigit()
+        is_number = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11
         token = int(key) if is_number else plain_number(key)
         _whole("an id of logit_bias", token, 0, optional=False)
         bias = plain_number(value)
