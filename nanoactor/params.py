@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,6 +102,9 @@ def plain_number(value: Any) -> Any:
         return value
     if isinstance(value, numbers.Integral):
         return int(value)
+    # Importing numpy here would cost every program that has no number of its.
+    if isinstance(value, getattr(sys.modules.get("numpy"), "bool_", ())):
+        return bool(value)
     return float(value) if isinstance(value, numbers.Real) else value
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import typing
 
 import huggingface_hub.constants
 import numpy as np
@@ -254,6 +255,53 @@ def test_numbers_of_numpys_are_numbers():
             SamplingParams(temperature=wrong)
         with pytest.raises(InvalidConfig):
             EngineConfig("demo", threads=wrong)
+
+
+HINTS = typing.get_type_hints(SamplingParams)
+NUMBERS = [name for name, hint in HINTS.items() if {int, float} & {hint, *typing.get_args(hint)}]
+FLAGS = [name for name, hint in HINTS.items() if hint is bool]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_of_a_request_may_be_numpys(name):
+    parts = {HINTS[name], *typing.get_args(HINTS[name])}
+    kinds = (np.float16, np.float32, np.float64) if float in parts else (np.int8, np.int64)
+    for kind in (*kinds, np.uint64):
+        given = kind(0.5) if issubclass(kind, np.floating) else kind(1)
+        found = getattr(SamplingParams(**{name: given}), name)
+        assert (type(found), found) == (type(given.item()), given)
+    with pytest.raises(InvalidRequest, match=name):
+        SamplingParams(**{name: np.bool_(True)})
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_every_flag_of_a_request_may_be_numpys(name):
+    for value in (True, False):
+        assert getattr(SamplingParams(**{name: np.bool_(value)}), name) is value
+    for wrong in (np.int64(1), np.float32(0), np.array([True])):
+        with pytest.raises(InvalidRequest, match=name):
+            SamplingParams(**{name: wrong})
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_ids_in_lists_may_be_numpys(name):
+    for given in ([np.int64(3), np.uint8(4)], np.array([3, 4], np.int32)):
+        found = getattr(SamplingParams(**{name: given}), name)
+        assert found == (3, 4)
+        assert {type(token) for token in found} == {int}
+    for wrong in (np.bool_(True), np.float32(1)):
+        with pytest.raises(InvalidRequest, match=name):
+            SamplingParams(**{name: [wrong]})
+
+
+def test_biases_and_their_ids_may_be_numpys():
+    given = {np.int64(3): np.float32(0.5), np.uint16(4): np.int8(-2)}
+    found = SamplingParams(logit_bias=given).logit_bias
+    assert found == {3: 0.5, 4: -2.0}
+    assert {type(one) for item in found.items() for one in item} == {int, float}
+    for wrong in ({np.bool_(True): 1.0}, {np.float32(1): 1.0}, {1: np.bool_(True)}):
+        with pytest.raises(InvalidRequest, match="logit_bias"):
+            SamplingParams(logit_bias=wrong)
 
 
 def test_every_engine_option_is_checked():
