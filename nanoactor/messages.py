@@ -78,6 +78,8 @@ class Submit:
     rules: tuple[TokenRules, ...] = ()
     """At most one; without the bad words, of which the tokenizer knows the ids."""
     bad_words: tuple[str, ...] = ()
+    keep_last: int = 0
+    """How many tokens of the prompt count, from its end; 0: all."""
 
 
 @message(11, by="uid")

@@ -49,6 +49,8 @@ class SamplingParams:
     """Seed of the random numbers. Default: drawn when the request is submitted."""
     max_tokens: int | None = None
     """Default: as many as fit `max_model_len`."""
+    truncate_prompt_tokens: int | None = None
+    """Keep the last so many tokens of the prompt; -1: as many as leave room for the output."""
     min_tokens: int = 0
     """Tokens before which no end-of-sequence token, stop token or stop string ends the output."""
     stop: str | Sequence[str] | None = None
@@ -71,6 +73,9 @@ class SamplingParams:
         _whole("seed", self.seed, 0, 2**64 - 1)
         _whole("max_tokens", self.max_tokens, 1)
         _whole("min_tokens", self.min_tokens, 0, optional=False)
+        _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more, got 0")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}")

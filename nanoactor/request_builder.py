@@ -52,7 +52,8 @@ class RequestBuilder:
         priority = _check_priority(priority)
         if media is None:
             prompt, media = self.take_media(prompt)
-        text, chat, token_ids = self._read_prompt(prompt)
+        keep_last = self._keep_last(params, media)
+        text, chat, token_ids = self._read_prompt(prompt, keep_last)
         options = self._check_options(chat_template_kwargs)
         if chat_template_kwargs and chat is None:
             raise InvalidRequest("chat_template_kwargs go with a list of messages")
@@ -71,6 +72,7 @@ class RequestBuilder:
             item_times=tuple(one.times for one in media),
             rules=_rules(params),
             bad_words=tuple(params.bad_words or ()),
+            keep_last=keep_last,
         )
         return submit, media
 
@@ -93,12 +95,30 @@ class RequestBuilder:
             return self._media.of_messages(list(prompt))
         return prompt, ()
 
-    def _read_prompt(self, prompt: Any) -> tuple[str | None, str | None, Int32]:
+    def _keep_last(self, params: SamplingParams, media: tuple[Media, ...]) -> int:
+        """Return how many tokens of the prompt count, from its end; 0: all."""
+        asked, limit = params.truncate_prompt_tokens, self._files.max_model_len
+        if asked is None:
+            return 0
+        if media:
+            raise InvalidRequest(
+                "truncate_prompt_tokens does not go with pictures and videos: it could cut one"
+            )
+        if asked >= limit:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens is {asked}, but max_model_len is {limit}: at most "
+                f"{limit - 1} leave room for one token of output"
+            )
+        room = max(1, params.max_tokens or params.min_tokens)
+        return asked if asked > 0 else max(1, limit - room)
+
+    def _read_prompt(self, prompt: Any, keep_last: int) -> tuple[str | None, str | None, Int32]:
         """Return (text, messages, token ids), of which one is given."""
         if isinstance(prompt, Mapping):
             keys = set(prompt)
             if keys == {"prompt_token_ids"}:
-                return None, None, self._check_ids(_token_ids(prompt["prompt_token_ids"]))
+                ids = _token_ids(prompt["prompt_token_ids"])
+                return None, None, self._check_ids(ids[-keep_last:])
             if keys != {"prompt"}:
                 raise InvalidRequest(
                     "a prompt's keys must be 'prompt' or 'prompt_token_ids', and perhaps "

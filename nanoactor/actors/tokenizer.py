@@ -133,7 +133,7 @@ class TokenizerActor(Actor):
             self._held[event.uid] = self.context.own(event), tokenize
             return
         try:
-            tokens, items = self._place_items(event, tokenize(event))
+            tokens, items = self._place_items(event, tokenize(event)[-event.keep_last :])
             stopping = self._check(tokens, event.stopping)
             rules = self._rules(event)
         except Exception as error:  # nothing in a prompt may end the engine

@@ -63,6 +63,7 @@ class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | list[int | str | list[int]]
     echo: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 class ImageURL(Struct, forbid_unknown_fields=True):
@@ -338,7 +339,9 @@ def sampling_params(body: Body) -> SamplingParams:
 
 def prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
     """The engine's prompts: one, or several."""
-    prompt = body.prompt
+    prompt, truncates = body.prompt, body.truncate_prompt_tokens is not None
+    if body.echo and truncates:
+        raise invalid("echo with truncate_prompt_tokens is not supported", "truncate_prompt_tokens")
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -350,13 +353,13 @@ def prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
     several: Sequence[Any] = [prompt] if isinstance(prompt[0], int) else prompt
     if len(several) > MAX_PROMPTS:
         raise invalid(f"prompt has {len(several)} items, {MAX_PROMPTS} at most", "prompt")
-    return [_prompt(item, max_model_len) for item in several]
+    return [_prompt(item, None if truncates else max_model_len) for item in several]
 
 
-def _prompt(item: str | int | list[Any], max_model_len: int) -> Prompt:
+def _prompt(item: str | int | list[Any], max_model_len: int | None) -> Prompt:
     if isinstance(item, str):
         return item
-    if isinstance(item, list) and len(item) >= max_model_len:
+    if isinstance(item, list) and max_model_len is not None and len(item) >= max_model_len:
         raise context_length_exceeded(len(item), max_model_len)  # before each of them is looked at
     if isinstance(item, list) and item and all(isinstance(token, int) for token in item):
         return {"prompt_token_ids": item}

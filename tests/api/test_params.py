@@ -53,6 +53,7 @@ BAD_PARAMS = {
     "seed": [-1, 2**64, 0.5, "1", True],
     "max_tokens": [0, -1, 1.0, INF, "9", True, 2**64],
     "min_tokens": [-1, 1.0, None, "9", False, 2**64],
+    "truncate_prompt_tokens": [0, -2, 1.0, NAN, "5", True, 2**31],
     "stop": [
         "",
         [""],
@@ -101,6 +102,8 @@ def test_min_tokens_above_max_tokens_names_both():
         dict(presence_penalty=-2, frequency_penalty=2.0, repetition_penalty=0.01),
         dict(logit_bias={0: -100.0, 2**31 - 1: 100.0}, allowed_token_ids=(0, 2**31 - 1)),
         dict(bad_words=("a" * 256,) * 128),
+        dict(truncate_prompt_tokens=-1),
+        dict(truncate_prompt_tokens=2**31 - 1),
         dict(ignore_eos=True, include_stop_str_in_output=True, skip_special_tokens=False),
         dict(output_kind=RequestOutputKind.DELTA, max_tokens=2**31 - 1, top_k=2**31 - 1),
     ],

@@ -116,6 +116,39 @@ def test_limits_are_the_models(demo):
         made.build("x", SamplingParams(stop_token_ids=[5000]))
 
 
+def test_a_prompt_may_be_cut(demo):
+    made = builder(demo)
+    long = {"prompt_token_ids": range(100)}
+    for asked, others, kept in (
+        (None, dict(max_tokens=9), 0),
+        (5, dict(max_tokens=60), 5),
+        (63, {}, 63),
+        (-1, {}, 63),
+        (-1, dict(max_tokens=9), 55),
+        (-1, dict(min_tokens=9), 55),
+        (-1, dict(max_tokens=500), 1),
+    ):
+        params = SamplingParams(truncate_prompt_tokens=asked, **others)
+        assert made.build("x", params).keep_last == made.build(CHAT, params).keep_last == kept
+        if kept:
+            submit = made.build(long, params)
+            assert (submit.token_ids.tolist(), submit.keep_last) == ([*range(100)][-kept:], kept)
+    with pytest.raises(
+        InvalidRequest, match=r"truncate_prompt_tokens is 64, but .* 64: at most 63"
+    ):
+        made.build("x", SamplingParams(truncate_prompt_tokens=64))
+    most = max_prompt_bytes(dataclasses.replace(demo, **CHANGES))
+    with pytest.raises(InvalidRequest, match=f"{most + 1} bytes"):
+        made.build("x" * (most + 1), SamplingParams(truncate_prompt_tokens=5))
+
+
+@pytest.mark.parametrize("asked", [5, -1])
+def test_a_prompt_with_pictures_is_not_cut(demo, asked):
+    params = SamplingParams(truncate_prompt_tokens=asked)
+    with pytest.raises(InvalidRequest, match=r"truncate_prompt_tokens .* pictures and videos"):
+        builder(demo).build("x", params, media=(SimpleNamespace(times=()),))
+
+
 def test_without_a_tokenizer_there_are_token_ids_alone(demo):
     made = builder(demo, skip_tokenizer_init=True)
     made.build({"prompt_token_ids": [1]}, SamplingParams())

@@ -6,7 +6,7 @@ import pytest
 
 from nanoactor import RequestOutputKind, SamplingParams
 from nanoactor.errors import EngineOverloaded, InvalidRequest
-from tests.engine.harness import engine, settled
+from tests.engine.harness import collect, engine, greedy, settled
 
 OPTIONS = dict(device="simulated:1", dtype="auto", num_kv_blocks=None, skip_tokenizer_init=False)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -43,6 +43,35 @@ def test_what_refuses_a_request_is_raised_while_it_waits_to_be_accepted():
             bad.close()
             await good.accepted()
             assert len([output async for output in good][-1].outputs[0].token_ids) == 3
+
+    asyncio.run(main())
+
+
+def test_of_a_prompt_that_is_cut_the_last_tokens_count():
+    async def main():
+        async with engine("demo", **OPTIONS, max_model_len=64) as llm:
+            text, whole = "to be or not " * 40, list(range(5, 205))
+            chat = [{"role": "user", "content": text}]
+            tokenizer = await llm.get_tokenizer()
+            texts = tokenizer.encode(text)
+            chats = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_dict=False
+            )
+            for prompt, ids in ((text, texts), ({"prompt_token_ids": whole}, whole), (chat, chats)):
+                for asked, tokens, kept in ((63, 1, 63), (5, 9, 5), (1, 63, 1), (-1, 9, 55)):
+                    params = greedy(tokens, seed=1, truncate_prompt_tokens=asked)
+                    output = await collect(llm, prompt, params)
+                    assert output.prompt_token_ids == ids[-kept:]
+                    assert len(output.outputs[0].token_ids) == tokens
+                    cut = {"prompt_token_ids": ids[-kept:]}
+                    same = await collect(llm, cut, greedy(tokens, seed=1))
+                    assert output.outputs[0].token_ids == same.outputs[0].token_ids
+                with pytest.raises(InvalidRequest, match="max_model_len is 64"):
+                    await collect(llm, prompt, greedy(1))
+                with pytest.raises(InvalidRequest, match="max_tokens is 2, .* leaves 1"):
+                    await collect(llm, prompt, greedy(2, truncate_prompt_tokens=63))
+            short = await collect(llm, "ROMEO:", greedy(3, truncate_prompt_tokens=63))
+            assert short.prompt_token_ids == tokenizer.encode("ROMEO:")
 
     asyncio.run(main())
 

@@ -477,6 +477,34 @@ def test_tokens_there_and_back(fast_server):
         assert fast_server.post("/tokenize", {**messages, **extra}).status_code == 400
 
 
+def test_prompts_that_are_cut(fast_server):
+    post, cut, long = fast_server.post, {"truncate_prompt_tokens": 5}, "to be " * 2000
+    for prompts in ([long], [long, long], [[5] * 2000], [[5] * 2000, [6] * 3]):
+        body = {**COMPLETION, "prompt": prompts}
+        answer = post("/v1/completions", body)
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        usage = post("/v1/completions", body | cut).json()["usage"]
+        assert usage["prompt_tokens"] == (8 if [6] * 3 in prompts else 5 * len(prompts))
+    body = {**CHAT, "messages": [{"role": "user", "content": long}]}
+    assert post("/v1/chat/completions", body | cut).json()["usage"]["prompt_tokens"] == 5
+    body |= {"truncate_prompt_tokens": -1, "truncation_side": "left"}
+    assert post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"] == 1022
+    for path, body, param, said in (
+        ("/v1/completions", COMPLETION | cut | {"echo": True}, None, "echo with truncate"),
+        ("/v1/completions", COMPLETION | {"truncate_prompt_tokens": 1024}, None, "at most 1023"),
+        ("/v1/completions", COMPLETION | {"truncate_prompt_tokens": 0}, None, "got 0"),
+        ("/v1/chat/completions", CHAT | {"truncation_side": "right"}, "truncation_side", "last"),
+    ):
+        answer = post(path, body)
+        assert answer.status_code == 400
+        problem = answer.json()["error"]
+        assert problem["param"] == (param or "truncate_prompt_tokens")
+        assert said in problem["message"]
+    # An echo that generates nothing goes another way.
+    body = COMPLETION | cut | {"echo": True, "max_tokens": 0}
+    assert "is not supported" in post("/v1/completions", body).json()["error"]["message"]
+
+
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
