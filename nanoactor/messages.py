@@ -36,6 +36,8 @@ class TextOptions:
     include_stop: bool
     skip_special: bool
     min_tokens: int
+    detokenize: bool = True
+    """Without it there is no text."""
 
 
 @message(6)

@@ -15,6 +15,13 @@ MAX_STOP_STRINGS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 256
 MAX_RULED_IDS = 1024
 """Of `allowed_token_ids`, and of `logit_bias`."""
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH, MAX_BAD_WORD_TOKENS = 128, 256, 32
+REFUSED = {
+    "logits_processors": "runs Python code on every step's logits, and the runners are other "
+    "processes: use logit_bias, allowed_token_ids or bad_words",
+    "best_of": "was dropped by the OpenAI API and vLLM: ask for n answers, and choose by "
+    "cumulative_logprob",
+}
+"""Parameters of vLLM's that are there to be refused by name, and why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +65,13 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True
+    """Make text; without it an output has ids alone."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logits_processors: None = None
+    """Refused, as the next."""
+    best_of: int | None = None
+    """Refused, but for 1."""
 
     def __post_init__(self) -> None:
         """Check every value and bring numbers, `stop` and `stop_token_ids` into their one form."""
@@ -76,9 +89,16 @@ class SamplingParams:
         _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more, got 0")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        _whole("best_of", self.best_of, 1)
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}")
+        for name, asks in (
+            ("logits_processors", self.logits_processors is not None),
+            ("best_of", self.best_of not in (None, 1)),
+        ):
+            if asks:
+                raise InvalidRequest(f"{name} {REFUSED[name]}")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidRequest(
                 f"output_kind must be a RequestOutputKind, got {self.output_kind!r}"
@@ -88,12 +108,15 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
         object.__setattr__(self, "stop", _stop_strings(self.stop))
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop is looked for in text, and detokenize=False makes none")
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "allowed_token_ids", _allowed_ids(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
 
 
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
 # Counts and ids travel as int32.
 _MOST = 2**31 - 1
 

@@ -245,6 +245,7 @@ def _text_options(params: SamplingParams) -> TextOptions:
         include_stop=params.include_stop_str_in_output,
         skip_special=params.skip_special_tokens,
         min_tokens=params.min_tokens,
+        detokenize=params.detokenize,
     )
 
 

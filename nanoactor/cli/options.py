@@ -70,9 +70,10 @@ def _keywords(hint: Any) -> dict[str, Any] | None:
             return {"action": "append", "type": kind, "metavar": kind.__name__.upper()}
         if typing.get_origin(part) is Mapping:
             return {"type": json_object, "metavar": "JSON"}
-    (kind, *others) = (part for part in parts if part is not types.NoneType)
-    if others:
+    kinds = [part for part in parts if part is not types.NoneType]
+    if len(kinds) != 1:
         return None
+    (kind,) = kinds
     if typing.get_origin(kind) is typing.Literal:  # the dataclass itself checks the choice
         return {"metavar": f"{{{','.join(typing.get_args(kind))}}}"}
     if kind is bool:

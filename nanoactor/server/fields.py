@@ -12,7 +12,7 @@ import logging
 import re
 from typing import Any, Literal
 
-from nanoactor.params import SamplingParams
+from nanoactor.params import REFUSED, SamplingParams
 
 log = logging.getLogger("nanoactor.server")
 
@@ -36,9 +36,10 @@ class Field:
     note: str = ""
 
 
-SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name != "output_kind")
-"""The engine's sampling parameters, which requests have under the same names. `output_kind` is the
-server's affair."""
+_NOT_SENT = {"output_kind", "detokenize", *REFUSED}
+SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in _NOT_SENT)
+"""The engine's sampling parameters, which requests have under the same names. `output_kind` and
+`detokenize` are the server's affair."""
 
 
 def _fields(
@@ -65,8 +66,10 @@ FIELDS: tuple[Field, ...] = (
     *_honoured(_CHAT, "tool_choice", note="`auto`, `none`; a call cannot be forced"),
     *_honoured(_CHAT, "parallel_tool_calls", note="false keeps the first call"),
     *_honoured(_CHAT, *TEMPLATE_FIELDS, note=_FOR_TEMPLATES),
-    *_refused(_BOTH, n=1, best_of=1, use_beam_search=False),
-    *_refused(_BOTH, logits_processors=[]),
+    *_refused(_BOTH, n=1, use_beam_search=False),
+    *_refused(_BOTH, best_of=1, note=REFUSED["best_of"]),
+    *_refused(_BOTH, logits_processors=[], note=REFUSED["logits_processors"]),
+    *_refused(_BOTH, detokenize=True, note="answers are text"),
     *_refused(_BOTH, response_format={"type": "text"}),
     *_refused(_BOTH, "structured_outputs", note="as all constraints of the output"),
     *_refused(_BOTH, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),

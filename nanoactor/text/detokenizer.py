@@ -66,7 +66,7 @@ class Detokenizer:
     def open(self, event: Open) -> None:
         """A request begins. Where it continues, its output so far restores the text's state."""
         decoder = None
-        if self._decoders is not None:
+        if self._decoders is not None and event.options.detokenize:
             decoder = self._decoders.new(event.options.skip_special)
         matcher = StopMatcher(event.options.stop, event.options.include_stop)
         plain = decoder.plain if decoder is not None and not event.options.stop else {}

@@ -71,7 +71,10 @@ BAD_PARAMS = {
     "ignore_eos": [None, 1, "yes"],
     "include_stop_str_in_output": [None, 0, "no"],
     "skip_special_tokens": [None, 1, []],
+    "detokenize": [None, 0, "no"],
     "output_kind": [None, 1, "DELTA"],
+    "logits_processors": [[], [print], print, 0, 1],
+    "best_of": [0, 2, 1.0, "1", True],
 }
 
 
@@ -87,6 +90,18 @@ def test_a_bad_sampling_parameter_is_named(name, value):
 
 def test_every_sampling_parameter_is_checked():
     assert BAD_PARAMS.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(InvalidRequest, match=r"^stop .* detokenize=False"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_what_vllm_has_and_we_have_not_is_refused_with_the_reason():
+    with pytest.raises(InvalidRequest, match=r"^logits_processors .* use logit_bias"):
+        SamplingParams(logits_processors=[print])
+    with pytest.raises(InvalidRequest, match=r"^best_of was dropped .* ask for n answers"):
+        SamplingParams(best_of=2)
 
 
 def test_min_tokens_above_max_tokens_names_both():
@@ -106,6 +121,9 @@ def test_min_tokens_above_max_tokens_names_both():
         dict(truncate_prompt_tokens=2**31 - 1),
         dict(ignore_eos=True, include_stop_str_in_output=True, skip_special_tokens=False),
         dict(output_kind=RequestOutputKind.DELTA, max_tokens=2**31 - 1, top_k=2**31 - 1),
+        dict(detokenize=False, stop=(), stop_token_ids=(1,)),
+        dict(logits_processors=None, best_of=None),
+        dict(best_of=1),
     ],
 )
 def test_values_at_the_limits_are_kept(values):

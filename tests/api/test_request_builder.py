@@ -96,11 +96,24 @@ def test_when_a_request_ends(demo):
 
 def test_how_text_is_made(demo):
     build = builder(demo).build
-    assert dataclasses.astuple(build("x", SamplingParams()).text_options) == ((), False, True, 0)
+    assert dataclasses.astuple(build("x", SamplingParams()).text_options) == (
+        (),
+        False,
+        True,
+        0,
+        True,
+    )
     params = SamplingParams(
         stop=["a", "b"], include_stop_str_in_output=True, skip_special_tokens=False, min_tokens=4
     )
-    assert dataclasses.astuple(build("x", params).text_options) == (("a", "b"), True, False, 4)
+    assert dataclasses.astuple(build("x", params).text_options) == (
+        ("a", "b"),
+        True,
+        False,
+        4,
+        True,
+    )
+    assert not build("x", SamplingParams(detokenize=False)).text_options.detokenize
 
 
 def test_limits_are_the_models(demo):

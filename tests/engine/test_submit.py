@@ -76,6 +76,28 @@ def test_of_a_prompt_that_is_cut_the_last_tokens_count():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_without_detokenizing_there_are_ids_and_no_text(kind):
+    async def main():
+        async with engine("demo", **OPTIONS) as llm:
+            ids, texts = {}, {}
+            for wanted in (True, False):
+                params = greedy(20, seed=1, output_kind=kind, detokenize=wanted, bad_words=["be"])
+                outputs = [output async for output in llm.generate("ROMEO:", params)]
+                pieces = [output.outputs[0] for output in outputs]
+                last = pieces if kind is RequestOutputKind.DELTA else pieces[-1:]
+                ids[wanted] = [token for piece in last for token in piece.token_ids]
+                texts[wanted] = "".join(piece.text for piece in last)
+                assert pieces[-1].finish_reason == "length"
+                assert outputs[-1].metrics.first_token_time is not None
+            assert ids[False] == ids[True]
+            assert len(ids[False]) == 20
+            assert texts[True]
+            assert not texts[False]
+
+    asyncio.run(main())
+
+
 def test_several_prompts_find_room_all_together_or_not_at_all():
     async def main():
         limits = dict(max_waiting_requests=4, max_waiting_tokens=100)

@@ -11,6 +11,7 @@ import openai.types.chat.completion_create_params as chat_params
 import openai.types.completion_create_params as completion_params
 import pytest
 
+from nanoactor.params import REFUSED
 from nanoactor.server.errors import APIError
 from nanoactor.server.fields import FIELDS, TEMPLATE_FIELDS, Warned, of_route
 from nanoactor.server.requests import (
@@ -111,6 +112,15 @@ def test_a_parameter_of_the_engine_is_one_of_requests_without_being_named():
     chat = b'"messages":[{"role":"user","content":"a"}]'
     program = f"CHAT = {chat!r}\n{NEW_PARAMETER}"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_what_the_engine_refuses_with_a_reason_requests_are_refused_with_it():
+    for name, reason in REFUSED.items():
+        assert name not in CompletionRequest.__struct_fields__ + ChatRequest.__struct_fields__
+        for route in KINDS:
+            with pytest.raises(APIError) as caught:
+                decode(route, **{name: 2})
+            assert reason in caught.value.message
 
 
 # -- what nobody knows --------------------------------------------------------------------

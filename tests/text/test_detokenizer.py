@@ -135,6 +135,16 @@ def test_without_decoders_ids_pass_and_there_is_no_text():
     assert (driver.terminals[0].tokens, driver.terminals[0].characters) == (3, 0)
 
 
+def test_a_request_that_wants_no_text_has_ids_alone():
+    driver = Driver(single_bytes()).open(0, detokenize=False).open(1)
+    for token in byte_ids(b"abc"):
+        driver.step({0: token, 1: token})
+    driver.step({}, finish(0), finish(1)).end()
+    assert driver.ids == {0: byte_ids(b"abc"), 1: byte_ids(b"abc")}
+    assert driver.text == {0: "", 1: "abc"}
+    assert (driver.terminals[0].tokens, driver.terminals[0].characters) == (3, 0)
+
+
 def test_a_finish_lets_out_an_incomplete_character_and_what_was_held_back():
     driver = Driver(single_bytes()).open(stop=("x" + REPLACEMENT * 2,)).say("ax")
     driver.feed(byte_ids(b"\xe5\x92")).read()
