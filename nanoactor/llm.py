@@ -137,12 +137,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """The answers to one conversation (a list of messages) or to several."""
+        """The answers to one conversation (a list of messages) or to several.
+
+        The last three are for the template, as `chat_template_kwargs` is, which goes first.
+        """
         if messages and isinstance(messages[0], Mapping):
             messages = [messages]
-        coroutine = self._generate(list(messages), sampling_params, use_tqdm, chat_template_kwargs)
-        return self._call(coroutine)
+        own = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": list(tools) if tools else None,
+        }
+        options: Any = {} if chat_template_kwargs is None else chat_template_kwargs
+        if isinstance(options, Mapping):  # anything else is refused where requests are checked
+            options = {k: value for k, value in own.items() if value is not None} | {**options}
+        return self._call(self._generate(list(messages), sampling_params, use_tqdm, options))
 
     def generate_multimodal(
         self,

@@ -1,6 +1,7 @@
 """The tokenizer that users get, and engines of models that come without tokenizer.json."""
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,51 @@ def test_the_blocking_engine_gives_it_too_with_the_template_of_its_own_file(conv
         (output,) = llm.chat(CHAT, greedy(3), use_tqdm=False)
     assert output.prompt_token_ids == tokenizer.encode("Who is there?<|im_end|>")
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == "Who is there?<|im_end|>"
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def test_conversations_with_what_templates_may_be_told(converted):
+    path, _ = converted
+    template = (
+        "{% for m in messages %}{{ m.content }};{% endfor %}{% if tools %}{{ tools | tojson }}"
+        "{% endif %}{% if add_generation_prompt %}>{% endif %}{{ mood }}"
+    )
+    (path / "chat_template.jinja").write_text(template)
+    greeting = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    with LLM(str(path), **SIMULATED) as llm:
+        tokenizer = llm.get_tokenizer()
+
+        def rendered(*given, **named):
+            outputs = llm.chat(*given, **named, use_tqdm=False)
+            return [tokenizer.decode(output.prompt_token_ids) for output in outputs]
+
+        assert rendered(CHAT, greedy(1)) == ["Who is there?;>"]
+        assert rendered([CHAT, greeting], greedy(1)) == ["Who is there?;>", "Hi;Ho;>"]
+        outputs = llm.chat([CHAT, greeting], [greedy(1), greedy(2)], use_tqdm=False)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2]
+        for named, said in (
+            (dict(add_generation_prompt=True), "Hi;Ho;>"),
+            (dict(add_generation_prompt=False), "Hi;Ho;"),
+            (dict(continue_final_message=True), "Hi;Ho"),
+            (dict(continue_final_message=True, add_generation_prompt=False), "Hi;Ho"),
+            (dict(continue_final_message=False, tools=[]), "Hi;Ho;>"),
+            (dict(tools=[TOOL]), f"Hi;Ho;{json.dumps([TOOL])}>"),
+            (dict(chat_template_kwargs={"mood": "!"}), "Hi;Ho;>!"),
+            (dict(chat_template_kwargs={"mood": "!"}, add_generation_prompt=False), "Hi;Ho;!"),
+            (
+                dict(chat_template_kwargs={"tools": [TOOL]}, add_generation_prompt=False),
+                f"Hi;Ho;{json.dumps([TOOL])}",
+            ),
+        ):
+            assert rendered(greeting, greedy(1), **named) == [said]
+        with pytest.raises(InvalidRequest, match="exclude each other"):
+            rendered(greeting, continue_final_message=True, add_generation_prompt=True)
+        with pytest.raises(InvalidRequest, match="chat_template_kwargs must be a dict"):
+            rendered(greeting, chat_template_kwargs=["tools"])
+        with pytest.raises(InvalidRequest, match="chat_template_kwargs must be plain values"):
+            rendered(greeting, tools=[print])
 
 
 def test_without_a_tokenizer_there_is_none_to_get():
