@@ -36,6 +36,7 @@ test: .venv/.ready
 
 # Hours on two cores; the soak test alone takes half an hour.
 test-long: .venv/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
 	$(PYTEST) -n 2 --dist worksteal -m 'not gpu and not alone'
 	$(PYTEST) -m 'not gpu and alone'
 
