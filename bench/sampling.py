@@ -54,6 +54,8 @@ KNOWN = {
     "min_p": {"temperature": 0.8, "min_p": 0.05},
 }
 RULES = {
+    "logprobs": {"temperature": 0.0, "logprobs": 5},
+    "logprobs_plain": {"temperature": 0.8, "logprobs": 5},
     "penalties": {"temperature": 0.0, "presence_penalty": 0.1, "repetition_penalty": 1.1},
     "logit_bias": {"temperature": 0.0, "logit_bias": dict.fromkeys(range(10, 20), 1.0)},
     "allowed_token_ids": {"temperature": 0.0, "allowed_token_ids": list(range(10, 60))},

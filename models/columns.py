@@ -55,6 +55,11 @@ def pack(values: Mapping[str, float]) -> bytes:
     return _ROW.pack(*(values.get(name, neutral) for name, neutral in NEUTRAL.items()))
 
 
+def rows_of(packed: bytes) -> list[bytes]:
+    """Several rows, packed one after the other."""
+    return [packed[at : at + _ROW.size] for at in range(0, len(packed), _ROW.size)]
+
+
 def unpack(row: bytes) -> SamplingColumns[float]:
     """The values of a row."""
     return SamplingColumns(*_ROW.unpack(row))

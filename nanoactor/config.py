@@ -18,6 +18,8 @@ from nanoactor.models.options import (
 from nanoactor.params import make_numbers_plain
 
 _LEAST_STALL_TIMEOUT = 1.0
+_MOST_LOGPROBS = 1000
+"""What a step says of its tokens must fit into one message."""
 Placement = Literal["default", "split", "single"]
 
 
@@ -84,6 +86,8 @@ class EngineConfig:
     priority_window: int = 1000
     """Lower priorities go first. A request is passed by fewer later ones than this for each degree
     of priority between them, so nobody waits for ever."""
+    max_logprobs: int = 20
+    """The most of the likeliest tokens that a request may have told beside each of its own."""
     num_tokenizers: int = 1
     """Processes that tokenize prompts."""
     template_timeout: float = 5.0
@@ -144,6 +148,7 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "num_tokenizers"):
             self._check_whole(name)
         self._check_whole("tensor_parallel_size")
+        self._check_whole("max_logprobs")
         for name in ("requests", "tokens", "media_bytes"):
             self._check_whole(f"max_waiting_{name}")
         self._check_whole("priority_window")
@@ -236,6 +241,10 @@ class EngineConfig:
             self._check_number("memory_utilization", 1.0)
             if not self.memory_utilization:
                 raise InvalidConfig("memory_utilization must be above 0")
+        if self.max_logprobs > _MOST_LOGPROBS:
+            raise InvalidConfig(
+                f"max_logprobs may be {_MOST_LOGPROBS} at most, got {self.max_logprobs}"
+            )
         if self.seed is not None and (not isinstance(self.seed, int) or self.seed is True):
             raise InvalidConfig(f"seed must be a whole number, got {self.seed!r}")
         for kind, variable in (

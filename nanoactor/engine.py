@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.actors.config import ActorConfig, RunnerReady
-from nanoactor.actors.frontend import Entry, FrontendActor
+from nanoactor.actors.frontend import FrontendActor
+from nanoactor.actors.journal import Entry
 from nanoactor.config import EngineConfig
 from nanoactor.errors import (
     EngineClosed,
@@ -316,7 +317,7 @@ class AsyncLLM:
         def make(uid: int) -> Entry:
             submit = dataclasses.replace(checked, uid=uid)
             name = request_id or f"{self._ids}-{uid}"
-            return Entry(name, submit, params.output_kind, media)
+            return Entry(name, submit, params.output_kind, media, answers=params.n)
 
         return make
 
@@ -327,7 +328,7 @@ class AsyncLLM:
         self._check_name(frontend, request_id)
         entry = frontend.submit(make)
         if aborted:  # while its pictures were opened
-            frontend.abort(entry.submit.uid)
+            frontend.abort(entry)
         request = Request(frontend, entry, self)
         try:
             async for output in request:
@@ -353,7 +354,7 @@ class AsyncLLM:
         entry = frontend.entry_of(request_id)
         if entry is None:
             return
-        frontend.abort(entry.submit.uid)
+        frontend.abort(entry)
         await entry.ended.wait()
 
     async def wait_for_capacity(self) -> None:

@@ -15,6 +15,7 @@ from nanoactor.vision.messages import EncoderCredits, EncodeSlices, Items, Visio
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
 
 
 @message(2)
@@ -55,9 +56,27 @@ class TokenRules:
     """How many of `word_ids` belong to each."""
 
 
+@message(7)
+class TokenScores:
+    """The log-probabilities of some tokens, by the model's own distribution: before temperature
+    and every rule."""
+
+    logprobs: Float32
+    ranks: Int32
+    """Of each token: 1 is the likeliest."""
+    counts: Int32
+    """How many of the likeliest tokens in its place are told beside it, ..."""
+    top_ids: Int32
+    """... which, the likeliest first, one place after the other, ..."""
+    top_logprobs: Float32
+    """... and their log-probabilities."""
+
+
 @message(10, by="uid")
 class Submit:
     """Frontend to tokenizer: a request with exactly one of text, chat or token ids.
+
+    Where it wants several answers, each has a uid of its own: this one and those after it.
 
     Messages and template options are JSON text: msgpack would turn their lists into tuples on
     the way between processes, and templates can tell.
@@ -71,7 +90,7 @@ class Submit:
     token_ids: Int32
     priority: int
     sampling: bytes
-    """How the runners choose its tokens: a row of `nanoactor.models.columns`."""
+    """How the runners choose its tokens: a row of `nanoactor.models.columns` for each answer."""
     stopping: Stopping
     text_options: TextOptions
     item_times: tuple[tuple[float, ...], ...] = ()
@@ -82,11 +101,15 @@ class Submit:
     bad_words: tuple[str, ...] = ()
     keep_last: int = 0
     """How many tokens of the prompt count, from its end; 0: all."""
+    logprobs: int = -1
+    """How many of the likeliest tokens are told beside each token of output; -1: nothing is."""
+    prompt_logprobs: int = -1
+    """Likewise of the prompt."""
 
 
 @message(11, by="uid")
 class Admit:
-    """Tokenizer to scheduler: a request that may run.
+    """Tokenizer to scheduler: a request that may run, with the uids of its answers as in `Submit`.
 
     `token_ids` are the prompt and, where a request continues after a restart, the output so
     far: output starts at `prompt_length`. `hashes` has a row of 16 bytes for each full block.
@@ -105,6 +128,8 @@ class Admit:
     """At most one; none for text."""
     rules: tuple[TokenRules, ...] = ()
     """At most one."""
+    logprobs: int = -1
+    prompt_logprobs: int = -1
 
 
 @message(12, by="uid")
@@ -115,6 +140,8 @@ class Reject:
     epoch: int
     text: str
     """Empty where it was aborted before it was tokenized."""
+    answers: int = 1
+    """How many uids it has, from this one on."""
 
 
 @message(13, by="uid")
@@ -139,6 +166,22 @@ class Match:
     blocks: int
     items: tuple[Items, ...] = ()
     """At most one; none for text. Pages of the encoder cache were debited for all of them."""
+    most_hits: int = 2**31 - 1
+    """At most so many tokens may be found, as the others must be computed again."""
+    sibling: int = -1
+    """A slot that holds the blocks of the same prompt; -1: none is known."""
+
+
+@message(28)
+class ScoreRequests:
+    """Sequences of which log-probabilities are wanted."""
+
+    rows: Int32
+    """Which of the sequences that are introduced."""
+    output: Int32
+    """How many of the likeliest tokens are told beside each token of output; -1: nothing is."""
+    prompt: Int32
+    """Likewise of the prompt."""
 
 
 @message(21)
@@ -159,6 +202,39 @@ class Admissions:
     rule_rows: Int32
     """Which rows have each of the ..."""
     rules: tuple[TokenRules, ...]
+    scores: tuple[ScoreRequests, ...] = ()
+    """At most one."""
+
+
+@message(26)
+class ScoredChunks:
+    """Prompt chunks whose tokens' successors get log-probabilities."""
+
+    rows: Int32
+    """Which prefill rows, ..."""
+    starts: Int32
+    """... the first position whose successor is scored, ..."""
+    counts: Int32
+    """... and how many positions."""
+    targets: Int32
+    """The successors, one row after the other; none in a `Plan`."""
+
+
+@message(27)
+class Forks:
+    """Sequences that begin as copies of others, which end their prompts in this step: they sample
+    from the same logits, and share all blocks but the last, which is copied unless it is full."""
+
+    rows: Int32
+    """Which prefill row is copied, ..."""
+    slots: Int32
+    """... into which slot, ..."""
+    uids: Int64
+    """... for which request."""
+    sources: Int32
+    """Of the blocks that are copied when the step has computed its layers: from where, ..."""
+    copies: Int32
+    """... and to where; none in a `Plan`."""
 
 
 @message(22, by="step")
@@ -186,6 +262,10 @@ class Plan:
     admissions: Admissions
     slices: tuple[EncodeSlices, ...] = ()
     """At most one."""
+    scored: tuple[ScoredChunks, ...] = ()
+    """At most one."""
+    forks: tuple[Forks, ...] = ()
+    """At most one; they sample after the prefill rows, in this order."""
 
 
 @message(23, by="step")
@@ -236,6 +316,19 @@ class Step:
     admissions: Admissions
     vision: tuple[VisionStep, ...] = ()
     """At most one; none where nothing is encoded, and no prompt has pictures."""
+    scored: tuple[ScoredChunks, ...] = ()
+    """At most one."""
+    forks: tuple[Forks, ...] = ()
+    """At most one."""
+
+
+@message(35)
+class StepScores:
+    """The log-probabilities of a step: of the prompts' tokens, then of sampled ones."""
+
+    rows: Int32
+    """Which of the rows that sample the last of them belong to."""
+    scores: TokenScores
 
 
 @message(31, by="step")
@@ -255,6 +348,8 @@ class StepDone:
     choiceless: Int32
     """Rows that have none because the request's own rules leave no id. What these computed is as
     good as any other's."""
+    scores: tuple[StepScores, ...] = ()
+    """At most one."""
 
 
 @message(32, by="step")
@@ -313,6 +408,18 @@ class Finish:
     """The last token is a stop token: its text is not part of the output."""
 
 
+@message(53)
+class RequestScores:
+    """Log-probabilities on their way to their requests, in runs."""
+
+    uids: Int64
+    prompts: NDArray[np.bool_]
+    """Whether a run is of the prompt, where it goes on with what was told before; else it is of the
+    output's token that it travels with."""
+    counts: Int32
+    scores: TokenScores
+
+
 @message(52, by="step")
 class Tokens:
     """Scheduler to detokenizer: what a step brought, at most one token for each request."""
@@ -323,6 +430,8 @@ class Tokens:
     """The index of each token in its request's output, from 0."""
     token_ids: Int32
     finishes: tuple[Finish, ...]
+    scores: tuple[RequestScores, ...] = ()
+    """At most one."""
 
 
 @message(60)
@@ -349,6 +458,23 @@ class Terminal:
     """As `Finish` has it."""
 
 
+@message(64)
+class ToldScores:
+    """Log-probabilities with the bytes of all tokens that they name; in runs, as `RequestScores`.
+    Those of output are of the delta's `token_ids`, one for each."""
+
+    uids: Int64
+    prompts: NDArray[np.bool_]
+    counts: Int32
+    offsets: Int32
+    """Of each token of output: how many characters of text come before it; 0 for prompts."""
+    pieces: bytes
+    """The bytes of each token, then of those told beside it; none where there is no tokenizer."""
+    lengths: Int32
+    """How many of `pieces` are whose."""
+    scores: TokenScores
+
+
 @message(62, by="step")
 class OutputDelta:
     """Detokenizer to frontend: what is new, for any number of requests."""
@@ -362,6 +488,8 @@ class OutputDelta:
     """How many of `token_ids` belong to each of `uids`."""
     token_ids: Int32
     terminals: tuple[Terminal, ...]
+    scores: tuple[ToldScores, ...] = ()
+    """At most one."""
 
 
 @message(63)

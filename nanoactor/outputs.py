@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import enum
-from typing import Any
 
 
 class RequestOutputKind(enum.Enum):
@@ -19,6 +19,30 @@ class RequestOutputKind(enum.Enum):
 
 
 @dataclasses.dataclass(slots=True)
+class Logprob:
+    """The log-probability of a token, by the model's own distribution: before temperature and
+    every rule."""
+
+    logprob: float
+    rank: int | None = None
+    """1 is the likeliest."""
+    decoded_token: str | None = None
+    """None where the engine has no tokenizer."""
+    bytes: bytes | None = None
+    """Those of the token: `decoded_token` replaces what is no whole character."""
+
+    @classmethod
+    def of(cls, logprob: float, rank: int, piece: builtins.bytes | None) -> Logprob:
+        """Make one of a token with these bytes."""
+        text = None if piece is None else piece.decode(errors="replace")
+        return cls(logprob, rank, text, piece)
+
+
+Logprobs = dict[int, Logprob]
+"""By token id: the token itself, then the likeliest in its place."""
+
+
+@dataclasses.dataclass(slots=True)
 class CompletionOutput:
     """One continuation of a prompt."""
 
@@ -30,8 +54,11 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for end-of-sequence and other ends."""
     cumulative_logprob: float | None = None
-    logprobs: Any = None
-    """Always None: SamplingParams offers no logprobs."""
+    """Of the whole output so far; None unless log-probabilities were asked for."""
+    logprobs: list[Logprobs] | None = None
+    """One for each of `token_ids`; None unless they were asked for."""
+    text_offsets: list[int] | None = None
+    """Likewise: how many characters of the output come before each token."""
 
     def finished(self) -> bool:
         """Tell whether nothing follows."""
@@ -70,4 +97,8 @@ class RequestOutput:
     """Prompt tokens that the prefix cache held; known at the end."""
     num_preemptions: int = 0
     """How often the sequence gave its blocks to older ones; known at the end."""
-    prompt_logprobs: Any = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """One for each token of the prompt, None for the first; None unless they were asked for. Of
+    output kind DELTA the first output alone has them."""
+    first_piece: bytes | None = None
+    """With them: the bytes of the prompt's first token, unless it is the only one."""

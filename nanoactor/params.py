@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import numbers
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from nanoactor.outputs import RequestOutputKind
 MAX_STOP_STRINGS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 256
 MAX_RULED_IDS = 1024
 """Of `allowed_token_ids`, and of `logit_bias`."""
+MAX_ANSWERS = 128
+"""Of one request (`n`)."""
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH, MAX_BAD_WORD_TOKENS = 128, 256, 32
 REFUSED = {
     "logits_processors": "runs Python code on every step's logits, and the runners are other "
@@ -32,6 +35,8 @@ class SamplingParams:
     what the one before left. Raises `InvalidRequest` on construction, naming the value.
     """
 
+    n: int = 1
+    """Answers to one prompt. The first has the seed, the others seeds that derive from it."""
     temperature: float | None = None
     """0 is greedy. Default: the model's `generation_config.json`, else 1."""
     top_p: float | None = None
@@ -54,6 +59,11 @@ class SamplingParams:
     """Texts that the output must not contain, at the start of a word or within one."""
     seed: int | None = None
     """Seed of the random numbers. Default: drawn when the request is submitted."""
+    logprobs: int | None = None
+    """Tell the log-probability of each token, and so many of the likeliest in its place. They are
+    the model's own: before temperature and every rule."""
+    prompt_logprobs: int | None = None
+    """Likewise for the tokens of the prompt, which is computed whole: no prefix hits."""
     max_tokens: int | None = None
     """Default: as many as fit `max_model_len`."""
     truncate_prompt_tokens: int | None = None
@@ -82,7 +92,10 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _whole("n", self.n, 1, MAX_ANSWERS, optional=False)
         _whole("top_k", self.top_k, -1)
+        _whole("logprobs", self.logprobs, 0)
+        _whole("prompt_logprobs", self.prompt_logprobs, 0)
         _whole("seed", self.seed, 0, 2**64 - 1)
         _whole("max_tokens", self.max_tokens, 1)
         _whole("min_tokens", self.min_tokens, 0, optional=False)
@@ -117,6 +130,17 @@ class SamplingParams:
 
 
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of a request's answer: the request's own for the first, for others one that depends
+    on it and on the index (BLAKE2b of both, RFC 7693), 64 bits."""
+    if not index:
+        return seed
+    text = f"{seed} {index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
 # Counts and ids travel as int32.
 _MOST = 2**31 - 1
 

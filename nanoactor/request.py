@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nanoactor.actors.frontend import Entry, FrontendActor
+from nanoactor.actors.frontend import FrontendActor
+from nanoactor.actors.journal import Entry
 from nanoactor.outputs import RequestMetrics, RequestOutput
 
 
@@ -47,4 +48,4 @@ class Request:
     def close(self) -> None:
         """Abort it, unless it is over."""
         if not self._entry.over:
-            self._frontend.abort(self._entry.submit.uid)
+            self._frontend.abort(self._entry)

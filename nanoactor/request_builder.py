@@ -17,7 +17,7 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.messages import Int32, Stopping, Submit, TextOptions, TokenRules
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.models import columns
-from nanoactor.params import SamplingParams, plain_number
+from nanoactor.params import SamplingParams, derived_seed, plain_number
 from nanoactor.vision.media import Media
 from nanoactor.vision.parts import MediaTaker
 
@@ -32,6 +32,7 @@ class RequestBuilder:
 
     def __init__(self, config: EngineConfig, files: ModelFiles, seeds: random.Random) -> None:
         """`seeds` gives requests without a seed theirs."""
+        self._max_logprobs = config.max_logprobs
         self._skips_tokenizer = config.skip_tokenizer_init
         self._files = files
         self._seeds = seeds
@@ -73,6 +74,8 @@ class RequestBuilder:
             rules=_rules(params),
             bad_words=tuple(params.bad_words or ()),
             keep_last=keep_last,
+            logprobs=_count(params.logprobs),
+            prompt_logprobs=_count(params.prompt_logprobs),
         )
         return submit, media
 
@@ -190,6 +193,12 @@ class RequestBuilder:
                     raise InvalidRequest(
                         f"{name}: {token} is outside the vocabulary of {vocabulary} ids"
                     )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self._max_logprobs:
+                raise InvalidRequest(
+                    f"{name} is {getattr(params, name)}, but this engine tells {self._max_logprobs}"
+                    " at most (max_logprobs)"
+                )
         for name, given in (("stop strings", params.stop), ("bad words", params.bad_words)):
             if given and self._skips_tokenizer:
                 raise InvalidRequest(
@@ -201,9 +210,9 @@ class RequestBuilder:
         values = {**self._files.defaults}
         values |= {name: value for name, value in given.items() if value is not None}
         values["top_k"] = max(0, values["top_k"])  # -1 means no limit too
-        if params.seed is None:
-            values["seed"] = self._seeds.getrandbits(64)
-        return columns.pack(values)
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        answers = ({**values, "seed": derived_seed(seed, index)} for index in range(params.n))
+        return b"".join(map(columns.pack, answers))
 
     def _stopping(self, params: SamplingParams) -> Stopping:
         return Stopping(
@@ -213,6 +222,10 @@ class RequestBuilder:
             eos_ids=() if params.ignore_eos else self._files.eos_token_ids,
             stop_ids=tuple(params.stop_token_ids or ()),
         )
+
+
+def _count(logprobs: int | None) -> int:
+    return -1 if logprobs is None else logprobs
 
 
 def _check_priority(priority: Any) -> int:

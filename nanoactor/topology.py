@@ -171,9 +171,11 @@ def _edges(
     # A step may admit every sequence with its whole block table, where prefixes are cached.
     table = 4 * -(-length // (config.block_size or _SMALLEST_DEFAULT_BLOCK))
     row = 128 + _RULES + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
-    token = 4 + 24 * bool(vision)  # its rotary positions, and its row in the encoder cache
+    # Itself, its successor to be scored, its rotary positions, its row in the encoder cache.
+    token = 8 + 24 * bool(vision)
     step = ring_capacity(seqs * row + token * config.max_num_batched_tokens + 64 * 1024)
-    tokens = ring_capacity(512 * seqs + 64 * 1024)
+    scores = (seqs + config.max_num_batched_tokens) * (32 + 8 * config.max_logprobs)
+    tokens = ring_capacity(512 * seqs + scores + 64 * 1024)
     chunk = ring_capacity(4 * DELTA_BYTES + 4 * length)
     small = ring_capacity(64 * 1024 + 64 * seqs)
     pages = encoder_pages(config, files)

@@ -12,125 +12,16 @@ from typing import Any
 import numpy as np
 
 from nanoactor.actors.config import ActorConfig
-from nanoactor.errors import ComputationFailed, EngineOverloaded, InvalidRequest, NanoactorError
-from nanoactor.messages import Abort, OutputDelta, Submit, Terminal
-from nanoactor.outputs import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
+from nanoactor.actors.journal import Entry
+from nanoactor.errors import EngineOverloaded, InvalidRequest, NanoactorError
+from nanoactor.messages import Abort, OutputDelta, Terminal
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
-from nanoactor.vision.media import PIECE_BYTES, Media
+from nanoactor.text.scores import ToldRun, told_runs
+from nanoactor.vision.media import PIECE_BYTES
 from nanoactor.vision.messages import MediaPiece, ResendMedia
 
 # A tokenizer other than the first takes prompts longer than this, where there are several.
 _LONG_PROMPT_BYTES = 64 * 1024
-
-
-class Entry:
-    """The journal's page of one request: what it asked for, what it was given so far.
-
-    One future wakes its one reader; deltas that come meanwhile merge.
-    """
-
-    def __init__(
-        self,
-        request_id: str,
-        submit: Submit,
-        kind: RequestOutputKind,
-        media: Sequence[Media] = (),
-    ) -> None:
-        self.request_id = request_id
-        self.submit = submit
-        self.media = media
-        """Its pictures, as they were given: they may be wanted again until it is over."""
-        self.kind = kind
-        self.metrics = RequestMetrics(time.monotonic())
-        self.charge = len(submit.token_ids) or _text_bytes(submit)
-        self.media_bytes = sum(one.size for one in media)
-        self.prompt_token_ids: list[int] = submit.token_ids.tolist()
-        self.text: list[str] = []
-        self.token_ids: list[int] = []
-        self.terminal: Terminal | None = None
-        self.error: NanoactorError | None = None
-        self.aborted = False
-        self._told = (0, 0)
-        """How many texts and tokens the reader was given."""
-        self._news = False
-        self._waiter: asyncio.Future[None] | None = None
-        self.accepted = asyncio.Event()
-        """Set when the scheduler has taken it, or it has ended without that."""
-        self.ended = asyncio.Event()
-        """Set when nothing follows."""
-
-    @property
-    def over(self) -> bool:
-        """Tell whether nothing follows."""
-        return self.terminal is not None or self.error is not None
-
-    def wake(self) -> None:
-        """There is something to read."""
-        self._news = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def end(self) -> None:
-        """Nothing follows."""
-        self.accepted.set()
-        self.ended.set()
-        self.wake()
-
-    async def next(self) -> RequestOutput:
-        """Wait for news and return them; raises the error that ended the request."""
-        while not self._news or (self.kind is RequestOutputKind.FINAL_ONLY and not self.over):
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-            if self.kind is RequestOutputKind.FINAL_ONLY and not self.over:
-                self._news = False
-        self._news = False
-        self.raise_error()
-        return self._output()
-
-    def raise_error(self) -> None:
-        """Raise what ended the request, if it was an error."""
-        if self.error is not None:
-            raise self.error
-        if self.terminal is not None and self.terminal.reason == "error":
-            raise InvalidRequest(self.terminal.error)
-        if self.terminal is not None and self.terminal.reason == "failed":
-            raise ComputationFailed(self.terminal.error)
-
-    def _output(self) -> RequestOutput:
-        texts, ids = self.text, self.token_ids
-        if self.kind is RequestOutputKind.DELTA:
-            told_texts, told_ids = self._told
-            self._told = (len(texts), len(ids))
-            texts, ids = texts[told_texts:], ids[told_ids:]
-        else:
-            ids = ids[:]
-        terminal = self.terminal
-        completion = CompletionOutput(
-            0,
-            "".join(texts),
-            ids,
-            terminal.reason if terminal else None,
-            terminal.stop_reason if terminal else None,
-        )
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.submit.text,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[completion],
-            finished=terminal is not None,
-            metrics=self.metrics,
-            num_cached_tokens=terminal.cached_tokens if terminal else 0,
-            num_preemptions=terminal.preemptions if terminal else 0,
-        )
-
-
-def _text_bytes(submit: Submit) -> int:
-    """Of the prompt; templates write tools and other options into it too."""
-    text = submit.text if submit.chat is None else submit.chat + submit.chat_options
-    return len((text or "").encode())
 
 
 class FrontendActor(Actor):
@@ -181,11 +72,11 @@ class FrontendActor(Actor):
 
     def _check_room(self, entries: Sequence[Entry]) -> None:
         """Raise `EngineOverloaded` where the queue's bounds leave no room for these."""
-        config, requests = self._config, len(entries)
+        config, requests = self._config, sum(len(entry.answers) for entry in entries)
         charge, media = sum(e.charge for e in entries), sum(e.media_bytes for e in entries)
         if requests > config.max_waiting_requests:
             raise InvalidRequest(
-                f"{requests} prompts at once, but at most {config.max_waiting_requests} requests "
+                f"{requests} answers at once, but at most {config.max_waiting_requests} requests "
                 "may wait (max_waiting_requests)"
             )
         if len(self._waiting_requests) + requests > config.max_waiting_requests:
@@ -213,7 +104,10 @@ class FrontendActor(Actor):
 
     def submit_all(self, makes: Sequence[Callable[[int], Entry]]) -> list[Entry]:
         """The same for several, which find room all together or not at all."""
-        entries = [make(uid) for uid, make in enumerate(makes, self._next_uid)]
+        entries, uid = [], self._next_uid
+        for make in makes:
+            entries.append(make(uid))
+            uid = entries[-1].uids.stop
         self._check_room(entries)
         for entry in entries:
             self._send(entry)
@@ -224,22 +118,24 @@ class FrontendActor(Actor):
         tokenizer = self._choose_tokenizer(entry.charge)
         self._tokenizers[tokenizer].send(entry.submit)
         for item in range(len(entry.media)):
-            self._send_media(entry, item, tokenizer)
-        self._next_uid += 1
+            self._send_media(entry, uid, item, tokenizer)
+        self._next_uid = entry.uids.stop
         self._load[tokenizer] += entry.charge
         self._untokenized[uid] = (tokenizer, entry.charge)
-        self._entries[uid] = self._by_id[entry.request_id] = entry
-        self._waiting_requests.add(uid)
+        self._entries |= dict.fromkeys(entry.uids, entry)
+        self._by_id[entry.request_id] = entry
+        self._waiting_requests.update(entry.uids)
         self._waiting_tokens += entry.charge
         self._waiting_media_bytes += entry.media_bytes
         self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
 
     # -- pictures -------------------------------------------------------------------------
 
-    def _send_media(self, entry: Entry, item: int, tokenizer: int) -> None:
-        """Send a picture's bytes, in pieces, as its worker's edge has room for them."""
-        uid, media = entry.submit.uid, entry.media[item]
-        worker = uid % len(self._vision)
+    def _send_media(self, entry: Entry, uid: int, item: int, tokenizer: int) -> None:
+        """Send a picture's bytes, in pieces, as its worker's edge has room for them; for all of a
+        request's answers that is the same worker."""
+        media = entry.media[item]
+        worker = entry.submit.uid % len(self._vision)
         data = memoryview(media.data).cast("B")
         empty = np.empty(0, np.uint8)
         piece = MediaPiece(
@@ -275,7 +171,7 @@ class FrontendActor(Actor):
         for uid, item in zip(event.uids.tolist(), event.items.tolist(), strict=True):
             entry = self._entries.get(uid)
             if entry is not None and (uid, item) not in self._data:
-                self._send_media(entry, item, -1)
+                self._send_media(entry, uid, item, -1)
 
     def on_ready(self, outbox: Any) -> None:
         """An edge has room again."""
@@ -296,15 +192,18 @@ class FrontendActor(Actor):
         first = 1 if size > _LONG_PROMPT_BYTES and len(self._load) > 1 else 0
         return min(range(first, len(self._load)), key=self._load.__getitem__)
 
-    def abort(self, uid: int) -> None:
-        """Ask for a request's end; its entry lives until the terminal that acknowledges it."""
-        entry = self._entries.get(uid)
-        if entry is not None and not entry.aborted:
-            entry.aborted = True
+    def abort(self, entry: Entry) -> None:
+        """Ask for a request's end; its entry lives until the terminals that acknowledge it."""
+        if entry.aborted:
+            return
+        entry.aborted = True
+        living = [uid for uid in entry.uids if self._entries.get(uid) is entry]
+        for uid in living:
             self._scheduler.send(Abort(uid))
-            waits = entry.submit.chat is not None or entry.media
-            if waits and uid in self._untokenized:
-                self._tokenizers[self._untokenized[uid][0]].send(Abort(uid))
+        first = entry.submit.uid
+        waits = entry.submit.chat is not None or entry.media
+        if living and waits and first in self._untokenized:
+            self._tokenizers[self._untokenized[first][0]].send(Abort(first))
 
     def fail_all(self, error: NanoactorError) -> None:
         """The engine is gone: every waiting request gets the error."""
@@ -336,10 +235,15 @@ class FrontendActor(Actor):
             self._opened(opened.uid, opened.prompt_token_ids.tolist())
         ids: list[int] = chunk.token_ids.tolist()
         at = 0
+        runs = [run for scores in chunk.scores for run in told_runs(scores)]
+        logprobs = {run.uid: run for run in runs if not run.is_prompt}
+        for run in runs:
+            if run.is_prompt and (entry := self._entries.get(run.uid)) is not None:
+                entry.take_prompt_logprobs(run)
         for uid, text, count in zip(
             chunk.uids.tolist(), chunk.texts, chunk.counts.tolist(), strict=True
         ):
-            self._delta(uid, text, ids[at : at + count])
+            self._delta(uid, text, ids[at : at + count], logprobs.get(uid))
             at += count
         for terminal in chunk.terminals:
             self._terminal(terminal)
@@ -347,10 +251,10 @@ class FrontendActor(Actor):
     def _opened(self, uid: int, prompt: list[int]) -> None:
         self._tokenized(uid)
         entry = self._entries.get(uid)
-        if entry is not None:
+        if entry is not None and prompt:  # one of several answers tells it
             entry.prompt_token_ids = prompt
             entry.accepted.set()
-            if uid in self._waiting_requests:
+            if not entry.is_counted_out:
                 self._waiting_tokens += len(prompt) - entry.charge
                 entry.charge = len(prompt)
 
@@ -358,7 +262,7 @@ class FrontendActor(Actor):
         tokenizer, size = self._untokenized.pop(uid, (0, 0))
         self._load[tokenizer] -= size
 
-    def _delta(self, uid: int, text: str, ids: list[int]) -> None:
+    def _delta(self, uid: int, text: str, ids: list[int], logprobs: ToldRun | None) -> None:
         entry = self._entries.get(uid)
         if entry is None:
             return
@@ -367,18 +271,24 @@ class FrontendActor(Actor):
             metrics.last_token_time = now
         if metrics.first_token_time is None:
             metrics.first_token_time = now
-            self._no_longer_waiting(entry)
+        if uid in self._waiting_requests:
+            self._no_longer_waiting(entry, uid)
+        answer = entry.answer(uid)
         if text:
-            entry.text.append(text)
-        entry.token_ids += ids
+            answer.text.append(text)
+        answer.token_ids += ids
+        if logprobs is not None:
+            answer.take_logprobs(logprobs)
         entry.wake()
 
-    def _no_longer_waiting(self, entry: Entry) -> None:
-        if entry.submit.uid in self._waiting_requests:
-            self._waiting_requests.remove(entry.submit.uid)
+    def _no_longer_waiting(self, entry: Entry, uid: int) -> None:
+        """Count an answer out that has its first token, or is over; with the first, the prompt."""
+        self._waiting_requests.discard(uid)
+        if not entry.is_counted_out:
+            entry.is_counted_out = True
             self._waiting_tokens -= entry.charge
             self._waiting_media_bytes -= entry.media_bytes
-            self._tell_progress()
+        self._tell_progress()
 
     def _tell_progress(self) -> None:
         if self._progress is not None:
@@ -388,13 +298,20 @@ class FrontendActor(Actor):
     def _terminal(self, terminal: Terminal) -> None:
         self._tokenized(terminal.uid)
         entry = self._entries.pop(terminal.uid, None)
-        if entry is not None:
+        if entry is None:
+            return
+        if terminal.uid in self._waiting_requests:
+            self._no_longer_waiting(entry, terminal.uid)
+        metrics = entry.metrics
+        if terminal.began >= 0:
+            began = terminal.began * 1e-9
+            metrics.first_scheduled_time = min(metrics.first_scheduled_time or began, began)
+        entry.note_end(terminal.uid, terminal)
+        if entry.error is not None:
+            self.abort(entry)
+        if all(answer.terminal is not None for answer in entry.answers):
             self._by_id.pop(entry.request_id, None)
-            self._no_longer_waiting(entry)
-            entry.terminal = terminal
-            entry.metrics.finished_time = time.monotonic()
-            if terminal.began >= 0:
-                entry.metrics.first_scheduled_time = terminal.began * 1e-9
+            metrics.finished_time = time.monotonic()
             entry.end()
 
     def statistics(self) -> dict[str, Any]:

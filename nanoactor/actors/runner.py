@@ -257,6 +257,7 @@ class RunnerActor(Actor):
                 failed=failed,
                 errors=errors,
                 choiceless=choiceless,
+                scores=computed.scores,
             )
             self.context.outbox("scheduler").send(done)
         self.context.track.add(self._report, step, begin, time.monotonic_ns())

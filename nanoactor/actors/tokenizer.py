@@ -12,6 +12,7 @@ from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits, re
 from nanoactor.errors import InvalidRequest
 from nanoactor.kv.hashing import block_hashes
 from nanoactor.messages import Abort, Admit, Int32, Reject, Stopping, Submit, TokenRules
+from nanoactor.models.columns import rows_of
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.text.bad_words import check_choice, with_words
 from nanoactor.text.renderer import Cancelled, RenderQueue
@@ -119,7 +120,8 @@ class TokenizerActor(Actor):
 
     def _refuse(self, event: Submit, reason: str) -> None:
         self._forget_items(event)
-        reject = Reject(event.uid, event.epoch, reason[:_LONGEST_REASON])
+        answers = len(rows_of(event.sampling))
+        reject = Reject(event.uid, event.epoch, reason[:_LONGEST_REASON], answers)
         self.context.outbox("scheduler").send(reject)
 
     def _forget_items(self, event: Submit) -> None:
@@ -159,6 +161,8 @@ class TokenizerActor(Actor):
                 text_options=event.text_options,
                 items=items,
                 rules=rules,
+                logprobs=event.logprobs,
+                prompt_logprobs=event.prompt_logprobs,
             )
         )
 

@@ -17,7 +17,17 @@ from nanoactor.errors import ProtocolBug
 from nanoactor.kv.hashing import block_hash
 from nanoactor.kv.items import HeldItems, ItemKeeper
 from nanoactor.kv.pool import BlockPool
-from nanoactor.messages import Credits, Free, Int32, Match, Plan, SampledTokens, Step
+from nanoactor.messages import (
+    Credits,
+    Forks,
+    Free,
+    Int32,
+    Match,
+    Plan,
+    SampledTokens,
+    ScoredChunks,
+    Step,
+)
 from nanoactor.vision.messages import VisionStep
 from nanoactor.vision.units import NO_ENCODER, EncoderLimits
 
@@ -34,6 +44,8 @@ class Holding:
     """Of the leading full blocks: all of the prompt's, then as outputs become known."""
     table: list[int]
     items: HeldItems | None = None
+    extras: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
+    """By block: what its hash covers of pictures."""
     announced: int = 0
     """Leading entries of the table that the runners know."""
     distrusted: bool = False
@@ -112,19 +124,12 @@ class BlockManager:
             items = HeldItems.of(event.items[0], len(tokens), self._block_size)
         extras = items.extras if items is not None else _NO_EXTRAS
         hashes = self._complete_hashes([bytes(row) for row in event.hashes], tokens, extras)
-        table: list[int] = []
-        refund = 0
-        for content in hashes[: (len(tokens) - 1) // self._block_size]:
-            block = self.pool.find(content) if self._prefix_caching else None
-            if block is None:
-                break
-            if self.pool.share(block):
-                refund += 1
-            table.append(block)
+        table = self._find(event, hashes[: (len(tokens) - 1) // self._block_size])
+        refund = sum(map(self.pool.share, table))
         hits = len(table)
         table += [self.pool.allocate() for _ in range(event.blocks - hits)]
         computed = hits * self._block_size
-        self._holdings[event.slot] = Holding(event.uid, hashes, table, items)
+        self._holdings[event.slot] = Holding(event.uid, hashes, table, items, extras)
         if items is None:
             self.items.match_nothing()
         else:
@@ -138,6 +143,22 @@ class BlockManager:
         self._answers.uids.append(event.uid)
         self._answers.hits.append(computed)
         self._answers.refunds.append(refund)
+
+    def _find(self, event: Match, hashes: list[bytes]) -> list[int]:
+        """Return the blocks that hold the longest known prefix, in the index or in the sibling."""
+        sibling = self._holdings.get(event.sibling)
+        lent: list[int] = []
+        if sibling is not None and not sibling.distrusted:
+            lent = sibling.table[: len(event.hashes)]
+        found: list[int] = []
+        for index, content in enumerate(hashes[: event.most_hits // self._block_size]):
+            block = self.pool.find(content) if self._prefix_caching else None
+            if block is None and index < len(lent):
+                block = lent[index]
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def _complete_hashes(
         self, hashes: list[bytes], tokens: Int32, extras: Mapping[int, bytes]
@@ -156,6 +177,7 @@ class BlockManager:
         """Turn a plan into a step: add block ids and the prompts' tokens."""
         prefill: list[int] = plan.slots.tolist()
         token_ids = self._bind_prefill(plan, prefill)
+        forks = tuple(self._fork(plan, each) for each in plan.forks)
         vision = self._bind_items(plan, prefill)
         if len(plan.leaves) or len(plan.joins):
             self._decoding[plan.leaves] = False
@@ -165,7 +187,8 @@ class BlockManager:
             self._of(slot, plan.step).table.append(self.pool.allocate())
             self._room[slot] += self._block_size
         self._advance_decoders(plan.step)
-        slots, starts, counts, blocks = self._announce([*prefill, *plan.grows.tolist()])
+        changed = [*prefill, *(s for each in forks for s in each.slots.tolist())]
+        slots, starts, counts, blocks = self._announce([*changed, *plan.grows.tolist()])
         return Step(
             step=plan.step,
             slots=plan.slots,
@@ -181,7 +204,52 @@ class BlockManager:
             table_blocks=blocks,
             admissions=plan.admissions,
             vision=vision,
+            scored=tuple(self._scored(plan, each) for each in plan.scored),
+            forks=forks,
         )
+
+    def _scored(self, plan: Plan, scored: ScoredChunks) -> ScoredChunks:
+        """Add the tokens that follow each scored position."""
+        spans = zip(
+            plan.slots[scored.rows].tolist(),
+            scored.starts.tolist(),
+            scored.counts.tolist(),
+            strict=True,
+        )
+        targets = [self._tokens[slot, at + 1 : at + 1 + count] for slot, at, count in spans]
+        return dataclasses.replace(scored, targets=np.concatenate(targets))
+
+    def _fork(self, plan: Plan, forks: Forks) -> Forks:
+        """Give each copy its source's full blocks by reference, and one of its own for the rest."""
+        sources: list[int] = []
+        copies: list[int] = []
+        ends = (plan.starts + plan.counts)[forks.rows]
+        for row, slot, uid, end in zip(
+            forks.rows.tolist(),
+            forks.slots.tolist(),
+            forks.uids.tolist(),
+            ends.tolist(),
+            strict=True,
+        ):
+            source_slot = int(plan.slots[row])
+            source, full = self._of(source_slot, plan.step), end // self._block_size
+            if slot in self._holdings or end != self._known[source_slot]:
+                raise ProtocolBug(f"step {plan.step} copies {self._story(source_slot)} to {slot}")
+            table = source.table[:full]
+            for block in table:
+                self.pool.share(block)
+            if end % self._block_size:
+                table.append(self.pool.allocate())
+                sources.append(source.table[full])
+                copies.append(table[full])
+            hashes = source.hashes[:full]
+            copy = Holding(uid, hashes, table, None, source.extras, distrusted=source.distrusted)
+            self._holdings[slot] = copy
+            self._tokens[slot, :end] = self._tokens[source_slot, :end]
+            self._known[slot] = self._planned[slot] = end
+            self._room[slot] = len(table) * self._block_size
+            self._next_index[slot] = (full + 1) * self._block_size
+        return dataclasses.replace(forks, sources=_int32(sources), copies=_int32(copies))
 
     def _bind_items(self, plan: Plan, slots: list[int]) -> tuple[VisionStep, ...]:
         held = [self._holdings[slot].items for slot in slots]
@@ -319,9 +387,8 @@ class BlockManager:
             return
         for index in range(int(self._next_index[slot]) // size - 1, complete // size):
             if index == len(holding.hashes):
-                extras = holding.items.extras if holding.items is not None else _NO_EXTRAS
                 tokens = self._tokens[slot, : (index + 1) * size]
-                self._complete_hashes(holding.hashes, tokens, extras)
+                self._complete_hashes(holding.hashes, tokens, holding.extras)
             self.pool.remember(holding.table[index], holding.hashes[index])
             self._next_index[slot] = (index + 2) * size
 

@@ -17,6 +17,7 @@ from nanoactor.models.options import FusedSampling
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 from nanoactor.runner.ruled_rows import NO_ROWS, Long
 from nanoactor.runner.sampling_table import SampledRows, SamplingTable
+from nanoactor.runner.scored_rows import ScoredRows, ScoreTable
 
 # To sort whole vocabularies takes 127 bytes for each logit.
 FALLBACK_AT_ONCE = 64
@@ -139,6 +140,10 @@ class Update:
     lengths: HostSeqLens
     """Where the device asks for them."""
     vision: VisionUpdate | None = None
+    scores: ScoredRows | None = None
+    """None where no log-probabilities are wanted."""
+    copies: tuple[Long, ...] = ()
+    """Blocks that are copied once the layers are computed: from where, and to where; or nothing."""
 
     @property
     def changes(self) -> tuple[NDArray[np.integer], ...]:
@@ -156,13 +161,15 @@ class Update:
         words = 3 * len(self.indices) + 128
         if self.prefill:
             words += 3 * len(self.prefill.token_ids) + 6 * self.prefill.rows.shape[1]
-            words += 2 * self.prefill.tiles.shape[1]
+            words += 2 * (self.prefill.tiles.shape[1] + len(self.prefill.ends))
         for part in self.fallback:
             words += 8 * len(part.slots) + 4 * len(part.masked_rows) + 64
             words += part.rules.size if part.rules else 0
         if self.vision:
             words += 4 * len(self.vision.rows) + 64
             words += sum(2 * len(task.places) + 4 for task in self.vision.tasks)
+        words += self.scores.size if self.scores else 0
+        words += sum(2 * len(blocks) + 4 for blocks in self.copies)
         return words
 
 
@@ -188,10 +195,13 @@ class HostBatch:
         self._decoding = np.zeros(max_num_seqs, np.bool_)
         self._decode: Long = NO_ROWS
         self.sampling = SamplingTable(max_num_seqs)
+        self._scores = ScoreTable(max_num_seqs)
         self._fallback: Long | None = None
         """Decode rows that the fused sampler never does, until the set changes, ..."""
         self._parts: tuple[SampledRows, ...] = ()
         """... how they sample, ..."""
+        self._asking: Long = NO_ROWS
+        """... which decode rows want log-probabilities, ..."""
         self._masked_steps = 0
         """... and how many steps of this set there are until all of its rows are past
         `min_tokens`."""
@@ -201,6 +211,7 @@ class HostBatch:
         pairs: list[tuple[NDArray[np.integer], NDArray[np.integer]]] = []
         if len(step.admissions.slots):
             self.sampling.admit(step.admissions)
+            self._scores.admit(step.admissions.slots, step.admissions.scores)
             pairs.append(self._admitted(step.admissions.slots))
             new, layout = step.admissions, self.layout
             slots = new.slots.astype(np.int64)
@@ -217,17 +228,37 @@ class HostBatch:
             ends = (step.starts + step.counts).astype(np.int64)
             self.lengths[step.slots] = ends
             pairs.append((self.layout.lengths + step.slots.astype(np.int64), ends))
+            for forks in step.forks:
+                self.lengths[forks.slots] = ends[forks.rows]
+                places = self.layout.lengths + forks.slots.astype(np.int64)
+                pairs.append((places, ends[forks.rows]))
             prefill = self._prefill(step)
         indices, values = _joined(pairs)
+        fallback = self._fallback_rows(prefill)
         return Update(
             step.step,
             indices,
             values,
             prefill,
             len(decode),
-            fallback=self._fallback_rows(prefill),
+            fallback=fallback,
             lengths=self._host_seq_lens(step) if self._traits.needs_host_seq_lens else NO_SEQ_LENS,
+            scores=self._scored(step, prefill),
+            copies=tuple(
+                blocks.astype(np.int64)
+                for forks in step.forks
+                for blocks in (forks.sources, forks.copies)
+                if len(blocks)
+            ),
         )
+
+    def _scored(self, step: Step, prefill: Prefill | None) -> ScoredRows | None:
+        """Return what the step scores; the set of those that decode is known by now."""
+        slots, asking = self._decode, self._asking
+        if prefill is not None and len(ended := prefill.sampling.astype(np.int64)):
+            slots = np.concatenate((ended, slots))
+            asking = np.concatenate((self._scores.asking(ended), asking + len(ended)))
+        return self._scores.rows(step, slots, asking)
 
     def _host_seq_lens(self, step: Step) -> HostSeqLens:
         contexts = (step.starts + step.counts).tolist()
@@ -262,14 +293,18 @@ class HostBatch:
         groups = -(-counts // self._traits.tokens_per_program)
         tile_rows = np.repeat(np.arange(len(groups), dtype=np.int32), groups)
         tile_numbers = np.arange(len(tile_rows)) - np.repeat(np.cumsum(groups) - groups, groups)
+        ends, sampling = (firsts + counts - 1)[step.samples], step.slots[step.samples]
+        for forks in step.forks:
+            ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows]))
+            sampling = np.concatenate((sampling, forks.slots))
         return Prefill(
             step.token_ids.copy(),  # the record is gone when the step is launched
             positions=(np.arange(len(row_of)) + offsets).astype(np.int32),
             slots=step.slots[row_of],
             rows=np.stack((step.slots, firsts, counts, step.starts + counts)).astype(np.int32),
             tiles=np.stack((tile_rows, tile_numbers)).astype(np.int32),
-            ends=(firsts + counts - 1)[step.samples].astype(np.int32),
-            sampling=step.slots[step.samples],
+            ends=ends.astype(np.int32),
+            sampling=sampling,
         )
 
     def _fallback_rows(self, prefill: Prefill | None) -> tuple[SampledRows, ...]:
@@ -307,6 +342,7 @@ class HostBatch:
         decode = self._decode
         if self._fallback is None:
             self._fallback = np.flatnonzero(self._never_fused(decode))
+            self._asking = self._scores.asking(decode)
             self._parts = self._sampled(decode, self._fallback)
             self._masked_steps = self.sampling.masked_steps(decode, self.lengths[decode])
         if self._masked_steps <= 0:

@@ -14,6 +14,13 @@ from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.staging import DeviceRows
 
 
+def place(index: torch.Tensor, prompts: tuple[int, int]) -> torch.Tensor:
+    """Return where rows that sample stand in a captured step; `prompts` are those that end a
+    prompt, and as many as that is padded to."""
+    ended, padded = prompts
+    return torch.where(index < ended, index, index + (padded - ended)) if padded > ended else index
+
+
 class TokenChooser:
     """One rank's: its buffers belong to one set of tables."""
 
@@ -53,10 +60,7 @@ class TokenChooser:
 
         `prompts` are the rows that end a prompt, and as many as that is padded to.
         """
-        index, slots = rows.index, rows.slots
-        ended, padded = prompts
-        if padded > ended:
-            index = torch.where(index < ended, index, index + (padded - ended))
+        index, slots = place(rows.index, prompts), rows.slots
         logits = self._model.network.logits(hidden.index_select(0, index))
         chosen = self._sample(logits, rows)
         if self._compares:

@@ -33,10 +33,9 @@ from nanoactor.runner.batch import (
     FALLBACK_AT_ONCE,
     BatchTraits,
     HostBatch,
-    Prefill,
     Update,
 )
-from nanoactor.runner.choosing import TokenChooser
+from nanoactor.runner.choosing import TokenChooser, place
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.graphs import (
@@ -48,10 +47,11 @@ from nanoactor.runner.graphs import (
 )
 from nanoactor.runner.in_flight import InFlight
 from nanoactor.runner.mixed import MixedInputs
-from nanoactor.runner.model import LoadedModel
+from nanoactor.runner.model import LoadedModel, copy_blocks
 from nanoactor.runner.pixels import NO_PIXELS, PixelsOf, with_vision
 from nanoactor.runner.protocol import Computed
-from nanoactor.runner.staging import DevicePrefill, DeviceVision, Staging
+from nanoactor.runner.scoring import AT_ONCE, StepScorer
+from nanoactor.runner.staging import DevicePrefill, DeviceUpdate, DeviceVision, Staging
 from nanoactor.runner.threads import ThreadChoice
 from nanoactor.runner.warmup import decode_update, longest_lengths, prefill_step
 
@@ -108,7 +108,10 @@ class DeviceExecutor:
                 self._mixed_sizes = MixedSizes.of(*limits, sees=self._model.encoder is not None)
             self._captured = CapturedSteps(device, self._model.group, engine.pipeline_depth)
             self._clock = DeviceClock.started(device)
-            self._threads = self._thread_choice()
+            # What a rank measures while it waits for the others is theirs.
+            alone = engine.tensor_parallel_size == 1 and not engine.threads
+            measures = alone and not device.asynchronous
+            self._threads = ThreadChoice(self._model.threads) if measures else None
             used, peak = self._warm_up()
             self.num_blocks = self._model.size_cache(used, peak)
             self.encoder_pages = self._model.encoder.pages if self._model.encoder else 0
@@ -116,14 +119,6 @@ class DeviceExecutor:
             if self._uses_graphs:
                 self._capture()
             device.synchronize()
-
-    def _thread_choice(self) -> ThreadChoice | None:
-        """None where the device has a queue, where the user has chosen, and where ranks wait for
-        each other: then what one measures is the other's."""
-        config = self._config
-        if self.asynchronous or config.threads or config.tensor_parallel_size > 1:
-            return None
-        return ThreadChoice(self._model.threads)
 
     # -- the state on the device ----------------------------------------------------------
 
@@ -165,6 +160,7 @@ class DeviceExecutor:
             max_num_seqs=config.max_num_seqs,
             debug=config.debug,
         )
+        self._scorer = StepScorer(model)
         self._rows = column(layout.rows)
         self._rows.fill_(layout.dummy)
         self._make_buffers()
@@ -179,6 +175,14 @@ class DeviceExecutor:
             device.zeros(rows, dtype=torch.int32),
         )
         self._inputs = MixedInputs(device, self._mixed_sizes, config.pipeline_depth + 2)
+        self._prompts: torch.Tensor | None = None
+        """Hidden states of the prompts' tokens of the step at hand; of captured steps, which all
+        write them to the same place, ..."""
+        self._kept: torch.Tensor | None = None
+        """... here."""
+        if sizes := self._mixed_sizes.tokens:
+            shape = sizes[-1], self._model.config.hidden_size
+            self._kept = device.zeros(*shape, dtype=self._model.dtype)
         self._nothing = device.zeros(4, 1, dtype=torch.int32)[:, :0]
         self._staging = Staging(device, config.pipeline_depth + 2)
 
@@ -210,8 +214,10 @@ class DeviceExecutor:
         self.warmed_up: tuple[tuple[int, float], ...] = ((tokens, prompted), (decoding, decoded))
         _, cut = self._measured(lambda: self._decode_once(decoding, top_p=0.9))
         _, ruled = self._measured(lambda: self._decode_once(decoding, repetition_penalty=1.1))
+        at_once, top = min(AT_ONCE, tokens), config.max_logprobs
+        _, scored = self._measured(lambda: self._scorer.warm_up(at_once, top))
         captured = max(captured, peak)
-        peak = max(peak * most // tokens, captured, cut, ruled)
+        peak = max(peak * most // tokens, captured, cut, ruled, scored)
         peak += self._warm_up_encoder()  # half encoded pictures stay while prompts are computed
         if self._uses_graphs:
             peak += captured + _GRAPH_BYTES * self._count_captures()
@@ -283,7 +289,8 @@ class DeviceExecutor:
 
     def _capture_mixed(self, size: MixedSize) -> None:
         prefill, seen = self._inputs.of(size)
-        self._captured.add_mixed(size, functools.partial(self._mixed, prefill, size.rows, seen))
+        step = functools.partial(self._mixed, prefill, size.rows, seen, kept=self._kept)
+        self._captured.add_mixed(size, step)
 
     def _decode(self, rows: int, lengths: HostSeqLens) -> torch.Tensor:
         """A whole step of so many rows of the decode batch, dummies included; returns their hidden
@@ -350,32 +357,31 @@ class DeviceExecutor:
             buffers = self._free_buffers.popleft()
         else:
             buffers = InFlight.make(self._device, self._config.max_num_seqs)
-        prefill = update.prefill
+        prefill, vision = update.prefill, update.vision
         fits = self._fitting(update)
-        staging = self._staging
-        staging.begin(update.words)
-        changes = [staging.put(array) for array in update.changes]
-        staged = self._staged(prefill) if prefill and not fits else None
-        vision = update.vision
-        seen = None
-        if vision and vision.sees and not fits:
-            seen = DeviceVision.staged(staging, vision)
-        fallback = [staging.put_sampling(part) for part in update.fallback]
-        staging.send()
+        staged = self._staging.put_update(update, captured=fits is not None)
+        self._staging.send()
         if fits:
             self._inputs.fill(fits, update)
         buffers.begin.record()
-        if changes:
-            self._state[changes[0]] = changes[1]
+        if staged.changes:
+            self._state[staged.changes[0]] = staged.changes[1]
         if vision and self._model.encoder:
             self._model.encoder.apply(vision)
             buffers.encoded.record()
-        hidden = self._compute(update, staged, fits, seen)
+        hidden = self._compute(update, staged, fits)
         self._mark(buffers.forwarded)
+        if staged.copies:
+            copy_blocks(self._caches, self._tokens, *staged.copies)
         prompts = len(prefill.sampling) if prefill else 0
         padded = PREFILL_ROWS if fits else prompts
-        for part in fallback:
+        for part in staged.fallback:
             self._chooser.choose_behind(update.step, hidden, part, (prompts, padded))
+        if staged.scores and update.scores:
+            of_prompts = self._kept if fits else self._prompts
+            places, chosen = place(staged.scores.rows, (prompts, padded)), self._chooser.chosen
+            table = self._scorer.score(of_prompts, hidden, staged.scores, places, chosen)
+            buffers.take_scores(self._device, update.scores, table)
         self._mark(buffers.sampled)
         count, chosen = prompts + update.decodes, self._chooser.chosen
         if prompts:
@@ -385,18 +391,15 @@ class DeviceExecutor:
             buffers.ids[prompts:count].copy_(decoded, non_blocking=True)
         buffers.end.record()
         buffers.rows, buffers.encodes = count, bool(vision and vision.tasks)
+        self._prompts = None
         return _Launched(self, buffers)
 
     def _compute(
-        self,
-        update: Update,
-        staged: DevicePrefill | None,
-        fits: MixedSize | None,
-        seen: DeviceVision | None,
+        self, update: Update, staged: DeviceUpdate, fits: MixedSize | None
     ) -> torch.Tensor:
         """Hidden states of the rows that sample."""
-        if staged is not None:
-            return self._mixed(staged, update.decodes, seen, update.lengths)
+        if staged.prefill is not None:
+            return self._mixed(staged.prefill, update.decodes, staged.seen, update.lengths)
         if fits:
             return self._captured.mixed(fits)
         if not update.decodes:  # a step that encodes, and nothing else
@@ -423,19 +426,17 @@ class DeviceExecutor:
             return None
         return fits
 
-    def _staged(self, prefill: Prefill) -> DevicePrefill:
-        fields = dataclasses.fields(Prefill)
-        return DevicePrefill(*(self._staging.put(getattr(prefill, field.name)) for field in fields))
-
     def _mixed(
         self,
         prefill: DevicePrefill,
         rows: int,
         seen: DeviceVision | None,
         lengths: HostSeqLens,
+        kept: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """A step with prompt chunks; returns the hidden states of the rows that sample: prompts
-        that end here, then the decode batch."""
+        that end here, then the decode batch. Those of all prompts' tokens are left in `kept`, if
+        there is one, else in `_prompts`."""
         device, first = self._device, len(prefill.token_ids)
         every, decodes = self._sliced(0, first + rows), self._rows[:rows]
         every.token_ids[:first] = prefill.token_ids
@@ -461,6 +462,10 @@ class DeviceExecutor:
             after = buffers.positions.expand(3, -1)
             positions = torch.cat((seen.positions, after), dim=1)
         hidden = self._forward(every, batch, positions)
+        if kept is None:
+            self._prompts = hidden[:first]
+        else:
+            kept[:first].copy_(hidden[:first])
         sampling = hidden.index_select(0, prefill.ends)
         if rows:
             sampling = torch.cat((sampling, hidden[first:]))

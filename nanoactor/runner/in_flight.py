@@ -6,9 +6,11 @@ import dataclasses
 
 import torch
 
+from nanoactor.messages import StepScores
 from nanoactor.models.device import Device, TimedEvent
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.protocol import Computed
+from nanoactor.runner.scored_rows import ScoredRows
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,6 +28,11 @@ class InFlight:
     """Of them that count."""
     encodes: bool = False
     """Whether `encoded` was recorded."""
+    scored: ScoredRows | None = None
+    """The rows whose scores are in `scores`; None where there are none."""
+    scores: torch.Tensor | None = None
+    """int32, page-locked, as large as has been needed."""
+    _shape: tuple[int, ...] = (0, 0)
 
     @classmethod
     def make(cls, device: Device, rows: int) -> InFlight:
@@ -33,6 +40,22 @@ class InFlight:
         event = device.timed_event
         ids = device.pinned(rows, dtype=torch.int32)
         return cls(event(), event(), event(), event(), event(), ids)
+
+    def take_scores(self, device: Device, scored: ScoredRows, table: torch.Tensor) -> None:
+        """Queue the copy of a step's scores."""
+        if self.scores is None or len(self.scores) < table.numel():
+            self.scores = device.pinned(1 << table.numel().bit_length(), dtype=torch.int32)
+        self.scored, self._shape = scored, tuple(table.shape)
+        self.scores[: table.numel()].copy_(table.flatten(), non_blocking=True)
+
+    def _score_message(self) -> tuple[StepScores, ...]:
+        if self.scored is None or self.scores is None:
+            return ()
+        rows, columns = self._shape
+        table = self.scores[: rows * columns].view(rows, columns).numpy()
+        message = self.scored.message(table)
+        self.scored = None
+        return (message,)
 
     def collect(self, clock: DeviceClock, split: bool) -> Computed:
         """Wait for the step; `split`: events were recorded within it."""
@@ -48,5 +71,6 @@ class InFlight:
             when(self.forwarded) if split else end,
             when(self.sampled) if split else end,
             end,
-            when(self.encoded) if self.encodes else 0,
+            encoded=when(self.encoded) if self.encodes else 0,
+            scores=self._score_message(),
         )

@@ -126,9 +126,8 @@ class MixedInputs:
         if not self._prefills or prefill is None:
             return None
         sees = vision is not None and vision.sees
-        return self._sizes.fit(
-            len(prefill.token_ids), prefill.rows.shape[1], update.decodes, sees=sees
-        )
+        rows = max(prefill.rows.shape[1], len(prefill.ends))
+        return self._sizes.fit(len(prefill.token_ids), rows, update.decodes, sees=sees)
 
     def fill(self, size: MixedSize, update: Update) -> None:
         """Queue the copy of a step's inputs."""

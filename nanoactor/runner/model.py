@@ -14,6 +14,7 @@ from nanoactor.models.config import ModelConfig
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.device import Device
 from nanoactor.models.errors import RanksDisagree
+from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.registry import family_of
 from nanoactor.models.sharded_sampling import ShardedSampler
 from nanoactor.models.vision_tower import VisionTower
@@ -167,3 +168,13 @@ class LoadedModel:
         hashes = self.group.all_gather(((chosen + 1) * weights).sum()[None])
         if (hashes != hashes[0]).any():
             raise RanksDisagree(f"step {step}: the ranks' choices hash to {hashes.tolist()}")
+
+
+def copy_blocks(
+    caches: list[KVCache], tokens: TokenIds, sources: torch.Tensor, copies: torch.Tensor
+) -> None:
+    """Copy blocks, int64, in all layers, with the ids of their tokens."""
+    ids = tokens.ids.view(-1, tokens.tables.block_size)
+    parts = [part for cache in caches for part in (cache.keys, cache.values)]
+    for part in (*parts, ids):
+        part.index_copy_(0, copies, part.index_select(0, sources))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from nanoactor.messages import Int32, Step
+from nanoactor.messages import Int32, Step, StepScores
 from nanoactor.runner.pixels import PixelsOf
 
 
@@ -24,6 +24,8 @@ class Computed:
     """... and they are on the host."""
     encoded: int = 0
     """Before all that: what the step encodes of pictures was done. 0 where it encodes nothing."""
+    scores: tuple[StepScores, ...] = ()
+    """At most one; none where no log-probabilities are wanted."""
 
 
 class Launched(Protocol):

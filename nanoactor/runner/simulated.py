@@ -8,18 +8,20 @@ a step; that the host was late to submit the next one shows as idle time.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 import numpy as np
 
 from nanoactor.actors.config import encoder_pages
-from nanoactor.messages import Int32, Step
+from nanoactor.messages import Int32, Step, StepScores
 from nanoactor.runner.batch import BatchTraits, HostBatch
 from nanoactor.runner.config import SIMULATED, RankConfig, check_cache
 from nanoactor.runner.pixels import PixelsOf
 from nanoactor.runner.protocol import Computed
 from nanoactor.runner.ruled_rows import Long
 from nanoactor.runner.sampling_table import SampledRows
+from nanoactor.runner.scored_rows import ScoredRows
 
 _BLOCK_SIZE = 16
 # Knuth's multiplicative hash: tokens that look random, so that there is text to decode.
@@ -34,13 +36,15 @@ class _Promise:
     token_ids: Int32
     begin: int
     end: int
+    scores: tuple[StepScores, ...]
 
     def wait(self) -> Computed:
         """Sleep until the step has ended."""
         left = self.end - time.monotonic_ns()
         if left > 0:
             time.sleep(left * 1e-9)
-        return Computed(self.token_ids, self.begin, self.end, self.end, self.end)
+        times = (self.begin, self.end, self.end, self.end)
+        return Computed(self.token_ids, *times, scores=self.scores)
 
 
 class SimulatedExecutor:
@@ -75,11 +79,21 @@ class SimulatedExecutor:
         begin = max(time.monotonic_ns(), self._free_at)
         self._free_at = begin + self._nanoseconds
         ids = [self._sampled(part) for part in update.fallback]
-        return _Promise(np.concatenate([*ids, _NO_TOKENS]), begin, self._free_at)
+        scores = () if update.scores is None else (self._scored(update.scores),)
+        return _Promise(np.concatenate([*ids, _NO_TOKENS]), begin, self._free_at, scores)
 
     def launch(self, prepared: _Promise) -> _Promise:
         """Its time runs already."""
         return prepared
+
+    def _scored(self, rows: ScoredRows) -> StepScores:
+        """Say of every token that it is as likely as any other."""
+        most = min(rows.most, self._vocabulary)
+        table = np.zeros((len(rows.counts), 2 + 2 * most), np.int32)
+        words = np.full(1, -math.log(self._vocabulary), np.float32).view(np.int32)
+        table[:, 0], table[:, 1], table[:, 2 + most :] = words, 1, words
+        table[:, 2 : 2 + most] = np.arange(most)
+        return rows.message(table)
 
     def _sampled(self, rows: SampledRows) -> Int32:
         batch = self._batch

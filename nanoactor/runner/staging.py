@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from nanoactor.models.batch import SamplingGroups
 from nanoactor.models.device import Device
 from nanoactor.models.logit_rules import LogitRules
-from nanoactor.runner.batch import VisionUpdate
+from nanoactor.runner.batch import Update, VisionUpdate
 from nanoactor.runner.ruled_rows import RuledRows
 from nanoactor.runner.sampling_table import SampledRows
+from nanoactor.runner.scored_rows import ScoredRows
 
 _FIRST_WORDS = 1 << 16
 _ALIGNMENT = 4
@@ -65,6 +66,28 @@ class Staging:
         arrays = {name: self.put(getattr(rules, name)) for name in fields if name != "longest"}
         return LogitRules(**arrays, longest=rules.longest)
 
+    def put_scores(self, scores: ScoredRows) -> DeviceScores:
+        """Pack which rows are scored."""
+        rows = (self.put(scores.prompt_rows), self.put(scores.targets), self.put(scores.rows))
+        return DeviceScores(*rows, scores.most)
+
+    def put_update(self, update: Update, captured: bool) -> DeviceUpdate:
+        """Pack all that a step needs, but for what a captured one reads from a place of its own."""
+        self.begin(update.words)
+        changes = [self.put(array) for array in update.changes]
+        prefill, vision = (None, None) if captured else (update.prefill, update.vision)
+        fields = dataclasses.fields(DevicePrefill)
+        return DeviceUpdate(
+            changes,
+            DevicePrefill(*(self.put(getattr(prefill, f.name)) for f in fields))
+            if prefill
+            else None,
+            DeviceVision.staged(self, vision) if vision and vision.sees else None,
+            [self.put_sampling(part) for part in update.fallback],
+            self.put_scores(update.scores) if update.scores else None,
+            [self.put(blocks) for blocks in update.copies],
+        )
+
     def send(self) -> None:
         """Queue the copy."""
         if self._used:
@@ -80,6 +103,16 @@ class DeviceRows:
     slots: torch.Tensor
     groups: SamplingGroups
     rules: LogitRules | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceScores:
+    """`ScoredRows` on the device."""
+
+    prompt_rows: torch.Tensor
+    targets: torch.Tensor
+    rows: torch.Tensor
+    most: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +141,20 @@ class DeviceVision:
     def staged(cls, staging: Staging, vision: VisionUpdate) -> DeviceVision:
         """Pack them with a step's other arrays."""
         return cls(staging.put(vision.rows), staging.put(vision.positions))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceUpdate:
+    """`Update` on the device."""
+
+    changes: list[torch.Tensor]
+    """Indices and values, or nothing."""
+    prefill: DevicePrefill | None
+    seen: DeviceVision | None
+    fallback: list[DeviceRows]
+    scores: DeviceScores | None
+    copies: list[torch.Tensor]
+    """Blocks: from where, and to where; or nothing."""
 
 
 _TORCH = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}

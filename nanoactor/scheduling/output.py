@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from nanoactor.messages import Finish, Int32, Int64, Tokens
+from nanoactor.messages import (
+    Finish,
+    Int32,
+    Int64,
+    RequestScores,
+    StepDone,
+    Tokens,
+    TokenScores,
+)
+from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.ids import StopIds
 from nanoactor.scheduling.plan_builder import PlannedStep, as_int32, as_int64
 from nanoactor.scheduling.queues import RunningBatch
@@ -26,6 +36,24 @@ class OutputBuffer:
         self._new: list[tuple[Int64, Int32, Int32]] = []
         """(uids, indices, tokens) that are not reported."""
         self._finishes: list[Finish] = []
+        self._scores: tuple[RequestScores, ...] = ()
+
+    def take_scores(self, done: PlannedStep, event: StepDone) -> None:
+        """Take a step's log-probabilities, before its tokens; what has ended needs none."""
+        for found in event.scores:
+            runs = [(c.sequence, True, c.scores[1]) for c in done.chunks if c.scores[1]]
+            samplers = [chunk.sequence for chunk in done.last_chunks]
+            samplers += self._running.owners(done.decode_batch.slots)
+            runs += [(samplers[row], False, 1) for row in found.rows.tolist()]
+            alive = [sequence.phase is not Phase.FINISHED for sequence, _, _ in runs]
+            counts = [count for _, _, count in runs]
+            scores = _selected(found.scores, np.repeat(alive, counts))
+            runs = [run for run, lives in zip(runs, alive, strict=True) if lives]
+            if runs:
+                sequences, prompts, counts = map(list, zip(*runs, strict=True))
+                uids = as_int64(sequence.uid for sequence in sequences)
+                flags = np.array(prompts, np.bool_)
+                self._scores = (RequestScores(uids, flags, as_int32(counts), scores),)
 
     def take(self, done: PlannedStep, tokens: Int32) -> tuple[Int32, Int32, list[Sequence]]:
         """Take a step's tokens, one for each row that samples.
@@ -83,13 +111,27 @@ class OutputBuffer:
 
     def flush(self, step: int) -> Tokens | None:
         """Return what is new since the last call, None if nothing; `step` is the last one done."""
-        if not self._new and not self._finishes:
+        if not self._new and not self._finishes and not self._scores:
             return None
         new = self._new or [_NOTHING]
         uids, indices, ids = (
             new[0] if len(new) == 1 else map(np.concatenate, zip(*new, strict=True))
         )
-        tokens = Tokens(step, uids, indices, ids, tuple(self._finishes))
+        tokens = Tokens(step, uids, indices, ids, tuple(self._finishes), self._scores)
         self._statistics.output_tokens += len(uids)
-        self._new, self._finishes = [], []
+        self._new, self._finishes, self._scores = [], [], ()
         return tokens
+
+
+def _selected(scores: TokenScores, kept: NDArray[np.bool_]) -> TokenScores:
+    """Return some of a step's scores, in memory of their own."""
+    if kept.all():
+        return copied(scores)
+    tops = np.repeat(kept, scores.counts)
+    return TokenScores(
+        scores.logprobs[kept],
+        scores.ranks[kept],
+        scores.counts[kept],
+        scores.top_ids[tops],
+        scores.top_logprobs[tops],
+    )

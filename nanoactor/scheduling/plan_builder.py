@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequence_
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.messages import Admissions, Int32, Int64, Plan
+from nanoactor.messages import (
+    Admissions,
+    Forks,
+    Int32,
+    Int64,
+    Plan,
+    ScoredChunks,
+    ScoreRequests,
+)
 from nanoactor.models.columns import WORDS
 from nanoactor.scheduling.sequence import Sequence
 from nanoactor.scheduling.table import DecodeBatch
@@ -26,6 +35,17 @@ class PrefillChunk(NamedTuple):
     length: int
     is_last: bool
     """Whether it ends what is to be prefilled, so that a token is sampled."""
+    scores: tuple[int, int] = (0, 0)
+    """The first position whose successor is scored, and how many positions."""
+
+
+class Fork(NamedTuple):
+    """A sequence that begins as a copy of another, which ends its prompt in the same step."""
+
+    row: int
+    """Which of the step's chunks is copied."""
+    copy: PrefillChunk
+    """It computes nothing, and samples."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,21 +59,29 @@ class PlannedStep:
     chunks: list[PrefillChunk]
     decode_batch: DecodeBatch
     slices: EncodeSlices | None = None
+    forks: Sequence_[Fork] = ()
 
     @property
     def last_chunks(self) -> list[PrefillChunk]:
-        """The chunks that end a prompt."""
-        return [chunk for chunk in self.chunks if chunk.is_last]
+        """The chunks that end a prompt, then the copies of such."""
+        return [chunk for chunk in self.chunks if chunk.is_last] + [f.copy for f in self.forks]
+
+    @property
+    def beginners(self) -> list[PrefillChunk]:
+        """All that is not decoded."""
+        return [*self.chunks, *(fork.copy for fork in self.forks)]
 
     def note_begin(self, at: int) -> None:
         """Remember when it began, of those sequences whose first step it was."""
-        for chunk in self.chunks:
+        for chunk in self.beginners:
             if chunk.sequence.began < 0:
                 chunk.sequence.began = at
 
     def has_row(self, slot: int) -> bool:
         """Tell whether it computes anything of whoever had this slot then."""
-        return bool(self.decode_batch.members[slot]) or any(c.slot == slot for c in self.chunks)
+        if self.decode_batch.members[slot]:
+            return True
+        return any(chunk.slot == slot for chunk in self.beginners)
 
 
 def as_int32(values: Iterable[int]) -> Int32:
@@ -89,8 +117,10 @@ class PlanBuilder:
             joins=joins,
             leaves=leaves,
             grows=as_int32(sequence.slot for sequence in grown) if grown else _NOTHING,
-            admissions=_introduce(planned.chunks),
+            admissions=_introduce(planned.beginners),
             slices=() if planned.slices is None else (planned.slices,),
+            scored=_scored(planned.chunks),
+            forks=_forks(planned.forks) if planned.forks else (),
         )
 
     def _changes(self, batch: DecodeBatch) -> tuple[Int32, Int32]:
@@ -108,6 +138,27 @@ def _rows(chunks: list[PrefillChunk]) -> tuple[Int32, Int32, Int32, NDArray[np.b
         as_int32(chunk.start for chunk in chunks),
         as_int32(chunk.length for chunk in chunks),
         np.array([chunk.is_last for chunk in chunks], np.bool_),
+    )
+
+
+def _scored(chunks: list[PrefillChunk]) -> tuple[ScoredChunks, ...]:
+    rows = [row for row, chunk in enumerate(chunks) if chunk.scores[1]]
+    if not rows:
+        return ()
+    starts, counts = zip(*(chunks[row].scores for row in rows), strict=True)
+    return (ScoredChunks(as_int32(rows), as_int32(starts), as_int32(counts), _NOTHING),)
+
+
+def _forks(forks: Sequence_[Fork]) -> tuple[Forks, ...]:
+    copies = [fork.copy for fork in forks]
+    return (
+        Forks(
+            rows=as_int32(fork.row for fork in forks),
+            slots=as_int32(copy.slot for copy in copies),
+            uids=as_int64(copy.sequence.uid for copy in copies),
+            sources=_NOTHING,
+            copies=_NOTHING,
+        ),
     )
 
 
@@ -132,7 +183,20 @@ def _admissions(sequences: list[Sequence]) -> Admissions:
         prompt_lengths=as_int32(s.prompt_length for s in sequences),
         rule_rows=as_int32(row for row, s in enumerate(sequences) if s.rules),
         rules=tuple(rules for s in sequences for rules in s.rules),
+        scores=_score_requests(sequences),
     )
+
+
+def _score_requests(sequences: list[Sequence]) -> tuple[ScoreRequests, ...]:
+    asking = [
+        (row, s.logprobs, s.prompt_logprobs)
+        for row, s in enumerate(sequences)
+        if s.logprobs >= 0 or s.prompt_logprobs >= 0
+    ]
+    if not asking:
+        return ()
+    rows, output, prompt = zip(*asking, strict=True)
+    return (ScoreRequests(as_int32(rows), as_int32(output), as_int32(prompt)),)
 
 
 _NO_ROWS = _rows([])

@@ -136,7 +136,7 @@ class RunningBatch:
 
     def rows(self, planned: PlannedStep) -> list[Sequence]:
         """Return all sequences with a row in a step that is planned and not done."""
-        return [c.sequence for c in planned.chunks] + self.owners(planned.decode_batch.slots)
+        return [c.sequence for c in planned.beginners] + self.owners(planned.decode_batch.slots)
 
     def enter(self, sequence: Sequence, slot: int, blocks: int) -> None:
         """Give a sequence a slot and so many blocks."""
@@ -153,6 +153,13 @@ class RunningBatch:
         self._owners[slot] = sequence
         for sequences in (self._sequences, self._prefills):
             bisect.insort(sequences, sequence, key=lambda s: s.priority_key)
+
+    def enter_computed(self, sequence: Sequence, slot: int, blocks: int) -> None:
+        """Give a slot and blocks to a sequence of which a planned step computes all that is
+        known."""
+        self.enter(sequence, slot, blocks)
+        self._prefills.remove(sequence)
+        self.table.start(slot, sequence.length)
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence's slot and blocks; it keeps the tokens that are known."""
@@ -177,7 +184,8 @@ class RunningBatch:
                 self.table.prefill(slot, length)
                 budget -= length
                 is_last = start + length == sequence.target
-                chunks.append(PrefillChunk(sequence, slot, start, length, is_last))
+                scores = sequence.score_before(start + length)
+                chunks.append(PrefillChunk(sequence, slot, start, length, is_last, scores))
         if chunks:
             self._prefills = [s for s in self._prefills if s.scheduled < s.target]
         return chunks

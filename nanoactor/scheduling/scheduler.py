@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from nanoactor.errors import ProtocolBug
 from nanoactor.messages import (
     Abort,
     Admit,
@@ -38,6 +37,7 @@ from nanoactor.messages import (
 )
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.budget import BlockBudget
+from nanoactor.scheduling.forking import Forking
 from nanoactor.scheduling.ids import SeenNumbers
 from nanoactor.scheduling.items import ItemBook
 from nanoactor.scheduling.output import OutputBuffer
@@ -48,13 +48,14 @@ from nanoactor.scheduling.plan_builder import (
     as_int64,
 )
 from nanoactor.scheduling.queues import RunningBatch, WaitingLine
+from nanoactor.scheduling.results import check_due, split_rows
 from nanoactor.scheduling.sequence import End, Phase, Sequence
 from nanoactor.scheduling.statistics import SchedulerStatistics
 from nanoactor.scheduling.table import DecodeBatch
 from nanoactor.vision.messages import DropPixels, ItemsFailed, ItemsReady
 from nanoactor.vision.units import NO_ENCODER, EncoderLimits
 
-_NO_FAILURES = as_int32(()), as_int32(())
+_NO_TOKENS = as_int32(())
 _TAINTED = End(
     "failed",
     error="the computation of another request failed, and this one had read from the prefix cache "
@@ -101,6 +102,9 @@ class Scheduler:
         self._running = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size)
         self._table = self._running.table
         self._output = OutputBuffer(self._running, self.statistics)
+        self._forking = Forking(
+            self.budget, self._running, self._waiting, config.block_size, config.prefix_caching
+        )
         self._seen = SeenNumbers()
         self._tombstones: set[int] = set()
         self._planned = self._completed = 0
@@ -141,25 +145,26 @@ class Scheduler:
     # -- requests come and go -------------------------------------------------------------
 
     def _on_admit(self, event: Admit) -> None:
-        if self._swallowed(event.uid):
-            return
         config = self.config
-        sequence = Sequence.of(
+        answers = Sequence.answers(
             event, self._table, config.max_model_len, config.priority_window, config.encoder
         )
-        self.live[event.uid] = sequence
-        self._output.stop_ids.add(sequence.end_ids)
-        options = event.text_options
-        self._out.append(
-            (TEXT, Open(event.uid, event.token_ids.copy(), event.prompt_length, options))
-        )
-        self._waiting.push(sequence)
+        living = [answer for answer in answers if not self._swallowed(answer.uid)]
+        for sequence in living:
+            self.live[sequence.uid] = sequence
+            self._output.stop_ids.add(sequence.end_ids)
+            # One of them tells what the prompt has become.
+            first = sequence is living[0]
+            prompt = (event.token_ids.copy(), event.prompt_length) if first else (_NO_TOKENS, 0)
+            self._out.append((TEXT, Open(sequence.uid, *prompt, event.text_options)))
+        self._forking.admit(living)
 
     def _on_reject(self, event: Reject) -> None:
-        if not self._swallowed(event.uid):
-            self.statistics.aborted += not event.text
-            end = End("error", error=event.text) if event.text else End("abort")
-            self._output.finish(event.uid, end)
+        for uid in range(event.uid, event.uid + event.answers):
+            if not self._swallowed(uid):
+                self.statistics.aborted += not event.text
+                end = End("error", error=event.text) if event.text else End("abort")
+                self._output.finish(uid, end)
 
     def _swallowed(self, uid: int) -> bool:
         """Note that a request has arrived; True where its abort was here first."""
@@ -195,13 +200,17 @@ class Scheduler:
         self.statistics.finished += 1
         self._output.stop_ids.remove(sequence.end_ids)
         self._output.finish(sequence.uid, end, sequence)
-        waited = sequence.phase is Phase.WAITING
+        phase = sequence.phase
         sequence.phase = Phase.FINISHED
         del self.live[sequence.uid]
-        if waited:
+        if phase is Phase.FOLLOWING:
+            sequence.family.followers.remove(sequence)
+            return
+        if phase is Phase.WAITING:
             self._waiting.note_end(sequence)
         else:
             self._give_up_slot(sequence)
+        self._forking.note_end(sequence)
 
     # -- blocks and slots -----------------------------------------------------------------
 
@@ -209,6 +218,7 @@ class Scheduler:
         self._to_free.append(sequence.slot)
         self.budget.give_up_slot(sequence.slot, fence=self._planned)
         self.items.leave(sequence)
+        sequence.family.leave(sequence)
         self._running.leave(sequence)
 
     def _flush_items(self) -> None:
@@ -239,7 +249,8 @@ class Scheduler:
             self.budget.answer(freed, fence)
         self._unsettled -= event.settled
         for uid in event.tainted.tolist():
-            if (sequence := self.live.get(uid)) is not None:
+            # What it has read its copies have; they may have been planned after that was found.
+            for sequence in [s for s in self.live.values() if s.has_blocks_of(uid)]:
                 self._fail(sequence, _TAINTED)
 
     def _answer_match(
@@ -251,7 +262,8 @@ class Scheduler:
             self._table.start(sequence.slot, hit)
             if sequence.items is not None:
                 self.items.take(sequence, *item_answer)
-            sequence.shared = hit // self.config.block_size
+            if self.config.prefix_caching:
+                sequence.shared = hit // self.config.block_size
             if sequence.cached_tokens < 0:
                 sequence.cached_tokens = hit
 
@@ -268,7 +280,8 @@ class Scheduler:
             if head.last_step > self._completed or self.budget.credits < need + self._reserve():
                 return
             # It pays to wait: a block is indexed as soon as the step that computes it is planned.
-            if self.config.prefix_caching and self._running.is_about_to_compute_for(head):
+            hits = self.config.prefix_caching and head.is_scored
+            if hits and self._running.is_about_to_compute_for(head):
                 return
             self._waiting.pop(head)
             self._match(head, need)
@@ -290,7 +303,16 @@ class Scheduler:
         self._running.enter(sequence, self.budget.take_slot(), need)
         self.items.note_match(sequence)
         items = () if sequence.items is None else (sequence.items.message,)
-        match = Match(sequence.uid, sequence.slot, sequence.kept, sequence.hashes, need, items)
+        match = Match(
+            sequence.uid,
+            sequence.slot,
+            sequence.kept,
+            sequence.hashes,
+            need,
+            items,
+            most_hits=sequence.most_hits,
+            sibling=self._forking.lend(sequence),
+        )
         self._out.append((BLOCKS, match))
 
     def _feed(self, starving: list[Sequence]) -> list[Sequence]:
@@ -325,7 +347,7 @@ class Scheduler:
             return
         while missing > 0 and len(self._running) > 1:
             victim = self._running.youngest
-            missing -= max(1, victim.blocks - victim.shared) + (victim in starving)
+            missing -= max(1, victim.gives_back) + (victim in starving)
             self._preempt(victim)
         self._preempted_at = step
         self._flush_frees()
@@ -368,7 +390,8 @@ class Scheduler:
         self._planned += 1
         for chunk in chunks:
             self.items.advance(chunk.sequence)
-        planned = PlannedStep(self._planned, chunks, decode_batch, slices)
+        forks = self._forking.fork(chunks, self.items.budget.credits, self._reserve)
+        planned = PlannedStep(self._planned, chunks, decode_batch, slices, forks)
         self._in_flight.append(planned)
         self._out.append((BLOCKS, self._plan_builder.build(planned, grown)))
         self.statistics.count_step(sum(chunk.length for chunk in chunks), decodes, sitting_out)
@@ -391,61 +414,26 @@ class Scheduler:
     # -- results --------------------------------------------------------------------------
 
     def _on_step_done(self, event: StepDone) -> None:
-        done = self._take_due(event)
-        done.note_begin(event.began)
+        due = self._in_flight.popleft() if self._in_flight else None
+        planned = check_due(due, event, self._running)
+        planned.note_begin(event.began)
         self._completed = event.step
         self.budget.complete(event.step)
         self.items.budget.complete(event.step)
         self.statistics.device_seconds += event.seconds
-        tokens, failed = event.token_ids.copy(), _NO_FAILURES
-        if len(event.failed) or len(event.choiceless):
-            done, tokens, failed = self._drop_rows(done, tokens, event)
-        slots, tokens, candidates = self._output.take(done, tokens)
+        results = split_rows(planned, event, self._running)
+        for sequence, error in zip(results.failed, event.errors, strict=True):
+            self._fail(sequence, End("failed", error=error))
+        for sequence in results.choiceless:
+            self._fail(sequence, _CHOICELESS)
+        self._unsettled += bool(results.failed)
+        self._output.take_scores(planned, event)
+        slots, tokens, candidates = self._output.take(results.done, results.tokens)
         for sequence in candidates:
             if (end := sequence.end_reached()) is not None:
                 self._end(sequence, end)
+        failed = results.failed_slots, results.failed_from
         self._out.append((BLOCKS, SampledTokens(event.step, slots, tokens, *failed)))
-
-    def _take_due(self, event: StepDone) -> PlannedStep:
-        """Return the oldest step in flight. Raises `ProtocolBug` where it is not the one done."""
-        due = self._in_flight.popleft() if self._in_flight else None
-        samplers = len(due.last_chunks) + len(due.decode_batch.slots) if due else 0
-        if due is None or due.step != event.step or samplers != len(event.token_ids):
-            rows = self._running.rows(due) if due else []
-            raise ProtocolBug(
-                f"step {event.step} is reported done with {len(event.token_ids)} tokens; "
-                f"{f'step {due.step}' if due else 'none'} was due with {samplers}: "
-                + "; ".join(sequence.describe() for sequence in rows)
-            )
-        return due
-
-    def _drop_rows(
-        self, done: PlannedStep, tokens: Int32, event: StepDone
-    ) -> tuple[PlannedStep, Int32, tuple[Int32, Int32]]:
-        """End the sequences whose rows have no token.
-
-        Returns what is left of the step and of its tokens, and the failing rows' (slots,
-        positions), from which on what they computed is bad.
-        """
-        last, decodes = done.last_chunks, done.decode_batch.slots
-        rows = [(chunk.sequence, chunk.slot, chunk.start) for chunk in last]
-        for sequence, slot in zip(self._running.owners(decodes), decodes.tolist(), strict=True):
-            rows.append((sequence, slot, sequence.length - 1))
-        failed = [rows[row] for row in event.failed.tolist()]
-        for (sequence, _, _), error in zip(failed, event.errors, strict=True):
-            self._fail(sequence, End("failed", error=error))
-        for row in event.choiceless.tolist():
-            self._fail(rows[row][0], _CHOICELESS)
-        self._unsettled += bool(failed)
-        kept = np.ones(len(tokens), np.bool_)
-        kept[event.failed] = kept[event.choiceless] = False
-        rest = PlannedStep(
-            done.step,
-            [chunk for chunk, keep in zip(last, kept, strict=False) if keep],
-            self._table.batch_of(decodes[kept[len(last) :]]),
-        )
-        bad = as_int32(slot for _, slot, _ in failed), as_int32(start for _, _, start in failed)
-        return rest, tokens[kept], bad
 
     def _on_items_ready(self, event: ItemsReady) -> None:
         self.items.note_ready(event.rank, event.pixels.tolist())

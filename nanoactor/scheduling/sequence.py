@@ -10,10 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Admit, Int32, Stopping, TokenRules
+from nanoactor.models.columns import rows_of
 from nanoactor.runtime.codec import copied
+from nanoactor.scheduling.family import Family
 from nanoactor.scheduling.items import SequenceItems
 from nanoactor.scheduling.table import RunningTable
 from nanoactor.vision.units import EncoderLimits
+
+_ALL = 2**31 - 1
 
 
 class Phase(enum.Enum):
@@ -21,6 +25,8 @@ class Phase(enum.Enum):
 
     WAITING = "waiting"
     """Holds nothing; new, or preempted."""
+    FOLLOWING = "following"
+    """Holds nothing, and begins where another answer to its request ends the prompt."""
     MATCHING = "matching"
     """Has a slot and its credits; the block manager's answer is under way."""
     RUNNING = "running"
@@ -56,7 +62,16 @@ class Sequence:
     hashes: NDArray[np.uint8]
     sampling: bytes
     stopping: Stopping
+    family: Family[Sequence]
+    logprobs: int
+    """How many of the likeliest tokens are told beside each token of output; -1: nothing is."""
+    prompt_logprobs: int
+    scored: int
+    """How many of the prompt's positions were scored by planned steps, or need not be: what was
+    told once is not told again."""
     rules: tuple[TokenRules, ...] = ()
+    lent: int = 0
+    """How many of its leading blocks other answers to its request may hold too."""
     phase: Phase = Phase.WAITING
     slot: int = -1
     shared: int = 0
@@ -80,32 +95,43 @@ class Sequence:
     """Waits for pages of the encoder cache, apart from those who need none."""
 
     @classmethod
-    def of(
+    def answers(
         cls,
         event: Admit,
         table: RunningTable,
         max_model_len: int,
         priority_window: int,
         limits: EncoderLimits,
-    ) -> Sequence:
-        """Make a new sequence from the request as the tokenizer admitted it.
+    ) -> list[Sequence]:
+        """Make the sequences of a request as the tokenizer admitted it, one for each answer.
 
         Priority counts as so many places in the order of arrival, so that nobody is passed by
         more than `priority_window` later requests for each degree of priority between them.
         """
-        return cls(
-            uid=event.uid,
-            priority_key=(event.uid + event.priority * priority_window, event.uid),
-            table=table,
-            kept=event.token_ids.copy(),
-            prompt_length=event.prompt_length,
-            limit=min(event.prompt_length + event.stopping.max_tokens, max_model_len),
-            hashes=event.hashes.copy(),
-            sampling=event.sampling,
-            stopping=event.stopping,
-            rules=tuple(map(copied, event.rules)),
-            items=SequenceItems.of(event.items[0], limits) if event.items else None,
-        )
+        tokens, hashes = event.token_ids.copy(), event.hashes.copy()
+        samplings = rows_of(event.sampling)
+        family: Family[Sequence] = Family(range(event.uid, event.uid + len(samplings)))
+        rules, last = tuple(map(copied, event.rules)), event.prompt_length - 1
+        return [
+            cls(
+                uid=uid,
+                priority_key=(uid + event.priority * priority_window, uid),
+                table=table,
+                kept=tokens,
+                prompt_length=event.prompt_length,
+                limit=min(event.prompt_length + event.stopping.max_tokens, max_model_len),
+                hashes=hashes,
+                sampling=sampling,
+                stopping=event.stopping,
+                family=family,
+                logprobs=event.logprobs,
+                prompt_logprobs=event.prompt_logprobs if uid == event.uid else -1,
+                scored=0 if event.prompt_logprobs >= 0 and uid == event.uid else last,
+                rules=rules,
+                items=SequenceItems.of(event.items[0], limits) if event.items else None,
+            )
+            for uid, sampling in zip(family.uids, samplings, strict=True)
+        ]
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -147,6 +173,33 @@ class Sequence:
     def blocks(self) -> int:
         """Return how many blocks it holds."""
         return self.table.blocks_at(self.slot) if self.slot >= 0 else 0
+
+    def has_blocks_of(self, uid: int) -> bool:
+        """Tell whether it is this request, or may hold some of its blocks as another answer."""
+        return self.uid == uid or (self.lent > 0 and uid in self.family.uids)
+
+    @property
+    def gives_back(self) -> int:
+        """Return how many blocks would come back if it gave up all of its own."""
+        return self.blocks - max(self.shared, self.family.held_by_others(self))
+
+    @property
+    def most_hits(self) -> int:
+        """The positions of it that may be found instead of being computed: what is not scored
+        must be."""
+        return _ALL if self.is_scored else self.scored
+
+    @property
+    def is_scored(self) -> bool:
+        """Tell whether nothing of its prompt is left to be scored."""
+        return self.scored >= self.prompt_length - 1
+
+    def score_before(self, end: int) -> tuple[int, int]:
+        """Have a step that computes its positions up to `end` score what was not scored: (the
+        first position, how many)."""
+        first, count = self.scored, min(end, self.prompt_length - 1) - self.scored
+        self.scored += max(0, count)
+        return first, max(0, count)
 
     def append(self, token: int) -> int:
         """Append a token; return its index in the output."""

@@ -6,45 +6,72 @@ import copy
 import secrets
 from typing import Any
 
+from nanoactor.outputs import RequestOutput
+from nanoactor.server.logprobs import ChatLogprobs, TextLogprobs
 from nanoactor.server.reasoning import ReasoningParser
 from nanoactor.server.tool_calls import Arguments, Call, Piece, ToolCallParser
 
 Delta = dict[str, Any]
 
 
-def _choice(index: int, reason: str | None, **content: Any) -> Delta:
-    return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+def _choice(index: int, reason: str | None, logprobs: Any = None, **content: Any) -> Delta:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
 class TextChoice:
     """Of a completion."""
 
-    def __init__(self, index: int, echo: str = "") -> None:
-        """`echo`: the prompt, where it is to stand before the answer."""
+    def __init__(
+        self, index: int, echo: str = "", logprobs: TextLogprobs | None = None, mute: bool = False
+    ) -> None:
+        """`echo`: the prompt, where it is to stand before the answer; `mute`: there is none."""
         self._index = index
         self._echo = echo
+        self.logprobs = logprobs
+        self.mute = mute
+        self.prompt_logprobs: list[Any] | None = None
+        """As they are told beside the answer."""
         self._text: list[str] = []
         self._reason: str | None = None
 
     def begin(self) -> list[Delta]:
-        """The prompt."""
-        return self.push(self._echo) if self._echo else []
+        """The prompt, unless log-probabilities of it are still to come."""
+        return self.push(self._echo) if self._echo and self.logprobs is None else []
+
+    def push_prompt(self, output: RequestOutput) -> list[Delta]:
+        """The prompt with its log-probabilities, which a request's first output has."""
+        if self.logprobs is None or not self._echo or output.prompt_logprobs is None:
+            return []
+        self.logprobs.add_prompt(
+            output.prompt_token_ids,
+            output.first_piece,
+            output.prompt_logprobs,
+            self._echo,
+        )
+        return self.push(self._echo)
 
     def push(self, text: str) -> list[Delta]:
         """The text itself."""
         if not text:
             return []
         self._text.append(text)
-        return [_choice(self._index, None, text=text)]
+        return [_choice(self._index, None, self._new_logprobs(), text=text)]
+
+    def _new_logprobs(self) -> Any:
+        return None if self.logprobs is None else self.logprobs.take()
 
     def finish(self, reason: str) -> list[Delta]:
         """The reason alone."""
         self._reason = reason
-        return [_choice(self._index, reason, text="")]
+        return [_choice(self._index, reason, self._new_logprobs(), text="")]
 
     def whole(self) -> Delta:
         """The text, with the prompt if it was asked for."""
-        return _choice(self._index, self._reason, text="".join(self._text))
+        logprobs = None if self.logprobs is None else self.logprobs.whole()
+        whole = _choice(self._index, self._reason, logprobs, text="".join(self._text))
+        if self.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = self.prompt_logprobs
+        return whole
 
 
 class ChatChoice:
@@ -56,9 +83,12 @@ class ChatChoice:
         reasoning: ReasoningParser | None,
         tools: ToolCallParser | None,
         one_call: bool = False,
+        logprobs: ChatLogprobs | None = None,
     ) -> None:
         """Without a parser, what it would find stays in the content; with `one_call` calls after
         the first are dropped."""
+        self.logprobs = logprobs
+        self.mute = False
         self._one_call = one_call
         self._index = index
         self._reasoning = reasoning
@@ -72,12 +102,16 @@ class ChatChoice:
         """Return the delta that names the speaker."""
         return [self._member({"role": "assistant", "content": ""})]
 
+    def push_prompt(self, output: RequestOutput) -> list[Delta]:
+        """Nothing: a conversation is not repeated."""
+        return []
+
     def push(self, text: str) -> list[Delta]:
         """Return what is certain now."""
         thoughts = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.push(text)
-        return self._deltas(thoughts, self._pieces(text))
+        return self._scored(self._deltas(thoughts, self._pieces(text)))
 
     def _pieces(self, text: str) -> list[Piece]:
         if self._tools is not None:
@@ -94,7 +128,13 @@ class ChatChoice:
             pieces += self._tools.finish()
         deltas = self._deltas(thoughts, pieces)
         self._reason = "tool_calls" if self._calls and reason == "stop" else reason
-        return [*deltas, self._member({}, self._reason)]
+        return self._scored([*deltas, self._member({}, self._reason)])
+
+    def _scored(self, deltas: list[Delta]) -> list[Delta]:
+        """Give the first of these the log-probabilities of all tokens since those before."""
+        if self.logprobs is not None and deltas:
+            deltas[0]["logprobs"] = self.logprobs.take()
+        return deltas
 
     def _deltas(self, thoughts: str, pieces: list[Piece]) -> list[Delta]:
         deltas = []
@@ -136,7 +176,8 @@ class ChatChoice:
             message["reasoning_content"] = "".join(self._thoughts)
         if self._calls:
             message["tool_calls"] = self._calls
-        return _choice(self._index, self._reason, message=message)
+        logprobs = None if self.logprobs is None else self.logprobs.whole()
+        return _choice(self._index, self._reason, logprobs, message=message)
 
 
 Choice = TextChoice | ChatChoice

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,12 +14,13 @@ import msgspec
 from aiohttp import web
 
 from nanoactor.engine import AsyncLLM, Prompt
-from nanoactor.outputs import RequestMetrics, RequestOutput
+from nanoactor.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanoactor.request import Request
 from nanoactor.server.choices import ChatChoice, Choice, Delta, TextChoice
 from nanoactor.server.context import context_of, json_response
 from nanoactor.server.errors import context_length_exceeded, invalid, unavailable
 from nanoactor.server.http import HttpFrontend
+from nanoactor.server.logprobs import ChatLogprobs, TextLogprobs, of_prompt
 from nanoactor.server.media import MediaLoader
 from nanoactor.server.metrics import Metrics, Timer
 from nanoactor.server.reasoning import CLOSE, OPEN, ReasoningParser
@@ -32,6 +34,7 @@ from nanoactor.server.requests import (
     prompts,
     sampling_params,
     template_options,
+    wanted_logprobs,
 )
 from nanoactor.server.text_service import TextService
 from nanoactor.server.tool_calls import ToolCallParser
@@ -61,6 +64,7 @@ class _Answer:
     def __init__(self, body: Body, requests: Sequence[Request | _Echoed]) -> None:
         chat = isinstance(body, ChatRequest)
         self.streamed = body.stream
+        self._tells_prompt = body.prompt_logprobs is not None
         options = body.stream_options or StreamOptions()
         self.tells_usage = options.include_usage
         self.tells_usage_always = options.include_usage and options.continuous_usage_stats
@@ -74,7 +78,11 @@ class _Answer:
         }
         self.chunk_head = self.head | ({"object": "chat.completion.chunk"} if chat else {})
         self.cached = 0
-        self._said = [0] * len(requests)
+        self._each = body.n or 1
+        """Choices of each request."""
+        self.prompt_logprobs: list[Any] | None = None
+        """Of a conversation, which has one prompt."""
+        self._said = [0] * (len(requests) * self._each)
         """Tokens of each choice."""
         self._times: dict[str, float] = {}
 
@@ -83,22 +91,46 @@ class _Answer:
         value = {**self.chunk_head, "choices": choices}
         if self.tells_usage_always and choices:
             index = choices[0]["index"]
-            prompt, said = len(self.requests[index].prompt_token_ids), self._said[index]
+            request, said = self.requests[index // self._each], self._said[index]
+            prompt = len(request.prompt_token_ids)
             usage = _usage(prompt, said)
         return _event(value | {"usage": usage} if self.tells_usage else value)
 
-    def take(self, index: int, output: RequestOutput) -> list[Delta]:
+    def take(self, number: int, output: RequestOutput) -> list[Delta]:
         """Take what an output adds; raises `APIError` where it ends what should go on."""
-        choice, completion = self.choices[index], output.outputs[0]
-        self._said[index] += len(completion.token_ids)
-        deltas = choice.push(completion.text)
+        deltas: list[Delta] = []
+        first = number * self._each
+        if output.prompt_logprobs is not None:
+            self._take_prompt(self.choices[first : first + self._each], output)
+            for choice in self.choices[first : first + self._each]:
+                deltas += choice.push_prompt(output)
+        for completion in output.outputs:
+            deltas += self._take_choice(first + completion.index, completion)
+        if output.finished:
+            self.cached += output.num_cached_tokens
+            if len(self.choices) == 1:
+                self._times = _times(output.metrics)
+        return deltas
+
+    def _take_prompt(self, choices: Sequence[Choice], output: RequestOutput) -> None:
+        told = of_prompt(output.prompt_logprobs) if self._tells_prompt else None
+        for choice in choices:
+            if isinstance(choice, TextChoice):
+                choice.prompt_logprobs = told
+            else:
+                self.prompt_logprobs = told
+
+    def _take_choice(self, index: int, completion: CompletionOutput) -> list[Delta]:
+        choice, deltas = self.choices[index], []
+        if not choice.mute:
+            self._said[index] += len(completion.token_ids)
+            if choice.logprobs is not None:
+                choice.logprobs.add(completion)
+            deltas += choice.push(completion.text)
         if completion.finish_reason == "abort":  # not by the client, who would have left
             raise unavailable("the server is shutting down; this answer is not complete")
         if completion.finish_reason is not None:
-            self.cached += output.num_cached_tokens
-            if len(self.requests) == 1:
-                self._times = _times(output.metrics)
-            deltas += choice.finish(completion.finish_reason)
+            deltas += choice.finish("length" if choice.mute else completion.finish_reason)
         return deltas
 
     @property
@@ -117,7 +149,8 @@ class _Answer:
     def whole(self) -> dict[str, Any]:
         """All of it at once."""
         choices = [choice.whole() for choice in self.choices]
-        return {**self.head, "choices": choices, "usage": self.usage}
+        prompt = {"prompt_logprobs": told} if (told := self.prompt_logprobs) is not None else {}
+        return {**self.head, "choices": choices, **prompt, "usage": self.usage}
 
 
 def _event(value: Any) -> bytes:
@@ -177,14 +210,22 @@ class Completions:
         """`POST /v1/completions`."""
         body = await self._http.read(request, CompletionRequest)
         wanted = prompts(body, self._llm.files.max_model_len)
-        if body.echo and body.max_tokens == 0:
+        mute = bool(body.echo) and body.max_tokens == 0
+        scored = wanted_logprobs(body) is not None
+        if mute and not scored and body.prompt_logprobs is None:
             return await self._echo_alone(request, body, wanted)
 
         async def choices() -> Sequence[Choice]:
             echoes = await self._echoes(wanted) if body.echo else [""] * len(wanted)
-            return [TextChoice(index, echo) for index, echo in enumerate(echoes)]
+            echoes = [echo for echo in echoes for _ in range(body.n or 1)]
+            as_ids = bool(body.return_tokens_as_token_ids)
+            logprobs = [TextLogprobs(as_ids) if scored else None for _ in echoes]
+            return [
+                TextChoice(index, echo, its, mute)
+                for index, (echo, its) in enumerate(zip(echoes, logprobs, strict=True))
+            ]
 
-        return await self._generate(request, body, wanted, choices)
+        return await self._generate(request, _at_least_one(body) if mute else body, wanted, choices)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
@@ -198,23 +239,36 @@ class Completions:
             separate = self._separate_reasoning
 
         async def choices() -> Sequence[Choice]:
-            reasoning = ReasoningParser(await self._opened(body, options)) if separate else None
-            tools = ToolCallParser() if body.calls_tools else None
-            return [ChatChoice(0, reasoning, tools, body.parallel_tool_calls is False)]
+            opened = await self._opened(body, options) if separate else None
+            return [self._chat_choice(body, index, opened) for index in range(body.n or 1)]
 
         wanted = [conversation(body.messages)]
         await load_pictures(wanted[0], self._media)
         return await self._generate(request, body, wanted, choices, options)
 
+    def _chat_choice(self, body: ChatRequest, index: int, opened: bool | None) -> ChatChoice:
+        """Make one; `opened`: whether it begins with thoughts, None where these stay in its
+        content."""
+        as_ids = bool(body.return_tokens_as_token_ids)
+        return ChatChoice(
+            index,
+            ReasoningParser(opened) if opened is not None else None,
+            ToolCallParser() if body.calls_tools else None,
+            body.parallel_tool_calls is False,
+            ChatLogprobs(body.top_logprobs or 0, as_ids) if body.logprobs else None,
+        )
+
     async def _echo_alone(
         self, request: web.Request, body: CompletionRequest, wanted: Sequence[Prompt]
     ) -> web.StreamResponse:
         """The prompts, and nothing else: the engine is not asked."""
-        sampling_params(msgspec.structs.replace(body, max_tokens=1, min_tokens=None))
+        sampling_params(_at_least_one(body))
         echoed = [_Echoed(await self._token_ids(prompt)) for prompt in wanted]
         answer = _Answer(body, echoed)
         answer.choices = [
-            TextChoice(index, echo) for index, echo in enumerate(await self._echoes(wanted))
+            TextChoice(index * (body.n or 1) + answer, echo)
+            for index, echo in enumerate(await self._echoes(wanted))
+            for answer in range(body.n or 1)
         ]
         context_of(request).note += answer.note
 
@@ -347,12 +401,14 @@ class Completions:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def _read(self, answer: _Answer, index: int, request: Request, send: Send) -> None:
-        timer = Timer(self._metrics, request.metrics)
+        timers: defaultdict[int, Timer] = defaultdict(lambda: Timer(self._metrics, request.metrics))
         async for output in request:
-            timer.tokens(len(output.outputs[0].token_ids))
+            for completion in output.outputs:
+                timers[completion.index].tokens(len(completion.token_ids))
             if deltas := answer.take(index, output):
                 await send(deltas)
-        timer.end(len(request.prompt_token_ids))
+        for number, timer in timers.items():
+            timer.end(None if number else len(request.prompt_token_ids))
 
     # -- the end --------------------------------------------------------------------------
 
@@ -366,6 +422,11 @@ class Completions:
         for requests in self._live.values():
             for request in requests:
                 request.close()
+
+
+def _at_least_one(body: CompletionRequest) -> CompletionRequest:
+    """The same for the engine, which has no requests for nothing: what it says is left out."""
+    return msgspec.structs.replace(body, max_tokens=1, min_tokens=None)
 
 
 async def _ignore(deltas: list[Delta]) -> None:

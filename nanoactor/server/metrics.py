@@ -69,13 +69,14 @@ class Timer:
         self._last = came
         self._tokens += count
 
-    def end(self, prompt: int) -> None:
-        """It is complete; its prompt had so many tokens."""
+    def end(self, prompt: int | None) -> None:
+        """It is complete; its prompt had so many tokens. None: another answer has told that."""
         times, metrics = self._times, self._metrics
-        if times.first_scheduled_time is not None:
+        if prompt is not None and times.first_scheduled_time is not None:
             metrics.queue.observe(times.first_scheduled_time - times.arrival_time)
         metrics.e2e.observe((times.finished_time or self._last) - times.arrival_time)
-        metrics.prompt_tokens.observe(prompt)
+        if prompt is not None:
+            metrics.prompt_tokens.observe(prompt)
         metrics.output_tokens.observe(self._tokens)
         if self._tokens > 1 and times.first_token_time is not None:
             metrics.tpot.observe((self._last - times.first_token_time) / (self._tokens - 1))

@@ -52,8 +52,13 @@ class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
     max_tokens: int | None = None
     seed: Annotated[int, Meta(description="64 bits; may be negative")] | None = None
+    return_tokens_as_token_ids: (
+        Annotated[bool, Meta(description="Names tokens by their ids in logprobs")] | None
+    ) = None
     priority: Annotated[int, Meta(description="A lower one goes first")] | None = None
     user: Annotated[str, Meta(description="Stands in the access log")] | None = None
 
@@ -63,6 +68,7 @@ class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | list[int | str | list[int]]
     echo: bool | None = None
+    logprobs: Annotated[int | bool, Meta(description="How many; false is none")] | None = None
     truncate_prompt_tokens: int | None = None
 
 
@@ -137,6 +143,8 @@ class ChatRequest(_Body, kw_only=True, forbid_unknown_fields=True):
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_ITEMS)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: Annotated[
         Any,
@@ -171,6 +179,8 @@ class ChatRequest(_Body, kw_only=True, forbid_unknown_fields=True):
                 'tool_choice: a call cannot be forced; only null, "auto" or "none" is accepted',
                 "tool_choice",
             )
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs goes with logprobs: true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise invalid(
                 "give max_completion_tokens or its older name max_tokens, not both", "max_tokens"
@@ -331,10 +341,24 @@ def sampling_params(body: Body) -> SamplingParams:
             values["max_tokens"] = body.max_completion_tokens
         else:
             values["max_tokens"] = max(_DEFAULT_COMPLETION_TOKENS, values["min_tokens"] or 0)
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs are not streamed: give stream false", "prompt_logprobs")
+    values["logprobs"] = wanted_logprobs(body)
+    if isinstance(body, CompletionRequest) and body.echo and values["logprobs"] is not None:
+        values["prompt_logprobs"] = max(values["logprobs"], body.prompt_logprobs or 0)
     if body.seed is not None and -(2**63) <= body.seed < 0:
         values["seed"] = body.seed + 2**64
     given = {name: value for name, value in values.items() if value is not None}
     return SamplingParams(output_kind=RequestOutputKind.DELTA, **given)
+
+
+def wanted_logprobs(body: Body) -> int | None:
+    """The number of the likeliest tokens told beside each; None: no log-probability is."""
+    if isinstance(body, ChatRequest):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    if body.logprobs is True:
+        raise invalid("logprobs must be a whole number: how many are told", "logprobs")
+    return None if body.logprobs is False else body.logprobs
 
 
 def prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:

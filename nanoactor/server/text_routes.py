@@ -61,9 +61,10 @@ class TextRoutes:
                 "reasoning": template.knows_thoughts,
                 "text": self._texts is not None,
                 "vision": files.images is not None,
-                "logprobs": False,
+                "logprobs": True,
             },
             "limits": {
+                "max_logprobs": config.max_logprobs,
                 "max_sequences": config.max_num_seqs,
                 "max_waiting_requests": config.max_waiting_requests,
                 "max_waiting_tokens": config.max_waiting_tokens,

@@ -44,9 +44,29 @@ class DecoderFactory:
         self._table = _byte_table(tokenizer) if _is_byte_level(tokenizer) else None
         self._plain = _plain_texts(self._table or {})
         self._plain_unless_special = self._plain | dict.fromkeys(self._special, "")
-        self._fallback = frozenset(
-            i for token, i in tokenizer.get_vocab().items() if _is_byte_fallback(token)
-        )
+        vocabulary = tokenizer.get_vocab()
+        self._fallback = frozenset(i for t, i in vocabulary.items() if _is_byte_fallback(t))
+        ordinary = (i for t, i in vocabulary.items() if t.isascii() and t.isalpha())
+        self._anchor = min(ordinary, default=0)
+        """A token before which nothing changes."""
+        self._pieces: dict[int, bytes] = {}
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token by itself; those of a special one are its name's."""
+        if self._table is not None:
+            return self._table.get(token, b"")
+        if token not in self._pieces:
+            self._pieces[token] = self._find_piece(token)
+        return self._pieces[token]
+
+    def _find_piece(self, token: int) -> bytes:
+        if token in self._fallback:
+            name = self._tokenizer.id_to_token(token) or ""
+            return bytes.fromhex(name[3:5])
+        # As it stands within a text: at the beginning decoders may take its space away.
+        around = self._tokenizer.decode([self._anchor], skip_special_tokens=False)
+        text = self._tokenizer.decode([self._anchor, token], skip_special_tokens=False)
+        return text[len(around) :].encode()
 
     def new(self, skip_special: bool) -> IncrementalDecoder:
         """A decoder for one request."""

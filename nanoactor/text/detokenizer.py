@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -20,7 +21,10 @@ from nanoactor.messages import (
     Tokens,
 )
 from nanoactor.text.decoding import DecoderFactory, IncrementalDecoder
+from nanoactor.text.scores import Score, ScoreRun, runs_of, told
 from nanoactor.text.stops import StopMatcher
+
+_NOBODY: Mapping[int, Score] = {}
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,6 +38,11 @@ class _Entry:
     """Texts of tokens that need neither decoder nor matcher, while the decoder holds nothing."""
     tokens: int
     """How many tokens of output were taken; also the index of the next."""
+    prompt: Int32
+    scored: int = 1
+    """The next position of the prompt of which a log-probability comes."""
+    decoded: int = 0
+    """Characters of the output so far, held ones included; where log-probabilities are wanted."""
     characters: int = 0
     ended: bool = False
     """A stop string was found: what follows is dropped. The scheduler's `Finish`, which its
@@ -47,6 +56,9 @@ class _Pending:
     opened: Int32 | None = None
     text: list[str] = dataclasses.field(default_factory=list)
     ids: list[int] = dataclasses.field(default_factory=list)
+    scores: list[Score] = dataclasses.field(default_factory=list)
+    """One for each of `ids`, or none."""
+    prompt_scores: list[Score] = dataclasses.field(default_factory=list)
     terminal: Terminal | None = None
 
 
@@ -70,13 +82,13 @@ class Detokenizer:
             decoder = self._decoders.new(event.options.skip_special)
         matcher = StopMatcher(event.options.stop, event.options.include_stop)
         plain = decoder.plain if decoder is not None and not event.options.stop else {}
-        entry = _Entry(event.options, decoder, matcher, plain, 0)
+        prompt = event.token_ids[: event.prompt_length].copy()
+        entry = _Entry(event.options, decoder, matcher, plain, 0, prompt)
         self._entries[event.uid] = entry
         for token in event.token_ids[event.prompt_length :].tolist():
             if not entry.ended:
                 entry.characters += len(self._decode(entry, token))
                 self._note_stop(event.uid, entry)
-        prompt = event.token_ids[: event.prompt_length].copy()
         self._pending_of(event.uid).opened = prompt
 
     def take(self, event: Tokens) -> None:
@@ -84,6 +96,7 @@ class Detokenizer:
         self._step = event.step
         hidden = {finish.uid for finish in event.finishes if finish.hide_last}
         entries, pending_of = self._entries, self._pending_of
+        scored = self._scored(event) if event.scores else _NOBODY
         for uid, index, token in zip(
             event.uids.tolist(), event.indices.tolist(), event.token_ids.tolist(), strict=True
         ):
@@ -95,8 +108,9 @@ class Detokenizer:
                 or index != entry.tokens
                 or (entry.decoder is not None and entry.decoder.holding)
                 or uid in hidden
+                or uid in scored
             ):
-                self._token(uid, index, token, uid in hidden)
+                self._token(uid, index, token, uid in hidden, scored.get(uid))
                 continue
             # What `_token` does where nothing is special: most tokens of most requests.
             pending = pending_of(uid)
@@ -108,7 +122,25 @@ class Detokenizer:
         for finish in event.finishes:
             self._finish(finish)
 
-    def _token(self, uid: int, index: int, token: int, hidden: bool) -> None:
+    def _scored(self, event: Tokens) -> dict[int, Score]:
+        """Take the log-probabilities of prompts; return those of this step's tokens, by request."""
+        found: dict[int, Score] = {}
+        for run in runs_of(event.scores[0]):
+            if not run.is_prompt:
+                (found[run.uid],) = run.scores
+            elif (entry := self._entries.get(run.uid)) is not None:
+                pending = self._pending_of(run.uid)
+                if entry.scored == 1:
+                    pending.prompt_scores.append(Score(int(entry.prompt[0]), 0.0, 0, [], []))
+                tokens = entry.prompt[entry.scored : entry.scored + len(run.scores)].tolist()
+                entry.scored += len(tokens)
+                named = zip(run.scores, tokens, strict=True)
+                pending.prompt_scores += [score._replace(token=token) for score, token in named]
+        return found
+
+    def _token(
+        self, uid: int, index: int, token: int, hidden: bool, score: Score | None = None
+    ) -> None:
         entry = self._entries.get(uid)
         if entry is None:
             raise ProtocolBug(f"token {index} of request {uid}, which was never opened or is over")
@@ -118,6 +150,8 @@ class Detokenizer:
             raise ProtocolBug(f"request {uid}: token {index} came where {entry.tokens} was due")
         pending = self._pending_of(uid)
         pending.ids.append(token)
+        if score is not None:
+            pending.scores.append(score._replace(token=token, offset=entry.decoded))
         text = "" if hidden else self._decode(entry, token)
         entry.tokens += hidden
         self._emit(entry, pending, text)
@@ -133,6 +167,7 @@ class Detokenizer:
         early = entry.tokens < entry.options.min_tokens
         entry.tokens += 1
         text = entry.decoder.push(token) if entry.decoder else ""
+        entry.decoded += len(text)
         # Text before min_tokens cannot be part of a stop string: it is not held back either.
         return text if early else entry.matcher.push(text)
 
@@ -179,45 +214,15 @@ class Detokenizer:
 
         A delta that exceeds the budget is split: the terminal travels with its last part.
         """
-        opened: list[Opened] = []
-        uids, texts, counts = [], [], []
-        ids: list[int] = []
-        terminals: list[Terminal] = []
-        told = 0
+        draft = _Draft(budget)
+        whole = 0
         for uid, pending in self._pending.items():
-            if budget <= 0:
+            if draft.budget <= 0 or not draft.add(uid, pending):
                 break
-            if pending.opened is not None:
-                opened.append(Opened(uid, pending.opened))
-                budget -= pending.opened.nbytes + 64
-                pending.opened = None
-            whole = "".join(pending.text)
-            text, some = _split(whole, pending.ids, max(budget, 0))
-            if text or some:
-                uids.append(uid)
-                texts.append(text)
-                counts.append(len(some))
-                ids += some
-            budget -= 4 * len(text) + 4 * len(some) + 64
-            if len(text) < len(whole) or len(some) < len(pending.ids):
-                pending.text, pending.ids = [whole[len(text) :]], pending.ids[len(some) :]
-                break
-            if pending.terminal is not None:
-                terminals.append(pending.terminal)
-                budget -= len(pending.terminal.error)
-            told += 1
-        self._forget(told)
-        if not (opened or uids or terminals):
-            return None
-        return OutputDelta(
-            self._step,
-            opened=tuple(opened),
-            uids=np.array(uids, np.int64),
-            texts=texts,
-            counts=np.array(counts, np.int32),
-            token_ids=np.array(ids, np.int32),
-            terminals=tuple(terminals),
-        )
+            whole += 1
+        self._forget(whole)
+        piece = None if self._decoders is None else self._decoders.piece
+        return draft.message(self._step, piece)
 
     def _forget(self, told: int) -> None:
         """Drop what the first `told` requests had pending."""
@@ -236,6 +241,82 @@ class Detokenizer:
     def pending(self) -> int:
         """Return how many requests have something that the frontend was not told."""
         return len(self._pending)
+
+
+class _Draft:
+    """A delta that is being written, up to about `budget` bytes more."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._opened: list[Opened] = []
+        self._uids: list[int] = []
+        self._texts: list[str] = []
+        self._counts: list[int] = []
+        self._ids: list[int] = []
+        self._terminals: list[Terminal] = []
+        self._scores: list[ScoreRun] = []
+
+    def add(self, uid: int, pending: _Pending) -> bool:
+        """Add what is pending of a request; False where some of it is left."""
+        if pending.opened is not None:
+            self._opened.append(Opened(uid, pending.opened))
+            self.budget -= pending.opened.nbytes + 64
+            pending.opened = None
+        if pending.prompt_scores:
+            self._add_scores(uid, pending.prompt_scores, is_prompt=True)
+            if pending.prompt_scores:
+                return False
+        if not self._add_output(uid, pending):
+            return False
+        if pending.terminal is not None:
+            self._terminals.append(pending.terminal)
+            self.budget -= len(pending.terminal.error)
+        return True
+
+    def _add_output(self, uid: int, pending: _Pending) -> bool:
+        whole = "".join(pending.text)
+        text, some = _split(whole, pending.ids, max(self.budget, 0))
+        if pending.scores:
+            some = some[: self._add_scores(uid, pending.scores, len(some))]
+        if text or some:
+            self._uids.append(uid)
+            self._texts.append(text)
+            self._counts.append(len(some))
+            self._ids += some
+        self.budget -= 4 * len(text) + 4 * len(some) + 64
+        if len(text) == len(whole) and len(some) == len(pending.ids):
+            return True
+        pending.text, pending.ids = [whole[len(text) :]], pending.ids[len(some) :]
+        return False
+
+    def _add_scores(
+        self, uid: int, scores: list[Score], most: int = sys.maxsize, is_prompt: bool = False
+    ) -> int:
+        """Take the first scores out of a list, as many as fit, but one at least."""
+        count = 0
+        for score in scores[:most]:
+            if count and self.budget < score.cost:
+                break
+            self.budget -= score.cost
+            count += 1
+        self._scores.append(ScoreRun(uid, is_prompt, scores[:count]))
+        del scores[:count]
+        return count
+
+    def message(self, step: int, piece: Callable[[int], bytes] | None) -> OutputDelta | None:
+        """Return the delta; None where nothing is in it."""
+        if not (self._opened or self._uids or self._terminals or self._scores):
+            return None
+        return OutputDelta(
+            step,
+            opened=tuple(self._opened),
+            uids=np.array(self._uids, np.int64),
+            texts=self._texts,
+            counts=np.array(self._counts, np.int32),
+            token_ids=np.array(self._ids, np.int32),
+            terminals=tuple(self._terminals),
+            scores=(told(self._scores, piece),) if self._scores else (),
+        )
 
 
 def _split(text: str, ids: list[int], budget: int) -> tuple[str, list[int]]:

@@ -27,6 +27,9 @@ NAN, INF = math.nan, math.inf
 # -- SamplingParams ---------------------------------------------------------------------------
 
 BAD_PARAMS = {
+    "n": [0, -1, 129, 1.5, "1", True, None],
+    "logprobs": [-1, 1.5, "1", True, 2**31, [1]],
+    "prompt_logprobs": [-1, 1.5, "1", True, 2**31, [1]],
     "temperature": [NAN, INF, -INF, -0.1, 10001, 10**400, "1", True, [1.0]],
     "top_p": [NAN, INF, 0, 0.0, -0.5, 1.01, "0.9", True],
     "min_p": [NAN, -0.01, 1.01, "0", False],
@@ -159,6 +162,7 @@ WHOLE = [0, -1, 1.0, "8", True, NAN]
 FLAG = [None, 1, "no"]
 SECONDS = [-1.0, NAN, "1"]
 BAD_OPTIONS = {
+    "max_logprobs": [0, -1, 1001, 1.5, "1", True, None],
     "model": ["", None, 5],
     "device": ["", None, 5],
     "load_format": ["random", None],

@@ -15,6 +15,7 @@ from PIL import Image
 from nanoactor import LLM, SamplingParams
 from nanoactor.errors import EngineOverloaded, InvalidRequest
 from nanoactor.model_files import resolve_model
+from nanoactor.params import derived_seed
 from nanoactor.request_builder import RequestBuilder
 from tests.engine.harness import Reference, collect, engine, greedy, ids
 from tests.models.checkpoints import TOWERS, VISION_IDS, make_checkpoint
@@ -548,3 +549,30 @@ def test_the_demo_reads_digits_on_a_gpu():
         answers = [o.outputs[0].text for o in llm.chat(chats, params, use_tqdm=False)]
     right = sum(map(str.__eq__, answers, numbers))
     assert right >= 30, [pair for pair in zip(answers, numbers, strict=True) if pair[0] != pair[1]]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_several_answers_see_the_same_pictures(eyes, workers):
+    """As many requests with the derived seeds would, also where an answer is preempted, and has to
+    have its pictures encoded again."""
+    jobs = [job for job in jobs_of(11, 9, most=2) if job[1]][:5]
+
+    def params(at, number=0, **more):
+        seed = derived_seed(at, number)
+        return SamplingParams(temperature=0.9, seed=seed, max_tokens=20, ignore_eos=True, **more)
+
+    async def main():
+        changes = dict(max_num_batched_tokens=12, max_model_len=128, num_kv_blocks=40)
+        changes |= dict(encoder_cache_tokens=96, num_vision_workers=workers, max_num_seqs=6)
+        async with engine(eyes.directory, placement="single", block_size=BLOCK, **changes) as llm:
+            together = [collect(llm, request(*job), params(at, n=3)) for at, job in enumerate(jobs)]
+            outputs = await asyncio.gather(*together)
+            figures = await llm.statistics()
+            for at, job in enumerate(jobs):
+                for number in range(3):
+                    alone = await collect(llm, request(*job), params(at, number))
+                    found = outputs[at].outputs[number].token_ids
+                    assert found == alone.outputs[0].token_ids
+            return figures
+
+    assert asyncio.run(main())["scheduler"]["actor"]["preemptions"] > 0

@@ -14,11 +14,12 @@ import numpy as np
 
 from nanoactor.actors.config import ENCODER_PAGE_ROWS, RunnerReady
 from nanoactor.actors.runner import RunnerActor
+from nanoactor.messages import StepScores
 from nanoactor.models.limits import NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.protocol import Computed
 from nanoactor.runtime.actor import Actor, Context
-from tests.simulation.reference import row_of
+from tests.simulation.reference import row_of, score
 from tests.simulation.resident import ResidentState, StepInputs
 from tests.simulation.scenario import VOCABULARY, Picture
 from tests.simulation.vision import DEPTH, picture_of
@@ -127,13 +128,14 @@ class SimulatedRunner(RunnerActor):
 
     def _end(self, inputs: StepInputs, seconds: float) -> None:
         ids = self._run(inputs)
+        scores = self._score(inputs, ids)
         self.done = inputs.step
         self.busy_seconds += seconds
         self._world.oracle.computed(inputs.step)
         self._busy = False
         end = round(self.context.now() * 1e9)
         begin = end - round(seconds * 1e9)
-        self._done(inputs.step, Computed(ids, begin, end, end, end))
+        self._done(inputs.step, Computed(ids, begin, end, end, end, scores=scores))
         self._pump()
 
     # -- the forward pass -----------------------------------------------------------------
@@ -168,7 +170,51 @@ class SimulatedRunner(RunnerActor):
             turned = inputs.rope_positions[:, first + index : first + index + 1]
             self._check_sight(uid, context - 1, turned, first + index)
         assert not self._seen, "text is replaced by rows of a picture"
+        self._fork(inputs)
         return self._sample(inputs)
+
+    def _fork(self, inputs: StepInputs) -> None:
+        """Copy blocks; who begins as a copy has what its source has."""
+        size = self._world.scenario.block_size
+        blocks = self.kv.reshape(-1, size)
+        for source, copy in inputs.copies:
+            blocks[copy] = blocks[source]
+        oracle = self._world.oracle
+        ends = {self._last[uid]: uid for uid in oracle.owners(inputs.step)}
+        sampling = oracle.owners_of_slots(inputs.step, inputs.sampling_slots)
+        for uid, token in zip(sampling, inputs.token_index, strict=True):
+            source = ends[token]
+            if uid != source:
+                oracle.forked(source, uid)
+                self._ends[uid], self._last[uid] = self._ends[source], self._last[source]
+                self._spoilt |= {uid} if source in self._spoilt else set()
+
+    def _score(self, inputs: StepInputs, ids: Any) -> tuple[StepScores, ...]:
+        """What is said of the prompts' tokens, then of those that were sampled."""
+        if (wanted := inputs.scores) is None:
+            return ()
+        oracle, rows = self._world.oracle, []
+        firsts = {
+            row.first + index: (uid, row.context - row.tokens + index)
+            for row, uid in zip(inputs.prefills, oracle.owners(inputs.step), strict=False)
+            for index in range(row.tokens)
+        }
+        for token, target in zip(wanted.prompt_rows.tolist(), wanted.targets.tolist(), strict=True):
+            uid, position = firsts[token]
+            assert oracle.token_after(uid, position + 1) == target, f"request {uid}: {position}"
+            rows.append((uid, position, target))
+        sampling = oracle.owners_of_slots(inputs.step, inputs.sampling_slots)
+        for row in wanted.rows.tolist():
+            rows.append((sampling[row], self._ends[sampling[row]] - 1, int(ids[row])))
+        table = np.zeros((len(rows), 2 + 2 * wanted.most), np.int32)
+        for line, (uid, position, token) in zip(table, rows, strict=True):
+            answer = oracle.answers[uid]
+            assert answer is not None
+            found = score(int(answer.states[position]), token, wanted.most)
+            line[1], line[2 : 2 + wanted.most] = found.rank, found.top_ids
+            values = np.array([found.logprob, *found.top_logprobs], np.float32).view(np.int32)
+            line[0], line[2 + wanted.most :] = values[0], values[1:]
+        return (wanted.message(table),)
 
     def _look(self, inputs: StepInputs) -> None:
         """Read the rows that the step's tokens stand for."""
@@ -219,7 +265,7 @@ class SimulatedRunner(RunnerActor):
         ids = [self._token(uid) for uid in owners]
         assert inputs.sampling_positions == [self._ends[uid] for uid in owners]
         assert inputs.token_index == [self._last[uid] for uid in owners]
-        assert inputs.seeds == [self._world.oracle.positions[uid] for uid in owners]
+        assert inputs.seeds == [self._world.oracle.seed_of(uid) for uid in owners]
         masked: dict[int, list[int]] = {}
         for row, token in inputs.masked:
             masked.setdefault(row, []).append(token)

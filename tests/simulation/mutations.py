@@ -46,6 +46,10 @@ PROMPT = "nanoactor.vision.prompt"
 GATHER = "nanoactor.vision.gather"
 WORKER = "nanoactor.actors.vision"
 PIXELS = "nanoactor.runner.pixels"
+RESULTS = "nanoactor.scheduling.results"
+FORKING = "nanoactor.scheduling.forking"
+FAMILY = "nanoactor.scheduling.family"
+SEQUENCE = "nanoactor.scheduling.sequence"
 
 MUTATIONS = [
     Mutation(
@@ -95,8 +99,8 @@ MUTATIONS = [
     Mutation(
         "every hit is refunded, even of blocks that nobody held",
         MANAGER,
-        "if self.pool.share(block):\n                refund += 1",
-        "self.pool.share(block)\n            refund += 1",
+        "refund = sum(map(self.pool.share, table))",
+        "refund = len([self.pool.share(block) for block in table])",
     ),
     Mutation(
         "a late Stop ends a request twice",
@@ -220,7 +224,7 @@ MUTATIONS = [
     Mutation(
         "everybody is preempted",
         SCHEDULER,
-        "missing -= max(1, victim.blocks - victim.shared) + (victim in starving)",
+        "missing -= max(1, victim.gives_back) + (victim in starving)",
         "missing -= 0",
     ),
     Mutation(
@@ -286,13 +290,13 @@ MUTATIONS = [
     Mutation(
         "a request without a choice goes on",
         SCHEDULER,
-        "        for row in event.choiceless.tolist():\n",
-        "        for row in []:\n",
+        "        for sequence in results.choiceless:\n",
+        "        for sequence in []:\n",
     ),
     Mutation(
         "what a request without a choice computed is not trusted",
         SCHEDULER,
-        "self._unsettled += bool(failed)",
+        "self._unsettled += bool(results.failed)",
         "self._unsettled += 1",
     ),
     Mutation(
@@ -335,20 +339,20 @@ MUTATIONS = [
     Mutation(
         "an abort removes the journal's entry at once",
         FRONTEND,
-        "            entry.aborted = True\n",
-        "            entry.aborted = True\n            self._entries.pop(uid)\n",
+        "            self._scheduler.send(Abort(uid))\n",
+        "            self._scheduler.send(Abort(uid))\n            self._entries.pop(uid)\n",
     ),
     Mutation(
         "a request that is over still counts as waiting",
         FRONTEND,
-        "            self._no_longer_waiting(entry)\n            entry.terminal = terminal",
-        "            entry.terminal = terminal",
+        "        if terminal.uid in self._waiting_requests:\n",
+        "        if False:\n",
     ),
     Mutation(
         "a row samples after its first token",
         BATCH,
-        "(firsts + counts - 1)[step.samples].astype(np.int32)",
-        "firsts[step.samples].astype(np.int32)",
+        "(firsts + counts - 1)[step.samples], step",
+        "firsts[step.samples], step",
     ),
     Mutation(
         "a steady decode batch stays one step too long",
@@ -418,9 +422,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a failing row's token is taken",
-        SCHEDULER,
-        "        if len(event.failed) or len(event.choiceless):\n            done",
-        "        if False:\n            done",
+        RESULTS,
+        "    if not len(event.failed) and not len(event.choiceless):\n",
+        "    if True:\n",
     ),
     Mutation(
         "a failure is blamed on whoever has the slot now",
@@ -541,6 +545,123 @@ MUTATIONS = [
         KEPT,
         "            if stop <= planned:\n                self._release(held, index, step)",
         "            if stop <= planned + 1:\n                self._release(held, index, step)",
+    ),
+    Mutation(
+        "a victim's blocks count although another answer holds them",
+        SEQUENCE,
+        "self.blocks - max(self.shared, self.family.held_by_others(self))",
+        "self.blocks - self.shared",
+    ),
+    Mutation(
+        "who has given up its blocks still counts as their holder",
+        FAMILY,
+        "        self._holders.pop(member.uid, None)\n",
+        "",
+    ),
+    Mutation(
+        "a copy shares the last block, which is not full",
+        MANAGER,
+        "                table.append(self.pool.allocate())\n                sources",
+        "                self.pool.allocate()\n"
+        "                table.append(source.table[full])\n"
+        "                self.pool.share(table[full])\n                sources",
+    ),
+    Mutation(
+        "a copy's references are not counted",
+        MANAGER,
+        "            for block in table:\n                self.pool.share(block)\n",
+        "",
+    ),
+    Mutation(
+        "the last block of a copy stays empty",
+        MANAGER,
+        "sources.append(source.table[full])",
+        "sources.append(table[full])",
+    ),
+    Mutation(
+        "the copy of a block costs no credit",
+        FORKING,
+        "        self._budget.debit(need)\n",
+        "",
+    ),
+    Mutation(
+        "a copy begins while an elder waits",
+        FORKING,
+        "return first and self._budget.free_slots > 0",
+        "return self._budget.free_slots > 0",
+    ),
+    Mutation(
+        "a copy samples from the step's first prompt",
+        BATCH,
+        "ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows]))",
+        "ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows * 0]))",
+    ),
+    Mutation(
+        "who followed is forgotten when the first ends",
+        FORKING,
+        "        if followers:\n            self._wait(followers.pop(0))\n",
+        "        followers.clear()\n",
+    ),
+    Mutation(
+        "of a refused request the first answer alone gets an end",
+        SCHEDULER,
+        "range(event.uid, event.uid + event.answers)",
+        "range(event.uid, event.uid + 1)",
+    ),
+    Mutation(
+        "what follows a scored position is taken to be that position",
+        MANAGER,
+        "self._tokens[slot, at + 1 : at + 1 + count]",
+        "self._tokens[slot, at : at + count]",
+    ),
+    Mutation(
+        "a prefix hit skips what is to be scored",
+        MANAGER,
+        "enumerate(hashes[: event.most_hits // self._block_size])",
+        "enumerate(hashes)",
+    ),
+    Mutation(
+        "a prompt is scored again after a preemption",
+        SCHEDULER,
+        "        victim.last_step = max(rows_in, default=0)\n",
+        "        victim.last_step = max(rows_in, default=0)\n"
+        "        victim.scored = min(victim.scored, 0 if victim.prompt_logprobs >= 0 else 10**9)\n",
+    ),
+    Mutation(
+        "scores of decodes are those of prompts that end",
+        BATCH,
+        "np.concatenate((self._scores.asking(ended), asking + len(ended)))",
+        "np.concatenate((self._scores.asking(ended), asking))",
+    ),
+    Mutation(
+        "the runner remembers of whom scores were wanted",
+        "nanoactor.runner.scored_rows",
+        "        self._output[slots] = self._prompt[slots] = _NOT_ASKED\n",
+        "",
+    ),
+    Mutation(
+        "each step's scores are of the prompt's beginning",
+        DETOKENIZER,
+        "                entry.scored += len(tokens)\n",
+        "",
+    ),
+    Mutation(
+        "a copy of what is bad is trusted",
+        MANAGER,
+        "distrusted=source.distrusted",
+        "distrusted=False",
+    ),
+    Mutation(
+        "a copy is not told that what it has read is bad",
+        SEQUENCE,
+        "return self.uid == uid or (self.lent > 0 and uid in self.family.uids)",
+        "return self.uid == uid",
+    ),
+    Mutation(
+        "the error of one answer lets the others go on",
+        FRONTEND,
+        "        if entry.error is not None:\n            self.abort(entry)\n",
+        "",
     ),
 ]
 

@@ -24,11 +24,21 @@ from nanoactor.messages import (
     Terminal,
     Tokens,
 )
+from nanoactor.scheduling.plan_builder import PlannedStep
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.vision.messages import VisionStep
 from tests.simulation.device import SPOILT
-from tests.simulation.reference import Answer, answer, cut_by_text, true_blocks
-from tests.simulation.scenario import rules_of, sampling_of
+from tests.simulation.reference import (
+    Answer,
+    Letters,
+    Scored,
+    answer,
+    cut_by_text,
+    letter,
+    score,
+    true_blocks,
+)
+from tests.simulation.scenario import Ask, rules_of, sampling_of, seed_of
 from tests.simulation.stories import Stories
 
 if TYPE_CHECKING:
@@ -41,12 +51,18 @@ class Oracle:
     def __init__(self, world: World, record: bool) -> None:
         self._world = world
         self._scenario = world.scenario
-        answers = [answer(ask, world.scenario) for ask in world.scenario.asks]
-        self._true = true_blocks(answers, world.scenario.block_size)
+        answers = [
+            [answer(ask, world.scenario, number) for number in range(ask.n)]
+            for ask in world.scenario.asks
+        ]
+        every = [one for several in answers for one in several]
+        self._true = true_blocks(every, world.scenario.block_size)
         self._answer_of = answers
         self.answers: dict[int, Answer | None] = {}
         self.positions: dict[int, int] = {}
-        """By request number: its position in the scenario."""
+        """By request number: its position in the scenario, ..."""
+        self.numbers: dict[int, int] = {}
+        """... and which of the answers it is."""
         self.terminals: dict[int, Terminal] = {}
         self.counts: Counter[str] = Counter()
         self.stories = Stories(record)
@@ -81,6 +97,8 @@ class Oracle:
         self._introduced: dict[int, int] = {}
         """By slot: whose sampling parameters the runner has."""
         self._opened: set[int] = set()
+        self._promised: deque[tuple[int, int]] = deque()
+        """(slot, blocks that it is to give back) of the victims whose free is under way."""
         self._unanswered: deque[int] = deque()
         """Fences of the frees whose answer the scheduler has not handled."""
         self._wanted = 0
@@ -166,7 +184,8 @@ class Oracle:
         assert starving > enough, f"{enough} blocks are there or on their way for {starving}"
         youngest = max(scheduler._running, key=lambda s: self._place(s.uid))
         assert victim is youngest, f"{victim.uid} is preempted, but {youngest.uid} is younger"
-        self._yielded += victim.blocks - victim.shared
+        self._yielded += victim.gives_back
+        self._promised.append((victim.slot, victim.gives_back))
         self._preemptions[victim.uid] += 1
         self._preempt(victim)
 
@@ -210,10 +229,13 @@ class Oracle:
         """Whether the logits after so many tokens of a request are not finite."""
         if not self._scenario.failures:
             return False
-        chance = random.Random(f"{self._scenario.seed} {self.positions[uid]} {position}").random()
-        # Prompts are what others share, so they fail more often.
+        # Prompts are what others share, so they fail more often, and for all answers alike.
         answer = self.answers[uid]
         prompted = answer is not None and position == answer.prompt_length
+        name = f"{self._scenario.seed} {self.positions[uid]} {position}"
+        if self.numbers[uid] and not prompted:
+            name += f" {self.numbers[uid]}"
+        chance = random.Random(name).random()
         if chance >= self._scenario.failures * (5 if prompted else 1):
             return False
         self._failed.setdefault(uid, position)
@@ -228,6 +250,16 @@ class Oracle:
             return False
         self._choiceless.setdefault(uid, position)
         return True
+
+    def seed_of(self, uid: int) -> int:
+        """By which the runner knows it."""
+        return seed_of(self.positions[uid], self.numbers[uid])
+
+    def forked(self, source: int, copy: int) -> None:
+        """A sequence begins as a copy: of another answer to the same request, at its prompt's
+        end."""
+        assert self.positions[source] == self.positions[copy], f"{copy} is a copy of {source}"
+        self.counts["forks"] += 1
 
     def masked(self, uid: int, position: int) -> list[int]:
         """The tokens that must not be sampled for a position: ends before `min_tokens`."""
@@ -245,7 +277,8 @@ class Oracle:
     def _stamped(self, step: Step) -> None:
         holdings = self.manager._holdings
         decoding = np.flatnonzero(self.manager._decoding).tolist()
-        slots = [*step.slots.tolist(), *decoding]
+        copies = [slot for forks in step.forks for slot in forks.slots.tolist()]
+        slots = [*step.slots.tolist(), *decoding, *copies]
         assert len(set(slots)) == len(slots) <= self._scenario.max_num_seqs
         used = len(step.token_ids) + len(decoding)
         encodes = any(len(vision.slices.numbers) for vision in step.vision)
@@ -256,7 +289,12 @@ class Oracle:
         self.counts["steps"] += 1
         by_slot = {slot: holdings[slot].uid for slot in slots}
         self._check_introduced(step, by_slot)
-        self._rows[step.step] = ([by_slot[slot] for slot in slots], by_slot)
+        rows = [by_slot[slot] for slot in slots[: len(slots) - len(copies)]]
+        self._rows[step.step] = (rows, by_slot)
+        for slot in copies:
+            answer = self.answers[by_slot[slot]]
+            assert answer is not None
+            self._first_hit.setdefault(by_slot[slot], answer.prompt_length)
         self._rows.pop(step.step - 10, None)
         for uid in by_slot.values():
             self._first_steps.setdefault(uid, step.step)
@@ -272,7 +310,15 @@ class Oracle:
             position = self.positions[by_slot[slot]]
             ask = self._scenario.asks[position]
             ends = masked + int(new.masked_counts[row])
-            assert new.sampling[row].tobytes() == sampling_of(position)
+            number = self.numbers[by_slot[slot]]
+            assert new.sampling[row].tobytes() == sampling_of(position, number)
+            wanted = ask.logprobs, -1 if number else ask.prompt_logprobs
+            asked = [
+                (int(scores.output[at]), int(scores.prompt[at]))
+                for scores in new.scores
+                for at in np.flatnonzero(scores.rows == row)
+            ]
+            assert asked == ([wanted] if max(wanted) >= 0 else [])
             told = (int(new.unmasked_from[row]), *new.masked_ids[masked:ends])
             ids = (*ask.eos_ids, *ask.stop_ids) if ask.min_tokens else ()
             answer = self.answers[by_slot[slot]]
@@ -296,14 +342,22 @@ class Oracle:
     def _planned(self, plan: Plan) -> None:
         self._decode_slots -= set(plan.leaves.tolist())
         self._decode_slots |= set(plan.joins.tolist())
-        self._planned_slots[plan.step] = self._decode_slots | set(plan.slots.tolist())
+        copies = {slot for forks in plan.forks for slot in forks.slots.tolist()}
+        for slot in copies:
+            self._check_slot(slot)
+        self._matches += len(copies)
+        self._planned_slots[plan.step] = self._decode_slots | set(plan.slots.tolist()) | copies
         in_flight = plan.step - self.scheduler._completed
         assert in_flight <= self._scenario.depth, f"{in_flight} steps in flight"
 
     def _matched(self, match: Match) -> None:
-        busy = [step for step, slots in self._planned_slots.items() if match.slot in slots]
-        assert not busy, f"slot {match.slot} is given away, but steps {busy} have rows in it"
+        self._check_slot(match.slot)
+        self.counts["siblings found"] += match.sibling >= 0
         self._matches += 1
+
+    def _check_slot(self, slot: int) -> None:
+        busy = [step for step, slots in self._planned_slots.items() if slot in slots]
+        assert not busy, f"slot {slot} is given away, but steps {busy} have rows in it"
 
     # -- waiting --------------------------------------------------------------------------
 
@@ -317,7 +371,8 @@ class Oracle:
         budget = self._scenario.max_num_batched_tokens
         for other in self.scheduler._running:
             budget -= max(0, other.reach - other.scheduled)
-            if other.reach > other.scheduled and self._scenario.prefix_caching:
+            cached = self._scenario.prefix_caching and sequence.is_scored
+            if other.reach > other.scheduled and cached:
                 self._check_not_under_way(sequence, other)
         assert budget > 0, "more is matched than the next step has tokens for"
         self._match(sequence, need)
@@ -346,13 +401,22 @@ class Oracle:
         late = [fence for fence in self._unanswered if step > fence + self._scenario.depth]
         assert not late, f"step {step} is planned, but frees at {late} are not answered"
         rows = scheduler._running.rows(scheduler._in_flight[-1])
-        used = sum(s.scheduled - before[s.uid] for s in rows)
+        used = sum(s.scheduled - before.get(s.uid, s.scheduled) for s in rows)
+        self._check_forks(scheduler._in_flight[-1])
         left = [self._place(s.uid) for s in scheduler._running if _prefills(s)]
         if left:
             assert used == self._scenario.max_num_batched_tokens, f"{used} tokens, more wait"
-            served = [self._place(s.uid) for s in rows if before[s.uid] < s.target]
+            served = [self._place(s.uid) for s in rows if before.get(s.uid, s.target) < s.target]
             assert max(served, default=(0, 0)) <= min(left), "a younger prompt goes first"
         return True
+
+    def _check_forks(self, planned: PlannedStep) -> None:
+        """Who begins as a copy overtakes nobody."""
+        for fork in planned.forks:
+            mine = self._place(fork.copy.sequence.uid)
+            for other in self.scheduler.live.values():
+                if other.phase is Phase.WAITING and not other.is_parked:
+                    assert mine < self._place(other.uid), f"a copy overtakes {other.uid}"
 
     def _place(self, uid: int) -> tuple[int, int]:
         """A degree of priority is worth so many places in the order of arrival."""
@@ -402,10 +466,10 @@ class Oracle:
 
     # -- messages -------------------------------------------------------------------------
 
-    def submitted(self, uid: int, position: int) -> None:
-        """A request got its number."""
-        self.positions[uid] = position
-        self.answers[uid] = self._answer_of[position]
+    def submitted(self, uid: int, position: int, number: int) -> None:
+        """An answer of a request got its number."""
+        self.positions[uid], self.numbers[uid] = position, number
+        self.answers[uid] = self._answer_of[position][number]
         self.stories.submitted(uid, self._scenario.asks[position])
 
     def check_overload(self) -> None:
@@ -439,13 +503,17 @@ class Oracle:
             case Tokens():
                 self._due -= set(message.uids.tolist())
 
-    def arrives(self, source: str, target: str, message: Any) -> None:
+    def arrives(  # noqa: C901 - a table of messages
+        self, source: str, target: str, message: Any
+    ) -> None:
         """A message is about to be handled."""
         self._steps_before = self.scheduler._planned
         self._yielded = 0
         match message:
             case Plan():
                 self._stamping = message.step
+            case Free():
+                self._check_promises(message)
             case Abort() if target == "scheduler" and message.uid not in self.scheduler._seen:
                 self.counts["aborts that overtook"] += 1
                 self._must_abort.add(message.uid)
@@ -470,13 +538,29 @@ class Oracle:
             case OutputDelta():
                 self._check_delta(message)
 
+    def _check_promises(self, free: Free) -> None:
+        """A victim gives back what it was preempted for. Where prefixes are cached somebody may
+        have found some of its blocks, or others' may be its alone by now."""
+        references = list(self.manager.pool._references)
+        for slot in free.slots.tolist():
+            table = self.manager._holdings[slot].table
+            for block in table:
+                references[block] -= 1
+            freed = sum(not references[block] for block in table)
+            if self._promised and self._promised[0][0] == slot:
+                promised = self._promised.popleft()[1]
+                exact = self._scenario.prefix_caching or promised == freed
+                assert exact, f"slot {slot} was to give {promised} blocks back, not {freed}"
+
     def _check_delta(self, chunk: OutputDelta) -> None:
         for opened in chunk.opened:
             answer = self.answers[opened.uid]
             assert answer is not None
             prompt = answer.tokens[: answer.prompt_length]
             assert opened.uid not in self._opened
-            assert tuple(opened.prompt_token_ids.tolist()) == prompt
+            told = tuple(opened.prompt_token_ids.tolist())
+            ask = self._scenario.asks[self.positions[opened.uid]]
+            assert told == prompt or (ask.n > 1 and not told)
             self._opened.add(opened.uid)
         told = {*chunk.uids.tolist(), *(opened.uid for opened in chunk.opened)}
         again = told & self.terminals.keys()
@@ -512,6 +596,9 @@ class Oracle:
                 ownerless -= message.blocks
             elif isinstance(message, Plan):
                 ownerless -= len(message.grows)
+                ends = message.starts + message.counts
+                for forks in message.forks:
+                    ownerless -= int((ends[forks.rows] % self._scenario.block_size > 0).sum())
         answers = self.manager._answers
         ownerless -= sum(answers.refunds) + sum(answers.freed)
         for message in self._world.edges["blocks", "scheduler"].messages:
@@ -525,18 +612,21 @@ class Oracle:
     def conclude(self) -> None:
         """Everything is over: every answer is right, and nothing is held anywhere."""
         for position, entry in self._world.entries.items():
-            uid = self._world.uid_of[position]
-            assert uid in self.terminals, f"request {uid} got no end"
-            self._check_answer(position, entry, self.terminals[uid])
+            for uid in entry.uids:
+                assert uid in self.terminals, f"request {uid} got no end"
+                self._check_answer(position, entry, self.terminals[uid])
+            self._check_prompt_scores(entry)
         self._check_nothing_held()
         self._check_nothing_spoilt()
         self._count()
 
     def _check_answer(self, position: int, entry: Any, terminal: Terminal) -> None:
-        ask, expected = self._scenario.asks[position], self._answer_of[position]
-        ids, text = list(entry.token_ids), "".join(entry.text)
+        ask, expected = self._scenario.asks[position], self.answers[terminal.uid]
+        own = entry.answer(terminal.uid)
+        ids, text = list(own.token_ids), "".join(own.text)
         who = f"request {terminal.uid}"
-        assert entry.terminal is terminal
+        assert own.terminal is terminal
+        self._check_scores(ask, own, expected)
         assert (terminal.tokens, terminal.characters) == (len(ids), len(text)), who
         assert terminal.preemptions == self._preemptions[terminal.uid], who
         began = self._began.get(self._first_steps.get(terminal.uid, 0))
@@ -557,7 +647,7 @@ class Oracle:
             assert terminal.cached_tokens == self._first_hit.get(terminal.uid, 0), who
         assert terminal.reason == "abort" or terminal.uid not in self._must_abort, who
         if terminal.reason == "abort":
-            assert ask.aborts, f"{who} was aborted by nobody"
+            assert ask.aborts or entry.error, f"{who} was aborted by nobody"
             self.counts["aborted"] += 1
             if not ids:
                 return
@@ -576,6 +666,43 @@ class Oracle:
         assert tuple(ids) == expected.output, f"{who}: {ids} where {expected.output} was due"
         assert text == expected.text, f"{who}: {text!r} where {expected.text!r} was due"
         assert (terminal.reason, terminal.stop_reason) == (expected.reason, expected.stop_reason)
+
+    def _check_scores(self, ask: Ask, own: Any, expected: Answer | None) -> None:
+        """Each token of output came with its own log-probability, or none did."""
+        if ask.logprobs < 0:
+            assert own.logprobs is None
+            return
+        assert len(own.logprobs) == len(own.offsets) == len(own.token_ids)
+        decoder, text = Letters(), ""
+        for index, token in enumerate(own.token_ids):
+            assert expected is not None
+            assert own.offsets[index] == len(text)
+            text += decoder.push(token)
+            state = expected.states[expected.prompt_length + index - 1]
+            self._check_score(own.logprobs[index], score(int(state), token, ask.logprobs), token)
+
+    def _check_prompt_scores(self, entry: Any) -> None:
+        """What was told of the prompt is right, and all was told where there is output."""
+        ask, uid = self._scenario.asks[self.positions[entry.submit.uid]], entry.submit.uid
+        found, expected = entry._prompt_logprobs, self.answers[uid]
+        if ask.prompt_logprobs < 0 or expected is None:
+            assert found == [None]
+            return
+        assert found[0] is None
+        if entry.answers[0].token_ids:
+            assert len(found) == expected.prompt_length
+        for index, logprobs in enumerate(found[1:], 1):
+            token = expected.tokens[index]
+            right = score(int(expected.states[index - 1]), token, ask.prompt_logprobs)
+            self._check_score(logprobs, right, token)
+
+    def _check_score(self, found: dict[int, Any], right: Scored, token: int) -> None:
+        told = {token: (right.logprob, right.rank)}
+        for rank, (top, value) in enumerate(zip(right.top_ids, right.top_logprobs, strict=True), 1):
+            told[top] = value, rank
+        assert {key: (each.logprob, each.rank) for key, each in found.items()} == told
+        assert all(each.bytes == letter(key).encode() for key, each in found.items())
+        self.counts["scores"] += 1
 
     def _check_nothing_hidden(self, terminal: Terminal, expected: Answer | None) -> None:
         """A row without a token lay past the request's end, if there was one."""

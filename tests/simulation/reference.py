@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -32,9 +32,25 @@ def extend(state: int, token: int) -> int:
     return ((state + token + 1) * 6364136223846793005 + (state >> 29)) & _MASK
 
 
-def sample(state: int) -> int:
-    """The token that follows a context."""
-    return (state >> 17) % VOCABULARY
+def sample(state: int, answer: int = 0) -> int:
+    """The token that follows a context in one of the answers to a request."""
+    return ((state >> 17) + 7 * answer) % VOCABULARY
+
+
+class Scored(NamedTuple):
+    """What a device says of a token."""
+
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+def score(state: int, token: int, count: int) -> Scored:
+    """The log-probability of a token behind a context, and so many of the likeliest."""
+    value = -((state >> 5) % 4096 + token) / 16
+    ids = tuple((state + rank) % VOCABULARY for rank in range(count))
+    return Scored(value, state % VOCABULARY + 1, ids, tuple(value + rank for rank in range(count)))
 
 
 def letter(token: int) -> str:
@@ -69,6 +85,10 @@ class Letters:
 class LetterDecoders:
     """Stands where a `DecoderFactory` does."""
 
+    def piece(self, token: int) -> bytes:
+        """A token's bytes."""
+        return letter(token).encode()
+
     def new(self, skip_special: bool) -> Letters:
         """A decoder for one request."""
         return Letters()
@@ -102,8 +122,8 @@ class Answer:
     stop_reason: int | str | None
 
 
-def answer(ask: Ask, scenario: Scenario) -> Answer | None:
-    """What a request must get; None where it must be refused."""
+def answer(ask: Ask, scenario: Scenario, number: int = 0) -> Answer | None:
+    """What one of a request's answers must be; None where it must be refused."""
     limit = scenario.max_model_len
     for placeholder in (IMAGE, VIDEO):
         given = sum(picture.placeholder == placeholder for picture in ask.pictures)
@@ -121,7 +141,7 @@ def answer(ask: Ask, scenario: Scenario) -> Answer | None:
         state = extend(state, seen.get(index, token))
         states.append(state)
     for _ in range(min(ask.max_tokens, limit - len(prompt)) + scenario.depth + 2):
-        tokens.append(sample(state))
+        tokens.append(sample(state, number))
         state = extend(state, tokens[-1])
         states.append(state)
     output, reason, stop_reason = _cut_by_ids(ask, tokens[len(prompt) :], limit - len(prompt))

@@ -11,6 +11,7 @@ from nanoactor.models.columns import columns_of
 from nanoactor.models.limits import CANDIDATES
 from nanoactor.runner.batch import BatchTraits, HostBatch, Prefill, Update, VisionUpdate
 from nanoactor.runner.pixels import with_vision
+from nanoactor.runner.scored_rows import ScoredRows
 from tests.simulation.scenario import rules_of
 
 _TOKENS_PER_PROGRAM = 3
@@ -49,6 +50,9 @@ class StepInputs:
     seeds: list[int]
     masked: list[tuple[int, int]]
     """... and (row, id) of each logit that must not be chosen."""
+    scores: ScoredRows | None
+    copies: list[tuple[int, int]]
+    """Blocks: from where, and to where."""
 
 
 class ResidentState:
@@ -74,6 +78,7 @@ class ResidentState:
         assert update.values.tolist() == plain.values.tolist()
         assert update.words >= self._words(update)
         assert plain.words >= self._words(plain)
+        assert str(update.scores) == str(plain.scores)
         self._state[update.indices] = update.values
         return self._inputs(update, plain)
 
@@ -112,6 +117,8 @@ class ResidentState:
             sampling_positions=lengths.tolist(),
             seeds=self._seeds(slots),
             masked=masked,
+            scores=update.scores,
+            copies=list(zip(*(blocks.tolist() for blocks in update.copies), strict=True)),
         )
 
     def _rope_positions(
@@ -135,6 +142,9 @@ class ResidentState:
                 values = [getattr(fields, name) for name in fields.__dataclass_fields__]
                 arrays = [value for value in values if isinstance(value, np.ndarray)]
                 words += sum(array.nbytes // 4 + 3 for array in arrays)
+        if scores := update.scores:
+            words += 2 * (len(scores.prompt_rows) + len(scores.targets) + len(scores.rows)) + 9
+        words += sum(2 * len(blocks) + 3 for blocks in update.copies)
         return words + 3 * (2 + 7)  # each is aligned to 4 words
 
     def _column(self, start: int) -> Any:

@@ -25,13 +25,24 @@ _WAYS: tuple[dict[str, float], ...] = (
 )
 
 
-def sampling_of(position: int) -> bytes:
-    """The columns of the request that is asked at this position; its seed tells whose they are."""
-    return pack({**_WAYS[position % len(_WAYS)], "seed": position})
+_SEEDS = 1000
+"""Between two answers to one request."""
 
 
-def rules_of(position: int) -> tuple[TokenRules, ...]:
-    """The rules of the same request; every third has some, of ids that tell whose they are."""
+def seed_of(position: int, answer: int) -> int:
+    """The seed of an answer to the request that is asked at this position: it tells whose it is."""
+    return position + answer * _SEEDS
+
+
+def sampling_of(position: int, answer: int = 0) -> bytes:
+    """The columns of the same."""
+    return pack({**_WAYS[position % len(_WAYS)], "seed": seed_of(position, answer)})
+
+
+def rules_of(seed: int) -> tuple[TokenRules, ...]:
+    """The rules of a request, by its position or by a seed of its; every third has some, of ids
+    that tell whose they are."""
+    position = seed % _SEEDS
     if position % 3:
         return ()
     ids = np.array([position, position + 1], np.int32)
@@ -98,6 +109,9 @@ class Ask:
     """Seconds after the request; the second and later ones must change nothing."""
     pictures: tuple[Picture, ...] = ()
     """One for each placeholder in the prompt."""
+    n: int = 1
+    logprobs: int = -1
+    prompt_logprobs: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +163,7 @@ class Scenario:
     def tokens(self) -> int:
         """An upper bound of what it computes, without preemptions."""
         pictures = sum(picture.rows for ask in self.asks for picture in ask.pictures)
-        return pictures + sum(len(ask.prompt) + ask.max_tokens for ask in self.asks)
+        return pictures + sum(ask.n * (len(ask.prompt) + ask.max_tokens) for ask in self.asks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +244,24 @@ def draw(seed: int) -> Scenario:
         choiceless=random.Random(f"{seed} choiceless").choice([0, 0, 0, 0.02]),
     )
     scenario = dataclasses.replace(scenario, asks=_draw_asks(rng, scenario, traffic))
-    return _with_pictures(random.Random(f"{seed} pictures"), scenario)
+    scenario = _with_pictures(random.Random(f"{seed} pictures"), scenario)
+    return _with_answers(random.Random(f"{seed} answers"), scenario)
+
+
+def _with_answers(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same with several answers to some requests, and log-probabilities, in some seeds."""
+    most = min(rng.choice([1, 1, 1, 2, 4, 12]), scenario.max_waiting_requests)
+    scored = rng.choice([0.0, 0.0, 0.2, 0.8])
+    asks = [
+        dataclasses.replace(
+            ask,
+            n=rng.randint(1, most) if rng.random() < 0.5 else 1,
+            logprobs=rng.randint(0, 3) if rng.random() < scored else -1,
+            prompt_logprobs=rng.randint(0, 3) if rng.random() < scored / 2 else -1,
+        )
+        for ask in scenario.asks
+    ]
+    return dataclasses.replace(scenario, asks=tuple(asks))
 
 
 def _with_pictures(rng: random.Random, scenario: Scenario) -> Scenario:

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from nanoactor.actors.blocks import BlockManagerActor
 from nanoactor.actors.config import ActorConfig
 from nanoactor.actors.detokenizer import DetokenizerActor
-from nanoactor.actors.frontend import Entry, FrontendActor
+from nanoactor.actors.frontend import FrontendActor
+from nanoactor.actors.journal import Entry
 from nanoactor.actors.scheduler import SchedulerActor
 from nanoactor.actors.tokenizer import TokenizerActor
 from nanoactor.config import EngineConfig
@@ -236,11 +237,12 @@ class World:
         frontend: Any = self.actors["frontend"]
         stopping = Stopping(ask.max_tokens, ask.min_tokens, ask.eos_ids, ask.stop_ids)
         options = TextOptions(ask.stop, ask.include_stop, True, ask.min_tokens)
-        sampling = sampling_of(position)
+        sampling = b"".join(sampling_of(position, answer) for answer in range(ask.n))
 
         def make(uid: int) -> Entry:
             self.uid_of[position] = uid
-            self.oracle.submitted(uid, position)
+            for answer in range(ask.n):
+                self.oracle.submitted(uid + answer, position, answer)
             prompt = as_int32(ask.prompt)
             media = [media_of(picture) for picture in ask.pictures]
             submit = Submit(
@@ -256,8 +258,10 @@ class World:
                 options,
                 tuple(one.times for one in media),
                 rules_of(position),
+                logprobs=ask.logprobs,
+                prompt_logprobs=ask.prompt_logprobs,
             )
-            return Entry(str(uid), submit, RequestOutputKind.CUMULATIVE, media)
+            return Entry(str(uid), submit, RequestOutputKind.CUMULATIVE, media, ask.n)
 
         try:
             self.entries[position] = frontend.submit(make)
@@ -267,7 +271,7 @@ class World:
             return
         self.oracle.check_door()
         for after in ask.aborts:
-            self.loop.call_later(after, frontend.abort, self.uid_of[position])
+            self.loop.call_later(after, frontend.abort, self.entries[position])
 
     # -- the course of events -------------------------------------------------------------
 

@@ -1,0 +1,200 @@
+"""The journal's pages: what each request asked for, and what it was given so far."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from nanoactor.errors import ComputationFailed, InvalidRequest, NanoactorError
+from nanoactor.messages import Submit, Terminal
+from nanoactor.outputs import (
+    CompletionOutput,
+    Logprobs,
+    RequestMetrics,
+    RequestOutput,
+    RequestOutputKind,
+)
+from nanoactor.text.scores import ToldRun
+from nanoactor.vision.media import Media
+
+
+class Entry:
+    """The journal's page of one request: what it asked for, what it was given so far.
+
+    One future wakes its one reader; deltas that come meanwhile merge.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        submit: Submit,
+        kind: RequestOutputKind,
+        media: Sequence[Media] = (),
+        answers: int = 1,
+    ) -> None:
+        self.request_id = request_id
+        self.submit = submit
+        self.media = media
+        """Its pictures, as they were given: they may be wanted again until it is over."""
+        self.kind = kind
+        self.metrics = RequestMetrics(time.monotonic())
+        self.charge = len(submit.token_ids) or _text_bytes(submit)
+        self.media_bytes = sum(one.size for one in media)
+        self.prompt_token_ids: list[int] = submit.token_ids.tolist()
+        scored = submit.logprobs >= 0
+        self.answers = [Answer(index, scored) for index in range(answers)]
+        self.error: NanoactorError | None = None
+        self.aborted = False
+        self.is_counted_out = False
+        """Whether its prompt no longer waits for a first token."""
+        self._prompt_logprobs: list[Logprobs | None] = [None]
+        self._first_piece: bytes | None = None
+        self._told_prompt = False
+        self._news = False
+        self._waiter: asyncio.Future[None] | None = None
+        self.accepted = asyncio.Event()
+        """Set when the scheduler has taken it, or it has ended without that."""
+        self.ended = asyncio.Event()
+        """Set when nothing follows."""
+
+    @property
+    def uids(self) -> range:
+        """Those of its answers."""
+        return range(self.submit.uid, self.submit.uid + len(self.answers))
+
+    def answer(self, uid: int) -> Answer:
+        """The one with this number."""
+        return self.answers[uid - self.submit.uid]
+
+    @property
+    def over(self) -> bool:
+        """Tell whether nothing follows."""
+        return self.error is not None or all(one.terminal is not None for one in self.answers)
+
+    def wake(self) -> None:
+        """There is something to read."""
+        self._news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def end(self) -> None:
+        """Nothing follows."""
+        self.accepted.set()
+        self.ended.set()
+        self.wake()
+
+    def note_end(self, uid: int, terminal: Terminal) -> None:
+        """One answer is over; an error of one is the request's."""
+        self.answer(uid).terminal = terminal
+        if terminal.reason == "error":
+            self.error = self.error or InvalidRequest(terminal.error)
+        elif terminal.reason == "failed":
+            self.error = self.error or ComputationFailed(terminal.error)
+        if self.over:
+            self.end()
+        else:
+            self.wake()
+
+    async def next(self) -> RequestOutput:
+        """Wait for news and return them; raises the error that ended the request."""
+        while not self._news or (self.kind is RequestOutputKind.FINAL_ONLY and not self.over):
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+            if self.kind is RequestOutputKind.FINAL_ONLY and not self.over:
+                self._news = False
+        self._news = False
+        self.raise_error()
+        return self._output()
+
+    def raise_error(self) -> None:
+        """Raise what ended the request, if it was an error."""
+        if self.error is not None:
+            raise self.error
+
+    def take_prompt_logprobs(self, run: ToldRun) -> None:
+        """Take what comes of the prompt, in its order."""
+        known = self._prompt_logprobs
+        for own, likeliest in run.logprobs:
+            if not own.rank:  # the first token, of which there is none
+                self._first_piece = own.bytes
+                continue
+            known.append({self.prompt_token_ids[len(known)]: own} | likeliest)
+
+    def _output(self) -> RequestOutput:
+        delta = self.kind is RequestOutputKind.DELTA
+        outputs = [answer.output(delta) for answer in self.answers if not delta or answer.has_news]
+        first = self.answers[0].terminal
+        scored = self.submit.prompt_logprobs >= 0 and not (delta and self._told_prompt)
+        self._told_prompt = True
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.submit.text,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=outputs,
+            finished=self.over,
+            metrics=self.metrics,
+            num_cached_tokens=first.cached_tokens if first else 0,
+            num_preemptions=sum(one.terminal.preemptions for one in self.answers if one.terminal),
+            prompt_logprobs=self._prompt_logprobs if scored else None,
+            first_piece=self._first_piece if scored else None,
+        )
+
+
+class Answer:
+    """One of a request's answers, as far as it has come."""
+
+    def __init__(self, index: int, scored: bool) -> None:
+        """`scored`: log-probabilities come with its tokens."""
+        self.index = index
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[Logprobs] | None = [] if scored else None
+        self.offsets: list[int] = []
+        self.terminal: Terminal | None = None
+        self._sum = 0.0
+        self._told = (0, 0)
+        """How many texts and tokens the reader was given, ..."""
+        self._told_end = False
+        """... and whether its end, too."""
+
+    def take_logprobs(self, run: ToldRun) -> None:
+        """Take those of its newest tokens."""
+        assert self.logprobs is not None
+        tokens = self.token_ids[len(self.logprobs) :]
+        for token, (own, likeliest) in zip(tokens, run.logprobs, strict=True):
+            self.logprobs.append({token: own} | likeliest)
+            self._sum += own.logprob
+        self.offsets += run.offsets
+
+    @property
+    def has_news(self) -> bool:
+        """Tell whether the reader of deltas has not been told all."""
+        ended = self.terminal is not None and not self._told_end
+        return ended or self._told != (len(self.text), len(self.token_ids))
+
+    def output(self, delta: bool) -> CompletionOutput:
+        """Return what is new, or all so far."""
+        texts, tokens = self._told if delta else (0, 0)
+        self._told = len(self.text), len(self.token_ids)
+        terminal, scored = self.terminal, self.logprobs is not None
+        self._told_end = terminal is not None
+        return CompletionOutput(
+            self.index,
+            "".join(self.text[texts:]),
+            self.token_ids[tokens:],
+            terminal.reason if terminal else None,
+            terminal.stop_reason if terminal else None,
+            cumulative_logprob=self._sum if scored else None,
+            logprobs=self.logprobs[tokens:] if self.logprobs is not None else None,
+            text_offsets=self.offsets[tokens:] if scored else None,
+        )
+
+
+def _text_bytes(submit: Submit) -> int:
+    """Of the prompt; templates write tools and other options into it too."""
+    text = submit.text if submit.chat is None else submit.chat + submit.chat_options
+    return len((text or "").encode())

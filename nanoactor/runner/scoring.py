@@ -1,0 +1,61 @@
+"""Log-probabilities behind a step, for the rows that ask: a few rows' logits at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.token_scores import FIXED_WORDS, TokenScorer
+from nanoactor.runner.model import LoadedModel
+from nanoactor.runner.staging import DeviceScores
+
+# Their logits are whole rows of the vocabulary: 128 of 152 k are 78 MB, and once more to be sorted.
+AT_ONCE = 128
+
+
+class StepScorer:
+    """One rank's."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        shard = model.network.shard.vocabulary
+        self._score = TokenScorer(model.group, shard.start, model.config.vocab_size)
+
+    def score(
+        self,
+        prompts: torch.Tensor | None,
+        hidden: torch.Tensor,
+        rows: DeviceScores,
+        places: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> torch.Tensor:
+        """Score the rows of a step, int32 (rows, 2 + 2 * most) as `TokenScorer` returns.
+
+        `prompts` are the hidden states of its prompts' tokens, `hidden` those of the rows that
+        sample, `places` where the asking ones stand among these, and `chosen` what all have chosen.
+        """
+        parts = []
+        if prompts is not None and len(rows.prompt_rows):
+            parts += self._parts(prompts, rows.prompt_rows, rows.targets, rows.most)
+        # What has no choice is not looked at.
+        targets = chosen[places].long().clamp_min(0)
+        parts += self._parts(hidden, places, targets, rows.most)
+        return torch.cat(parts)
+
+    def _parts(
+        self, hidden: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, most: int
+    ) -> list[torch.Tensor]:
+        parts = []
+        for at in range(0, len(rows), AT_ONCE):
+            part = slice(at, at + AT_ONCE)
+            logits = self._model.network.logits(hidden.index_select(0, rows[part]))
+            parts.append(self._score(logits, targets[part], most))
+        return parts
+
+    def warm_up(self, rows: int, most: int) -> None:
+        """Score so many rows, to compile and to measure."""
+        device, config = self._model.device, self._model.config
+        places = device.zeros(rows, dtype=torch.int64)
+        hidden = device.zeros(1, config.hidden_size, dtype=self._model.dtype)
+        self._parts(hidden, places, places, most)
+        device.zeros(rows, FIXED_WORDS + 2 * most, dtype=torch.int32)
+        device.synchronize()

@@ -1,0 +1,62 @@
+"""The answers of one request, which share the blocks of its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
+
+
+class Member(Protocol):
+    """One of the answers."""
+
+    uid: int
+    slot: int
+    prompt_length: int
+    lent: int
+    """How many of its leading blocks others of the family may hold too."""
+
+    @property
+    def scheduled(self) -> int:
+        """Positions that the planned steps compute."""
+
+
+M = TypeVar("M", bound=Member)
+
+
+class Family(Generic[M]):
+    """The answers of a request: who of them waits for whom, and holds the prompt's blocks.
+
+    All holders have the same leading blocks: where there is one, it is a holder that lends.
+    """
+
+    def __init__(self, uids: range) -> None:
+        self.uids = uids
+        self.followers: list[M] = []
+        """Those that wait until another has been through the prompt, by uid."""
+        self._holders: dict[int, M] = {}
+
+    def lender(self, running: Iterable[M]) -> M | None:
+        """Return who can lend the prompt's blocks: a holder, or else one of those that run, if its
+        prompt is planned to its end."""
+        mine = (member for member in running if member.uid in self.uids)
+        for member in self._holders.values() if self._holders else mine:
+            if member.slot >= 0 and member.scheduled >= member.prompt_length:
+                return member
+        return None
+
+    def lend(self, lender: M, to: M, blocks: int, block_size: int) -> None:
+        """Note that a member has so many of another's leading blocks."""
+        if blocks:
+            lender.lent = max(lender.lent, lender.prompt_length // block_size)
+            to.lent = blocks
+            self._holders[lender.uid], self._holders[to.uid] = lender, to
+
+    def leave(self, member: M) -> None:
+        """Note that a member gives up its blocks."""
+        self._holders.pop(member.uid, None)
+        member.lent = 0
+
+    def held_by_others(self, member: M) -> int:
+        """Count the blocks that somebody else would still hold if this one gave its own up."""
+        others = (m.lent for uid, m in self._holders.items() if uid != member.uid)
+        return min(member.lent, max(others, default=0))

@@ -1,0 +1,138 @@
+"""Log-probabilities in OpenAI's shapes: those of completions, and those of conversations."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from nanoactor.outputs import CompletionOutput, Logprob, Logprobs
+
+Shape = dict[str, Any]
+
+
+def spelled(token: int, logprob: Logprob, as_ids: bool) -> str:
+    """A token's text; bytes that are no whole characters are spelled as OpenAI does, so that no two
+    are alike."""
+    if as_ids or logprob.bytes is None:
+        return f"token_id:{token}"
+    try:
+        return logprob.bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in logprob.bytes)
+
+
+class TextLogprobs:
+    """Those of a completion's choice, in pieces and as a whole."""
+
+    def __init__(self, as_ids: bool) -> None:
+        """`as_ids`: tokens are told by their ids."""
+        self._as_ids = as_ids
+        self._echoed = 0
+        self._pending = _no_text()
+        self._all = _no_text()
+
+    def add_prompt(
+        self,
+        ids: Sequence[int],
+        first: bytes | None,
+        logprobs: Sequence[Logprobs | None],
+        echo: str,
+    ) -> None:
+        """Add those of the prompt that the choice begins with; `first` are the bytes of its first
+        token, of which there is none."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        at = 0
+        for token, told in zip(ids, logprobs, strict=True):
+            own = Logprob(0.0, bytes=echo.encode() if first is None else first)
+            own = own if told is None else told[token]
+            self._add(token, own, None if told is None else told, min(at, len(echo)))
+            at += len(decoder.decode(own.bytes or b""))
+        self._echoed = len(echo)
+
+    def add(self, completion: CompletionOutput) -> None:
+        """Add those of new tokens."""
+        told, offsets = completion.logprobs or [], completion.text_offsets or []
+        for token, logprobs, offset in zip(completion.token_ids, told, offsets, strict=True):
+            self._add(token, logprobs[token], logprobs, self._echoed + offset)
+
+    def _add(self, token: int, own: Logprob, told: Logprobs | None, offset: int) -> None:
+        shape = self._pending
+        shape["tokens"].append(spelled(token, own, self._as_ids))
+        shape["token_logprobs"].append(None if told is None else own.logprob)
+        shape["text_offset"].append(offset)
+        top: dict[str, float] | None = None
+        for other, logprob in (told or {}).items():
+            top = top or {}
+            name = spelled(other, logprob, self._as_ids)
+            top[name] = max(logprob.logprob, top.get(name, logprob.logprob))
+        shape["top_logprobs"].append(top)
+
+    def take(self) -> Shape | None:
+        """Return what is new; None where nothing is."""
+        if not self._pending["tokens"]:
+            return None
+        new, self._pending = self._pending, _no_text()
+        for name, values in new.items():
+            self._all[name] += values
+        return new
+
+    def whole(self) -> Shape:
+        """Return all that was taken."""
+        return self._all
+
+
+def _no_text() -> Shape:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+class ChatLogprobs:
+    """Those of a message, in pieces and as a whole."""
+
+    def __init__(self, most: int, as_ids: bool) -> None:
+        """So many of the likeliest tokens are told beside each."""
+        self._most, self._as_ids = most, as_ids
+        self._pending: list[Shape] = []
+        self._all: list[Shape] = []
+
+    def add(self, completion: CompletionOutput) -> None:
+        """Add those of new tokens."""
+        told = completion.logprobs or []
+        for token, logprobs in zip(completion.token_ids, told, strict=True):
+            likeliest = sorted(logprobs.items(), key=lambda item: item[1].rank or 0)
+            top = [self._shape(*item) for item in likeliest[: self._most]]
+            self._pending.append(self._shape(token, logprobs[token]) | {"top_logprobs": top})
+
+    def _shape(self, token: int, logprob: Logprob) -> Shape:
+        replaced = logprob.decoded_token
+        return {
+            "token": replaced if replaced and not self._as_ids else spelled(token, logprob, True),
+            "logprob": logprob.logprob,
+            "bytes": None if logprob.bytes is None else list(logprob.bytes),
+        }
+
+    def take(self) -> Shape | None:
+        """Return what is new; None where nothing is."""
+        if not self._pending:
+            return None
+        new, self._pending = self._pending, []
+        self._all += new
+        return {"content": new, "refusal": None}
+
+    def whole(self) -> Shape:
+        """Return all that was taken."""
+        return {"content": self._all, "refusal": None}
+
+
+def of_prompt(logprobs: Sequence[Logprobs | None] | None) -> list[Shape | None] | None:
+    """Those of a prompt in vLLM's shape: by token id."""
+    if logprobs is None:
+        return None
+    return [None if told is None else _by_id(told) for told in logprobs]
+
+
+def _by_id(told: Logprobs) -> Shape:
+    return {
+        str(token): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.decoded_token}
+        for token, one in told.items()
+    }

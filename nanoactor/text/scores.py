@@ -1,0 +1,119 @@
+"""Log-probabilities on their way from the scheduler to the user, with the bytes of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from nanoactor.messages import RequestScores, TokenScores, ToldScores
+from nanoactor.outputs import Logprob
+
+
+class Score(NamedTuple):
+    """Of one token."""
+
+    token: int
+    logprob: float
+    rank: int
+    """0 where there is no log-probability: of a prompt's first token."""
+    top_ids: list[int]
+    top_logprobs: list[float]
+    offset: int = 0
+    """How many characters of output come before it."""
+
+    @property
+    def cost(self) -> int:
+        """About how many bytes it takes in a message."""
+        return 48 + 24 * len(self.top_ids)
+
+
+class ScoreRun(NamedTuple):
+    """Scores of one request, of its prompt or of its output."""
+
+    uid: int
+    is_prompt: bool
+    scores: list[Score]
+
+
+def runs_of(message: RequestScores) -> Iterator[ScoreRun]:
+    """Go through the runs of a message; who knows the tokens enters them."""
+    found, at, top = message.scores, 0, 0
+    logprobs, ranks = found.logprobs.tolist(), found.ranks.tolist()
+    counts, top_ids = found.counts.tolist(), found.top_ids.tolist()
+    top_logprobs = found.top_logprobs.tolist()
+    for uid, is_prompt, count in zip(
+        message.uids.tolist(), message.prompts.tolist(), message.counts.tolist(), strict=True
+    ):
+        scores = []
+        for each in range(at, at + count):
+            end = top + counts[each]
+            tops = top_ids[top:end], top_logprobs[top:end]
+            scores.append(Score(-1, logprobs[each], ranks[each], *tops))
+            top = end
+        at += count
+        yield ScoreRun(uid, is_prompt, scores)
+
+
+def told(runs: list[ScoreRun], piece: Callable[[int], bytes] | None) -> ToldScores:
+    """Return the message for the frontend; `piece` gives a token's bytes."""
+    scores = [score for run in runs for score in run.scores]
+    pieces: list[bytes] = []
+    if piece is not None:
+        pieces = [piece(token) for score in scores for token in (score.token, *score.top_ids)]
+    return ToldScores(
+        np.array([run.uid for run in runs], np.int64),
+        np.array([run.is_prompt for run in runs], np.bool_),
+        np.array([len(run.scores) for run in runs], np.int32),
+        offsets=np.array([score.offset for score in scores], np.int32),
+        pieces=b"".join(pieces),
+        lengths=np.array(list(map(len, pieces)), np.int32),
+        scores=TokenScores(
+            np.array([score.logprob for score in scores], np.float32),
+            np.array([score.rank for score in scores], np.int32),
+            np.array([len(score.top_ids) for score in scores], np.int32),
+            np.array([token for score in scores for token in score.top_ids], np.int32),
+            np.array([value for score in scores for value in score.top_logprobs], np.float32),
+        ),
+    )
+
+
+class ToldRun(NamedTuple):
+    """Scores of one request as the user gets them, without the tokens that they are of."""
+
+    uid: int
+    is_prompt: bool
+    logprobs: list[tuple[Logprob, dict[int, Logprob]]]
+    """Of the token itself, and of the likeliest in its place."""
+    offsets: list[int]
+
+
+def told_runs(message: ToldScores) -> Iterator[ToldRun]:
+    """Go through the runs of a message."""
+    found = message.scores
+    pieces = _pieces(message)
+    logprobs, ranks = found.logprobs.tolist(), found.ranks.tolist()
+    counts, offsets = found.counts.tolist(), message.offsets.tolist()
+    tops = iter(zip(found.top_ids.tolist(), found.top_logprobs.tolist(), strict=True))
+    at = 0
+    for uid, is_prompt, count in zip(
+        message.uids.tolist(), message.prompts.tolist(), message.counts.tolist(), strict=True
+    ):
+        run = []
+        for each in range(at, at + count):
+            own = Logprob.of(logprobs[each], ranks[each], next(pieces, None))
+            likeliest = {}
+            for rank in range(1, counts[each] + 1):
+                token, logprob = next(tops)
+                likeliest[token] = Logprob.of(logprob, rank, next(pieces, None))
+            run.append((own, likeliest))
+        yield ToldRun(uid, is_prompt, run, offsets[at : at + count])
+        at += count
+
+
+def _pieces(message: ToldScores) -> Iterator[bytes]:
+    at = 0
+    for length in message.lengths.tolist():
+        yield message.pieces[at : at + length]
+        at += length

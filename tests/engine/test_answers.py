@@ -1,0 +1,176 @@
+"""Several answers to one prompt are those of several requests, and share what they can."""
+
+import asyncio
+
+import pytest
+
+from nanoactor import SamplingParams
+from nanoactor.errors import InvalidRequest
+from nanoactor.params import derived_seed
+from tests.engine.harness import collect, engine, ids, ragged_prompts
+from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
+
+VOCABULARY = 211
+TIGHT = dict(num_kv_blocks=22, block_size=4, max_model_len=80, max_num_seqs=6)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("answers")
+    make_checkpoint(directory, **CONFIGURATIONS["untied"])
+    return directory
+
+
+def sampled(seed, tokens=12, **more):
+    return SamplingParams(temperature=0.9, seed=seed, max_tokens=tokens, ignore_eos=True, **more)
+
+
+# Penalties read the ids that a copied block holds.
+KINDS = [dict(), dict(top_k=20), dict(top_p=0.8), dict(repetition_penalty=1.4, logit_bias={3: 2.0})]
+
+
+async def by_themselves(directory, prompts, count):
+    """What separate requests with the derived seeds get."""
+    async with engine(directory, max_num_seqs=4) as llm:
+        return [
+            [
+                (
+                    await collect(llm, ids(prompt), sampled(derived_seed(at, n), **KINDS[at % 4]))
+                ).outputs[0].token_ids
+                for n in range(count)
+            ]
+            for at, prompt in enumerate(prompts)
+        ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    # Shorter than a block, whole blocks, and one more or less than that.
+    prompts = ragged_prompts(VOCABULARY, [1, 3, 4, 5, 8, 15, 16, 17, 30], seed=2)
+    return prompts, asyncio.run(by_themselves(checkpoint, prompts, 5))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "preempts"),
+    [
+        (dict(max_num_seqs=1, max_num_batched_tokens=1, pipeline_depth=1), False),
+        (dict(max_num_seqs=3, max_num_batched_tokens=7, block_size=4), False),
+        (dict(pipeline_depth=3, block_size=4), False),
+        (dict(pipeline_depth=2, block_size=16, placement="default"), False),
+        (dict(TIGHT, max_num_batched_tokens=24, pipeline_depth=3), True),
+        pytest.param(
+            dict(tensor_parallel_size=2, block_size=4, max_num_seqs=7),
+            False,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(dict(device="cuda", block_size=16), False, marks=pytest.mark.gpu),
+        pytest.param(
+            dict(device="cuda", pipeline_depth=3, max_num_seqs=40), False, marks=pytest.mark.gpu
+        ),
+    ],
+)
+def test_answers_are_those_of_requests_with_their_seeds(
+    checkpoint, expected, changes, preempts, caching
+):
+    prompts, right = expected
+
+    async def main():
+        async with engine(checkpoint, enable_prefix_caching=caching, **changes) as llm:
+            requests = [
+                collect(llm, ids(prompt), sampled(at, n=5, **KINDS[at % 4]))
+                for at, prompt in enumerate(prompts)
+            ]
+            return await asyncio.gather(*requests), await llm.statistics()
+
+    outputs, figures = asyncio.run(main())
+    for prompt, output, tokens in zip(prompts, outputs, right, strict=True):
+        assert output.prompt_token_ids == prompt
+        assert [answer.index for answer in output.outputs] == [*range(5)]
+        assert [answer.token_ids for answer in output.outputs] == tokens
+        assert {answer.finish_reason for answer in output.outputs} == {"length"}
+    assert (figures["scheduler"]["actor"]["preemptions"] > 0) == preempts
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_prompt_is_computed_and_held_once(checkpoint, caching):
+    (prompt,) = ragged_prompts(VOCABULARY, [62], seed=1)
+
+    async def main():
+        changes = dict(block_size=4, num_kv_blocks=40, max_num_seqs=8, max_model_len=80)
+        async with engine(checkpoint, enable_prefix_caching=caching, **changes) as llm:
+            output = await collect(llm, ids(prompt), sampled(1, tokens=8, n=8))
+            return output, (await llm.statistics())["scheduler"]["actor"]
+
+    output, figures = asyncio.run(main())
+    assert figures["prefill_tokens"] == len(prompt)
+    # 15 blocks together and 3 each: as eight requests they would need 144 of 40.
+    assert figures["preemptions"] == 0
+    assert len({tuple(answer.token_ids) for answer in output.outputs}) == 8
+
+
+def test_more_answers_than_sequences_finish(checkpoint):
+    (prompt,) = ragged_prompts(VOCABULARY, [11], seed=1)
+
+    async def main(seqs, **changes):
+        async with engine(checkpoint, max_num_seqs=seqs, **changes) as llm:
+            first, second = await asyncio.gather(
+                collect(llm, ids(prompt), sampled(1, n=30)),
+                collect(llm, ids(prompt), sampled(2, n=3)),
+            )
+            return [[a.token_ids for a in output.outputs] for output in (first, second)]
+
+    few = asyncio.run(main(2))
+    assert few == asyncio.run(main(40))
+    tight = dict(num_kv_blocks=10, block_size=4, max_model_len=40, enable_prefix_caching=False)
+    assert few == asyncio.run(main(7, **tight))
+
+
+def test_closing_a_stream_ends_all_answers(checkpoint):
+    (prompt,) = ragged_prompts(VOCABULARY, [11], seed=1)
+
+    async def main():
+        async with engine(checkpoint, max_num_seqs=3) as llm:
+            stream = llm.generate(ids(prompt), sampled(1, tokens=90, n=9))
+            async for output in stream:
+                assert len(output.outputs) == 9
+                break
+            await stream.aclose()
+            other = await collect(llm, ids(prompt), sampled(1))
+            return len(other.outputs[0].token_ids)
+
+    assert asyncio.run(main()) == 12
+
+
+def test_an_error_of_one_answer_is_the_requests(checkpoint):
+    (prompt,) = ragged_prompts(VOCABULARY, [11], seed=1)
+
+    async def main():
+        async with engine(checkpoint) as llm:
+            return await asyncio.gather(
+                collect(llm, ids([*prompt, 500]), sampled(1, n=4)),
+                collect(llm, ids(prompt), sampled(1, n=4)),
+                return_exceptions=True,
+            )
+
+    wrong, right = asyncio.run(main())
+    assert isinstance(wrong, InvalidRequest)
+    assert "token id 500" in str(wrong)
+    assert len(right.outputs) == 4
+
+
+def test_too_many_answers_for_the_queue_are_refused(checkpoint):
+    async def main():
+        async with engine(checkpoint, max_waiting_requests=4) as llm:
+            with pytest.raises(InvalidRequest, match="5 answers at once"):
+                await collect(llm, ids([1, 2]), sampled(1, n=5))
+            return await collect(llm, ids([1, 2]), sampled(1, n=4))
+
+    assert len(asyncio.run(main()).outputs) == 4
+
+
+def test_derived_seeds_are_all_different():
+    seeds = {derived_seed(seed, index) for seed in range(50) for index in range(128)}
+    assert len(seeds) == 50 * 128
+    assert max(seeds) < 2**64
+    assert derived_seed(17, 0) == 17
