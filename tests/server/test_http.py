@@ -534,7 +534,7 @@ def test_figures_for_prometheus(fast_server):
     params = {**COMPLETION, "max_tokens": 50, "ignore_eos": True}
     for stream in (False, True):
         fast_server.post("/v1/completions", {**params, "stream": stream})
-    fast_server.post("/v1/completions", {**params, "n": 7})
+    fast_server.post("/v1/completions", {**params, "n": 129})
     looked_at_twice(fast_server)
     after = figures()
 

@@ -262,8 +262,8 @@ def test_models(client):
 # -- errors -------------------------------------------------------------------------------
 
 REFUSED = {
-    "n": 2,
-    "logprobs": True,
+    "n": 129,
+    "logprobs": "all",
     "top_logprobs": 3,
     "logit_bias": {"5": 101},
     "presence_penalty": 2.5,
@@ -345,7 +345,7 @@ def test_what_changes_nothing_is_accepted(client):
     [
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
         ({"prompt": ""}, None),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),

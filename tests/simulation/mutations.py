@@ -570,7 +570,7 @@ MUTATIONS = [
         "a copy's references are not counted",
         MANAGER,
         "            for block in table:\n                self.pool.share(block)\n",
-        "",
+        "            for block in table:\n                self.pool.find(bytes(block))\n",
     ),
     Mutation(
         "the last block of a copy stays empty",

@@ -28,6 +28,7 @@ _CALM = dict(
     max_waiting_tokens=100_000,
 )
 _PLAIN = dict(aborts=(), stop=(), stop_ids=(), eos_ids=(), min_tokens=0, priority=0, at=0.0)
+_PLAIN |= dict(n=1, logprobs=-1, prompt_logprobs=-1)
 
 
 def failure(scenario: Scenario) -> BaseException | None:
@@ -113,6 +114,8 @@ def _shorter(scenario: Scenario) -> Iterator[Edit]:
             yield partial(_cut, position=position, prompt=keep)
         for tokens in sorted({1, ask.max_tokens // 2, ask.max_tokens - 1} - {0}):
             yield partial(_cut, position=position, tokens=tokens)
+        for answers in sorted({2, ask.n // 2, ask.n - 1} - {0}):
+            yield partial(_cut, position=position, answers=answers)
 
 
 def _cut(scenario: Scenario, position: int, **limits: int) -> Scenario:
@@ -120,6 +123,8 @@ def _cut(scenario: Scenario, position: int, **limits: int) -> Scenario:
     ask = scenario.asks[position]
     if "prompt" in limits:
         return _change(scenario, position, prompt=ask.prompt[: limits["prompt"]])
+    if "answers" in limits:
+        return _change(scenario, position, n=min(ask.n, limits["answers"]))
     if limits["tokens"] >= ask.max_tokens:
         return scenario
     return _change(scenario, position, max_tokens=limits["tokens"], min_tokens=0)
