@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from nanoactor.models.columns import rows_of
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.text.bad_words import check_choice, with_words
 from nanoactor.text.renderer import Cancelled, RenderQueue
+from nanoactor.text.template import TemplateFacts
 from nanoactor.vision.gather import ItemGathering
 from nanoactor.vision.media import ReadItem
 from nanoactor.vision.messages import Items, ItemsRead
@@ -35,6 +37,8 @@ class TokenizerActor(Actor):
         self._requests = 0
         self._tokens = 0
         self._templates: RenderQueue | None = None
+        self._facts: TemplateFacts | None = None
+        """None where the template is broken."""
         self._items = ItemGathering()
         self._held: dict[int, tuple[Submit, Callable[[Submit], Int32]]] = {}
         """Requests that wait for what their pictures are."""
@@ -56,7 +60,7 @@ class TokenizerActor(Actor):
 
     def _check_template(self, templates: RenderQueue) -> None:
         try:
-            _, problem = templates.describe()
+            self._facts, problem = templates.describe()
         except InvalidRequest as error:
             problem = str(error)
         if problem:
@@ -83,6 +87,12 @@ class TokenizerActor(Actor):
             return
         assert self._templates is not None
         own = self.context.own(event)  # it outlives this handler
+        try:
+            if self._facts is not None:
+                self._facts.check(json.loads(event.chat_options))
+        except InvalidRequest as error:
+            self._refuse(own, str(error))
+            return
         done = functools.partial(self.context.call_soon, self._rendered, own)
         chat = self._encoder.hide_placeholders(event.chat)
         self._templates.render(event.uid, chat, event.chat_options, done)

@@ -159,6 +159,13 @@ def test_conversations_with_what_templates_may_be_told(converted):
             rendered(greeting, chat_template_kwargs=["tools"])
         with pytest.raises(InvalidRequest, match="chat_template_kwargs must be plain values"):
             rendered(greeting, tools=[print])
+        with pytest.raises(InvalidRequest, match="does not read 'temper'; it reads .*mood"):
+            rendered(greeting, chat_template_kwargs={"temper": 1})
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with LLM(str(path), **SIMULATED) as llm:
+        with pytest.raises(InvalidRequest, match="does not show them"):
+            llm.chat(greeting, tools=[TOOL], use_tqdm=False)
+        assert len(llm.chat(greeting, greedy(1), use_tqdm=False)) == 1
 
 
 def test_without_a_tokenizer_there_is_none_to_get():
