@@ -127,6 +127,41 @@ def test_long_sequences_under_all_rules(wide, monkeypatch, layout, mode, depth):
     assert found == expected
 
 
+def scores(output):
+    """All that is told of the prompt's tokens and of every answer's."""
+    answers = [place for answer in output.outputs for place in answer.logprobs]
+    return [*output.prompt_logprobs[1:], *answers]
+
+
+@pytest.mark.parametrize(("layout", "mode"), VARIANTS)
+def test_answers_and_log_probabilities_behind_the_graph(wide, monkeypatch, layout, mode):
+    """Several answers begin as copies of blocks of 128; tokens and prompts are scored."""
+    directory, _ = wide
+    emulate(monkeypatch)
+    prompts = ragged_prompts(211, [130, 128, 9], seed=3)
+
+    async def outputs(**changes):
+        limits = dict(max_num_seqs=4, max_num_batched_tokens=100, max_model_len=384)
+        async with engine(directory, placement="single", **limits, **changes) as llm:
+            asked = [
+                SamplingParams(
+                    temperature=0.9, seed=n, max_tokens=9, n=3, logprobs=2, prompt_logprobs=n
+                )
+                for n in range(len(prompts))
+            ]
+            requests = zip(prompts, asked, strict=True)
+            return await asyncio.gather(*(collect(llm, ids(p), how) for p, how in requests))
+
+    changes = dict(device="npu", num_kv_blocks=9, graph_mode=mode, attention_layout=layout)
+    found = asyncio.run(outputs(**changes))
+    expected = asyncio.run(outputs(device="cpu", num_kv_blocks=200))
+    for one, other in zip(found, expected, strict=True):
+        assert [a.token_ids for a in one.outputs] == [a.token_ids for a in other.outputs]
+        for mine, theirs in zip(scores(one), scores(other), strict=True):
+            values = {token: logprob.logprob for token, logprob in theirs.items()}
+            assert {t: e.logprob for t, e in mine.items()} == pytest.approx(values, abs=1e-4)
+
+
 def test_buckets_that_cannot_be_recorded_fall_back(wide, monkeypatch, caplog):
     """To the next larger one, or to operators one by one; said once, and counted."""
     directory, _ = wide
