@@ -66,6 +66,7 @@ class RankGroup:
         """
         self.rank, self.size = rank, size
         self._device = device
+        self._gathers_at_once = backend == "nccl"
         store = dist.TCPStore(  # type: ignore[attr-defined]
             _HOST,
             port,
@@ -87,6 +88,10 @@ class RankGroup:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Into one new tensor."""
+        if self._gathers_at_once:
+            whole = x.new_empty(self.size, *x.shape)
+            dist.all_gather_into_tensor(whole, x.contiguous())
+            return whole
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous())
         return torch.stack(parts)

@@ -86,6 +86,8 @@ class Device(Protocol):
     needs_host_seq_lens: bool
     """Whether `plan` reads `AttentionBatch.lengths`."""
     fused_sampling: FusedSampling
+    fused_sampling_of_ranks: FusedSampling
+    """The same where ranks share a vocabulary: each chooses from all their logits."""
 
     def prepare_thread(self, threads: int) -> None:
         """Set up the calling thread for computing, with so many intra-operator threads."""

@@ -1,7 +1,9 @@
 """Choosing tokens when each rank has the logits of a part of the vocabulary.
 
 Every rank reduces its part to a few numbers, the ranks exchange these, and each decides from the
-same bits; ties go to the lower id. The tokens are those of `nanoactor.models.sampling`.
+same bits; ties go to the lower id. The tokens are those of `nanoactor.models.sampling`. Where a
+device's fused sampler is part of a captured step, ranks gather whole logits for it instead: a few
+hundred kilobytes a row, for one collective that does not know how a row samples.
 """
 
 from __future__ import annotations
@@ -14,6 +16,11 @@ from nanoactor.models.collective import Group
 from nanoactor.models.limits import CANDIDATES
 from nanoactor.models.philox import gumbel_noise_at
 from nanoactor.models.sampling import choose_truncated, from_keys, sort_keys, where_finite
+
+
+def whole_logits(group: Group, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """The logits of the whole vocabulary, (rows, vocabulary), from all ranks' parts (rows, ids)."""
+    return group.all_gather(logits).permute(1, 0, 2).flatten(1)[:, :vocabulary]
 
 
 class ShardedSampler:

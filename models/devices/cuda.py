@@ -165,6 +165,7 @@ class CUDADevice(PortableCUDADevice):
     captures_graphs = captures_prompts = True
     needs_host_seq_lens = False
     fused_sampling: FusedSampling = "all"
+    fused_sampling_of_ranks: FusedSampling = "all"
 
     def __init__(self, index: int = 0) -> None:
         """Raises `UnsupportedModel` where there is no such GPU."""

@@ -72,6 +72,7 @@ class PortableOperators:
     captures_graphs = captures_prompts = False
     needs_host_seq_lens = True
     fused_sampling: FusedSampling = "none"
+    fused_sampling_of_ranks: FusedSampling = "none"
 
     # -- the queue and the batch ----------------------------------------------------------
 

@@ -50,11 +50,11 @@ class TokenChooser:
         """Choose for all rows that the fused sampler does; part of a captured step."""
         if self._fused != "none":
             chosen = self.chosen[: len(slots)]
-            logits = self._model.network.logits(hidden)
+            logits = self._model.whole_logits(hidden)
             self._device.sample_rows(logits, slots, self._tables, self.scratch, chosen)
 
     def choose_behind(
-        self, step: int, hidden: torch.Tensor, rows: DeviceRows, prompts: tuple[int, int]
+        self, hidden: torch.Tensor, rows: DeviceRows, prompts: tuple[int, int]
     ) -> None:
         """Choose for rows that the fused sampler does not do; or for all, where there is none.
 
@@ -63,10 +63,13 @@ class TokenChooser:
         index, slots = place(rows.index, prompts), rows.slots
         logits = self._model.network.logits(hidden.index_select(0, index))
         chosen = self._sample(logits, rows)
-        if self._compares:
-            self._model.check_agreement(step, chosen)
         self.chosen[index] = chosen.int()
         self._tables.last_tokens[slots] = chosen.int().clamp_min(0)
+
+    def compare(self, step: int, *chosen: torch.Tensor) -> None:
+        """In debug mode raise `RanksDisagree` where another rank has chosen other tokens."""
+        if self._compares:
+            self._model.check_agreement(step, torch.cat(chosen).long())
 
     def _sample(self, logits: torch.Tensor, rows: DeviceRows) -> torch.Tensor:
         """The chosen ids, int64 (rows,), under the rows' rules."""

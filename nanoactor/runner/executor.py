@@ -90,8 +90,8 @@ class DeviceExecutor:
         self._config, self._device = engine, device
         self._longest = config.files.max_model_len
         self.device_name, self.asynchronous = device.name, device.asynchronous
-        # Ranks decide together, outside of any kernel.
-        self._fused = device.fused_sampling if engine.tensor_parallel_size == 1 else "none"
+        alone = engine.tensor_parallel_size == 1
+        self._fused = device.fused_sampling if alone else device.fused_sampling_of_ranks
         self._uses_graphs = device.captures_graphs and engine.device_options.graph_mode != "eager"
         self.uncaptured = 0
         self._dropped: list[int] = []
@@ -376,7 +376,7 @@ class DeviceExecutor:
         prompts = len(prefill.sampling) if prefill else 0
         padded = PREFILL_ROWS if fits else prompts
         for part in staged.fallback:
-            self._chooser.choose_behind(update.step, hidden, part, (prompts, padded))
+            self._chooser.choose_behind(hidden, part, (prompts, padded))
         if staged.scores and update.scores:
             of_prompts = self._kept if fits else self._prompts
             places, chosen = place(staged.scores.rows, (prompts, padded)), self._chooser.chosen
@@ -384,12 +384,13 @@ class DeviceExecutor:
             buffers.take_scores(self._device, update.scores, table)
         self._mark(buffers.sampled)
         count, chosen = prompts + update.decodes, self._chooser.chosen
+        ended, decoded = chosen[:prompts], chosen[padded : padded + update.decodes]
         if prompts:
-            buffers.ids[:prompts].copy_(chosen[:prompts], non_blocking=True)
+            buffers.ids[:prompts].copy_(ended, non_blocking=True)
         if update.decodes:
-            decoded = chosen[padded : padded + update.decodes]
             buffers.ids[prompts:count].copy_(decoded, non_blocking=True)
         buffers.end.record()
+        self._chooser.compare(update.step, ended, decoded)
         buffers.rows, buffers.encodes = count, bool(vision and vision.tasks)
         self._prompts = None
         return _Launched(self, buffers)

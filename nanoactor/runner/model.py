@@ -16,7 +16,7 @@ from nanoactor.models.device import Device
 from nanoactor.models.errors import RanksDisagree
 from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.registry import family_of
-from nanoactor.models.sharded_sampling import ShardedSampler
+from nanoactor.models.sharded_sampling import ShardedSampler, whole_logits
 from nanoactor.models.vision_tower import VisionTower
 from nanoactor.models.weights import RandomWeights, Weights
 from nanoactor.runner.config import RankConfig, check_cache
@@ -60,6 +60,13 @@ class LoadedModel:
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Ids, int64 (rows,), from this rank's logits."""
         return self._sample(logits, batch)
+
+    def whole_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of all ranks' parts, (rows, vocabulary)."""
+        logits = self.network.logits(hidden)
+        if self.group.size == 1:
+            return logits
+        return whole_logits(self.group, logits, self.config.vocab_size)
 
     def highest(self, logits: torch.Tensor) -> torch.Tensor:
         """The highest of all ranks' logits in each row; NaN where one is."""

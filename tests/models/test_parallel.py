@@ -8,14 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanoactor.models.collective import RankGroup
 from nanoactor.models.config import parse_config, read_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import open_device
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.parallel import Span, shard_of
 from nanoactor.models.sampling import sample
-from nanoactor.models.sharded_sampling import ShardedSampler
+from nanoactor.models.sharded_sampling import ShardedSampler, whole_logits
 from nanoactor.models.weights import Weights
+from nanoactor.rendezvous import Rendezvous
 from tests.models.batches import sampling_batch
 from tests.models.checkpoints import make_checkpoint
 
@@ -220,3 +222,39 @@ def test_ranks_together_choose_what_one_would(ranks, vocabulary):
 
         for chosen in Threads(ranks).run(work):
             assert chosen.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("vocabulary", [211, 1024])
+def test_ranks_put_whole_logits_together(ranks, vocabulary):
+    """What the sampler of a captured step reads is bit for bit what one rank would have."""
+    part = -(-vocabulary // ranks)
+    logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(1)).bfloat16()
+    padded = torch.cat((logits, torch.full((9, ranks * part - vocabulary), 99.0)), 1).bfloat16()
+
+    def work(rank, group):
+        return whole_logits(group, padded[:, rank * part : (rank + 1) * part], vocabulary)
+
+    for found in Threads(ranks).run(work):
+        assert torch.equal(found, logits)
+
+
+@pytest.mark.gpu
+def test_gathering_is_part_of_a_captured_step():
+    """Over NCCL, with a group of one, for machines with one GPU."""
+    rendezvous = Rendezvous(1)
+    device = torch.device("cuda", torch.cuda.current_device())
+    group = RankGroup(0, 1, "nccl", rendezvous.port, rendezvous.descriptor, device)
+    try:
+        source = torch.zeros(5, 211, device=device, dtype=torch.bfloat16)
+        whole_logits(group, source, 200)  # opens the connections
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = whole_logits(group, source, 200)
+        for seed in range(3):
+            source.copy_(torch.randn(5, 211, generator=torch.Generator().manual_seed(seed)))
+            graph.replay()
+            assert torch.equal(found, source[:, :200])
+    finally:
+        torch.distributed.destroy_process_group()
