@@ -229,7 +229,7 @@ class LLM:
         stream = self._llm.generate(prompt, _cumulative(params), chat_template_kwargs=template)
         async for output in stream:
             final = output
-            tokens = len(output.outputs[0].token_ids)
+            tokens = sum(len(answer.token_ids) for answer in output.outputs)
             progress.tokens(len(output.prompt_token_ids) if not told else 0, tokens - told)
             told = max(told, tokens)
         assert final is not None

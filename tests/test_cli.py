@@ -53,6 +53,32 @@ def test_json_lines_add_up_to_the_same_text():
     assert plain.strip() == ("ROMEO:" + "".join(output["text"] for output in outputs)).strip()
 
 
+def test_several_answers_are_printed_one_after_the_other():
+    arguments = ("generate", "demo", *FAST, "--max-tokens", "9", "--seed", "1", "--n", "3")
+    lines = run(*arguments, "--json", "--logprobs", "2", input="ROMEO:").stdout.splitlines()
+    outputs = [json.loads(line) for line in lines]
+    texts = ["", "", ""]
+    for output in outputs:
+        texts[output["index"]] += output["text"]
+        assert all(len(told) >= 2 for told in output["logprobs"])
+        assert len(output["logprobs"]) == len(output["token_ids"])
+    assert len(set(texts)) == 3
+    done = run(*arguments, "ROMEO:")
+    shown = "".join(f"\n\n[{number}] {text}" for number, text in enumerate(texts, 1))
+    assert done.stdout.strip() == f"ROMEO:{shown}".strip()
+    assert "+ 27 tokens" in done.stderr
+    assert "finished: length, length, length" in done.stderr
+
+
+def test_what_the_command_line_cannot_show_is_refused():
+    done = run("generate", "demo", *FAST, "--logprobs", "2", "ROMEO:")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "printed with --json" in done.stderr
+    done = run("chat", "demo", *FAST, "--n", "2", input="Hi\n")
+    assert done.returncode == 1
+    assert "goes on from one answer" in done.stderr
+
+
 def test_chat_keeps_the_conversation():
     arguments = ("chat", "demo", *FAST, "--max-tokens", "30", "--seed", "2", "--json")
     done = run(*arguments, input="Who is there?\nSpeak, friend.\n")
@@ -224,7 +250,8 @@ def test_the_command_line_names_no_sampling_parameter():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 names.add(node.value.removeprefix("--").replace("-", "_"))
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert names & fields == {"output_kind"}  # what is printed are the deltas
+    # Those that say what is printed.
+    assert names & fields == {"output_kind", "n", "logprobs", "prompt_logprobs"}
 
 
 def test_a_seed_is_the_requests_own():

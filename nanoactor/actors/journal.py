@@ -126,7 +126,8 @@ class Entry:
 
     def _output(self) -> RequestOutput:
         delta = self.kind is RequestOutputKind.DELTA
-        outputs = [answer.output(delta) for answer in self.answers if not delta or answer.has_news]
+        whole = not delta or len(self.answers) == 1
+        outputs = [answer.output(delta) for answer in self.answers if whole or answer.has_news]
         first = self.answers[0].terminal
         scored = self.submit.prompt_logprobs >= 0 and not (delta and self._told_prompt)
         self._told_prompt = True

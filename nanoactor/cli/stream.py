@@ -13,13 +13,16 @@ from nanoactor.cli.stdin import LineReader
 from nanoactor.config import EngineConfig
 from nanoactor.engine import AsyncLLM, Prompt
 from nanoactor.errors import InvalidRequest
-from nanoactor.outputs import RequestOutput, RequestOutputKind
+from nanoactor.outputs import CompletionOutput, Logprobs, RequestOutput, RequestOutputKind
 from nanoactor.params import SamplingParams
 from nanoactor.vision.prompt import IMAGE_PLACEHOLDER, VISION_END, VISION_START
 
 
 def _params(args: Any) -> SamplingParams:
-    return SamplingParams(**values(args, SamplingParams), output_kind=RequestOutputKind.DELTA)
+    params = SamplingParams(**values(args, SamplingParams), output_kind=RequestOutputKind.DELTA)
+    if not args.json and (params.logprobs, params.prompt_logprobs) != (None, None):
+        raise InvalidRequest("--logprobs and --prompt-logprobs are printed with --json")
+    return params
 
 
 def _engine(args: Any) -> AsyncLLM:
@@ -73,6 +76,8 @@ async def chat(args: Any) -> None:
     if args.system:
         messages.append({"role": "system", "content": args.system})
     params = _params(args)
+    if params.n > 1:
+        raise InvalidRequest("--n: a conversation goes on from one answer")
     _check_writable(args.trace)
     lines = LineReader(sys.stdin.fileno())
     pictures = list(args.image)
@@ -107,34 +112,47 @@ async def _ask(lines: LineReader, quiet: bool) -> str | None:
 
 
 async def _stream(llm: AsyncLLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> str:
-    """Print the deltas as they come, then the summary; return the whole text."""
-    text: list[str] = []
-    tokens = 0
+    """Print the deltas as they come, then the summary; return the first answer's text.
+
+    Several answers are printed one after the other, once all are there.
+    """
+    texts, counts = [""] * params.n, [0] * params.n
+    ends: list[str | None] = [None] * params.n
     output: RequestOutput | None = None
     async for output in llm.generate(prompt, params):
-        completion = output.outputs[0]
-        text.append(completion.text)
-        tokens += len(completion.token_ids)
-        if as_json:
-            print(json.dumps(_as_json(output)), flush=True)
-        else:
-            print(completion.text, end="", flush=True)
+        for completion in output.outputs:
+            texts[completion.index] += completion.text
+            ends[completion.index] = completion.finish_reason
+            counts[completion.index] += len(completion.token_ids)
+            if as_json:
+                print(json.dumps(_as_json(output, completion)), flush=True)
+            elif params.n == 1:
+                print(completion.text, end="", flush=True)
     assert output is not None
     if not as_json:
-        print(f"\n\n{await _summary(llm, output, tokens)}", file=sys.stderr, flush=True)
-    return "".join(text)
+        for number, text in enumerate(texts, 1) if params.n > 1 else ():
+            print(f"\n\n[{number}] {text}", end="", flush=True)
+        summary = await _summary(llm, output, counts, ends)
+        print(f"\n\n{summary}", file=sys.stderr, flush=True)
+    return texts[0]
 
 
-def _as_json(output: RequestOutput) -> dict[str, Any]:
-    completion, metrics = output.outputs[0], output.metrics
+def _as_json(output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    metrics = output.metrics
     line: dict[str, Any] = {
         "request_id": output.request_id,
+        "index": completion.index,
         "text": completion.text,
         "token_ids": completion.token_ids,
     }
-    if output.finished:
+    if completion.logprobs is not None:
+        line["logprobs"] = [_numbers(told) for told in completion.logprobs]
+    if output.prompt_logprobs is not None:
+        line["prompt_logprobs"] = [told and _numbers(told) for told in output.prompt_logprobs]
+    if completion.finish_reason is not None:
         line["finish_reason"] = completion.finish_reason
         line["stop_reason"] = completion.stop_reason
+    if output.finished:
         line["prompt_tokens"] = len(output.prompt_token_ids)
         line["cached_tokens"] = output.num_cached_tokens
         if metrics.first_scheduled_time is not None:
@@ -144,17 +162,25 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
     return line
 
 
-async def _summary(llm: AsyncLLM, output: RequestOutput, tokens: int) -> str:
-    metrics = output.metrics
+def _numbers(told: Logprobs) -> dict[int, float]:
+    return {token: one.logprob for token, one in told.items()}
+
+
+async def _summary(
+    llm: AsyncLLM, output: RequestOutput, counts: list[int], ends: list[str | None]
+) -> str:
+    metrics, prompt, tokens = output.metrics, len(output.prompt_token_ids), sum(counts)
     first, last = metrics.first_token_time, metrics.finished_time
     if first is None or last is None:
         return "no token was generated"
     rate = f"{(tokens - 1) / (last - first):.1f} tokens/s" if tokens > 1 else "1 token"
     facts = llm.facts
-    blocks = -(-(len(output.prompt_token_ids) + tokens - 1) // facts["block_size"])
+    size = facts["block_size"]
+    shared = prompt // size  # by several answers
+    blocks = shared + sum(-(-(prompt + count - 1) // size) - shared for count in counts)
     return (
-        f"{len(output.prompt_token_ids)} + {tokens} tokens, {rate}, "
+        f"{prompt} + {tokens} tokens, {rate}, "
         f"TTFT {1000 * (first - metrics.arrival_time):.0f} ms, "
         f"{blocks} of {facts['num_blocks']} KV blocks ({output.num_cached_tokens} tokens from "
-        f"the prefix cache), {facts['dtype']}, finished: {output.outputs[0].finish_reason}"
+        f"the prefix cache), {facts['dtype']}, finished: {', '.join(map(str, ends))}"
     )
