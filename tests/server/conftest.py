@@ -1,5 +1,6 @@
 """Servers that tests share."""
 
+import openai
 import pytest
 
 from tests.server.harness import CPU, SIMULATED, served
@@ -17,3 +18,10 @@ def fast_server():
     """The demo's tokenizer on a device that computes nothing."""
     with served(*SIMULATED, "--idle-timeout", "1.5", "--body-timeout", "1.5") as server:
         yield server
+
+
+@pytest.fixture
+def client(demo_server):
+    """OpenAI's own, of the demo server."""
+    with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client

@@ -14,12 +14,6 @@ FOREIGN = "日本 naïve 🙂 ROMEO:"
 CHAT = [{"role": "user", "content": "Speak, friend."}]
 
 
-@pytest.fixture
-def client(demo_server):
-    with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def llm():
     with LLM("demo", device="cpu", dtype="float32", threads=1, max_num_seqs=8) as llm:

@@ -14,12 +14,6 @@ ROMEO = "ROMEO:\nBut soft, what light"
 CHAT = [{"role": "user", "content": "Speak, friend."}]
 
 
-@pytest.fixture
-def client(demo_server):
-    with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def expected():
     """What the engine itself says, by seed."""
