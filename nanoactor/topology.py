@@ -18,6 +18,7 @@ from nanoactor.rendezvous import Rendezvous
 from nanoactor.runner.config import SIMULATED, RankConfig
 from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
+from nanoactor.text.scores import MAX_PIECE
 
 USER = "user"
 # What has no place in a control process: torch alone would take 200 MB and a second to import.
@@ -170,13 +171,15 @@ def _edges(
     admitted = ring_capacity(4 * length + 16 * length + 64 * length * bool(vision) + _RULES + _MIB)
     # A step may admit every sequence with its whole block table, where prefixes are cached.
     table = 4 * -(-length // (config.block_size or _SMALLEST_DEFAULT_BLOCK))
-    row = 128 + _RULES + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
+    row = 192 + _RULES + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
     # Itself, its successor to be scored, its rotary positions, its row in the encoder cache.
     token = 8 + 24 * bool(vision)
     step = ring_capacity(seqs * row + token * config.max_num_batched_tokens + 64 * 1024)
     scores = (seqs + config.max_num_batched_tokens) * (32 + 8 * config.max_logprobs)
     tokens = ring_capacity(512 * seqs + scores + 64 * 1024)
-    chunk = ring_capacity(4 * DELTA_BYTES + 4 * length)
+    # A budget of bytes, but one token's log-probabilities at least.
+    told = (config.max_logprobs + 1) * (MAX_PIECE + 32)
+    chunk = ring_capacity(4 * DELTA_BYTES + 4 * length + told)
     small = ring_capacity(64 * 1024 + 64 * seqs)
     pages = encoder_pages(config, files)
     runners = tuple(f"runner.{rank}" for rank in range(config.tensor_parallel_size))

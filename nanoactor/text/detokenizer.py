@@ -21,7 +21,7 @@ from nanoactor.messages import (
     Tokens,
 )
 from nanoactor.text.decoding import DecoderFactory, IncrementalDecoder
-from nanoactor.text.scores import Score, ScoreRun, runs_of, told
+from nanoactor.text.scores import Score, ScoreRun, runs_of, take_first, told
 from nanoactor.text.stops import StopMatcher
 
 _NOBODY: Mapping[int, Score] = {}
@@ -214,15 +214,14 @@ class Detokenizer:
 
         A delta that exceeds the budget is split: the terminal travels with its last part.
         """
-        draft = _Draft(budget)
+        draft = _Draft(budget, None if self._decoders is None else self._decoders.piece)
         whole = 0
         for uid, pending in self._pending.items():
             if draft.budget <= 0 or not draft.add(uid, pending):
                 break
             whole += 1
         self._forget(whole)
-        piece = None if self._decoders is None else self._decoders.piece
-        return draft.message(self._step, piece)
+        return draft.message(self._step)
 
     def _forget(self, told: int) -> None:
         """Drop what the first `told` requests had pending."""
@@ -246,8 +245,10 @@ class Detokenizer:
 class _Draft:
     """A delta that is being written, up to about `budget` bytes more."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, piece: Callable[[int], bytes] | None) -> None:
+        """`piece` gives a token's bytes; None where there is no tokenizer."""
         self.budget = budget
+        self._piece = piece
         self._opened: list[Opened] = []
         self._uids: list[int] = []
         self._texts: list[str] = []
@@ -293,17 +294,13 @@ class _Draft:
         self, uid: int, scores: list[Score], most: int = sys.maxsize, is_prompt: bool = False
     ) -> int:
         """Take the first scores out of a list, as many as fit, but one at least."""
-        count = 0
-        for score in scores[:most]:
-            if count and self.budget < score.cost:
-                break
-            self.budget -= score.cost
-            count += 1
-        self._scores.append(ScoreRun(uid, is_prompt, scores[:count]))
-        del scores[:count]
-        return count
+        run = ScoreRun(uid, is_prompt, scores, [])
+        first, taken = take_first(run, self.budget, most, self._piece)
+        self._scores.append(first)
+        self.budget -= taken
+        return len(first.scores)
 
-    def message(self, step: int, piece: Callable[[int], bytes] | None) -> OutputDelta | None:
+    def message(self, step: int) -> OutputDelta | None:
         """Return the delta; None where nothing is in it."""
         if not (self._opened or self._uids or self._terminals or self._scores):
             return None
@@ -315,7 +312,7 @@ class _Draft:
             counts=np.array(self._counts, np.int32),
             token_ids=np.array(self._ids, np.int32),
             terminals=tuple(self._terminals),
-            scores=(told(self._scores, piece),) if self._scores else (),
+            scores=(told(self._scores),) if self._scores else (),
         )
 
 

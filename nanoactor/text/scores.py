@@ -10,6 +10,9 @@ import numpy as np
 from nanoactor.messages import RequestScores, TokenScores, ToldScores
 from nanoactor.outputs import Logprob
 
+MAX_PIECE = 1024
+"""Bytes of a token that are told; longer ones exist in no vocabulary that we know."""
+
 
 class Score(NamedTuple):
     """Of one token."""
@@ -23,11 +26,6 @@ class Score(NamedTuple):
     offset: int = 0
     """How many characters of output come before it."""
 
-    @property
-    def cost(self) -> int:
-        """About how many bytes it takes in a message."""
-        return 48 + 24 * len(self.top_ids)
-
 
 class ScoreRun(NamedTuple):
     """Scores of one request, of its prompt or of its output."""
@@ -35,6 +33,8 @@ class ScoreRun(NamedTuple):
     uid: int
     is_prompt: bool
     scores: list[Score]
+    pieces: list[bytes]
+    """The bytes of each token, then of those told beside it; none where nobody knows them."""
 
 
 def runs_of(message: RequestScores) -> Iterator[ScoreRun]:
@@ -53,15 +53,35 @@ def runs_of(message: RequestScores) -> Iterator[ScoreRun]:
             scores.append(Score(-1, logprobs[each], ranks[each], *tops))
             top = end
         at += count
-        yield ScoreRun(uid, is_prompt, scores)
+        yield ScoreRun(uid, is_prompt, scores, [])
 
 
-def told(runs: list[ScoreRun], piece: Callable[[int], bytes] | None) -> ToldScores:
-    """Return the message for the frontend; `piece` gives a token's bytes."""
-    scores = [score for run in runs for score in run.scores]
+def take_first(
+    run: ScoreRun, budget: int, most: int, piece: Callable[[int], bytes] | None
+) -> tuple[ScoreRun, int]:
+    """Take the first scores out of a run, as many as fit into so many bytes, but one at least.
+
+    Returns them, with the bytes of their tokens, and how many bytes they take in a message.
+    """
     pieces: list[bytes] = []
-    if piece is not None:
-        pieces = [piece(token) for score in scores for token in (score.token, *score.top_ids)]
+    count, taken = 0, 0
+    for score in run.scores[:most]:
+        tokens = (score.token, *score.top_ids)
+        its = [piece(token)[:MAX_PIECE] for token in tokens] if piece is not None else []
+        cost = 48 + 16 * len(tokens) + sum(map(len, its))
+        if count and taken + cost > budget:
+            break
+        pieces += its
+        count, taken = count + 1, taken + cost
+    first = run._replace(scores=run.scores[:count], pieces=pieces)
+    del run.scores[:count]
+    return first, taken
+
+
+def told(runs: list[ScoreRun]) -> ToldScores:
+    """Return the message for the frontend."""
+    scores = [score for run in runs for score in run.scores]
+    pieces = [piece for run in runs for piece in run.pieces]
     return ToldScores(
         np.array([run.uid for run in runs], np.int64),
         np.array([run.is_prompt for run in runs], np.bool_),

@@ -1,6 +1,7 @@
 """No admissible request can make a record that is larger than its edge carries."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,23 +14,31 @@ from nanoactor.messages import (
     Admissions,
     Admit,
     Credits,
+    Finish,
+    Forks,
     Match,
     Open,
     Opened,
     Plan,
+    RequestScores,
     SampledTokens,
+    ScoredChunks,
+    ScoreRequests,
     Step,
     StepDone,
+    StepScores,
     Stop,
     Stopping,
     Submit,
     TextOptions,
     TokenRules,
     Tokens,
+    TokenScores,
 )
 from nanoactor.model_files import max_prompt_bytes, read_model_files
 from nanoactor.models import columns
 from nanoactor.params import (
+    MAX_ANSWERS,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -43,6 +52,7 @@ from nanoactor.text.detokenizer import Detokenizer
 from nanoactor.topology import engine_topology
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, greedy, ids
+from tests.simulation.reference import LetterDecoders
 
 
 def i32(*shape):
@@ -55,7 +65,7 @@ def worst_messages(config, files):
     blocks = -(-length // (config.block_size or 16))
     hashes = np.zeros((blocks, HASH_BYTES), np.uint8)
     options = TextOptions(("\U0001f600" * MAX_STOP_LENGTH,) * MAX_STOP_STRINGS, True, True, 0)
-    sampling = columns.pack({"seed": 2**64 - 1})
+    sampling = columns.pack({"seed": 2**64 - 1}) * MAX_ANSWERS
     eos = tuple(range(2**30, 2**30 + len(files.eos_token_ids)))
     stopping = Stopping(1, 1, eos, tuple(range(2**30, 2**30 + MAX_STOP_IDS)))
     ids, spellings = i32(MAX_RULED_IDS), 2 * MAX_BAD_WORDS
@@ -65,7 +75,26 @@ def worst_messages(config, files):
     masked = i32(seqs * (MAX_STOP_IDS + len(eos)))
     rows = i32(seqs)
     admissions = Admissions(
-        rows, i32(seqs, columns.WORDS), rows, masked, rows, rows, rows, rows, (rules,) * seqs
+        rows,
+        i32(seqs, columns.WORDS),
+        rows,
+        masked,
+        rows,
+        rows,
+        rows,
+        rows,
+        (rules,) * seqs,
+        (ScoreRequests(rows, rows, rows),),
+    )
+    forks = (Forks(rows, rows, np.zeros(seqs, np.int64), rows, rows),)
+    chunks = (ScoredChunks(rows, rows, rows, i32(step)),)
+    most = config.max_logprobs
+    scored = TokenScores(
+        i32(seqs + step).view(np.float32),
+        i32(seqs + step),
+        i32(seqs + step),
+        i32((seqs + step) * most),
+        i32((seqs + step) * most).view(np.float32),
     )
     flags = np.zeros(seqs, np.bool_)
     text = "x" * max_prompt_bytes(files)
@@ -75,15 +104,19 @@ def worst_messages(config, files):
     admit = (0, 0, i32(length), length, hashes, 0, sampling, stopping, options)
     yield "tokenizer.0", "scheduler", Admit(*admit, rules=(rules,))
     yield "scheduler", "blocks", Match(0, 0, i32(length), hashes, blocks)
-    yield "scheduler", "blocks", Plan(1, rows, rows, rows, flags, rows, rows, rows, admissions)
+    plan = (1, rows, rows, rows, flags, rows, rows, rows, admissions)
+    yield "scheduler", "blocks", Plan(*plan, scored=chunks, forks=forks)
     yield "scheduler", "blocks", SampledTokens(1, rows, rows, rows, rows)
     tables = (rows, rows, rows, i32(seqs * blocks))
-    stamped = Step(1, rows, rows, rows, flags, i32(step), rows, rows, *tables, admissions)
-    yield "blocks", "runners", stamped
+    stamped = (1, rows, rows, rows, flags, i32(step), rows, rows, *tables, admissions)
+    yield "blocks", "runners", Step(*stamped, scored=chunks, forks=forks)
     yield "blocks", "scheduler", Credits(longs, rows, rows, rows, rows, (), 1, longs)
-    yield "runner.0", "scheduler", StepDone(1, rows, 0.0, 0, rows, ["e" * 100] * len(rows), rows)
+    done = (1, rows, 0.0, 0, rows, ["e" * 100] * len(rows), rows)
+    yield "runner.0", "scheduler", StepDone(*done, scores=(StepScores(rows, scored),))
     yield "scheduler", "detokenizer", Open(0, i32(length), length, options)
-    yield "scheduler", "detokenizer", Tokens(1, longs, rows, rows, ())
+    runs = RequestScores(np.zeros(2 * seqs, np.int64), np.tile(flags, 2), i32(2 * seqs), scored)
+    finish = Finish(2**62, "failed", "\U0001f600" * MAX_STOP_LENGTH, "e" * 100, 1, 1, 1, True)
+    yield "scheduler", "detokenizer", Tokens(1, longs, rows, rows, (finish,), (runs,))
     yield "detokenizer", "scheduler", Stop(np.zeros(config.max_waiting_requests, np.int64))
 
 
@@ -99,6 +132,7 @@ def edges_of(config, files):
         dict(max_num_seqs=2000, max_num_batched_tokens=2000),
         dict(block_size=1, max_num_seqs=512),
         dict(max_num_batched_tokens=200_000),
+        dict(max_logprobs=1000),
     ],
     ids=str,
 )
@@ -129,6 +163,28 @@ def test_a_chunk_stays_within_its_edge_however_much_is_pending():
         seen += len(chunk.opened)
         assert all(isinstance(opened, Opened) for opened in chunk.opened)
     assert seen == 300
+
+
+@pytest.mark.parametrize("most", [20, 1000])
+def test_log_probabilities_stay_within_a_chunks_edge_however_long_tokens_are(most):
+    config = EngineConfig(str(DEMO), max_logprobs=most)
+    files = read_model_files(config)
+    (edge,) = [e for e in edges_of(config, files) if e.label == "frontend"]
+    factory = SimpleNamespace(piece=lambda token: b"x" * 5000, new=LetterDecoders().new)
+    detokenizer = Detokenizer(factory)
+    options = TextOptions((), False, True, 0)
+    detokenizer.open(Open(0, i32(100), 100, options))
+    counts = np.full(99, most, np.int32)
+    floats = np.zeros(99 * most, np.float32)
+    scores = TokenScores(floats[:99], counts, counts, i32(99 * most), floats)
+    runs = RequestScores(np.zeros(1, np.int64), np.ones(1, np.bool_), i32(1) + 99, scores)
+    none = np.empty(0, np.int64), i32(0), i32(0)
+    detokenizer.take(Tokens(1, *none, (), (runs,)))
+    told = 0
+    while (chunk := detokenizer.take_delta(DELTA_BYTES)) is not None:
+        assert encode(chunk).nbytes <= edge.capacity // 2
+        told += sum(int(scores.counts.sum()) for scores in chunk.scores)
+    assert told == 100
 
 
 def test_many_long_prefix_hits_with_many_stop_ids_join_one_step():
