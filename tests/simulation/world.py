@@ -269,7 +269,7 @@ class World:
             self.refused.add(position)
             self.oracle.check_overload()
             return
-        self.oracle.check_door()
+        self.oracle.check_door(ask.n)
         for after in ask.aborts:
             self.loop.call_later(after, frontend.abort, self.entries[position])
 
