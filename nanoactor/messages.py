@@ -1,8 +1,8 @@
 """Every message of the engine: who sends it to whom, and what its fields mean.
 
-`uid` is the frontend's number of a request, counted from 0 without gaps. `slot` is a row of
-the running batch. A *step* is numbered from 1 without gaps. Arrays of one message that
-describe the same rows have the same length.
+`uid` is the frontend's number of an answer, counted from 0 without gaps; most requests have one.
+`slot` is a row of the running batch. A *step* is numbered from 1 without gaps. Arrays of one
+message that describe the same rows have the same length.
 """
 
 from __future__ import annotations

@@ -98,7 +98,5 @@ class RequestOutput:
     num_preemptions: int = 0
     """How often the sequence gave its blocks to older ones; known at the end."""
     prompt_logprobs: list[Logprobs | None] | None = None
-    """One for each token of the prompt, None for the first; None unless they were asked for. Of
-    output kind DELTA the first output alone has them."""
-    first_piece: bytes | None = None
-    """With them: the bytes of the prompt's first token, unless it is the only one."""
+    """One for each token of the prompt, None for the first; None unless they were asked for, or
+    where the request was aborted before. Of output kind DELTA the first output alone has them."""

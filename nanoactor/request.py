@@ -23,6 +23,10 @@ class Request:
         """The times of the request's events."""
         return self._entry.metrics
 
+    def metrics_of(self, index: int) -> RequestMetrics:
+        """The times of one of several answers."""
+        return self._entry.answers[index].metrics
+
     @property
     def prompt_token_ids(self) -> list[int]:
         """The prompt; of a text only once it is accepted."""

@@ -251,7 +251,7 @@ def test_the_command_line_names_no_sampling_parameter():
                 names.add(node.value.removeprefix("--").replace("-", "_"))
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     # Those that say what is printed.
-    assert names & fields == {"output_kind", "n", "logprobs", "prompt_logprobs"}
+    assert names & fields == {"output_kind", "n", "logprobs", "prompt_logprobs", "detokenize"}
 
 
 def test_a_seed_is_the_requests_own():

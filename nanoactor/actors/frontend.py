@@ -34,7 +34,7 @@ class FrontendActor(Actor):
         self._by_id: dict[str, Entry] = {}
         """The same by what their users call them."""
         self._waiting_requests: set[int] = set()
-        """Requests without a first token."""
+        """Answers without a first token."""
         self._waiting_tokens = self._waiting_media_bytes = 0
         self._untokenized: dict[int, tuple[int, int]] = {}
         """(tokenizer, bytes) of requests that no tokenizer has answered."""
@@ -266,14 +266,13 @@ class FrontendActor(Actor):
         entry = self._entries.get(uid)
         if entry is None:
             return
-        now, metrics = time.monotonic(), entry.metrics
+        answer = entry.answer(uid)
+        now, metrics = time.monotonic(), answer.metrics
         if ids:
             metrics.last_token_time = now
         if metrics.first_token_time is None:
             metrics.first_token_time = now
-        if uid in self._waiting_requests:
             self._no_longer_waiting(entry, uid)
-        answer = entry.answer(uid)
         if text:
             answer.text.append(text)
         answer.token_ids += ids
@@ -302,20 +301,19 @@ class FrontendActor(Actor):
             return
         if terminal.uid in self._waiting_requests:
             self._no_longer_waiting(entry, terminal.uid)
-        metrics = entry.metrics
+        metrics = entry.answer(terminal.uid).metrics
+        metrics.finished_time = time.monotonic()
         if terminal.began >= 0:
-            began = terminal.began * 1e-9
-            metrics.first_scheduled_time = min(metrics.first_scheduled_time or began, began)
+            metrics.first_scheduled_time = terminal.began * 1e-9
         entry.note_end(terminal.uid, terminal)
         if entry.error is not None:
             self.abort(entry)
         if all(answer.terminal is not None for answer in entry.answers):
             self._by_id.pop(entry.request_id, None)
-            metrics.finished_time = time.monotonic()
             entry.end()
 
     def statistics(self) -> dict[str, Any]:
-        """Living requests, those without a first token, those that no tokenizer has answered;
+        """Living answers, those without a first token; requests that no tokenizer has answered;
         when news last came, in ns of the monotonic clock."""
         return {
             "entries": len(self._entries),

@@ -38,18 +38,17 @@ class Entry:
         self.media = media
         """Its pictures, as they were given: they may be wanted again until it is over."""
         self.kind = kind
-        self.metrics = RequestMetrics(time.monotonic())
+        self._arrival = time.monotonic()
         self.charge = len(submit.token_ids) or _text_bytes(submit)
         self.media_bytes = sum(one.size for one in media)
         self.prompt_token_ids: list[int] = submit.token_ids.tolist()
         scored = submit.logprobs >= 0
-        self.answers = [Answer(index, scored) for index in range(answers)]
+        self.answers = [Answer(index, scored, self._arrival) for index in range(answers)]
         self.error: NanoactorError | None = None
         self.aborted = False
         self.is_counted_out = False
         """Whether its prompt no longer waits for a first token."""
         self._prompt_logprobs: list[Logprobs | None] = [None]
-        self._first_piece: bytes | None = None
         self._told_prompt = False
         self._news = False
         self._waiter: asyncio.Future[None] | None = None
@@ -57,6 +56,21 @@ class Entry:
         """Set when the scheduler has taken it, or it has ended without that."""
         self.ended = asyncio.Event()
         """Set when nothing follows."""
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The times of its events: of several answers, of the first and the last of each kind."""
+        every = [answer.metrics for answer in self.answers]
+        if len(every) == 1:
+            return every[0]
+        ended = [one.finished_time for one in every]
+        return RequestMetrics(
+            self._arrival,
+            min(filter(None, (one.first_scheduled_time for one in every)), default=None),
+            min(filter(None, (one.first_token_time for one in every)), default=None),
+            max(filter(None, (one.last_token_time for one in every)), default=None),
+            None if None in ended else max(filter(None, ended)),
+        )
 
     @property
     def uids(self) -> range:
@@ -98,17 +112,28 @@ class Entry:
 
     async def next(self) -> RequestOutput:
         """Wait for news and return them; raises the error that ended the request."""
-        while not self._news or (self.kind is RequestOutputKind.FINAL_ONLY and not self.over):
+        while not self._news or self._is_early:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-            if self.kind is RequestOutputKind.FINAL_ONLY and not self.over:
-                self._news = False
         self._news = False
         self.raise_error()
         return self._output()
+
+    @property
+    def _is_early(self) -> bool:
+        """Tell whether the reader is to wait although there are news."""
+        if self.over:
+            return False
+        return self.kind is RequestOutputKind.FINAL_ONLY or not self._has_prompt_logprobs
+
+    @property
+    def _has_prompt_logprobs(self) -> bool:
+        """Tell whether those of the prompt are complete; where nobody wants any, they are."""
+        wanted = self.submit.prompt_logprobs >= 0
+        return not wanted or len(self._prompt_logprobs) == len(self.prompt_token_ids)
 
     def raise_error(self) -> None:
         """Raise what ended the request, if it was an error."""
@@ -119,17 +144,17 @@ class Entry:
         """Take what comes of the prompt, in its order."""
         known = self._prompt_logprobs
         for own, likeliest in run.logprobs:
-            if not own.rank:  # the first token, of which there is none
-                self._first_piece = own.bytes
-                continue
             known.append({self.prompt_token_ids[len(known)]: own} | likeliest)
+        if self._has_prompt_logprobs and self._news:  # which have waited for it
+            self.wake()
 
     def _output(self) -> RequestOutput:
         delta = self.kind is RequestOutputKind.DELTA
         whole = not delta or len(self.answers) == 1
         outputs = [answer.output(delta) for answer in self.answers if whole or answer.has_news]
         first = self.answers[0].terminal
-        scored = self.submit.prompt_logprobs >= 0 and not (delta and self._told_prompt)
+        wanted = self.submit.prompt_logprobs >= 0 and not (delta and self._told_prompt)
+        told = self._prompt_logprobs if wanted and self._has_prompt_logprobs else None
         self._told_prompt = True
         return RequestOutput(
             request_id=self.request_id,
@@ -140,17 +165,17 @@ class Entry:
             metrics=self.metrics,
             num_cached_tokens=first.cached_tokens if first else 0,
             num_preemptions=sum(one.terminal.preemptions for one in self.answers if one.terminal),
-            prompt_logprobs=self._prompt_logprobs if scored else None,
-            first_piece=self._first_piece if scored else None,
+            prompt_logprobs=told,
         )
 
 
 class Answer:
     """One of a request's answers, as far as it has come."""
 
-    def __init__(self, index: int, scored: bool) -> None:
-        """`scored`: log-probabilities come with its tokens."""
+    def __init__(self, index: int, scored: bool, arrival: float) -> None:
+        """`scored`: log-probabilities come with its tokens; `arrival` is the request's."""
         self.index = index
+        self.metrics = RequestMetrics(arrival)
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] | None = [] if scored else None

@@ -20,6 +20,8 @@ from nanoactor.vision.prompt import IMAGE_PLACEHOLDER, VISION_END, VISION_START
 
 def _params(args: Any) -> SamplingParams:
     params = SamplingParams(**values(args, SamplingParams), output_kind=RequestOutputKind.DELTA)
+    if not args.json and not params.detokenize:
+        raise InvalidRequest("--no-detokenize goes with --json: there is no text to print")
     if not args.json and (params.logprobs, params.prompt_logprobs) != (None, None):
         raise InvalidRequest("--logprobs and --prompt-logprobs are printed with --json")
     return params

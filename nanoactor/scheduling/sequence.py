@@ -1,4 +1,4 @@
-"""One request, as the scheduler knows it."""
+"""One answer to a request, as the scheduler knows it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class End(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
-    """One request's tokens and counters. *Known* are tokens whose value the host has seen;
+    """One answer's tokens and counters. *Known* are tokens whose value the host has seen;
     *scheduled* are positions that planned steps compute, and may be ahead of what is known.
 
     While it holds a slot, both stand in the slot's row of the table.

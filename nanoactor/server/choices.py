@@ -42,12 +42,7 @@ class TextChoice:
         """The prompt with its log-probabilities, which a request's first output has."""
         if self.logprobs is None or not self._echo or output.prompt_logprobs is None:
             return []
-        self.logprobs.add_prompt(
-            output.prompt_token_ids,
-            output.first_piece,
-            output.prompt_logprobs,
-            self._echo,
-        )
+        self.logprobs.add_prompt(output.prompt_token_ids, output.prompt_logprobs, self._echo)
         return self.push(self._echo)
 
     def push(self, text: str) -> list[Delta]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from nanoactor.engine import AsyncLLM, Prompt
+from nanoactor.errors import InvalidRequest
 from nanoactor.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanoactor.request import Request
 from nanoactor.server.choices import ChatChoice, Choice, Delta, TextChoice
@@ -64,7 +65,7 @@ class _Answer:
     def __init__(self, body: Body, requests: Sequence[Request | _Echoed]) -> None:
         chat = isinstance(body, ChatRequest)
         self.streamed = body.stream
-        self._tells_prompt = body.prompt_logprobs is not None
+        self._prompt_most = body.prompt_logprobs
         options = body.stream_options or StreamOptions()
         self.tells_usage = options.include_usage
         self.tells_usage_always = options.include_usage and options.continuous_usage_stats
@@ -96,6 +97,11 @@ class _Answer:
             usage = _usage(prompt, said)
         return _event(value | {"usage": usage} if self.tells_usage else value)
 
+    def said(self, number: int, completion: CompletionOutput) -> int:
+        """Count the new tokens that the client is told."""
+        choice = self.choices[number * self._each + completion.index]
+        return 0 if choice.mute else len(completion.token_ids)
+
     def take(self, number: int, output: RequestOutput) -> list[Delta]:
         """Take what an output adds; raises `APIError` where it ends what should go on."""
         deltas: list[Delta] = []
@@ -113,7 +119,9 @@ class _Answer:
         return deltas
 
     def _take_prompt(self, choices: Sequence[Choice], output: RequestOutput) -> None:
-        told = of_prompt(output.prompt_logprobs) if self._tells_prompt else None
+        if output.prompt_logprobs is None or self._prompt_most is None:
+            return
+        told = of_prompt(output.prompt_token_ids, output.prompt_logprobs, self._prompt_most)
         for choice in choices:
             if isinstance(choice, TextChoice):
                 choice.prompt_logprobs = told
@@ -217,12 +225,12 @@ class Completions:
 
         async def choices() -> Sequence[Choice]:
             echoes = await self._echoes(wanted) if body.echo else [""] * len(wanted)
-            echoes = [echo for echo in echoes for _ in range(body.n or 1)]
-            as_ids = bool(body.return_tokens_as_token_ids)
-            logprobs = [TextLogprobs(as_ids) if scored else None for _ in echoes]
+            made = await self._text_logprobs(body, wanted)
+            each = range(body.n or 1)
+            pairs = [(e, m) for e, m in zip(echoes, made, strict=True) for _ in each]
             return [
-                TextChoice(index, echo, its, mute)
-                for index, (echo, its) in enumerate(zip(echoes, logprobs, strict=True))
+                TextChoice(index, echo, make and make(), mute)
+                for index, (echo, make) in enumerate(pairs)
             ]
 
         return await self._generate(request, _at_least_one(body) if mute else body, wanted, choices)
@@ -245,6 +253,19 @@ class Completions:
         wanted = [conversation(body.messages)]
         await load_pictures(wanted[0], self._media)
         return await self._generate(request, body, wanted, choices, options)
+
+    async def _text_logprobs(
+        self, body: CompletionRequest, wanted: Sequence[Prompt]
+    ) -> list[Callable[[], TextLogprobs] | None]:
+        """Return makers of those of each prompt's choices; None where nobody wants them."""
+        most, as_ids = wanted_logprobs(body), bool(body.return_tokens_as_token_ids)
+        if most is None:
+            return [None] * len(wanted)
+        if not body.echo or self._texts is None:
+            return [functools.partial(TextLogprobs, most, as_ids)] * len(wanted)
+        given = [p["prompt_token_ids"] if isinstance(p, Mapping) else p for p in wanted]
+        found = await self._texts.spans(given)
+        return [functools.partial(TextLogprobs, most, as_ids, spans) for spans in found]
 
     def _chat_choice(self, body: ChatRequest, index: int, opened: bool | None) -> ChatChoice:
         """Make one; `opened`: whether it begins with thoughts, None where these stay in its
@@ -322,8 +343,7 @@ class Completions:
     ) -> web.StreamResponse:
         """Queue the prompts first: whether there is room shows at once, and what the answer still
         needs to know of them is found out while they wait."""
-        params, priority = sampling_params(body), body.priority or 0
-        requests = self._llm.submit(wanted, params, priority=priority, chat_template_kwargs=options)
+        requests = self._submit(body, wanted, options)
         answer = _Answer(body, requests)
         self._live[answer] = requests
         try:
@@ -339,6 +359,17 @@ class Completions:
             for each in requests:
                 each.close()
             context_of(request).note += answer.note
+
+    def _submit(
+        self, body: Body, wanted: Sequence[Prompt], options: Mapping[str, Any] | None
+    ) -> list[Request]:
+        try:
+            params, priority = sampling_params(body), body.priority or 0
+            return self._llm.submit(wanted, params, priority=priority, chat_template_kwargs=options)
+        except InvalidRequest as error:
+            if isinstance(body, ChatRequest) and str(error).startswith("logprobs"):
+                raise invalid(f"top_{error}", "top_logprobs") from None
+            raise
 
     async def _answer(
         self, request: web.Request, answer: _Answer, read: Callable[[Send], Awaitable[None]]
@@ -401,10 +432,13 @@ class Completions:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def _read(self, answer: _Answer, index: int, request: Request, send: Send) -> None:
-        timers: defaultdict[int, Timer] = defaultdict(lambda: Timer(self._metrics, request.metrics))
+        timers: dict[int, Timer] = {}
         async for output in request:
             for completion in output.outputs:
-                timers[completion.index].tokens(len(completion.token_ids))
+                timer = timers.setdefault(
+                    completion.index, Timer(self._metrics, request.metrics_of(completion.index))
+                )
+                timer.tokens(answer.said(index, completion))
             if deltas := answer.take(index, output):
                 await send(deltas)
         for number, timer in timers.items():

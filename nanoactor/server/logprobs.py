@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import Any
 
 from nanoactor.outputs import CompletionOutput, Logprob, Logprobs
+from nanoactor.text.spans import Spans
 
 Shape = dict[str, Any]
 
@@ -22,32 +22,34 @@ def spelled(token: int, logprob: Logprob, as_ids: bool) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in logprob.bytes)
 
 
+def cut(told: Logprobs, token: int, most: int) -> Logprobs:
+    """Of what is told in the place of a token: itself, and so many of the likeliest."""
+    return {
+        other: one
+        for other, one in told.items()
+        if other == token or (one.rank is not None and one.rank <= most)
+    }
+
+
 class TextLogprobs:
     """Those of a completion's choice, in pieces and as a whole."""
 
-    def __init__(self, as_ids: bool) -> None:
-        """`as_ids`: tokens are told by their ids."""
-        self._as_ids = as_ids
+    def __init__(self, most: int, as_ids: bool, spans: Spans = (b"", [])) -> None:
+        """So many of the likeliest are told beside each token; `as_ids`: tokens are told by their
+        ids; `spans` are those of the prompt that the choice begins with."""
+        self._most, self._as_ids, self._spans = most, as_ids, spans
         self._echoed = 0
         self._pending = _no_text()
         self._all = _no_text()
 
     def add_prompt(
-        self,
-        ids: Sequence[int],
-        first: bytes | None,
-        logprobs: Sequence[Logprobs | None],
-        echo: str,
+        self, ids: Sequence[int], logprobs: Sequence[Logprobs | None], echo: str
     ) -> None:
-        """Add those of the prompt that the choice begins with; `first` are the bytes of its first
-        token, of which there is none."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        at = 0
-        for token, told in zip(ids, logprobs, strict=True):
-            own = Logprob(0.0, bytes=echo.encode() if first is None else first)
-            own = own if told is None else told[token]
-            self._add(token, own, None if told is None else told, min(at, len(echo)))
-            at += len(decoder.decode(own.bytes or b""))
+        """Add those of the prompt that the choice begins with."""
+        first, starts = self._spans
+        for token, told, start in zip(ids, logprobs, starts, strict=True):
+            own = Logprob(0.0, bytes=first) if told is None else told[token]
+            self._add(token, own, told, start)
         self._echoed = len(echo)
 
     def add(self, completion: CompletionOutput) -> None:
@@ -62,7 +64,7 @@ class TextLogprobs:
         shape["token_logprobs"].append(None if told is None else own.logprob)
         shape["text_offset"].append(offset)
         top: dict[str, float] | None = None
-        for other, logprob in (told or {}).items():
+        for other, logprob in cut(told or {}, token, self._most).items():
             top = top or {}
             name = spelled(other, logprob, self._as_ids)
             top[name] = max(logprob.logprob, top.get(name, logprob.logprob))
@@ -124,11 +126,12 @@ class ChatLogprobs:
         return {"content": self._all, "refusal": None}
 
 
-def of_prompt(logprobs: Sequence[Logprobs | None] | None) -> list[Shape | None] | None:
+def of_prompt(
+    ids: Sequence[int], logprobs: Sequence[Logprobs | None], most: int
+) -> list[Shape | None]:
     """Those of a prompt in vLLM's shape: by token id."""
-    if logprobs is None:
-        return None
-    return [None if told is None else _by_id(told) for told in logprobs]
+    pairs = zip(ids, logprobs, strict=True)
+    return [None if told is None else _by_id(cut(told, token, most)) for token, told in pairs]
 
 
 def _by_id(told: Logprobs) -> Shape:

@@ -15,7 +15,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,6 +32,7 @@ from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 from nanoactor.runtime.wiring import Options
 from nanoactor.server.reasoning import OPEN
 from nanoactor.text.renderer import RenderLimits, RenderQueue
+from nanoactor.text.spans import SpanFinder, Spans
 from nanoactor.text.template import TemplateFacts
 from nanoactor.topology import LIGHT
 
@@ -86,6 +87,8 @@ class TextWorker(Actor):
         """`config`: where the tokenizer lies, and what a chat template may take."""
         self._directory, self._limits = config
         self._templates: RenderQueue | None = None
+        self._finder: SpanFinder | None = None
+        """Its tables take a moment, and few want them."""
 
     def setup(self) -> TemplateFacts:
         """Read the tokenizer."""
@@ -120,11 +123,28 @@ class TextWorker(Actor):
             assert self._templates is not None
             self._templates.render(event.number, messages, options, done)
         else:
-            method = self._encoder.encode_text if event.method == "encode" else self._decode
-            self._reply(event.number, functools.partial(method, *arguments))
+            method = self._METHODS[event.method]
+            self._reply(event.number, functools.partial(method, self, *arguments))
+
+    def _encode(self, text: str, special: bool) -> Int32:
+        return self._encoder.encode_text(text, special)
 
     def _decode(self, several: list[list[int]]) -> list[str]:
         return [self._encoder.decode(ids) for ids in several]
+
+    def _spans(self, several: list[str | list[int]]) -> list[Spans]:
+        from nanoactor.text.tokenizer import load_tokenizer
+
+        if self._finder is None:
+            self._finder = SpanFinder(load_tokenizer(self._directory))
+        finder = self._finder
+        return [finder.of_text(p) if isinstance(p, str) else finder.of_ids(p) for p in several]
+
+    _METHODS: ClassVar[Mapping[str, Callable[..., Any]]] = {
+        "encode": _encode,
+        "decode": _decode,
+        "spans": _spans,
+    }
 
     def _rendered(self, number: int, whole: bool, prompt: str | Exception) -> None:
         def result() -> Int32 | bool:
@@ -283,6 +303,10 @@ class TextService:
     async def decode_all(self, several: Sequence[Sequence[int]]) -> list[str]:
         """The text of each of these ids, special tokens included."""
         return await self._call(list[str], "decode", several)
+
+    async def spans(self, prompts: Sequence[Any]) -> list[Spans]:
+        """The place of each token in the text of each of these prompts, texts or ids."""
+        return await self._call(list[Spans], "spans", prompts)
 
     async def opens_thoughts(self, options: Mapping[str, Any]) -> bool:
         """Tell whether a prompt with these template options ends with an open `<think>`; where the

@@ -130,8 +130,6 @@ class Detokenizer:
                 (found[run.uid],) = run.scores
             elif (entry := self._entries.get(run.uid)) is not None:
                 pending = self._pending_of(run.uid)
-                if entry.scored == 1:
-                    pending.prompt_scores.append(Score(int(entry.prompt[0]), 0.0, 0, [], []))
                 tokens = entry.prompt[entry.scored : entry.scored + len(run.scores)].tolist()
                 entry.scored += len(tokens)
                 named = zip(run.scores, tokens, strict=True)
@@ -221,6 +219,9 @@ class Detokenizer:
                 break
             whole += 1
         self._forget(whole)
+        left = next(iter(self._pending), None)
+        if left is not None and self._pending[left].prompt_scores:
+            self._pending[left] = self._pending.pop(left)  # others do not wait for all of them
         return draft.message(self._step)
 
     def _forget(self, told: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -20,7 +21,6 @@ class Score(NamedTuple):
     token: int
     logprob: float
     rank: int
-    """0 where there is no log-probability: of a prompt's first token."""
     top_ids: list[int]
     top_logprobs: list[float]
     offset: int = 0
@@ -65,7 +65,7 @@ def take_first(
     """
     pieces: list[bytes] = []
     count, taken = 0, 0
-    for score in run.scores[:most]:
+    for score in itertools.islice(run.scores, most):
         tokens = (score.token, *score.top_ids)
         its = [piece(token)[:MAX_PIECE] for token in tokens] if piece is not None else []
         cost = 48 + 16 * len(tokens) + sum(map(len, its))

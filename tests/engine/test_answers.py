@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from nanoactor import SamplingParams
+from nanoactor import RequestOutputKind, SamplingParams
 from nanoactor.errors import InvalidRequest
 from nanoactor.params import derived_seed
+from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, ids, ragged_prompts
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 
@@ -142,7 +143,7 @@ def test_closing_a_stream_ends_all_answers(checkpoint):
     assert asyncio.run(main()) == 12
 
 
-def test_an_error_of_one_answer_is_the_requests(checkpoint):
+def test_a_request_that_is_refused_has_no_answers(checkpoint):
     (prompt,) = ragged_prompts(VOCABULARY, [11], seed=1)
 
     async def main():
@@ -157,6 +158,48 @@ def test_an_error_of_one_answer_is_the_requests(checkpoint):
     assert isinstance(wrong, InvalidRequest)
     assert "token id 500" in str(wrong)
     assert len(right.outputs) == 4
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_an_answer_without_a_choice_ends_the_others(checkpoint, kind):
+    """Some run, some wait: one error, and nothing is left of any."""
+
+    async def main():
+        async with engine(DEMO, skip_tokenizer_init=False, max_num_seqs=3) as llm:
+            tokenizer = await llm.get_tokenizer()
+            rules = dict(
+                # After one of the two, neither may follow; a third leads out of it.
+                allowed_token_ids=[tokenizer.convert_tokens_to_ids(letter) for letter in "zqx"],
+                bad_words=["zz", "zq", "zx", "qz", "qq", "qx"],
+            )
+            how = sampled(5, tokens=400, n=6, output_kind=kind, **rules)
+            outputs = []
+            with pytest.raises(InvalidRequest, match="leave no token to choose"):
+                async for output in llm.generate("ROMEO:", how):
+                    outputs.append(output)
+            return outputs
+
+    outputs = asyncio.run(main())  # which ends once nothing is held anywhere
+    assert all(answer.finish_reason is None for output in outputs for answer in output.outputs)
+
+
+def test_times_are_those_of_each_answer(checkpoint):
+    (prompt,) = ragged_prompts(VOCABULARY, [11], seed=1)
+
+    async def main():
+        async with engine(checkpoint, max_num_seqs=2) as llm:
+            (request,) = llm.submit([ids(prompt)], sampled(1, tokens=30, n=6))
+            async for output in request:
+                last = output
+            return last, [request.metrics_of(index) for index in range(6)]
+
+    output, each = asyncio.run(main())
+    firsts, ends = [one.first_token_time for one in each], [one.finished_time for one in each]
+    assert output.metrics.first_token_time == min(firsts)
+    assert output.metrics.finished_time == max(ends)
+    # Two at a time: whoever waits begins when somebody has ended.
+    assert sorted(firsts)[2] >= min(ends)
+    assert sorted(firsts)[4] >= sorted(ends)[2]
 
 
 def test_too_many_answers_for_the_queue_are_refused(checkpoint):

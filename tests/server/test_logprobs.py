@@ -139,6 +139,17 @@ def test_tokens_can_be_told_by_their_ids(client, llm):
     assert [*told.top_logprobs[0]] == [told.tokens[0]]
 
 
+def test_the_prompts_and_the_outputs_may_be_of_different_width(client):
+    for few, many in ((1, 4), (4, 0)):
+        (choice,) = client.completions.create(
+            model="demo", prompt=ROMEO, max_tokens=1, echo=True, logprobs=few,
+            extra_body={"prompt_logprobs": many},
+        ).choices  # fmt: skip
+        assert max(len(top) for top in choice.logprobs.top_logprobs[1:]) <= few + 1
+        told = choice.model_extra["prompt_logprobs"][1:]
+        assert {len(one) for one in told} <= {max(many, 1), many + 1}
+
+
 def test_prompt_logprobs_in_vllms_shape(client, llm):
     answer = client.completions.create(
         model="demo", prompt=ROMEO, max_tokens=1, extra_body={"prompt_logprobs": 2}
@@ -224,21 +235,24 @@ def test_answers_have_seeds_of_their_own(client, llm):
     ],
 )
 def test_what_is_refused_is_named(client, wrong, name):
-    with pytest.raises(openai.BadRequestError, match=name):
+    with pytest.raises(openai.BadRequestError, match=name) as caught:
         client.completions.create(model="demo", prompt=ROMEO, max_tokens=1, extra_body=wrong)
+    assert caught.value.param == name
 
 
 @pytest.mark.parametrize(
     ("wrong", "name"),
     [
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 2}, "logprobs"),
     ],
 )
 def test_what_a_conversation_refuses_is_named(client, wrong, name):
-    with pytest.raises(openai.BadRequestError, match=name):
+    with pytest.raises(openai.BadRequestError, match=name) as caught:
         client.chat.completions.create(model="demo", messages=CHAT, max_tokens=1, extra_body=wrong)
+    assert caught.value.param == name
 
 
 def test_sums_are_those_of_the_tokens(llm):

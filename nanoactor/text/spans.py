@@ -1,0 +1,47 @@
+"""The place of each token in its text, for those who want a prompt's log-probabilities with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nanoactor.text.decoding import DecoderFactory
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Spans = tuple[bytes, list[int]]
+"""The bytes of a prompt's first token, and at which character of the text each token begins."""
+
+
+class SpanFinder:
+    """Finds tokens in texts; a token within a character begins where that does."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoders = DecoderFactory(tokenizer)
+
+    def of_ids(self, token_ids: Sequence[int]) -> Spans:
+        """In the text that these ids are decoded to, special tokens included."""
+        return self._decoders.piece(token_ids[0]), self._decoded(token_ids)[1]
+
+    def of_text(self, text: str) -> Spans:
+        """In this text, whose tokens may spell it differently: normalized, or behind a token that
+        stands for its beginning."""
+        encoded = self._tokenizer.encode(text)
+        decoded, starts = self._decoded(encoded.ids)
+        if decoded != text:
+            starts, end = [], 0
+            for begin, stop in encoded.offsets:
+                # Some tokenizers leave the space before a word out of its span.
+                starts.append(end if text[end:begin].isspace() else begin)
+                end = max(end, stop)
+        return self._decoders.piece(encoded.ids[0]) if encoded.ids else b"", starts
+
+    def _decoded(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+        decoder, pieces, starts, at = self._decoders.new(skip_special=False), [], [], 0
+        for token in token_ids:
+            starts.append(at)
+            pieces.append(decoder.push(token))
+            at += len(pieces[-1])
+        return "".join([*pieces, decoder.finish()]), starts
