@@ -626,6 +626,8 @@ class Oracle:
         own = entry.answer(terminal.uid)
         ids, text = list(own.token_ids), "".join(own.text)
         who = f"request {terminal.uid}"
+        # By its user, or because another answer to the same request has failed.
+        given_up = bool(ask.aborts or entry.error)
         assert own.terminal is terminal
         self._check_scores(ask, own, expected)
         assert (terminal.tokens, terminal.characters) == (len(ids), len(text)), who
@@ -648,7 +650,7 @@ class Oracle:
             assert terminal.cached_tokens == self._first_hit.get(terminal.uid, 0), who
         assert terminal.reason == "abort" or terminal.uid not in self._must_abort, who
         if terminal.reason == "abort":
-            assert ask.aborts or entry.error, f"{who} was aborted by nobody"
+            assert given_up, f"{who} was aborted by nobody"
             self.counts["aborted"] += 1
             if not ids:
                 return
@@ -658,7 +660,7 @@ class Oracle:
             assert terminal.reason in ("error", "abort")
             assert terminal.error or terminal.reason == "abort"
             return
-        if terminal.reason == "abort" or (ask.aborts and len(ids) < len(expected.output)):
+        if terminal.reason == "abort" or (given_up and len(ids) < len(expected.output)):
             # What was held back is let out at the end, and may complete a stop string.
             cut = cut_by_text(ask, ids, hide_last=False)
             assert tuple(ids) == expected.output[: len(ids)], who
