@@ -480,13 +480,14 @@ class Oracle:
         assert full or figures["waiting_tokens"] > 0
         self.counts["refused"] += 1
 
-    def check_door(self, answers: int) -> None:
-        """A request was let in, which wants so many: there must have been room."""
+    def check_door(self, charge: int) -> None:
+        """A request of so many tokens was let in: there must have been room, or no other prompt
+        waits."""
         frontend: Any = self._world.actors["frontend"]
         figures = frontend.statistics()
         assert figures["waiting_requests"] <= self._scenario.max_waiting_requests
         tokens = figures["waiting_tokens"]
-        alone = figures["waiting_requests"] == answers
+        alone = tokens == charge
         assert tokens <= self._scenario.max_waiting_tokens or alone
 
     def sent(self, source: str, message: Any) -> None:

@@ -269,7 +269,7 @@ class World:
             self.refused.add(position)
             self.oracle.check_overload()
             return
-        self.oracle.check_door(ask.n)
+        self.oracle.check_door(self.entries[position].charge)
         for after in ask.aborts:
             self.loop.call_later(after, frontend.abort, self.entries[position])
 
