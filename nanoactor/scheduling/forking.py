@@ -48,19 +48,21 @@ class Forking:
     def fork(
         self, chunks: list[PrefillChunk], pages: int, reserve: Callable[[], int]
     ) -> list[Fork]:
-        """Begin the answers that follow where a chunk ends their prompt, as far as there are slots
-        and blocks beside `reserve`, and nobody before them waits; `pages` are those of the encoder
-        cache that the queue may spend. The others wait for themselves."""
-        forks: list[Fork] = []
+        """Begin the answers that follow where a chunk ends their prompt, by priority, as far as
+        there are slots and blocks beside `reserve`, and nobody before them waits; `pages` are those
+        of the encoder cache that the queue may spend. The others wait for themselves."""
+        followers: list[tuple[Sequence, int]] = []
         for row, chunk in enumerate(chunks):
-            followers = chunk.sequence.family.followers
-            if not chunk.is_last or not followers:
-                continue
-            need = int(chunk.sequence.prompt_length % self._block_size > 0)
-            while followers and self._may_fork(followers[0], pages, need + reserve()):
-                forks.append(Fork(row, self._begin(followers.pop(0), chunk, need)))
-            while followers:
-                self._wait(followers.pop(0))
+            if chunk.is_last and (due := chunk.sequence.family.followers):
+                followers += [(follower, row) for follower in due]
+                due.clear()
+        forks: list[Fork] = []
+        for follower, row in sorted(followers, key=lambda each: each[0].priority_key):
+            need = int(follower.prompt_length % self._block_size > 0)
+            if self._may_fork(follower, pages, need + reserve()):
+                forks.append(Fork(row, self._begin(follower, chunks[row], need)))
+            else:
+                self._wait(follower)
         return forks
 
     def _may_fork(self, follower: Sequence, pages: int, blocks: int) -> bool:

@@ -591,6 +591,12 @@ MUTATIONS = [
         "return self._budget.free_slots > 0",
     ),
     Mutation(
+        "copies of one prompt begin before those of a more urgent one",
+        FORKING,
+        "sorted(followers, key=lambda each: each[0].priority_key)",
+        "followers",
+    ),
+    Mutation(
         "a copy samples from the step's first prompt",
         BATCH,
         "ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows]))",
