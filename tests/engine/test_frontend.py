@@ -1,12 +1,19 @@
-"""Which tokenizer a request goes to."""
+"""The frontend: who tokenizes a request, and what becomes of one with several answers."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
+
 from nanoactor.actors.config import ActorConfig
 from nanoactor.actors.frontend import FrontendActor
+from nanoactor.actors.journal import Entry
 from nanoactor.config import EngineConfig
+from nanoactor.errors import InvalidRequest
+from nanoactor.messages import Abort, OutputDelta, Stopping, Submit, Terminal, TextOptions
 from nanoactor.model_files import ModelFiles
+from nanoactor.outputs import RequestOutputKind
 
 
 def frontend_of(tokenizers):
@@ -32,3 +39,65 @@ def test_long_prompts_never_stand_before_short_ones_at_the_first_tokenizer():
     assert frontend._choose_tokenizer(100) == 0
     alone = frontend_of(1)
     assert alone._choose_tokenizer(1_000_000) == 0
+
+
+class Outbox:
+    """Keeps what is sent."""
+
+    ready = True
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+
+def started(answers):
+    """(a frontend with one request of so many answers, its entry, what it has sent)."""
+    frontend, outboxes = frontend_of(1), {}
+    track = SimpleNamespace(kind=lambda *names: 0, add=lambda *span: None)
+    context = SimpleNamespace(track=track, outbox=lambda name: outboxes.setdefault(name, Outbox()))
+    frontend.start(context, {})
+    prompt = np.array([1, 2, 3], np.int32)
+    options = Stopping(9, 0, (), ()), TextOptions((), False, True, 0)
+
+    def make(uid):
+        submit = Submit(uid, 0, None, None, "", prompt, 0, b"", *options)
+        return Entry("one", submit, RequestOutputKind.CUMULATIVE, answers=answers)
+
+    return frontend, frontend.submit(make), outboxes
+
+
+def delivered(frontend, *terminals):
+    none = np.empty(0, np.int32)
+    frontend._deliver(OutputDelta(1, (), none.astype(np.int64), [], none, none, terminals))
+
+
+def terminal(uid, reason):
+    return Terminal(uid, reason, None, "because" * (reason == "error"), 0, 0, 0, 0, -1)
+
+
+def test_the_error_of_one_answer_ends_the_others():
+    frontend, entry, outboxes = started(4)
+    delivered(frontend, terminal(2, "length"), terminal(1, "error"))
+    sent = outboxes["scheduler"].sent
+    assert [(type(message), message.uid) for message in sent] == [(Abort, 0), (Abort, 3)]
+    with pytest.raises(InvalidRequest, match="because"):
+        entry.raise_error()
+    assert frontend.entry_of("one") is entry
+    delivered(frontend, terminal(0, "abort"), terminal(3, "error"))
+    assert frontend.entry_of("one") is None
+    assert not frontend.has_work
+    assert frontend.statistics()["waiting_requests"] == frontend.statistics()["waiting_tokens"] == 0
+    assert len(sent) == 2
+
+
+def test_a_request_ends_with_its_last_answer():
+    frontend, entry, _ = started(2)
+    delivered(frontend, terminal(1, "stop"))
+    assert not entry.over
+    assert not entry.ended.is_set()
+    delivered(frontend, terminal(0, "stop"))
+    assert entry.over
+    assert entry.ended.is_set()

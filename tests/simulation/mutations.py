@@ -553,12 +553,6 @@ MUTATIONS = [
         "self.blocks - self.shared",
     ),
     Mutation(
-        "who has given up its blocks still counts as their holder",
-        FAMILY,
-        "        self._holders.pop(member.uid, None)\n",
-        "",
-    ),
-    Mutation(
         "a copy shares the last block, which is not full",
         MANAGER,
         "                table.append(self.pool.allocate())\n                sources",
@@ -649,24 +643,6 @@ MUTATIONS = [
         "each step's scores are of the prompt's beginning",
         DETOKENIZER,
         "                entry.scored += len(tokens)\n",
-        "",
-    ),
-    Mutation(
-        "a copy of what is bad is trusted",
-        MANAGER,
-        "distrusted=source.distrusted",
-        "distrusted=False",
-    ),
-    Mutation(
-        "a copy is not told that what it has read is bad",
-        SEQUENCE,
-        "return self.uid == uid or (self.lent > 0 and uid in self.family.uids)",
-        "return self.uid == uid",
-    ),
-    Mutation(
-        "the error of one answer lets the others go on",
-        FRONTEND,
-        "        if entry.error is not None:\n            self.abort(entry)\n",
         "",
     ),
 ]
