@@ -163,14 +163,14 @@ def test_deltas_bring_each_once(checkpoint):
 
 def test_of_a_prompt_that_is_not_computed_to_its_end_nothing_is_told(checkpoint):
     directory, _ = checkpoint
-    (prompt,) = ragged_prompts(VOCABULARY, [200], seed=1)
+    (prompt,) = ragged_prompts(VOCABULARY, [400], seed=1)
 
     async def main():
-        async with engine(directory, max_num_batched_tokens=2, max_num_seqs=2) as llm:
+        async with engine(directory, max_num_batched_tokens=1, max_num_seqs=1) as llm:
             how = params(dict(prompt_logprobs=1))
             reading = asyncio.ensure_future(collect(llm, ids(prompt), how, request_id="one"))
             while (await llm.statistics())["runner.0"]["actor"]["steps_done"] < 5:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.002)
             await llm.abort("one")
             return await reading
 
