@@ -472,11 +472,11 @@ class Oracle:
         self.answers[uid] = self._answer_of[position][number]
         self.stories.submitted(uid, self._scenario.asks[position])
 
-    def check_overload(self) -> None:
-        """A request was refused for want of room: there must be none."""
+    def check_overload(self, answers: int) -> None:
+        """A request of so many answers was refused for want of room: there must be none."""
         frontend: Any = self._world.actors["frontend"]
         figures = frontend.statistics()
-        full = figures["waiting_requests"] >= self._scenario.max_waiting_requests
+        full = figures["waiting_requests"] + answers > self._scenario.max_waiting_requests
         assert full or figures["waiting_tokens"] > 0
         self.counts["refused"] += 1
 

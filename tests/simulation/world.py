@@ -267,7 +267,7 @@ class World:
             self.entries[position] = frontend.submit(make)
         except EngineOverloaded:
             self.refused.add(position)
-            self.oracle.check_overload()
+            self.oracle.check_overload(ask.n)
             return
         self.oracle.check_door(self.entries[position].charge)
         for after in ask.aborts:
