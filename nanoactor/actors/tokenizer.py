@@ -88,14 +88,22 @@ class TokenizerActor(Actor):
         assert self._templates is not None
         own = self.context.own(event)  # it outlives this handler
         try:
-            if self._facts is not None:
-                self._facts.check(json.loads(event.chat_options))
+            self._check_options(event.chat_options)
         except InvalidRequest as error:
             self._refuse(own, str(error))
             return
         done = functools.partial(self.context.call_soon, self._rendered, own)
         chat = self._encoder.hide_placeholders(event.chat)
         self._templates.render(event.uid, chat, event.chat_options, done)
+
+    def _check_options(self, options: str) -> None:
+        """Raise `InvalidRequest` for what the template does not read."""
+        try:
+            decoded = json.loads(options)
+        except RecursionError:  # the user's process may have a higher limit
+            raise InvalidRequest("chat_template_kwargs are nested too deeply") from None
+        if self._facts is not None:
+            self._facts.check(decoded)
 
     def _abort(self, event: Abort) -> None:
         if self._templates is not None:

@@ -168,6 +168,22 @@ def test_conversations_with_what_templates_may_be_told(converted):
         assert len(llm.chat(greeting, greedy(1), use_tqdm=False)) == 1
 
 
+def test_options_that_are_nested_too_deeply_end_their_request_alone():
+    """A user's process may allow more than ours do."""
+    limit = sys.getrecursionlimit()
+    nested = 1
+    for _ in range(2 * limit):
+        nested = [nested]
+    with LLM("demo", **{**SIMULATED, "placement": "default"}) as llm:
+        sys.setrecursionlimit(5 * limit)
+        try:
+            with pytest.raises(InvalidRequest, match="nested too deeply|must be plain values"):
+                llm.chat(CHAT, chat_template_kwargs={"tools": nested}, use_tqdm=False)
+        finally:
+            sys.setrecursionlimit(limit)
+        assert len(llm.chat(CHAT, greedy(1), use_tqdm=False)) == 1
+
+
 def test_without_a_tokenizer_there_is_none_to_get():
     with pytest.raises(InvalidRequest, match="skip_tokenizer_init"):
         asyncio.run(AsyncLLM("demo", skip_tokenizer_init=True).get_tokenizer())
