@@ -13,6 +13,8 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Read when PyTorch is loaded: its threads sleep while they wait, as those of an engine's processes.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 # A shell's background job ignores SIGINT, one of nohup SIGHUP, and so would every process that a
 # test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -35,6 +37,16 @@ def pytest_configure(config):
     if "gpu" not in config.option.markexpr or "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """PyTorch's threads wait for each other, which takes forever where others use the cores.
+
+    Before each test and its fixtures, as a test that computes on two threads leaves two behind.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 _CRASHED: list[str] = []

@@ -10,17 +10,6 @@ from tests.engine.harness import Reference
 DEMO = Path(nanoactor.__file__).parent / "models" / "demo"
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    """PyTorch's threads wait for each other, which takes forever where others use the cores."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def demo():
     """The demo model in transformers, float32."""

@@ -7,11 +7,37 @@ wrong in the interpreter, so nothing here is tried in that type.
 import contextlib
 
 import torch
+from triton.runtime import interpreter
 
 from nanoactor.models.device import Memory
 from nanoactor.models.devices.cuda import CUDADevice
 from nanoactor.models.devices.portable import HostEvent
 from nanoactor.models.seq_lens import NO_SEQ_LENS
+
+
+def _patch_once_a_launch():
+    """Have Triton's language replaced once for each launch of a kernel and each of its modules.
+
+    The interpreter looks for what to replace at every call of a function within a kernel, in every
+    program of its grid: a third of the time that these tests take.
+    """
+    patch, run, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def patch_once(function):
+        # What is replaced depends on the modules that a function sees, and on nothing else.
+        if (seen := id(function.__globals__)) in patched:
+            return None
+        patched.add(seen)
+        return patch(function)
+
+    def run_one(executor, *args, **kwargs):
+        patched.clear()  # the launch before has put back what it had replaced
+        return run(executor, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, run_one
+
+
+_patch_once_a_launch()
 
 
 class Rerun:

@@ -429,12 +429,9 @@ def test_events_say_how_long_work_took(device):
 
 
 def test_preparing_a_thread_sets_its_number_of_threads(device):
-    before = torch.get_num_threads()
-    try:
-        device.prepare_thread(1)
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
+    for threads in (2, 1):
+        device.prepare_thread(threads)
+        assert torch.get_num_threads() == threads
 
 
 def test_unknown_devices_are_refused_with_the_known_ones():

@@ -45,6 +45,9 @@ class Served:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self._listening.wait(60)
+        if not self.url:  # or it would stay, and slow down all that follows
+            self.process.kill()
+            self.process.wait()
         assert self.url, self.lines
         self.port = int(self.url.rpartition(":")[2])
         self.family = {int(pid) for pid in _descendants(self.process.pid)}

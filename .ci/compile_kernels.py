@@ -1,0 +1,12 @@
+"""Compiles the CPU's kernels, which Numba then keeps on disk.
+
+From a clean clone, each of the tests that are the first to compute would compile them all.
+"""
+
+import torch
+
+import nanoactor.models.devices.compiled_cpu  # noqa: F401 - it imports every kernel
+from nanoactor.models.cpu_kernels.elements import compile_kernels
+
+for dtype in (torch.float32, torch.bfloat16):
+    compile_kernels(dtype, parallel=True)
