@@ -36,7 +36,7 @@ test: .venv/.ready
 
 # Hours on two cores; the soak test alone takes half an hour.
 test-long: .venv/.ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval,clients]'
 	$(PYTEST) -n 2 --dist worksteal -m 'not gpu and not alone'
 	$(PYTEST) -m 'not gpu and alone'
 

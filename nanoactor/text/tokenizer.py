@@ -16,9 +16,9 @@ from nanoactor.messages import Int32
 from nanoactor.models.errors import ModelError
 
 
-def load_tokenizer(directory: Path) -> Tokenizer:
+def load_tokenizer(directory: Path, name: str = "tokenizer.json") -> Tokenizer:
     """The `tokenizer.json` of a model; `ModelError` where it is missing or malformed."""
-    path = directory / "tokenizer.json"
+    path = directory / name
     if not path.exists():
         raise ModelError(f"{path} does not exist")
     try:

@@ -1,0 +1,1 @@
+"""Grammars that an answer must follow, and the masks that they leave of a vocabulary."""

@@ -1,0 +1,59 @@
+"""Compiled grammars, kept for the next request that asks for the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.grammar.matcher import Compiled
+
+
+class GrammarCache:
+    """The grammars used last, also those that cannot be used, so that each is compiled once."""
+
+    def __init__(self, max_count: int = 64, max_bytes: int = 256 * 2**20) -> None:
+        """`max_bytes`: of the specifications' text and of what they were compiled to, all together.
+        A grammar may take up to 100 MB (`matcher.limits`), most take less than one."""
+        self._max_count = max_count
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._kept: OrderedDict[bytes, tuple[Compiled | str, int]] = OrderedDict()
+
+    @property
+    def count(self) -> int:
+        """Grammars that are kept."""
+        return len(self._kept)
+
+    def get(self, spec_text: str) -> Compiled | None:
+        """Return the grammar of `GrammarSpec.to_text`; None where it is not known. Raises
+        `InvalidRequest` where it is known not to be usable."""
+        key = _key(spec_text)
+        if key not in self._kept:
+            return None
+        self._kept.move_to_end(key)
+        found, _ = self._kept[key]
+        if isinstance(found, str):
+            raise InvalidRequest(found)
+        return found
+
+    def put(self, spec_text: str, result: Compiled | InvalidRequest, nbytes: int = 0) -> None:
+        """Keep what compiling a specification has led to, of so many bytes, in the place of those
+        used longest ago. What alone exceeds the bounds is not kept."""
+        key = _key(spec_text)
+        size = len(spec_text.encode(errors="surrogatepass")) + nbytes
+        if key in self._kept:
+            self._drop(key)
+        kept = str(result) if isinstance(result, InvalidRequest) else result
+        self._kept[key] = kept, size
+        self._bytes += size
+        while len(self._kept) > self._max_count or self._bytes > self._max_bytes:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: bytes) -> None:
+        _, size = self._kept.pop(key)
+        self._bytes -= size
+
+
+def _key(spec_text: str) -> bytes:
+    return hashlib.blake2b(spec_text.encode(errors="surrogatepass"), digest_size=32).digest()

@@ -1,0 +1,108 @@
+"""Checks of a request's grammar that need no parser, made in the user's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.grammar.jsonschema import parse_json, parse_schema, shorten
+from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES, GrammarSpec, ToolFunction, ToolGrammar
+
+MAX_CHOICES = 10_000
+"""Texts that an answer may be chosen from."""
+MAX_FUNCTIONS = 512
+"""Functions that an answer may call."""
+MAX_NAME = 256
+"""Characters of a function's name."""
+
+_IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf"}
+
+
+def check_spec(spec: GrammarSpec) -> None:
+    """Raise `InvalidRequest` for a grammar that can be seen to be wrong without compiling it."""
+    try:
+        size = len(spec.value.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{spec.kind} has half of a surrogate pair") from None
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(
+            f"{spec.kind} has {size} bytes of text; at most {MAX_GRAMMAR_BYTES} are allowed"
+        )
+    match spec.kind:
+        case "json_schema":
+            parse_schema(spec.value, "json_schema")
+        case "json_object":
+            if spec.value:
+                raise InvalidRequest("json_object takes no text; json_schema takes a schema")
+        case "choice":
+            parse_choices(spec.value)
+        case "tools":
+            parse_tools(spec.value)
+        case "regex" | "grammar":
+            if not spec.value.strip():
+                raise InvalidRequest(f"{spec.kind} is empty; leave it out to allow any answer")
+
+
+def parse_choices(text: str) -> list[str]:
+    """Return the texts to choose from; raises `InvalidRequest` where there are none."""
+    choices = parse_json(text, "choice")
+    if not isinstance(choices, list) or not choices:
+        raise InvalidRequest("choice must be a list of texts, with one or more of them")
+    if len(choices) > MAX_CHOICES:
+        raise InvalidRequest(f"choice has {len(choices)} texts; at most {MAX_CHOICES} are allowed")
+    for position, one in enumerate(choices):
+        if not isinstance(one, str) or not one:
+            raise InvalidRequest(f"choice[{position}] must be a text that is not empty")
+    return choices
+
+
+def parse_tools(text: str) -> ToolGrammar:
+    """Return the functions that may be called; raises `InvalidRequest` for a name that cannot
+    stand in JSON as it is, and for parameters that are not an object's schema."""
+    try:
+        tools = msgspec.json.decode(text, type=ToolGrammar)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"tools cannot be read: {error}") from None
+    if not tools.functions:
+        raise InvalidRequest("tools is empty; give one or more functions, or leave it out")
+    if len(tools.functions) > MAX_FUNCTIONS:
+        raise InvalidRequest(
+            f"tools has {len(tools.functions)} functions; at most {MAX_FUNCTIONS} are allowed"
+        )
+    names: set[str] = set()
+    for position, function in enumerate(tools.functions):
+        _check_name(function.name, f"tools[{position}].name")
+        if function.name in names:
+            raise InvalidRequest(f"tools has two functions of the name {function.name!r}")
+        names.add(function.name)
+        parse_parameters(function)
+    return tools
+
+
+def parse_parameters(function: ToolFunction) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which is an object's."""
+    field = f"the parameters of the function {shorten(function.name)!r}"
+    schema = parse_schema(function.parameters, field) if function.parameters else True
+    if schema is False or (isinstance(schema, dict) and not _may_be_object(schema)):
+        raise InvalidRequest(f"{field} must be a schema of the type 'object'")
+    if schema is True:
+        return {"type": "object"}
+    # Beside a reference, a type would be one keyword more to intersect with all that it leads to.
+    return schema if set(schema) & _IN_PLACE else {**schema, "type": "object"}
+
+
+def _may_be_object(schema: dict[str, Any]) -> bool:
+    types = schema.get("type", "object")
+    return types == "object" or (isinstance(types, list) and "object" in types)
+
+
+def _check_name(name: str, field: str) -> None:
+    if not name or len(name) > MAX_NAME:
+        raise InvalidRequest(f"{field} must have 1 to {MAX_NAME} characters, not {len(name)}")
+    if not name.isprintable() or set(name) & set('"\\'):
+        raise InvalidRequest(
+            f"{field} is {shorten(name)!r}; it must have no quotes, backslashes or control "
+            "characters, as in 'get_weather'"
+        )

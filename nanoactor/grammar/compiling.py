@@ -1,0 +1,65 @@
+"""From a specification's text to a matcher, by way of a cache."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from pathlib import Path
+from typing import cast
+
+from nanoactor.errors import InvalidRequest, UnsupportedModel
+from nanoactor.grammar.book import Fill
+from nanoactor.grammar.cache import GrammarCache
+from nanoactor.grammar.matcher import Compiled, Matcher, ParallelFill
+from nanoactor.grammar.spec import GrammarSpec
+from nanoactor.grammar.vocabulary import Vocabulary
+from nanoactor.model_files import ModelFiles
+
+# Threads that wake up where others compute cost more than they gain.
+_CORES_TO_SPARE, _MOST_THREADS = 4, 8
+log = logging.getLogger("nanoactor.grammar")
+
+
+class GrammarCompiler:
+    """Knows one model's vocabulary; the reason why there is none refuses every grammar."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._cache = GrammarCache()
+        self._vocabulary: Vocabulary | None = None
+        self._reason = ""
+        assert files.tokenizer_directory is not None
+        path = files.tokenizer_directory / "tokenizer.json"
+        try:
+            size = files.config.vocab_size
+            self._vocabulary = Vocabulary(path, size, tuple(files.eos_token_ids))
+        except UnsupportedModel as error:
+            self._reason = str(error)
+            log.warning("structured outputs will be refused: %s", error)
+
+    def parallel_fill(self, cores: int) -> Fill | None:
+        """Return what fills several masks at once, where there are cores to spare."""
+        if cores < _CORES_TO_SPARE:
+            return None
+        return cast(Fill, ParallelFill(min(_MOST_THREADS, cores // 2)))
+
+    def matcher(self, text: str) -> Matcher:
+        """Return a matcher at the beginning of an answer. Raises `InvalidRequest` where there is
+        none."""
+        if self._vocabulary is None:
+            raise InvalidRequest(f"this model has no structured outputs: {self._reason}")
+        compiled = self._cache.get(text)
+        if compiled is None:
+            before = _resident()
+            try:
+                compiled = Compiled(GrammarSpec.of_text(text), self._vocabulary)
+            except InvalidRequest as error:
+                self._cache.put(text, error)
+                raise
+            self._cache.put(text, compiled, max(0, _resident() - before))
+        return compiled.matcher()
+
+
+def _resident() -> int:
+    """Return the bytes that this process holds. The parser does not tell what a grammar takes."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()

@@ -1,0 +1,243 @@
+"""JSON schemas as text and as trees, as far as a request's checks and tools need to know them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from nanoactor.errors import InvalidRequest
+
+MAX_DEPTH = 64
+"""Of objects and arrays within each other, in a schema or another JSON text."""
+
+MAX_PROPERTIES = 1000
+"""Of one object. The parser's time grows with their square."""
+MAX_NAME_PATTERNS = 64
+"""In all `patternProperties` of a schema. The parser compares each with each."""
+MAX_PATTERNS_AT_ONCE = 8
+"""Patterns and formats that one string may have to match. The parser's time doubles with each."""
+
+_ONE = (
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "else",
+    "if",
+    "items",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+_SEVERAL = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_NAMED = (
+    "$defs",
+    "definitions",
+    "dependencies",
+    "dependentSchemas",
+    "patternProperties",
+    "properties",
+)
+
+
+def parse_json(text: str, field: str) -> Any:
+    """Return a JSON text's value; raises `InvalidRequest`, naming `field`, where it is malformed,
+    nests more than `MAX_DEPTH` deep, or holds what another parser may not read the same."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    except RecursionError:
+        raise _too_deep(field) from None
+    except ValueError as error:
+        raise InvalidRequest(f"{field} is not valid JSON: {error}") from None
+    _check_depth(value, field)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{field} has half of a surrogate pair in a string") from None
+    return value
+
+
+def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
+    """Return a JSON schema; raises `InvalidRequest`, naming `field`, also for a remote `$ref` and
+    for what would take the parser more time than its own limits see."""
+    schema = parse_json(text, field)
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(
+            f"{field} must be a JSON schema, an object or a boolean, not {_name(schema)}"
+        )
+    name_patterns = 0
+    for part in reachable_schemas(schema):
+        properties = len(_if_dict(part.get("properties")))
+        if properties > MAX_PROPERTIES:
+            raise InvalidRequest(
+                f"{field} has an object of {properties} properties; "
+                f"at most {MAX_PROPERTIES} are allowed"
+            )
+        name_patterns += len(_if_dict(part.get("patternProperties")))
+        reference = part.get("$ref", "#")
+        if not isinstance(reference, str):
+            raise InvalidRequest(f"{field}: $ref must be a string, not {_name(reference)}")
+        if reference != "#" and not reference.startswith("#/"):
+            raise InvalidRequest(
+                f"{field}: $ref {shorten(reference)!r} is not a pointer within the schema, as "
+                "'#/$defs/item' is; no others are followed"
+            )
+        # References are pointers from the root, wherever they stand.
+        part.pop("$id", None)
+        part.pop("id", None)
+    if name_patterns > MAX_NAME_PATTERNS:
+        raise InvalidRequest(
+            f"{field} has {name_patterns} patternProperties; "
+            f"at most {MAX_NAME_PATTERNS} are allowed"
+        )
+    if (several := _patterns_at_once(schema)) > MAX_PATTERNS_AT_ONCE:
+        raise InvalidRequest(
+            f"{field} has allOf or $ref that make a string match {several} patterns and formats; "
+            f"at most {MAX_PATTERNS_AT_ONCE} are allowed"
+        )
+    return schema
+
+
+def reachable_schemas(schema: dict[str, Any] | bool) -> Iterator[dict[str, Any]]:
+    """Yield each object of a schema that is a schema itself, once: in a keyword that takes one, or
+    where a local `$ref` leads. Values, as in `const` and `enum`, are none."""
+    waiting: list[Any] = [schema]
+    seen: set[int] = set()
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        waiting += _children(schema, part)
+
+
+def moved_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a copy of a schema for use within another: `place` is the pointer to it there, as
+    `#/items`, which its references then begin with."""
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    # All of them first: following references needs them as they were.
+    for part in list(reachable_schemas(copy)):
+        reference = part.get("$ref")
+        if isinstance(reference, str):
+            part["$ref"] = place + reference.removeprefix("#")
+    return copy
+
+
+def shorten(text: str, limit: int = 200) -> str:
+    """Return the text, or its beginning where it has more than `limit` characters."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _children(root: Any, part: dict[str, Any]) -> list[Any]:
+    """Return what takes the place of a schema in a part of one, and where its `$ref` leads."""
+    return [
+        *(part[key] for key in _ONE if key in part),
+        *(one for key in _SEVERAL for one in _if_list(part.get(key))),
+        *(one for key in _NAMED for one in _if_dict(part.get(key)).values()),
+        _target(root, part.get("$ref")),
+    ]
+
+
+def _patterns_at_once(root: dict[str, Any] | bool) -> int:
+    """Return a bound of the patterns and formats that apply to the same string together."""
+    bounds: dict[int, int] = {}
+    begun: set[int] = set()
+    waiting: list[Any] = [root]
+    while waiting:
+        part = waiting[-1]
+        if not isinstance(part, dict) or id(part) in bounds:
+            waiting.pop()
+        elif id(part) in begun:
+            waiting.pop()
+            bounds[id(part)] = _bound(root, part, bounds)
+        else:
+            begun.add(id(part))
+            waiting += [
+                child
+                for child in _children(root, part)
+                if isinstance(child, dict) and id(child) not in begun
+            ]
+    return bounds.get(id(root), 0)
+
+
+def _bound(root: Any, part: dict[str, Any], bounds: dict[int, int]) -> int:
+    """Return the bound for one schema from those within it; what recurs counts as nothing."""
+
+    def most(children: Iterable[Any]) -> int:
+        return max((bounds.get(id(child), 0) for child in children), default=0)
+
+    own = ("pattern" in part) + ("format" in part)
+    # An object's property may be named, and its name match a pattern as well.
+    within = most(_if_dict(part.get("properties")).values())
+    within += most(_if_dict(part.get("patternProperties")).values())
+    within += most([part.get("additionalProperties")])
+    items = [part.get("items"), *_if_list(part.get("items")), *_if_list(part.get("prefixItems"))]
+    return (
+        max(own, within, most([*items, part.get("additionalItems")]))
+        + sum(bounds.get(id(child), 0) for child in _if_list(part.get("allOf")))
+        + most(_if_list(part.get("anyOf")))
+        + most(_if_list(part.get("oneOf")))
+        + most([_target(root, part.get("$ref"))])
+    )
+
+
+def _target(schema: Any, reference: object) -> Any:
+    """Return what a local reference leads to; None where that is nothing."""
+    if not isinstance(reference, str):
+        return None
+    for name in reference.split("/")[1:]:
+        key = unquote(name).replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
+            schema = schema[int(key)]
+        elif isinstance(schema, dict) and key in schema:
+            schema = schema[key]
+        else:
+            return None
+    return schema
+
+
+def _check_depth(value: Any, field: str) -> None:
+    level, depth = [value], 0
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise _too_deep(field)
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+
+
+def _too_deep(field: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{field} nests objects or arrays more than {MAX_DEPTH} deep; use $defs and $ref"
+    )
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError(f"the number {shorten(text, 30)} is too large")
+    return number
+
+
+def _name(value: object) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+def _if_list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _if_dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,230 @@
+"""One answer's way through its grammar, and the tokens that may come next."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits
+from numpy.typing import NDArray
+
+from nanoactor.errors import InvalidRequest, ProtocolBug
+from nanoactor.grammar.compiler import compile_grammar
+from nanoactor.grammar.jsonschema import shorten
+from nanoactor.grammar.spec import GrammarSpec, Kind
+from nanoactor.grammar.vocabulary import Vocabulary
+
+_STACK_BYTES = 512 * 2**20  # of addresses; memory is taken as it is used
+_ROW_OF_JSON = 2000
+_ROW_OF_GRAMMAR = 500
+
+
+def limits(kind: Kind) -> LLParserLimits:
+    """Return what the parser may spend on a grammar of a kind, at its compilation and for each
+    token.
+
+    A position of the parser costs up to the cube of its items where a grammar is ambiguous, as a
+    user's own may be. JSON is not, and a property that may be left out takes four of them.
+    """
+    return LLParserLimits(
+        max_items_in_row=_ROW_OF_GRAMMAR if kind == "grammar" else _ROW_OF_JSON,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+class Compiled:
+    """A grammar, ready for any number of answers."""
+
+    def __init__(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
+        """Raise `InvalidRequest` where the grammar cannot be read, is not supported, needs more
+        than `limits` allow, or has no answer at all."""
+        self._grammar = compile_grammar(spec, vocabulary)
+        self._vocabulary = vocabulary
+        self._kind = spec.kind
+        self._spent = False
+        self._matcher = self._compile()
+        # An empty language is found here, not by the parser's construction.
+        self.matcher().fill(np.empty(vocabulary.words, np.int32))
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the beginning of an answer."""
+        if self._spent:
+            self._matcher = self._compile()
+            self._spent = False
+        return Matcher(self, self._matcher.deep_copy())
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of the answers."""
+        return self._vocabulary
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the specification."""
+        return self._kind
+
+    def spend(self) -> None:
+        """Have the next matcher begin with a new automaton: an answer has used up the states of
+        this one, which all copies share."""
+        self._spent = True
+
+    def _compile(self) -> LLMatcher:
+        made: list[LLMatcher] = []
+
+        def compile_here() -> None:
+            made.append(
+                LLMatcher(
+                    self._vocabulary.table, self._grammar, log_level=0, limits=limits(self._kind)
+                )
+            )
+
+        _on_deep_stack(compile_here)
+        (matcher,) = made
+        if matcher.is_error():
+            raise InvalidRequest(_refusal(self._kind, matcher.get_error()))
+        return matcher
+
+
+class Matcher:
+    """The state of one answer. What it computes of the grammar's automaton is shared with the
+    other answers'."""
+
+    def __init__(self, compiled: Compiled, matcher: LLMatcher) -> None:
+        self._compiled = compiled
+        self._vocabulary = compiled.vocabulary
+        self._matcher = matcher
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether the answer may end here."""
+        return self._matcher.is_accepting()
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the answer; after its end, end-of-sequence tokens change nothing.
+
+        Raises `ProtocolBug` for a token that the grammar does not allow, `InvalidRequest` where
+        the parser reaches its limits. Neither leaves the matcher usable.
+        """
+        for token in tokens:
+            if not self._matcher.consume_token(token):
+                self._raise(f"token {token}")
+
+    def fill(self, out: NDArray[np.int32]) -> None:
+        """Write the mask of the next position: bit t % 32 of word t // 32 is set where the id t is
+        allowed. Where the answer can only end, those are the end-of-sequence ids.
+
+        `out`: (words,), contiguous. Raises `InvalidRequest` where the parser reaches its limits, or
+        where the answer can go nowhere.
+        """
+        if out.shape != (self._vocabulary.words,) or not out.flags.c_contiguous:
+            raise ProtocolBug(f"a mask of shape {out.shape}, not {(self._vocabulary.words,)}")
+        self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+        self._check(out)
+
+    def _check(self, out: NDArray[np.int32]) -> None:
+        """Look at what the parser has written. Raises as `fill` does."""
+        if self._matcher.is_error():
+            self._raise("the next token")
+        tokens = self._vocabulary.tokens
+        out[-(-tokens // 32) :] = 0
+        if tokens % 32:
+            out[tokens // 32] &= (1 << tokens % 32) - 1
+        if not out.any():
+            raise InvalidRequest(
+                f"{self._compiled.kind} leads to a place where no token is allowed"
+            )
+
+    def _raise(self, place: str) -> None:
+        kind, reason = self._compiled.kind, self._matcher.get_error()
+        if "doesn't satisfy" in reason or "parser stopped" in reason or "out of range" in reason:
+            raise ProtocolBug(f"{place} is not allowed by the grammar: {shorten(reason)}")
+        if "NoExtension" in reason:
+            raise InvalidRequest(f"{kind} leads to a place where no token is allowed")
+        self._compiled.spend()
+        raise InvalidRequest(_too_complex(kind))
+
+
+class ParallelFill:
+    """Fills the masks of several answers on threads of the parser's own."""
+
+    def __init__(self, threads: int) -> None:
+        self._executor = LLExecutor(threads)
+
+    def __call__(
+        self, matchers: Sequence[Matcher], out: NDArray[np.int32]
+    ) -> list[InvalidRequest | None]:
+        """Write the mask of each answer's next position, (answers, words); return what
+        `Matcher.fill` would raise for each."""
+        rows = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
+        width = out.shape[1] * out.itemsize
+        self._executor.unsafe_compute_mask_ptr(rows, out.ctypes.data, width, len(matchers))
+        found: list[InvalidRequest | None] = []
+        for matcher, row in zip(matchers, out, strict=True):
+            try:
+                matcher._check(row)
+            except InvalidRequest as error:
+                found.append(error)
+            else:
+                found.append(None)
+        return found
+
+
+def _on_deep_stack(work: Callable[[], None]) -> None:
+    """Do what recurses as deeply as a grammar's rules follow each other: 16 KB for each of as many
+    as there is text for. With the usual 8 MB, a chain of 1000 would end the process."""
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        thread = threading.Thread(target=work, name="grammar")
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+
+
+_CONTEXT = re.compile(r"\n +\d+ \| |\n<non-verbose/>|; following special tokens")
+_LIMIT = re.compile(r"too (many|big|large|complex)|max is|lexer error:|limit|fuel|panic")
+_PLACE = re.compile(r"(at )?\d+\(\d+\): ")
+_REGEX = re.compile(r".*regex parse error:.*error: (?P<reason>.*)", re.DOTALL)
+_SCHEMA = re.compile(r".*failed to compile JSON schema: (?P<reason>.*)", re.DOTALL)
+_KEYWORDS = re.compile(r"Unimplemented keys: \[(?P<keywords>.*)\]")
+
+
+def _refusal(kind: str, reason: str) -> str:
+    """Return why a grammar cannot be used, from the library's message."""
+    # What follows is the grammar's text around the place, and the parser's state.
+    reason = _CONTEXT.split(reason)[0].strip().replace("json-schema:///#", "#")
+    if regex := _REGEX.fullmatch(reason):
+        reason = f"a regular expression cannot be used: {regex['reason']}"
+    elif schema := _SCHEMA.fullmatch(reason):
+        reason = _schema_refusal(schema["reason"])
+    elif not _PLACE.match(reason) and _LIMIT.search(reason):
+        return _too_complex(kind)
+    elif kind != "grammar" and (place := _PLACE.match(reason)):
+        reason = reason[place.end() :]
+    return f"{kind}: {shorten(' '.join(reason.split()), 300)}"
+
+
+def _schema_refusal(reason: str) -> str:
+    if keywords := _KEYWORDS.search(reason):
+        names = keywords["keywords"].replace('"', "'")
+        return f"the keywords {names} are not supported; leave them out"
+    if reason.startswith("oneOf"):
+        return "oneOf is supported only where its alternatives exclude each other; use anyOf"
+    if reason.startswith("Unknown format"):
+        name = shorten(reason.partition(": ")[2], 50)
+        return f"the format {name!r} is not supported; leave it out, or use a pattern"
+    if reason.startswith("Unsatisfiable schema"):
+        return f"no value can match the schema ({reason.partition(': ')[2]})"
+    return reason
+
+
+def _too_complex(kind: str) -> str:
+    return (
+        f"{kind} is too complex: use fewer alternatives, shorter repetitions, or rules that do "
+        "not match the same text in several ways"
+    )

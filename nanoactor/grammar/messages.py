@@ -1,0 +1,125 @@
+"""Messages about constrained answers: those that must follow a grammar.
+
+`position` is the index of a token in its sequence, prompt included. A mask is a row of int32 words:
+bit t % 32 of word t // 32 is set where id t may be chosen.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.runtime.codec import message
+
+MAX_RUN = 64
+"""Tokens that are forced before somebody must choose again."""
+MAX_REASON = 1000
+"""Characters of what is said of a grammar that cannot be used."""
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+@message(80, by="uid")
+class OpenGrammar:
+    """Scheduler to grammar: an answer's tokens will follow; its first mask is wanted."""
+
+    uid: int
+    epoch: int
+    grammar: str
+    """As `GrammarSpec.to_text` writes it."""
+    position: int
+    """Of its first token of output."""
+    token_ids: Int32
+    """The output so far, where the request continues after a restart."""
+    jumps: bool
+    """Whether ids that are the only ones allowed are told as `ForcedTokens`."""
+
+
+@message(81)
+class GrammarTokens:
+    """Scheduler to grammar: a new token of each of these answers; their next masks are wanted."""
+
+    uids: Int64
+    positions: Int32
+    token_ids: Int32
+
+
+@message(89)
+class ForcedTokens:
+    """Grammar to scheduler: these follow, as nothing else may; nobody need choose them."""
+
+    uids: Int64
+    positions: Int32
+    """Of each answer's first one."""
+    counts: Int32
+    token_ids: Int32
+    """One answer's after the other's."""
+
+
+@message(90)
+class KnownTokens:
+    """Scheduler to block manager: forced tokens of these slots, which no step has chosen."""
+
+    slots: Int32
+    counts: Int32
+    token_ids: Int32
+
+
+@message(82)
+class CloseGrammars:
+    """Scheduler to grammar: these answers are over."""
+
+    uids: Int64
+
+
+@message(83)
+class Masks:
+    """Grammar to every runner: masks, and of whom none will follow."""
+
+    epoch: int
+    uids: Int64
+    positions: Int32
+    masks: Int32
+    """(masks, words)."""
+    closed: Int64
+    """Answers of which nothing follows this message."""
+
+
+@message(84)
+class MasksReady:
+    """Runner to scheduler: it holds these masks."""
+
+    rank: int
+    uids: Int64
+    positions: Int32
+
+
+@message(85)
+class GrammarsFailed:
+    """Grammar to scheduler: these answers cannot go on, and why."""
+
+    uids: Int64
+    errors: list[str]
+
+
+@message(86)
+class DropMasks:
+    """Scheduler to every runner, by way of the block manager: no later step names these answers."""
+
+    uids: Int64
+
+
+@message(87)
+class MaskClock:
+    """The scheduler's clock: half of the time has passed that a mask may take."""
+
+
+@message(88)
+class DeferredSamples:
+    """Rows of a step that choose a token behind its layers, under a mask that every runner holds,
+    from the last hidden state that the step, or one before, has left in the slot."""
+
+    slots: Int32
+    uids: Int64
+    positions: Int32
+    """Of the tokens that are chosen."""

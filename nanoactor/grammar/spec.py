@@ -1,0 +1,57 @@
+"""A request's grammar as it travels between processes: plain data, no parser."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import msgspec
+
+MAX_GRAMMAR_BYTES = 256 * 1024
+"""Of a specification as text."""
+
+Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tools"]
+Thoughts = Literal["none", "open", "optional"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarSpec:
+    """The form that an answer must have."""
+
+    kind: Kind
+    value: str = ""
+    """JSON text of a schema, of a list of texts to choose from, or of `ToolGrammar`; a regular
+    expression; a grammar in Lark's notation or EBNF. Empty for any JSON object."""
+    thoughts: Thoughts = "none"
+    """Whether free thoughts come first: the prompt has opened them, or the answer may."""
+    whitespace: bool = True
+    """Whether JSON may have spaces and line breaks between its tokens; else it is compact."""
+
+    def to_text(self) -> str:
+        """Return the specification as JSON text, the same for equal ones."""
+        return msgspec.json.encode(self, order="deterministic").decode()
+
+    @classmethod
+    def of_text(cls, text: str) -> GrammarSpec:
+        """Read what `to_text` has written."""
+        return msgspec.json.decode(text, type=cls)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFunction:
+    """A function that an answer may, or must, call."""
+
+    name: str
+    parameters: str = ""
+    """JSON text of the schema of its arguments; empty: any object."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ToolGrammar:
+    """The calls of an answer: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+    functions: tuple[ToolFunction, ...]
+    required: bool
+    """Whether the answer is calls alone; else text may come first, and calls need not come."""
+    parallel: bool = True
+    """Whether there may be several calls."""

@@ -1,0 +1,144 @@
+"""The grammar's book with matchers that do as they are told."""
+
+import numpy as np
+import pytest
+
+from nanoactor.errors import InvalidRequest, ProtocolBug
+from nanoactor.grammar.book import GrammarBook, only_bit
+from nanoactor.grammar.messages import (
+    MAX_REASON,
+    MAX_RUN,
+    CloseGrammars,
+    GrammarTokens,
+    OpenGrammar,
+)
+
+WORDS, END = 2, 60
+
+
+def row(*ids):
+    bits = np.zeros(32 * WORDS, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class Script:
+    """Allows one set of ids after the other, whatever is taken; fails behind the last."""
+
+    def __init__(self, *allowed):
+        self.allowed, self.taken = list(allowed), []
+
+    def take(self, tokens):
+        self.taken += tokens
+
+    def fill(self, out):
+        if len(self.taken) == len(self.allowed):
+            raise InvalidRequest("too hard" * 1000)
+        out[:] = row(*self.allowed[len(self.taken)])
+
+
+def opened(uid, jumps=False, tokens=()):
+    return OpenGrammar(uid, 0, "{}", 10, np.array(tokens, np.int32), jumps)
+
+
+def tokens(*triples):
+    uids, positions, ids = zip(*triples, strict=True)
+    arrays = np.array(uids, np.int64), np.array(positions, np.int32), np.array(ids, np.int32)
+    return GrammarTokens(*arrays)
+
+
+def book_of(*matchers, jumps=False):
+    book = GrammarBook(WORDS, (END,))
+    for uid, matcher in enumerate(matchers):
+        book.open(opened(uid, jumps))
+        book.note_compiled(uid, matcher)
+    return book
+
+
+def test_only_one_bit_is_found_wherever_it_stands():
+    for place in range(32 * WORDS):
+        assert only_bit(row(place)) == place
+        assert only_bit(row(place, (place + 7) % 64)) is None
+    assert only_bit(row()) is None
+
+
+def test_a_mask_follows_each_token_and_none_comes_twice():
+    book = book_of(Script([1], [2, 3], [4]), Script([5, 33], [6]))
+    first = book.take_masks(1)
+    assert (first.uids.tolist(), first.positions.tolist()) == ([0], [10])
+    assert book.take_masks(9).masks.tolist() == [row(5, 33).tolist()]
+    assert book.take_masks(9) is None
+    book.take(tokens((1, 10, 33), (0, 10, 1)))
+    both = book.take_masks(9)
+    assert (both.uids.tolist(), both.positions.tolist()) == ([1, 0], [11, 11])
+    assert both.masks.tolist() == [row(6).tolist(), row(2, 3).tolist()]
+
+
+def test_a_token_for_another_position_is_a_bug():
+    book = book_of(Script([1], [2]))
+    with pytest.raises(ProtocolBug, match="tells its token at 11, that at 10 is due"):
+        book.take(tokens((0, 11, 1)))
+
+
+def test_what_was_said_before_a_restart_is_taken_first():
+    book, matcher = GrammarBook(WORDS), Script([1], [2], [3])
+    book.open(opened(7, tokens=[1, 2]))
+    assert book.take_masks(9) is None
+    book.note_compiled(7, matcher)
+    assert matcher.taken == [1, 2]
+    assert book.take_masks(9).positions.tolist() == [12]
+
+
+def test_ids_that_are_alone_are_forced_up_to_a_choice():
+    book = book_of(Script([8], [9], [1, 2], [3], [4, 5]), jumps=True)
+    runs, masks = book.take_runs(), book.take_masks(9)
+    assert (runs.uids.tolist(), runs.positions.tolist()) == ([0], [10])
+    assert (runs.counts.tolist(), runs.token_ids.tolist()) == ([2], [8, 9])
+    assert (masks.positions.tolist(), masks.masks.tolist()) == ([12], [row(1, 2).tolist()])
+    book.take(tokens((0, 12, 2)))
+    assert book.take_runs().token_ids.tolist() == [3]
+
+
+def test_the_end_is_never_forced():
+    book = book_of(Script([8], [END]), jumps=True)
+    assert book.take_runs().token_ids.tolist() == [8]
+    assert book.take_masks(9).masks.tolist() == [row(END).tolist()]
+
+
+def test_nothing_is_forced_for_who_does_not_jump():
+    book = book_of(Script([8], [9]))
+    assert book.take_runs() is None
+    assert book.take_masks(9).masks.tolist() == [row(8).tolist()]
+
+
+def test_a_run_has_an_end_although_the_grammar_has_none():
+    book = book_of(Script(*[[8]] * (2 * MAX_RUN)), jumps=True)
+    assert book.take_runs().counts.tolist() == [MAX_RUN]
+    assert book.take_masks(9).positions.tolist() == [10 + MAX_RUN]
+
+
+def test_a_failure_is_told_once_and_shortly_and_the_answer_is_quiet_then():
+    book = book_of(Script([1]), Script([2], [3]))
+    book.take_masks(9)
+    book.take(tokens((0, 10, 1), (1, 10, 2)))
+    failed = book.take_failures()
+    assert failed.uids.tolist() == [0]
+    assert failed.errors[0].startswith("structured_outputs: too hard")
+    assert len(failed.errors[0]) == MAX_REASON
+    assert book.take_failures() is None
+    assert book.take_masks(9).uids.tolist() == [1]
+
+
+def test_who_cannot_be_compiled_has_failed():
+    book = book_of(InvalidRequest("nonsense"))
+    assert book.take_failures().errors == ["structured_outputs: nonsense"]
+
+
+def test_an_answer_that_is_over_is_closed_once_with_all_it_had():
+    book = book_of(Script([1]), Script([2]), jumps=True)
+    book.close(CloseGrammars(np.array([1, 0])))
+    last = book.take_masks(9)
+    assert (last.uids.tolist(), last.closed.tolist()) == ([], [1, 0])
+    assert (book.take_masks(9), book.take_runs(), book.take_failures()) == (None, None, None)
+    book.note_compiled(1, Script([1]))
+    assert len(book) == 0
