@@ -175,7 +175,8 @@ class InProcessLoop:
         from nanoactor.model_files import read_model_files
         from nanoactor.runner.config import RankConfig
         from nanoactor.runner.simulated import SimulatedExecutor
-        from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
+        from nanoactor.scheduling.config import SchedulerConfig
+        from nanoactor.scheduling.scheduler import Scheduler
         from nanoactor.text.decoding import DecoderFactory
         from nanoactor.text.detokenizer import Detokenizer
         from nanoactor.text.tokenizer import load_tokenizer

@@ -12,30 +12,45 @@ if TYPE_CHECKING:
     from nanoactor.config import EngineConfig
     from nanoactor.engine import AsyncLLM
     from nanoactor.llm import LLM
-    from nanoactor.outputs import CompletionOutput, RequestOutput, RequestOutputKind
-    from nanoactor.params import SamplingParams
+    from nanoactor.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        RequestOutput,
+        RequestOutputKind,
+    )
+    from nanoactor.params import BeamSearchParams, SamplingParams
+    from nanoactor.structured_outputs import StructuredOutputsParams
     from nanoactor.vision.video import Video
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineConfig",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "Video",
 ]
 
 _HOMES = {
     "AsyncLLM": "nanoactor.engine",
+    "BeamSearchOutput": "nanoactor.outputs",
+    "BeamSearchParams": "nanoactor.params",
+    "BeamSearchSequence": "nanoactor.outputs",
     "CompletionOutput": "nanoactor.outputs",
     "EngineConfig": "nanoactor.config",
     "LLM": "nanoactor.llm",
     "RequestOutput": "nanoactor.outputs",
     "RequestOutputKind": "nanoactor.outputs",
     "SamplingParams": "nanoactor.params",
+    "StructuredOutputsParams": "nanoactor.structured_outputs",
     "Video": "nanoactor.vision.video",
 }
 

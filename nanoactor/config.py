@@ -92,6 +92,11 @@ class EngineConfig:
     """Processes that tokenize prompts."""
     template_timeout: float = 5.0
     """Seconds of CPU time that the model's chat template may take for a conversation."""
+    mask_timeout: float = 30.0
+    """Seconds that a grammar may take to say which tokens an answer may go on with, its compilation
+    included; an answer that waits longer ends with `ComputationFailed`."""
+    jump_forward: bool = True
+    """Take tokens that a grammar leaves no choice but one without choosing them."""
     tensor_parallel_size: int = 1
     """Processes over which each layer is split; must divide the attention heads."""
     threads: int | None = None
@@ -135,7 +140,13 @@ class EngineConfig:
         for name in ("model", "device"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise InvalidConfig(f"{name} must be a name, got {getattr(self, name)!r}")
-        flags = ("check_weights", "enable_prefix_caching", "enforce_eager", "skip_tokenizer_init")
+        flags = (
+            "jump_forward",
+            "check_weights",
+            "enable_prefix_caching",
+            "enforce_eager",
+            "skip_tokenizer_init",
+        )
         for name in (*flags, "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidConfig(f"{name} must be true or false, got {getattr(self, name)!r}")
@@ -154,6 +165,7 @@ class EngineConfig:
         self._check_whole("priority_window")
         for name in ("start_timeout", "stop_timeout", "debug_delay_ms", "template_timeout"):
             self._check_number(name, 1e9)
+        self._check_number("mask_timeout", 1e9)
         self._check_stall_timeout()
         self._check_choice("dtype", ("auto", *DTYPES))
         self._check_choice("load_format", ("auto", "dummy"))

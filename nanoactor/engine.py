@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.actors.frontend import FrontendActor
 from nanoactor.actors.journal import Entry
+from nanoactor.beam_requests import BeamSearcher
 from nanoactor.config import EngineConfig
 from nanoactor.errors import (
     EngineClosed,
@@ -32,8 +33,8 @@ from nanoactor.errors import (
 )
 from nanoactor.messages import Submit
 from nanoactor.model_files import read_model_files
-from nanoactor.outputs import RequestOutput
-from nanoactor.params import SamplingParams
+from nanoactor.outputs import BeamSearchOutput, RequestOutput
+from nanoactor.params import BeamSearchParams, SamplingParams
 from nanoactor.rendezvous import Rendezvous
 from nanoactor.request import Request
 from nanoactor.request_builder import RequestBuilder
@@ -92,6 +93,7 @@ class AsyncLLM:
         self._frontend: FrontendActor | None = None
         seeds = random.Random(self.config.seed)
         self._requests = RequestBuilder(self.config, self.files, seeds)
+        self._beams = BeamSearcher(self.config, self.files)
         self._opening: dict[str, asyncio.Future[None]] = {}
         """By the names of requests whose pictures are being opened: done where one is aborted."""
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -292,6 +294,23 @@ class AsyncLLM:
             for prompt in prompts
         ]
         return [Request(frontend, entry, self) for entry in frontend.submit_all(makes)]
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> BeamSearchOutput:
+        """Find likely continuations of one prompt, the best first, by requests of one token for
+        each beam and step; docs/sampling.md has the definition and the cost.
+
+        Raises `InvalidRequest`, for pictures too, and where `max_logprobs` is less than what
+        `beam_width` needs; `EngineOverloaded` where the queue is full when it begins. Cancelling it
+        leaves nothing in the engine.
+        """
+        return await self._beams.search(self, prompt, params, priority, chat_template_kwargs)
 
     def _request(
         self,

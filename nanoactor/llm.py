@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanoactor.engine import AsyncLLM, Prompt
 from nanoactor.errors import EngineClosed, EngineOverloaded, InvalidRequest, NotUsableHere
-from nanoactor.outputs import RequestOutput, RequestOutputKind
-from nanoactor.params import SamplingParams
+from nanoactor.outputs import BeamSearchOutput, RequestOutput, RequestOutputKind
+from nanoactor.params import BeamSearchParams, SamplingParams
 from nanoactor.progress import Progress
 
 if TYPE_CHECKING:
@@ -173,6 +174,26 @@ class LLM:
         prompts = [_multimodal(request) for request in requests]
         return self._call(self._generate(prompts, sampling_params, use_tqdm, None))
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for likely continuations of each prompt; see `AsyncLLM.beam_search`.
+
+        All prompts at once, or at most `concurrency_limit` of them. The first invalid one raises,
+        and ends the others.
+        """
+        if isinstance(prompts, str | Mapping):
+            prompts = [prompts]
+        limit = concurrency_limit
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise InvalidRequest(f"concurrency_limit must be 1 or more, got {limit!r}")
+        return self._call(self._search(list(prompts), params, use_tqdm, limit))
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer as transformers loads it; see `AsyncLLM.get_tokenizer`."""
         return self._call(self._llm.get_tokenizer())
@@ -189,30 +210,39 @@ class LLM:
         if len(params) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(params)} sets of parameters")
         progress = Progress(len(prompts), enabled=use_tqdm)
-
-        tasks = [
-            asyncio.ensure_future(self._when_accepted(prompt, its, progress, template))
-            for prompt, its in zip(prompts, params, strict=True)
-        ]
         try:
-            return list(await asyncio.gather(*tasks))
+            return await _all_of(
+                self._when_accepted(
+                    functools.partial(self._finish, prompt, its, progress, template)
+                )
+                for prompt, its in zip(prompts, params, strict=True)
+            )
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             progress.close()
 
-    async def _when_accepted(
-        self,
-        prompt: Any,
-        params: SamplingParams,
-        progress: Progress,
-        template: Mapping[str, Any] | None,
-    ) -> RequestOutput:
+    async def _search(
+        self, prompts: list[Any], params: BeamSearchParams, use_tqdm: bool, limit: int | None
+    ) -> list[BeamSearchOutput]:
+        progress = Progress(len(prompts), enabled=use_tqdm)
+        free = asyncio.Semaphore(limit or max(1, len(prompts)))
+
+        async def one(prompt: Any) -> BeamSearchOutput:
+            async with free:
+                search = functools.partial(self._llm.beam_search, prompt, params)
+                output = await self._when_accepted(search)
+            progress.request()
+            return output
+
+        try:
+            return await _all_of(map(one, prompts))
+        finally:
+            progress.close()
+
+    async def _when_accepted(self, make: Callable[[], Awaitable[T]]) -> T:
         """Finish a request, however long the queue is full: a batch may be larger than it."""
         while True:
             try:
-                return await self._finish(prompt, params, progress, template)
+                return await make()
             except EngineOverloaded:
                 await self._llm.wait_for_capacity()
 
@@ -235,6 +265,17 @@ class LLM:
         assert final is not None
         progress.request()
         return final
+
+
+async def _all_of(waited: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return what all of them return, in their order; the first that raises ends the others."""
+    tasks = [asyncio.ensure_future(one) for one in waited]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _multimodal(request: Mapping[str, Any]) -> Any:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoactor.grammar.messages import DeferredSamples
 from nanoactor.runtime.codec import message
+from nanoactor.scores import RequestScores, ScoredChunks, ScoreRequests, StepScores, ToldScores
 from nanoactor.vision.messages import EncoderCredits, EncodeSlices, Items, VisionStep
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-Float32 = NDArray[np.float32]
 
 
 @message(2)
@@ -56,22 +57,6 @@ class TokenRules:
     """How many of `word_ids` belong to each."""
 
 
-@message(7)
-class TokenScores:
-    """The log-probabilities of some tokens, by the model's own distribution: before temperature
-    and every rule."""
-
-    logprobs: Float32
-    ranks: Int32
-    """Of each token: 1 is the likeliest."""
-    counts: Int32
-    """How many of the likeliest tokens in its place are told beside it, ..."""
-    top_ids: Int32
-    """... which, the likeliest first, one place after the other, ..."""
-    top_logprobs: Float32
-    """... and their log-probabilities."""
-
-
 @message(10, by="uid")
 class Submit:
     """Frontend to tokenizer: a request with exactly one of text, chat or token ids.
@@ -105,6 +90,8 @@ class Submit:
     """How many of the likeliest tokens are told beside each token of output; -1: nothing is."""
     prompt_logprobs: int = -1
     """Likewise of the prompt."""
+    grammar: str = ""
+    """What the answers must look like, as `GrammarSpec.to_text` writes it; empty: anything."""
 
 
 @message(11, by="uid")
@@ -130,6 +117,7 @@ class Admit:
     """At most one."""
     logprobs: int = -1
     prompt_logprobs: int = -1
+    grammar: str = ""
 
 
 @message(12, by="uid")
@@ -172,18 +160,6 @@ class Match:
     """A slot that holds the blocks of the same prompt; -1: none is known."""
 
 
-@message(28)
-class ScoreRequests:
-    """Sequences of which log-probabilities are wanted."""
-
-    rows: Int32
-    """Which of the sequences that are introduced."""
-    output: Int32
-    """How many of the likeliest tokens are told beside each token of output; -1: nothing is."""
-    prompt: Int32
-    """Likewise of the prompt."""
-
-
 @message(21)
 class Admissions:
     """Sequences that run for the first time, as the runners must know them; a row each."""
@@ -202,22 +178,10 @@ class Admissions:
     rule_rows: Int32
     """Which rows have each of the ..."""
     rules: tuple[TokenRules, ...]
+    constrained: Int32
+    """Rows that choose no token when their positions are computed: `DeferredSamples` say when."""
     scores: tuple[ScoreRequests, ...] = ()
     """At most one."""
-
-
-@message(26)
-class ScoredChunks:
-    """Prompt chunks whose tokens' successors get log-probabilities."""
-
-    rows: Int32
-    """Which prefill rows, ..."""
-    starts: Int32
-    """... the first position whose successor is scored, ..."""
-    counts: Int32
-    """... and how many positions."""
-    targets: Int32
-    """The successors, one row after the other; none in a `Plan`."""
 
 
 @message(27)
@@ -258,7 +222,7 @@ class Plan:
     leaves: Int32
     """Slots that leave the decode batch before this step."""
     grows: Int32
-    """Slots of the decode batch that need one more block for this step."""
+    """Slots that need one more block for this step."""
     admissions: Admissions
     slices: tuple[EncodeSlices, ...] = ()
     """At most one."""
@@ -266,6 +230,8 @@ class Plan:
     """At most one."""
     forks: tuple[Forks, ...] = ()
     """At most one; they sample after the prefill rows, in this order."""
+    deferred: tuple[DeferredSamples, ...] = ()
+    """At most one; they sample last."""
 
 
 @message(23, by="step")
@@ -320,15 +286,8 @@ class Step:
     """At most one."""
     forks: tuple[Forks, ...] = ()
     """At most one."""
-
-
-@message(35)
-class StepScores:
-    """The log-probabilities of a step: of the prompts' tokens, then of sampled ones."""
-
-    rows: Int32
-    """Which of the rows that sample the last of them belong to."""
-    scores: TokenScores
+    deferred: tuple[DeferredSamples, ...] = ()
+    """At most one."""
 
 
 @message(31, by="step")
@@ -408,21 +367,10 @@ class Finish:
     """The last token is a stop token: its text is not part of the output."""
 
 
-@message(53)
-class RequestScores:
-    """Log-probabilities on their way to their requests, in runs."""
-
-    uids: Int64
-    prompts: NDArray[np.bool_]
-    """Whether a run is of the prompt, where it goes on with what was told before; else it is of the
-    output's token that it travels with."""
-    counts: Int32
-    scores: TokenScores
-
-
 @message(52, by="step")
 class Tokens:
-    """Scheduler to detokenizer: what a step brought, at most one token for each request."""
+    """Scheduler to detokenizer: what a step brought; several tokens of a request where a grammar
+    has forced them."""
 
     step: int
     uids: Int64
@@ -456,23 +404,6 @@ class Terminal:
     preemptions: int
     began: int
     """As `Finish` has it."""
-
-
-@message(64)
-class ToldScores:
-    """Log-probabilities with the bytes of all tokens that they name; in runs, as `RequestScores`.
-    Those of output are of the delta's `token_ids`, one for each."""
-
-    uids: Int64
-    prompts: NDArray[np.bool_]
-    counts: Int32
-    offsets: Int32
-    """Of each token of output: how many characters of text come before it; 0 for prompts."""
-    pieces: bytes
-    """The bytes of each token, then of those told beside it; none where there is no tokenizer."""
-    lengths: Int32
-    """How many of `pieces` are whose."""
-    scores: TokenScores
 
 
 @message(62, by="step")

@@ -100,3 +100,29 @@ class RequestOutput:
     prompt_logprobs: list[Logprobs | None] | None = None
     """One for each token of the prompt, None for the first; None unless they were asked for, or
     where the request was aborted before. Of output kind DELTA the first output alone has them."""
+
+
+@dataclasses.dataclass(slots=True)
+class BeamSearchSequence:
+    """One of the sequences that a beam search has found."""
+
+    tokens: list[int]
+    """The prompt's, then the output's, the one that ended it included."""
+    logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
+    """For each token of output: the likeliest in its place, of which it is one."""
+    cum_logprob: float = 0.0
+    """The sum of the output's."""
+    text: str | None = None
+    """That of `tokens`, special ones included; None where the engine has no tokenizer."""
+    finish_reason: str | None = None
+    """"stop" or "length"."""
+    stop_reason: int | None = None
+    """The token that ended it; None where its length did."""
+
+
+@dataclasses.dataclass(slots=True)
+class BeamSearchOutput:
+    """The result of a beam search over one prompt."""
+
+    sequences: list[BeamSearchSequence]
+    """The best first. As many as `beam_width`, or fewer where a small vocabulary has no more."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.outputs import RequestOutputKind
+from nanoactor.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH, MAX_STOP_IDS = 64, 1024, 256
 MAX_RULED_IDS = 1024
@@ -78,6 +79,9 @@ class SamplingParams:
     detokenize: bool = True
     """Make text; without it an output has ids alone."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """The form of the output: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT, ...]},
+    {"grammar": TEXT} or {"json_object": true}. It ends where its grammar does."""
     logits_processors: None = None
     """Refused, as the next."""
     best_of: int | None = None
@@ -104,8 +108,7 @@ class SamplingParams:
             raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more, got 0")
         _whole("best_of", self.best_of, 1)
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}")
+            _flag(name, getattr(self, name))
         for name, asks in (
             ("logits_processors", self.logits_processors is not None),
             ("best_of", self.best_of not in (None, 1)),
@@ -127,6 +130,48 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "allowed_token_ids", _allowed_ids(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
+        made = _structured(self.structured_outputs, self.ignore_eos)
+        object.__setattr__(self, "structured_outputs", made)
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchParams:
+    """Parameters of a beam search. Raises `InvalidRequest` on construction, naming the value."""
+
+    beam_width: int
+    """Sequences that are continued in each step, and that are returned."""
+    max_tokens: int
+    """Tokens of output after which every sequence ends."""
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Refused, but for 0: nothing is drawn."""
+    length_penalty: float = 1.0
+    """Sequences are ranked by the sum of their log-probabilities, divided by their length to this
+    power. From -10 to 10; 0 ranks by the sum, more favours long ones."""
+    include_stop_str_in_output: bool = False
+    """Let `text` have the end-of-sequence token; `tokens` always have it."""
+    structured_outputs: None = None
+    """Refused."""
+
+    def __post_init__(self) -> None:
+        """Check every value and bring numbers into their one form."""
+        make_numbers_plain(self)
+        _whole("beam_width", self.beam_width, 1, optional=False)
+        _whole("max_tokens", self.max_tokens, 1, optional=False)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            _flag(name, getattr(self, name))
+        if self.length_penalty is None:
+            raise InvalidRequest("length_penalty must be a number in [-10, 10], got None")
+        _number("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.temperature != 0:
+            raise InvalidRequest(
+                f"temperature must be 0, got {self.temperature!r:.100}: beam search draws nothing, "
+                "and ranks by the model's own log-probabilities"
+            )
+        if self.structured_outputs is not None:
+            raise InvalidRequest(
+                "structured_outputs do not go with beam search: beams know no grammar"
+            )
 
 
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
@@ -177,6 +222,11 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
         raise InvalidRequest(
             f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}"
         )
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be true or false, got {value!r}")
 
 
 def _whole(name: str, value: Any, low: int, high: int = _MOST, optional: bool = True) -> None:
@@ -269,6 +319,16 @@ def _bad_words(given: Any) -> tuple[str, ...]:
             )
         _check_unicode("bad_words", word)
     return words
+
+
+def _structured(given: Any, ignore_eos: bool) -> StructuredOutputsParams | None:
+    if given is None:
+        return None
+    if ignore_eos:
+        raise InvalidRequest(
+            "ignore_eos does not go with structured_outputs: the output ends where its grammar does"
+        )
+    return StructuredOutputsParams.of(given)
 
 
 def _check_unicode(name: str, text: str) -> None:

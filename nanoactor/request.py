@@ -37,6 +37,12 @@ class Request:
         await self._entry.accepted.wait()
         self._entry.raise_error()
 
+    async def begun(self) -> None:
+        """Wait until there is an output to read; raises what keeps the request from having one, a
+        grammar that cannot be compiled, say."""
+        await self._entry.news()
+        self._entry.raise_error()
+
     def __aiter__(self) -> Request:
         """It is its own iterator."""
         return self

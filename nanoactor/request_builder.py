@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,13 @@ import numpy as np
 from nanoactor.actors.config import encoder_pages
 from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidRequest
+from nanoactor.grammar.check import check_spec
+from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES
 from nanoactor.messages import Int32, Stopping, Submit, TextOptions, TokenRules
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.models import columns
 from nanoactor.params import SamplingParams, derived_seed, plain_number
+from nanoactor.structured_outputs import StructuredOutputsParams
 from nanoactor.vision.media import Media
 from nanoactor.vision.parts import MediaTaker
 
@@ -76,6 +80,7 @@ class RequestBuilder:
             keep_last=keep_last,
             logprobs=_count(params.logprobs),
             prompt_logprobs=_count(params.prompt_logprobs),
+            grammar=self._grammar(params),
         )
         return submit, media
 
@@ -205,6 +210,18 @@ class RequestBuilder:
                     f"{name} need a tokenizer, and the engine has none (skip_tokenizer_init)"
                 )
 
+    def _grammar(self, params: SamplingParams) -> str:
+        """Return the text of the `GrammarSpec` that is asked for; empty: none."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return ""
+        assert isinstance(wanted, StructuredOutputsParams)
+        if self._skips_tokenizer:
+            raise InvalidRequest(
+                "structured_outputs need a tokenizer, and the engine has none (skip_tokenizer_init)"
+            )
+        return _grammar_text(wanted)
+
     def _sampling(self, params: SamplingParams) -> bytes:
         given = {name: getattr(params, name) for name in columns.NAMES}
         values = {**self._files.defaults}
@@ -222,6 +239,23 @@ class RequestBuilder:
             eos_ids=() if params.ignore_eos else self._files.eos_token_ids,
             stop_ids=tuple(params.stop_token_ids or ()),
         )
+
+
+@functools.lru_cache(maxsize=8)  # all prompts of a batch have the same
+def _grammar_text(wanted: StructuredOutputsParams) -> str:
+    spec = wanted.spec()
+    try:
+        check_spec(spec)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"structured_outputs: {error}") from None
+    text = spec.to_text()
+    size = len(text.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(
+            f"structured_outputs: as text they have {size} bytes, {MAX_GRAMMAR_BYTES} at most are "
+            "accepted"
+        )
+    return text
 
 
 def _count(logprobs: int | None) -> int:

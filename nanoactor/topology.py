@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import os
 
-from nanoactor.actors.config import DELTA_BYTES, ActorConfig, encoder_pages
+from nanoactor.actors.config import (
+    DELTA_BYTES,
+    MASKS_AT_ONCE,
+    ActorConfig,
+    encoder_pages,
+    has_grammars,
+)
 from nanoactor.config import EngineConfig
+from nanoactor.grammar.messages import MAX_REASON, MAX_RUN
+from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.params import (
     MAX_BAD_WORD_LENGTH,
@@ -55,7 +63,7 @@ def engine_topology(config: ActorConfig, rendezvous: Rendezvous | None = None) -
     vision = [f"vision.{index}" for index in range(workers)]
     return Topology(
         _actors(config, tokenizers, vision, rendezvous),
-        _nodes(engine, tokenizers, vision, rendezvous),
+        _nodes(config, tokenizers, vision, rendezvous),
         _edges(engine, files, tokenizers, vision),
         USER,
     )
@@ -80,7 +88,13 @@ def _actors(
             for rank, config_of_rank in enumerate(ranks)
         ),
         ActorSpec("detokenizer", f"{home}.detokenizer:DetokenizerActor", config),
+        *(ActorSpec(name, f"{home}.grammar:GrammarActor", config) for name in _grammar(config)),
     )
+
+
+def _grammar(config: ActorConfig) -> tuple[str, ...]:
+    """The actor that makes masks, where there is one."""
+    return ("grammar",) if has_grammars(config.files) else ()
 
 
 def _rank_config(config: ActorConfig, rank: int, rendezvous: Rendezvous | None) -> RankConfig:
@@ -90,13 +104,14 @@ def _rank_config(config: ActorConfig, rank: int, rendezvous: Rendezvous | None) 
 
 
 def _nodes(
-    config: EngineConfig,
+    actors: ActorConfig,
     tokenizers: list[str],
     vision: list[str],
     rendezvous: Rendezvous | None,
 ) -> tuple[NodeSpec, ...]:
+    config, grammar = actors.engine, _grammar(actors)
     if config.placement == "single":
-        others = ("scheduler", "blocks", "detokenizer", "runner.0")
+        others = ("scheduler", "blocks", "detokenizer", *grammar, "runner.0")
         return (NodeSpec(USER, ("frontend", *tokenizers, *vision, *others)),)
     runner_blocks: tuple[str, ...] = ("tokenizers", "transformers", "jinja2")
     if config.device.startswith(SIMULATED):
@@ -110,6 +125,7 @@ def _nodes(
         *(NodeSpec(name, (name,), LIGHT, _HEAVY, nice=_VISION_NICE) for name in vision),
         *(NodeSpec(name, actors, LIGHT, _HEAVY) for name, actors in control.items()),
         NodeSpec("detokenizer", ("detokenizer",), LIGHT, _HEAVY, nice=_DETOKENIZER_NICE),
+        *(NodeSpec(name, (name,), LIGHT, _HEAVY) for name in grammar),
         *_runner_nodes(config, runner_blocks, rendezvous),
     )
 
@@ -165,10 +181,11 @@ def _edges(
     Memory that is never touched costs nothing, so the rings are sized for the worst case.
     """
     length, seqs = files.max_model_len, config.max_num_seqs
+    rules = _RULES + MAX_GRAMMAR_BYTES * (files.tokenizer_directory is not None)
     # Text or ids, template options, stop strings.
-    prompt = ring_capacity(2 * max_prompt_bytes(files) + 4 * length + _RULES + _BAD_WORDS + _MIB)
+    prompt = ring_capacity(2 * max_prompt_bytes(files) + 4 * length + rules + _BAD_WORDS + _MIB)
     # Ids, the hash of every block, stop strings.
-    admitted = ring_capacity(4 * length + 16 * length + 64 * length * bool(vision) + _RULES + _MIB)
+    admitted = ring_capacity(4 * length + 16 * length + 64 * length * bool(vision) + rules + _MIB)
     # A step may admit every sequence with its whole block table, where prefixes are cached.
     table = 4 * -(-length // (config.block_size or _SMALLEST_DEFAULT_BLOCK))
     row = 192 + _RULES + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
@@ -176,13 +193,15 @@ def _edges(
     token = 8 + 24 * bool(vision)
     step = ring_capacity(seqs * row + token * config.max_num_batched_tokens + 64 * 1024)
     scores = (seqs + config.max_num_batched_tokens) * (32 + 8 * config.max_logprobs)
-    tokens = ring_capacity(512 * seqs + scores + 64 * 1024)
+    tokens = ring_capacity((512 + 16 * MAX_RUN) * seqs + scores + 64 * 1024)
     # A budget of bytes, but one token's log-probabilities at least.
     told = (config.max_logprobs + 1) * (MAX_PIECE + 32)
     chunk = ring_capacity(4 * DELTA_BYTES + 4 * length + told)
     small = ring_capacity(64 * 1024 + 64 * seqs)
     pages = encoder_pages(config, files)
     runners = tuple(f"runner.{rank}" for rank in range(config.tensor_parallel_size))
+    # Each of them tells of pictures and masks that it has; else one speaks for all.
+    telling = runners if vision or has_grammars(files) else runners[:1]
     # Each cycle has an edge whose outbox the protocol bounds: one message that merges what is
     # new (credits, stops, chunks), or as many as steps are in flight.
     return (
@@ -194,13 +213,32 @@ def _edges(
         EdgeSpec("blocks", runners, step, name="runners"),
         *(
             EdgeSpec(runner, ("scheduler",), tokens, bound=4 * config.pipeline_depth)
-            for runner in (runners if vision else runners[:1])
+            for runner in telling
         ),
         *_vision_edges(tokenizers, vision, runners, small),
+        *_grammar_edges(config, files, runners, small),
         EdgeSpec("scheduler", ("detokenizer",), max(admitted, tokens)),
         EdgeSpec("detokenizer", ("scheduler",), prompt, bound=1),
         EdgeSpec("detokenizer", ("frontend",), chunk, bound=1, paced=True),
     )
+
+
+def _grammar_edges(
+    config: EngineConfig, files: ModelFiles, runners: tuple[str, ...], small: int
+) -> list[EdgeSpec]:
+    """Return the edges of the grammar; what it says is merged until there is room for it."""
+    if not has_grammars(files):
+        return []
+    opened = ring_capacity(MAX_GRAMMAR_BYTES + 4 * files.max_model_len + 64 * 1024)
+    row = 4 * -(-files.config.vocab_size // 32)
+    masks = ring_capacity(MASKS_AT_ONCE * row + 64 * config.max_num_seqs + 64 * 1024)
+    each = 4 * MAX_REASON + 4 * MAX_RUN + 64
+    failed = ring_capacity(each * config.max_num_seqs + 64 * 1024)
+    return [
+        EdgeSpec("scheduler", ("grammar",), opened),
+        EdgeSpec("grammar", ("scheduler",), max(small, failed), bound=1),
+        EdgeSpec("grammar", runners, masks, name="runners", bound=1),
+    ]
 
 
 def _vision_edges(

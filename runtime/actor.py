@@ -49,6 +49,9 @@ class Context:
         self._outboxes = outboxes
         self._fail = fail
         self._lease: Lease | None = None
+        self.remind: Callable[[Any], None] = lambda message: None
+        """Puts a message of the actor's own into its mailbox; in a replay, which brings them
+        itself, it does nothing."""
 
     def outbox(self, edge: str) -> Outbox:
         """The outbox of one of this actor's edges, by the target's or the edge's name."""
@@ -76,6 +79,11 @@ class Context:
     def call_later(self, seconds: float, function: Callable[..., None]) -> asyncio.TimerHandle:
         """Run a function on the actor's loop after a while; call this on the loop."""
         return self.loop.call_later(seconds, self._guarded, function, ())
+
+    def tell_later(self, seconds: float, message: Any) -> None:
+        """Send the actor itself a message after a while: a clock that a recording replays. Call
+        this on the loop."""
+        self.call_later(seconds, lambda: self.remind(message))
 
     def _guarded(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         try:

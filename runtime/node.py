@@ -92,7 +92,9 @@ class Node:
         if self.plan.record_dir is not None:
             self._recorders[name] = Recorder(self.plan.record_dir, spec, ready)
             handlers = self._recorders[name].handlers(handlers)
-        self._mailboxes[name] = Mailbox(actor.context, handlers, fatal, actor.span_names())
+        mailbox = Mailbox(actor.context, handlers, fatal, actor.span_names())
+        actor.context.remind = mailbox.port(name).put
+        self._mailboxes[name] = mailbox
 
     def _open_outbox(self, edge: EdgeSpec, loop: asyncio.AbstractEventLoop) -> Outbox:
         recorder = self._recorders.get(edge.source)

@@ -70,6 +70,12 @@ def test_several_answers_are_printed_one_after_the_other():
     assert "finished: length, length, length" in done.stderr
 
 
+def test_an_answer_may_be_given_its_form():
+    done = run("generate", "demo", *FAST, "--structured-outputs", '{"choice": ["yes"]}', "Well?")
+    assert done.stdout.strip() == "Well?yes", done.stderr
+    assert "finished: stop" in done.stderr
+
+
 def test_what_the_command_line_cannot_show_is_refused():
     done = run("generate", "demo", *FAST, "--logprobs", "2", "ROMEO:")
     assert (done.returncode, done.stdout) == (1, "")
@@ -96,6 +102,7 @@ def test_chat_keeps_the_conversation():
         (("generate", "./nowhere", "x"), "./nowhere is neither a directory nor a name"),
         (("generate", "demo", *FAST, ""), "the prompt is empty"),
         (("generate", "demo", "x", "--temperature", "-1"), "temperature must be"),
+        (("generate", "demo", "x", "--structured-outputs", "{}"), "give exactly one of json"),
         (("generate", "demo", "x", "--num-kv-blocks", "3"), "3 blocks of 16"),
         (("generate", "demo", "x", "--placement", "moon"), "placement must be one of"),
     ],

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits
+from nanoactor.grammar.messages import DropMasks, KnownTokens
 from nanoactor.kv.manager import BlockManager
 from nanoactor.messages import Free, Match, Plan, SampledTokens
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
@@ -42,8 +43,10 @@ class BlockManagerActor(Actor):
             Match: self._match,
             Plan: self._plan,
             SampledTokens: self._sampled,
+            KnownTokens: self._known,
             Free: self._free,
             DropPixels: self._drop_pixels,
+            DropMasks: self._drop_masks,
         }
 
     def span_names(self) -> Mapping[type, str]:
@@ -64,6 +67,13 @@ class BlockManagerActor(Actor):
     def _drop_pixels(self, event: DropPixels) -> None:
         self._manager.items.drop(event)
         self._runners.send(self.context.own(event))
+
+    def _drop_masks(self, event: DropMasks) -> None:
+        """Behind every step that may still name them."""
+        self._runners.send(self.context.own(event))
+
+    def _known(self, event: KnownTokens) -> None:
+        self._manager.note_known(event)
 
     def _sampled(self, event: SampledTokens) -> None:
         self._manager.record_tokens(event)

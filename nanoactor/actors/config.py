@@ -19,6 +19,8 @@ DELTA_BYTES = 1 << 18
 _DEFAULT_ENCODER_TOKENS = 16384
 # A template's words before a picture, say.
 _SHORT = 64
+MASKS_AT_ONCE = 32
+"""The most masks that one message carries to the runners."""
 ENCODER_PAGE_ROWS = 16
 """Rows of a page of the encoder cache: tokens."""
 
@@ -68,6 +70,11 @@ def encoder_limits(config: ActorConfig, cache: RunnerReady) -> EncoderLimits:
         ranks=engine.tensor_parallel_size,
         short=min(_SHORT, engine.max_num_batched_tokens // 32),
     )
+
+
+def has_grammars(files: ModelFiles) -> bool:
+    """Tell whether answers may be bound to a grammar: that takes a tokenizer."""
+    return files.tokenizer_directory is not None
 
 
 def encoder_pages(config: EngineConfig, files: ModelFiles) -> int:

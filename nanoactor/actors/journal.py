@@ -112,15 +112,19 @@ class Entry:
 
     async def next(self) -> RequestOutput:
         """Wait for news and return them; raises the error that ended the request."""
+        await self.news()
+        self._news = False
+        self.raise_error()
+        return self._output()
+
+    async def news(self) -> None:
+        """Wait until there is something to read, and leave it unread."""
         while not self._news or self._is_early:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        self._news = False
-        self.raise_error()
-        return self._output()
 
     @property
     def _is_early(self) -> bool:

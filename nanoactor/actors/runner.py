@@ -14,10 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.actors.config import RunnerReady
+from nanoactor.grammar.messages import DropMasks, Masks, MasksReady
 from nanoactor.messages import Step, StepDone, StepWanted
 from nanoactor.models.limits import NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.deadline import StepDeadline
+from nanoactor.runner.masks import MaskStore
 from nanoactor.runner.pixels import PixelStore
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 from nanoactor.vision.messages import DropPixels, ItemsReady, NoPixels, Pixels
@@ -65,6 +67,9 @@ class RunnerActor(Actor):
         self._pixels = PixelStore()
         self._ready: list[int] = []
         """Pixels that are there, and of which the scheduler is not told."""
+        self._masks = MaskStore()
+        self._masks_ready: tuple[list[int], list[int]] = [], []
+        """Likewise masks: answers, and positions."""
 
     def setup(self) -> RunnerReady:
         """Load the model; what the cache's size became is for everyone to know."""
@@ -122,12 +127,14 @@ class RunnerActor(Actor):
         self._report = self.context.track.kind("report", "step")
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Steps, in order, and pixels on an edge of their own."""
+        """Steps, in order; pixels and masks on edges of their own."""
         return {
             Step: self._on_step,
             Pixels: self._on_pixels,
             NoPixels: self._on_no_pixels,
             DropPixels: self._on_drop,
+            Masks: self._on_masks,
+            DropMasks: self._masks.drop,
         }
 
     def span_names(self) -> Mapping[type, str]:
@@ -137,7 +144,8 @@ class RunnerActor(Actor):
     def _on_step(self, step: Step) -> None:
         """Lay out the step's inputs while the one before may still be running."""
         self._ahead += bool(self._queued)
-        prepared = self._executor.prepare(step, self._pixels.take(step, self._units_of))
+        pixels, masks = self._pixels.take(step, self._units_of), self._masks.take(step)
+        prepared = self._executor.prepare(step, pixels, masks)
         self._received = step.step
         if step.step == self._asked_for:
             self._lead += 0.2 * (self.context.now() - self._asked_at - self._lead)
@@ -164,6 +172,12 @@ class RunnerActor(Actor):
         for number in event.pixels.tolist():
             self._pixels.note_absent(number)
 
+    def _on_masks(self, event: Masks) -> None:
+        uids, positions = self._masks.add(event)
+        self._masks_ready[0].extend(uids)
+        self._masks_ready[1].extend(positions)
+        self._tell_ready()
+
     def _on_drop(self, event: DropPixels) -> None:
         numbers = event.pixels.tolist()
         for number in numbers:
@@ -171,10 +185,15 @@ class RunnerActor(Actor):
         self._executor.drop_pixels(numbers)
 
     def _tell_ready(self) -> None:
-        outbox = self.context.outbox("scheduler")
+        outbox, rank = self.context.outbox("scheduler"), self._config.rank
         if self._ready and outbox.ready:
-            outbox.send(ItemsReady(self._config.rank, np.array(self._ready, np.int64)))
+            outbox.send(ItemsReady(rank, np.array(self._ready, np.int64)))
             self._ready.clear()
+        uids, positions = self._masks_ready
+        if uids and outbox.ready:
+            ready = np.array(uids, np.int64), np.array(positions, np.int32)
+            outbox.send(MasksReady(rank, *ready))
+            self._masks_ready = [], []
 
     def on_ready(self, outbox: Any) -> None:
         """The scheduler's edge has room again."""
@@ -304,6 +323,7 @@ class RunnerActor(Actor):
             "queued": len(self._queued),
             "pixels": len(self._pixels),
             "pixel_bytes": self._pixels.nbytes,
+            "masks": len(self._masks),
             "busy_seconds": self._busy_ns * 1e-9,
             "idle_seconds": self._idle_ns * 1e-9,
             "step_at": self._device_free_at,

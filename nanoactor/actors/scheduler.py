@@ -8,8 +8,10 @@ from typing import Any
 
 from nanoactor import messages as m
 from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits
+from nanoactor.grammar.messages import MaskClock
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
-from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
+from nanoactor.scheduling.config import SchedulerConfig
+from nanoactor.scheduling.scheduler import Scheduler
 
 LOAD, ENTERS, LEAVES, ENCODES = "load", "enters", "leaves", "encodes"
 """A track that tells when requests live, and, with `sent`, the step with which each comes and
@@ -32,6 +34,8 @@ class SchedulerActor(Actor):
         self._encodes = self._load.kind(ENCODES, "pixels")
         self._busy_since = 0
         self._live_since = self._load_ns = self._step_at = self._tokens_at = 0
+        self._clock_runs = False
+        """Whether a tick is under way: masks are late by ticks."""
         self._scheduler = Scheduler(_limits(self._config, RunnerReady.find(ready)))
 
     def handlers(self) -> Mapping[type, Handler]:
@@ -45,9 +49,14 @@ class SchedulerActor(Actor):
     def _handle(self, event: Any) -> None:
         if type(event) is m.StepDone:
             self._step_at = time.monotonic_ns()
+        elif type(event) is MaskClock:
+            self._clock_runs = False
         for edge, message in self._scheduler.handle(event):
             self._link_requests(message)
             self.context.outbox(edge).send(message)
+        if self._scheduler.constraints.waits and not self._clock_runs:
+            self._clock_runs = True
+            self.context.tell_later(self._config.engine.mask_timeout / 2, MaskClock())
         self._note_load()
 
     def _link_requests(self, message: Any) -> None:
@@ -123,4 +132,6 @@ def _limits(config: ActorConfig, cache: RunnerReady) -> SchedulerConfig:
         prefix_caching=engine.enable_prefix_caching,
         priority_window=engine.priority_window,
         encoder=encoder_limits(config, cache),
+        ranks=engine.tensor_parallel_size,
+        jump_forward=engine.jump_forward,
     )

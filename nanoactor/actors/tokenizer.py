@@ -181,6 +181,7 @@ class TokenizerActor(Actor):
                 rules=rules,
                 logprobs=event.logprobs,
                 prompt_logprobs=event.prompt_logprobs,
+                grammar=event.grammar,
             )
         )
 

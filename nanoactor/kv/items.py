@@ -31,7 +31,9 @@ class HeldItems:
     extras: dict[int, bytes]
     """By block: what of its name is about items."""
     positions: Int32
-    """Rotary positions of all tokens to be prefilled, (3, tokens)."""
+    """Rotary positions of all tokens that were known when it was matched, (3, tokens), ..."""
+    delta: int
+    """... and those of others less their index."""
     encoded: list[EncodedItem | None] = dataclasses.field(default_factory=list)
     """None where all of its tokens were computed already."""
     released: set[int] = dataclasses.field(default_factory=set)
@@ -46,8 +48,18 @@ class HeldItems:
             for (item, first_row, _), span in zip(items.spans.tolist(), spans, strict=True)
         ]
         stops = [max(r[3] for r in rows if r[0] == item) for item in range(len(items.grids))]
-        positions, _ = rope_positions(length, spans)
-        return cls(rows, stops, block_extras(items, block_size), positions)
+        positions, delta = rope_positions(length, spans)
+        return cls(rows, stops, block_extras(items, block_size), positions, delta)
+
+    def behind(self) -> HeldItems:
+        """Return what a copy needs that begins behind them all: nothing is held."""
+        return dataclasses.replace(self, encoded=[None] * len(self.stops), released=set())
+
+    def turned(self, start: int, count: int) -> Int32:
+        """Return the rotary positions of so many tokens, (3, count)."""
+        known = self.positions[:, start : start + count]
+        after = np.arange(start + known.shape[1], start + count, dtype=np.int32) + self.delta
+        return np.concatenate((known, np.tile(after.astype(np.int32), (3, 1))), axis=1)
 
 
 class ItemKeeper:
@@ -224,7 +236,7 @@ def _positions(chunks: list[tuple[HeldItems | None, int, int]]) -> Int32:
     if all(held is None or start + count <= held.spans[0][2] for held, start, count in chunks):
         return _NO_POSITIONS  # before its first picture a prompt is text
     positions = [
-        held.positions[:, start : start + count]
+        held.turned(start, count)
         if held is not None
         else np.tile(np.arange(start, start + count, dtype=np.int32), (3, 1))
         for held, start, count in chunks

@@ -14,20 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.errors import ProtocolBug
+from nanoactor.grammar.messages import KnownTokens
 from nanoactor.kv.hashing import block_hash
 from nanoactor.kv.items import HeldItems, ItemKeeper
 from nanoactor.kv.pool import BlockPool
-from nanoactor.messages import (
-    Credits,
-    Forks,
-    Free,
-    Int32,
-    Match,
-    Plan,
-    SampledTokens,
-    ScoredChunks,
-    Step,
-)
+from nanoactor.messages import Credits, Forks, Free, Int32, Match, Plan, SampledTokens, Step
+from nanoactor.scores import ScoredChunks
 from nanoactor.vision.messages import VisionStep
 from nanoactor.vision.units import NO_ENCODER, EncoderLimits
 
@@ -176,6 +168,9 @@ class BlockManager:
     def bind_blocks(self, plan: Plan) -> Step:
         """Turn a plan into a step: add block ids and the prompts' tokens."""
         prefill: list[int] = plan.slots.tolist()
+        for slot in plan.grows.tolist():
+            self._of(slot, plan.step).table.append(self.pool.allocate())
+            self._room[slot] += self._block_size
         token_ids = self._bind_prefill(plan, prefill)
         forks = tuple(self._fork(plan, each) for each in plan.forks)
         vision = self._bind_items(plan, prefill)
@@ -183,9 +178,6 @@ class BlockManager:
             self._decoding[plan.leaves] = False
             self._decoding[plan.joins] = True
             self._decoders = np.flatnonzero(self._decoding)
-        for slot in plan.grows.tolist():
-            self._of(slot, plan.step).table.append(self.pool.allocate())
-            self._room[slot] += self._block_size
         self._advance_decoders(plan.step)
         changed = [*prefill, *(s for each in forks for s in each.slots.tolist())]
         slots, starts, counts, blocks = self._announce([*changed, *plan.grows.tolist()])
@@ -206,6 +198,7 @@ class BlockManager:
             vision=vision,
             scored=tuple(self._scored(plan, each) for each in plan.scored),
             forks=forks,
+            deferred=plan.deferred,
         )
 
     def _scored(self, plan: Plan, scored: ScoredChunks) -> ScoredChunks:
@@ -243,7 +236,8 @@ class BlockManager:
                 sources.append(source.table[full])
                 copies.append(table[full])
             hashes = source.hashes[:full]
-            copy = Holding(uid, hashes, table, None, source.extras, distrusted=source.distrusted)
+            items = source.items.behind() if source.items is not None else None
+            copy = Holding(uid, hashes, table, items, source.extras, distrusted=source.distrusted)
             self._holdings[slot] = copy
             self._tokens[slot, :end] = self._tokens[source_slot, :end]
             self._known[slot] = self._planned[slot] = end
@@ -323,6 +317,16 @@ class BlockManager:
         full = complete >= self._next_index[slots]
         if full.any():
             self._to_index += zip(slots[full].tolist(), complete[full].tolist(), strict=True)
+
+    def note_known(self, event: KnownTokens) -> None:
+        """Take tokens that no step has chosen; steps will compute them."""
+        at = 0
+        for slot, count in zip(event.slots.tolist(), event.counts.tolist(), strict=True):
+            self._of(slot, -1)
+            known = self._known[slot]
+            self._tokens[slot, known : known + count] = event.token_ids[at : at + count]
+            self._known[slot] += count
+            at += count
 
     def _distrust(self, event: SampledTokens) -> None:
         """Take what failing rows computed out of the index, and tell who has read it.

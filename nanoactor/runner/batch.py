@@ -15,6 +15,7 @@ from nanoactor.messages import Int32, Int64, Step
 from nanoactor.models.columns import WORDS
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
+from nanoactor.runner.deferred_rows import ConstrainedSlots, DeferredRows
 from nanoactor.runner.ruled_rows import NO_ROWS, Long
 from nanoactor.runner.sampling_table import SampledRows, SamplingTable
 from nanoactor.runner.scored_rows import ScoredRows, ScoreTable
@@ -22,6 +23,7 @@ from nanoactor.runner.scored_rows import ScoredRows, ScoreTable
 # To sort whole vocabularies takes 127 bytes for each logit.
 FALLBACK_AT_ONCE = 64
 _NOTHING: Int32 = np.empty(0, np.int32)
+NO_MASKS: Int32 = np.empty((0, 0), np.int32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,6 +146,11 @@ class Update:
     """None where no log-probabilities are wanted."""
     copies: tuple[Long, ...] = ()
     """Blocks that are copied once the layers are computed: from where, and to where; or nothing."""
+    continued: int = 0
+    """Rows behind the decode batch that compute one position of a constrained output each: they
+    choose no token, ..."""
+    deferred: DeferredRows | None = None
+    """... and what becomes of their hidden states, and of those that were kept before."""
 
     @property
     def changes(self) -> tuple[NDArray[np.integer], ...]:
@@ -151,9 +158,14 @@ class Update:
         return (self.indices, self.values) if len(self.indices) else ()
 
     @property
+    def decode_rows(self) -> int:
+        """Rows that attend as those of the decode batch do."""
+        return self.decodes + self.continued
+
+    @property
     def rows(self) -> int:
         """Tokens that go through the layers."""
-        return self.decodes + (len(self.prefill.token_ids) if self.prefill else 0)
+        return self.decode_rows + (len(self.prefill.token_ids) if self.prefill else 0)
 
     @property
     def words(self) -> int:
@@ -162,14 +174,13 @@ class Update:
         if self.prefill:
             words += 3 * len(self.prefill.token_ids) + 6 * self.prefill.rows.shape[1]
             words += 2 * (self.prefill.tiles.shape[1] + len(self.prefill.ends))
-        for part in self.fallback:
-            words += 8 * len(part.slots) + 4 * len(part.masked_rows) + 64
-            words += part.rules.size if part.rules else 0
+        words += sum(part.size for part in self.fallback)
         if self.vision:
             words += 4 * len(self.vision.rows) + 64
             words += sum(2 * len(task.places) + 4 for task in self.vision.tasks)
         words += self.scores.size if self.scores else 0
         words += sum(2 * len(blocks) + 4 for blocks in self.copies)
+        words += self.deferred.size if self.deferred else 0
         return words
 
 
@@ -205,13 +216,18 @@ class HostBatch:
         self._masked_steps = 0
         """... and how many steps of this set there are until all of its rows are past
         `min_tokens`."""
+        self._constrained = ConstrainedSlots(max_num_seqs)
+        self._continued = 0
+        """Rows behind the decode batch in the step before."""
 
-    def update(self, step: Step) -> Update:
-        """Apply a step. Steps must come in order."""
+    def update(self, step: Step, masks: Int32 = NO_MASKS) -> Update:
+        """Apply a step, whose deferred rows choose under these masks, (rows, words). Steps must
+        come in order."""
         pairs: list[tuple[NDArray[np.integer], NDArray[np.integer]]] = []
         if len(step.admissions.slots):
             self.sampling.admit(step.admissions)
             self._scores.admit(step.admissions.slots, step.admissions.scores)
+            self._constrained.admit(step.admissions)
             pairs.append(self._admitted(step.admissions.slots))
             new, layout = step.admissions, self.layout
             slots = new.slots.astype(np.int64)
@@ -219,10 +235,16 @@ class HostBatch:
             pairs.append((layout.prompt_lengths + slots, new.prompt_lengths.copy()))
         if len(step.table_slots):
             pairs.append((self._table_indices(step), step.table_blocks))
-        if len(step.joins) or len(step.leaves):
-            pairs.append(self._change_rows(step))
+        step, continued = self._constrained.split(step)
+        if len(step.joins) or len(step.leaves) or len(continued.slots) or self._continued:
+            pairs.append(self._change_rows(step, continued.slots))
         decode = self._decode
         self.lengths[decode] += 1
+        self.lengths[continued.slots] = continued.starts + 1
+        if len(continued.slots):
+            # The slot may be new to it: its prompt was found in the prefix cache.
+            pairs.append((self.layout.lengths + continued.slots, continued.starts))
+            pairs.append((self.layout.last_tokens + continued.slots, continued.token_ids))
         prefill = None
         if len(step.slots):
             ends = (step.starts + step.counts).astype(np.int64)
@@ -242,7 +264,7 @@ class HostBatch:
             prefill,
             len(decode),
             fallback=fallback,
-            lengths=self._host_seq_lens(step) if self._traits.needs_host_seq_lens else NO_SEQ_LENS,
+            lengths=self._host_seq_lens(step, continued.slots),
             scores=self._scored(step, prefill),
             copies=tuple(
                 blocks.astype(np.int64)
@@ -250,19 +272,55 @@ class HostBatch:
                 for blocks in (forks.sources, forks.copies)
                 if len(blocks)
             ),
+            continued=len(continued.slots),
+            deferred=self._deferred(step, continued.slots, masks),
         )
+
+    def _deferred(self, step: Step, continued: Long, masks: Int32) -> DeferredRows | None:
+        """Return what becomes of constrained rows; None where the step has none."""
+        lasts = (np.cumsum(step.counts) - 1).astype(np.int64)
+        rows = self._constrained.among(step.slots)
+        tokens, slots = [lasts[rows]], [step.slots[rows]]
+        for forks in step.forks:
+            rows = self._constrained.among(forks.slots)
+            tokens.append(lasts[forks.rows[rows]])
+            slots.append(forks.slots[rows])
+        choosing = [deferred.slots for deferred in step.deferred]
+        prompt_rows = np.concatenate(tokens)
+        if not choosing and not len(continued) and not len(prompt_rows):
+            return None
+        prompt_slots = np.concatenate(slots).astype(np.int64)
+        choices = self._choices(np.concatenate([NO_ROWS, *choosing]), masks)
+        return DeferredRows(prompt_rows, prompt_slots, continued, choices)
+
+    def _choices(self, slots: Long, masks: Int32) -> tuple[SampledRows, ...]:
+        most, parts = self._traits.fallback_at_once, []
+        for at in range(0, len(slots), most):
+            part = slots[at : at + most]
+            rows = self.sampling.masked(self.sampling.rows(part, part), self.lengths[part])
+            singly = self._never_fused(part) | self.sampling.masking(part, self.lengths[part])
+            mine = masks[at : at + most]
+            parts.append(dataclasses.replace(rows, masks=mine, fused=not singly.any()))
+        return tuple(map(self._reaching, parts))
 
     def _scored(self, step: Step, prefill: Prefill | None) -> ScoredRows | None:
         """Return what the step scores; the set of those that decode is known by now."""
         slots, asking = self._decode, self._asking
+        for deferred in step.deferred:
+            chosen = deferred.slots.astype(np.int64)
+            asking = np.concatenate((asking, self._scores.asking(chosen) + len(slots)))
+            slots = np.concatenate((slots, chosen))
         if prefill is not None and len(ended := prefill.sampling.astype(np.int64)):
             slots = np.concatenate((ended, slots))
             asking = np.concatenate((self._scores.asking(ended), asking + len(ended)))
         return self._scores.rows(step, slots, asking)
 
-    def _host_seq_lens(self, step: Step) -> HostSeqLens:
+    def _host_seq_lens(self, step: Step, continued: Long) -> HostSeqLens:
+        if not self._traits.needs_host_seq_lens:
+            return NO_SEQ_LENS
         contexts = (step.starts + step.counts).tolist()
-        return HostSeqLens(step.counts.tolist(), contexts, self.lengths[self._decode].tolist())
+        decodes = self.lengths[np.concatenate((self._decode, continued))]
+        return HostSeqLens(step.counts.tolist(), contexts, decodes.tolist())
 
     def _admitted(self, slots: Int32) -> tuple[Int64, Int32]:
         columns = self.layout.sampling + np.arange(WORDS)[:, None] * self.layout.slots
@@ -276,14 +334,18 @@ class HostBatch:
         begins = np.cumsum(counts) - counts
         return np.repeat(firsts - begins, counts) + np.arange(len(step.table_blocks))
 
-    def _change_rows(self, step: Step) -> tuple[Int64, Long]:
-        before = len(self._decode)
-        self._decoding[step.leaves] = False
-        self._decoding[step.joins] = True
-        self._decode, self._fallback = np.flatnonzero(self._decoding), None
-        rows = np.full(max(before, len(self._decode)), self.layout.dummy, np.int64)
-        rows[: len(self._decode)] = self._decode
-        return self.layout.rows + np.arange(len(rows)), rows
+    def _change_rows(self, step: Step, continued: Long) -> tuple[Int64, Long]:
+        """Return the part of the list of rows that changes; `continued` follow the decode batch."""
+        before, first = len(self._decode) + self._continued, len(self._decode)
+        if len(step.joins) or len(step.leaves):
+            self._decoding[step.leaves] = False
+            self._decoding[step.joins] = True
+            self._decode, self._fallback, first = np.flatnonzero(self._decoding), None, 0
+        self._continued = len(continued)
+        known = np.concatenate((self._decode, continued))
+        rows = np.full(max(before, len(known)), self.layout.dummy, np.int64)
+        rows[: len(known)] = known
+        return self.layout.rows + np.arange(first, len(rows)), rows[first:]
 
     def _prefill(self, step: Step) -> Prefill:
         counts = step.counts
@@ -295,8 +357,9 @@ class HostBatch:
         tile_numbers = np.arange(len(tile_rows)) - np.repeat(np.cumsum(groups) - groups, groups)
         ends, sampling = (firsts + counts - 1)[step.samples], step.slots[step.samples]
         for forks in step.forks:
-            ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows]))
-            sampling = np.concatenate((sampling, forks.slots))
+            free = np.delete(np.arange(len(forks.slots)), self._constrained.among(forks.slots))
+            ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows[free]]))
+            sampling = np.concatenate((sampling, forks.slots[free]))
         return Prefill(
             step.token_ids.copy(),  # the record is gone when the step is launched
             positions=(np.arange(len(row_of)) + offsets).astype(np.int32),

@@ -9,6 +9,7 @@ from nanoactor.models.batch import SamplingBatch, SlotTables
 from nanoactor.models.limits import NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.models.logit_rules import TokenIds, apply_rules
 from nanoactor.models.options import FusedSampling
+from nanoactor.models.token_masks import TokenMasks
 from nanoactor.runner.graphs import PREFILL_ROWS
 from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.staging import DeviceRows
@@ -37,7 +38,7 @@ class TokenChooser:
         device, config = model.device, model.config
         self._model, self._device, self._fused = model, device, fused
         self._compares = debug and model.group.size > 1
-        self._tokens = tokens
+        self._tokens, self._masks = tokens, TokenMasks(device.torch_device)
         self._tables: SlotTables = tokens.tables
         rows = max_num_seqs + PREFILL_ROWS
         self.chosen = device.zeros(rows, dtype=torch.int32)
@@ -66,18 +67,43 @@ class TokenChooser:
         self.chosen[index] = chosen.int()
         self._tables.last_tokens[slots] = chosen.int().clamp_min(0)
 
+    def choose_from(self, states: torch.Tensor, rows: DeviceRows) -> torch.Tensor:
+        """Choose for rows whose hidden states are those of `states`, (slots, hidden), that
+        `rows.index` names; int32 (rows,)."""
+        hidden = states.index_select(0, rows.index)
+        if rows.fused and rows.masks is not None:
+            return self._choose_masked(hidden, rows.masks, rows.slots.int())
+        logits = self._model.network.logits(hidden)
+        chosen = self._sample(logits, rows).int()
+        self._tables.last_tokens[rows.slots] = chosen.clamp_min(0)
+        return chosen
+
+    def _choose_masked(
+        self, hidden: torch.Tensor, masks: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Choose by the fused sampler, int32 (rows,)."""
+        logits = self._model.whole_logits(hidden)
+        masked = self._masks.apply(logits, masks)
+        chosen = torch.empty_like(slots)
+        self._device.sample_rows(masked, slots, self._tables, self.scratch, chosen)
+        none = torch.where(logits.amax(-1).isfinite(), NOTHING_ALLOWED, NO_TOKEN).int()
+        return torch.where(masked.amax(-1).isfinite(), chosen, none)
+
     def compare(self, step: int, *chosen: torch.Tensor) -> None:
         """In debug mode raise `RanksDisagree` where another rank has chosen other tokens."""
-        if self._compares:
+        if self._compares and chosen:
             self._model.check_agreement(step, torch.cat(chosen).long())
 
     def _sample(self, logits: torch.Tensor, rows: DeviceRows) -> torch.Tensor:
-        """The chosen ids, int64 (rows,), under the rows' rules."""
+        """The chosen ids, int64 (rows,), under the rows' masks and rules."""
         batch, rules = SamplingBatch.of(self._tables, rows.slots, rows.groups), rows.rules
-        if rules is None:
+        if rules is None and rows.masks is None:
             return self._model.sample(logits, batch)
         sound = self._model.highest(logits).isfinite()
         start = self._model.network.shard.vocabulary.start
-        ruled = apply_rules(logits, rules, batch.sampling, rows.slots, self._tokens, start)
-        chosen = self._model.sample(ruled, batch)
+        if rows.masks is not None:
+            logits = self._masks.apply(logits, rows.masks, start)
+        if rules is not None:
+            logits = apply_rules(logits, rules, batch.sampling, rows.slots, self._tokens, start)
+        chosen = self._model.sample(logits, batch)
         return torch.where((chosen == NO_TOKEN) & sound, NOTHING_ALLOWED, chosen)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 from tqdm import tqdm
 
-from nanoactor.messages import Step
+from nanoactor.messages import Int32, Step
 from nanoactor.models.batch import (
     AttentionBatch,
     KVCache,
@@ -31,15 +31,16 @@ from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.runner.batch import (
     FALLBACK_AT_ONCE,
+    NO_MASKS,
     BatchTraits,
     HostBatch,
     Update,
 )
-from nanoactor.runner.choosing import TokenChooser, place
+from nanoactor.runner.choosing import TokenChooser
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.config import RankConfig
+from nanoactor.runner.deferring import DeferredChoices
 from nanoactor.runner.graphs import (
-    PREFILL_ROWS,
     CapturedSteps,
     MixedSize,
     MixedSizes,
@@ -52,6 +53,7 @@ from nanoactor.runner.pixels import NO_PIXELS, PixelsOf, with_vision
 from nanoactor.runner.protocol import Computed
 from nanoactor.runner.scoring import AT_ONCE, StepScorer
 from nanoactor.runner.staging import DevicePrefill, DeviceUpdate, DeviceVision, Staging
+from nanoactor.runner.step_choices import StepChoices
 from nanoactor.runner.threads import ThreadChoice
 from nanoactor.runner.warmup import decode_update, longest_lengths, prefill_step
 
@@ -160,7 +162,9 @@ class DeviceExecutor:
             max_num_seqs=config.max_num_seqs,
             debug=config.debug,
         )
+        self._deferred = DeferredChoices(model, self._chooser, layout.slots)
         self._scorer = StepScorer(model)
+        self._choices = StepChoices(device, self._chooser, self._deferred, self._scorer)
         self._rows = column(layout.rows)
         self._rows.fill_(layout.dummy)
         self._make_buffers()
@@ -332,10 +336,10 @@ class DeviceExecutor:
 
     # -- running --------------------------------------------------------------------------
 
-    def prepare(self, step: Step, pixels: PixelsOf = NO_PIXELS) -> Update:
+    def prepare(self, step: Step, pixels: PixelsOf = NO_PIXELS, masks: Int32 = NO_MASKS) -> Update:
         """Lay a step out; NumPy alone."""
         dropped, self._dropped = self._dropped, []
-        return with_vision(self._batch.update(step), step, pixels, dropped)
+        return with_vision(self._batch.update(step, masks), step, pixels, dropped)
 
     def drop_pixels(self, numbers: list[int]) -> None:
         """Have the next step forget what of these is half encoded; those before may add to it."""
@@ -357,8 +361,7 @@ class DeviceExecutor:
             buffers = self._free_buffers.popleft()
         else:
             buffers = InFlight.make(self._device, self._config.max_num_seqs)
-        prefill, vision = update.prefill, update.vision
-        fits = self._fitting(update)
+        vision, fits = update.vision, self._fitting(update)
         staged = self._staging.put_update(update, captured=fits is not None)
         self._staging.send()
         if fits:
@@ -373,24 +376,15 @@ class DeviceExecutor:
         self._mark(buffers.forwarded)
         if staged.copies:
             copy_blocks(self._caches, self._tokens, *staged.copies)
-        prompts = len(prefill.sampling) if prefill else 0
-        padded = PREFILL_ROWS if fits else prompts
-        for part in staged.fallback:
-            self._chooser.choose_behind(hidden, part, (prompts, padded))
-        if staged.scores and update.scores:
-            of_prompts = self._kept if fits else self._prompts
-            places, chosen = place(staged.scores.rows, (prompts, padded)), self._chooser.chosen
-            table = self._scorer.score(of_prompts, hidden, staged.scores, places, chosen)
-            buffers.take_scores(self._device, update.scores, table)
+        states = self._kept if fits else self._prompts, hidden
+        chosen = self._choices.choose(update, staged, states, buffers, captured=fits is not None)
         self._mark(buffers.sampled)
-        count, chosen = prompts + update.decodes, self._chooser.chosen
-        ended, decoded = chosen[:prompts], chosen[padded : padded + update.decodes]
-        if prompts:
-            buffers.ids[:prompts].copy_(ended, non_blocking=True)
-        if update.decodes:
-            buffers.ids[prompts:count].copy_(decoded, non_blocking=True)
+        count = 0
+        for part in chosen:
+            buffers.ids[count : count + len(part)].copy_(part, non_blocking=True)
+            count += len(part)
         buffers.end.record()
-        self._chooser.compare(update.step, ended, decoded)
+        self._chooser.compare(update.step, *chosen)
         buffers.rows, buffers.encodes = count, bool(vision and vision.tasks)
         self._prompts = None
         return _Launched(self, buffers)
@@ -400,11 +394,11 @@ class DeviceExecutor:
     ) -> torch.Tensor:
         """Hidden states of the rows that sample."""
         if staged.prefill is not None:
-            return self._mixed(staged.prefill, update.decodes, staged.seen, update.lengths)
+            return self._mixed(staged.prefill, update.decode_rows, staged.seen, update.lengths)
         if fits:
             return self._captured.mixed(fits)
-        if not update.decodes:  # a step that encodes, and nothing else
-            return self._chooser.chosen[:0]
+        if not update.decode_rows:  # a step that encodes, or chooses from what is kept
+            return self._deferred.states[:0]
         return self._decode_step(update)
 
     def _mark(self, event: TimedEvent) -> None:
@@ -413,11 +407,11 @@ class DeviceExecutor:
             event.record()
 
     def _decode_step(self, update: Update) -> torch.Tensor:
-        replayed = self._captured.decode(update.decodes, update.lengths)
+        replayed = self._captured.decode(update.decode_rows, update.lengths)
         if replayed is not None:
             return replayed
         self.uncaptured += self._captured.failed > 0
-        return self._decode(update.decodes, update.lengths)
+        return self._decode(update.decode_rows, update.lengths)
 
     def _fitting(self, update: Update) -> MixedSize | None:
         """The captured mixed step that holds this one."""

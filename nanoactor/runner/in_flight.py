@@ -6,11 +6,11 @@ import dataclasses
 
 import torch
 
-from nanoactor.messages import StepScores
 from nanoactor.models.device import Device, TimedEvent
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.protocol import Computed
 from nanoactor.runner.scored_rows import ScoredRows
+from nanoactor.scores import StepScores
 
 
 @dataclasses.dataclass(slots=True)

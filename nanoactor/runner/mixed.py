@@ -127,7 +127,7 @@ class MixedInputs:
             return None
         sees = vision is not None and vision.sees
         rows = max(prefill.rows.shape[1], len(prefill.ends))
-        return self._sizes.fit(len(prefill.token_ids), rows, update.decodes, sees=sees)
+        return self._sizes.fit(len(prefill.token_ids), rows, update.decode_rows, sees=sees)
 
     def fill(self, size: MixedSize, update: Update) -> None:
         """Queue the copy of a step's inputs."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from nanoactor.messages import Int32, Step, StepScores
+from nanoactor.messages import Int32, Step
 from nanoactor.runner.pixels import PixelsOf
+from nanoactor.scores import StepScores
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,9 +53,10 @@ class Executor(Protocol):
     encoder_pages: int
     """Of the encoder cache; 0 where the model sees nothing."""
 
-    def prepare(self, step: Step, pixels: PixelsOf) -> Any:
+    def prepare(self, step: Step, pixels: PixelsOf, masks: Int32) -> Any:
         """Lay a step out, in the order of steps, on the node's loop while the device is busy;
-        `pixels` gives those of the items that it encodes, by their numbers."""
+        `pixels` gives those of the items that it encodes, by their numbers, and `masks`, (rows,
+        words), what its deferred rows may choose."""
 
     def drop_pixels(self, numbers: list[int]) -> None:
         """Forget what of these is half encoded: no later step goes on with it."""

@@ -34,6 +34,17 @@ class SampledRows:
     masked_ids: Long
     rules: RuledRows | None = None
     """None where no row has any."""
+    masks: Int32 | None = None
+    """(rows, words): what each may choose, a bit for each id; None where none has a mask."""
+    fused: bool = False
+    """Whether the fused sampler does them all, once they are masked."""
+
+    @property
+    def size(self) -> int:
+        """At most so many int32 numbers travel to the device."""
+        words = 8 * len(self.slots) + 4 * len(self.masked_rows) + 64
+        words += self.rules.size if self.rules else 0
+        return words + (self.masks.size + 4 if self.masks is not None else 0)
 
 
 class SamplingTable:

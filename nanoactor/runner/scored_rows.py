@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.messages import Int32, ScoreRequests, Step, StepScores, TokenScores
+from nanoactor.messages import Int32, Step
 from nanoactor.runner.ruled_rows import NO_ROWS, Long
+from nanoactor.scores import ScoreRequests, StepScores, TokenScores
 
 _NOT_ASKED = -1
 

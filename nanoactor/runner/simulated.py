@@ -14,7 +14,8 @@ import time
 import numpy as np
 
 from nanoactor.actors.config import encoder_pages
-from nanoactor.messages import Int32, Step, StepScores
+from nanoactor.messages import Int32, Step
+from nanoactor.models.limits import NOTHING_ALLOWED
 from nanoactor.runner.batch import BatchTraits, HostBatch
 from nanoactor.runner.config import SIMULATED, RankConfig, check_cache
 from nanoactor.runner.pixels import PixelsOf
@@ -22,11 +23,24 @@ from nanoactor.runner.protocol import Computed
 from nanoactor.runner.ruled_rows import Long
 from nanoactor.runner.sampling_table import SampledRows
 from nanoactor.runner.scored_rows import ScoredRows
+from nanoactor.scores import StepScores
 
 _BLOCK_SIZE = 16
 # Knuth's multiplicative hash: tokens that look random, so that there is text to decode.
 _SPREAD = 2654435761
 _NO_TOKENS: Int32 = np.empty(0, np.int32)
+
+
+def _allowed(mask: Int32, wanted: int) -> int:
+    """Return an id that a mask allows and that depends on `wanted`, looking at few of its words:
+    all of them take 0.4 ms a row for 150,000 ids."""
+    words = np.flatnonzero(mask)
+    if not len(words):
+        return NOTHING_ALLOWED
+    rest, at = divmod(wanted, len(words))
+    word = int(words[at])
+    bits = np.flatnonzero(np.unpackbits(mask[word : word + 1].view(np.uint8), bitorder="little"))
+    return 32 * word + int(bits[rest % len(bits)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,12 +87,14 @@ class SimulatedExecutor:
     def drop_pixels(self, numbers: list[int]) -> None:
         """It keeps nothing of pictures."""
 
-    def prepare(self, step: Step, pixels: PixelsOf) -> _Promise:
+    def prepare(self, step: Step, pixels: PixelsOf, masks: Int32) -> _Promise:
         """Put the step behind those before it."""
-        update = self._batch.update(step)
+        update = self._batch.update(step, masks)
         begin = max(time.monotonic_ns(), self._free_at)
         self._free_at = begin + self._nanoseconds
         ids = [self._sampled(part) for part in update.fallback]
+        if update.deferred is not None:
+            ids += [self._masked(part) for part in update.deferred.choices]
         scores = () if update.scores is None else (self._scored(update.scores),)
         return _Promise(np.concatenate([*ids, _NO_TOKENS]), begin, self._free_at, scores)
 
@@ -98,6 +114,12 @@ class SimulatedExecutor:
     def _sampled(self, rows: SampledRows) -> Int32:
         batch = self._batch
         return self._tokens(batch.lengths[rows.slots], batch.sampling.seeds(rows.slots))
+
+    def _masked(self, rows: SampledRows) -> Int32:
+        """Choose of what the masks allow one that depends on the same."""
+        assert rows.masks is not None
+        pairs = zip(rows.masks, self._sampled(rows).tolist(), strict=True)
+        return np.array([_allowed(mask, wanted) for mask, wanted in pairs], np.int32)
 
     def _tokens(self, positions: Long, seeds: Long) -> Int32:
         """Tokens that depend on position and seed alone, like those of a real sampler."""

@@ -12,6 +12,7 @@ from nanoactor.models.batch import SamplingGroups
 from nanoactor.models.device import Device
 from nanoactor.models.logit_rules import LogitRules
 from nanoactor.runner.batch import Update, VisionUpdate
+from nanoactor.runner.deferred_rows import DeferredRows
 from nanoactor.runner.ruled_rows import RuledRows
 from nanoactor.runner.sampling_table import SampledRows
 from nanoactor.runner.scored_rows import ScoredRows
@@ -59,7 +60,9 @@ class Staging:
         fields = [field.name for field in dataclasses.fields(SamplingGroups)]
         groups = SamplingGroups(**{name: self.put(getattr(rows, name)) for name in fields})
         rules = self._put_rules(rows.rules) if rows.rules else None
-        return DeviceRows(self.put(rows.index), self.put(rows.slots), groups, rules)
+        masks = None if rows.masks is None else self.put(rows.masks)
+        index, slots = self.put(rows.index), self.put(rows.slots)
+        return DeviceRows(index, slots, groups, rules, masks, rows.fused)
 
     def _put_rules(self, rules: RuledRows) -> LogitRules:
         fields = [field.name for field in dataclasses.fields(LogitRules)]
@@ -70,6 +73,15 @@ class Staging:
         """Pack which rows are scored."""
         rows = (self.put(scores.prompt_rows), self.put(scores.targets), self.put(scores.rows))
         return DeviceScores(*rows, scores.most)
+
+    def put_deferred(self, rows: DeferredRows) -> DeviceDeferred:
+        """Pack what becomes of constrained rows."""
+        return DeviceDeferred(
+            self.put(rows.prompt_rows),
+            self.put(rows.prompt_slots),
+            self.put(rows.continued_slots),
+            [self.put_sampling(part) for part in rows.choices],
+        )
 
     def put_update(self, update: Update, captured: bool) -> DeviceUpdate:
         """Pack all that a step needs, but for what a captured one reads from a place of its own."""
@@ -86,6 +98,7 @@ class Staging:
             [self.put_sampling(part) for part in update.fallback],
             self.put_scores(update.scores) if update.scores else None,
             [self.put(blocks) for blocks in update.copies],
+            deferred=self.put_deferred(update.deferred) if update.deferred else None,
         )
 
     def send(self) -> None:
@@ -103,6 +116,19 @@ class DeviceRows:
     slots: torch.Tensor
     groups: SamplingGroups
     rules: LogitRules | None
+    masks: torch.Tensor | None
+    """int32 (rows, words)."""
+    fused: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceDeferred:
+    """`DeferredRows` on the device."""
+
+    prompt_rows: torch.Tensor
+    prompt_slots: torch.Tensor
+    continued_slots: torch.Tensor
+    choices: list[DeviceRows]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,6 +181,7 @@ class DeviceUpdate:
     scores: DeviceScores | None
     copies: list[torch.Tensor]
     """Blocks: from where, and to where; or nothing."""
+    deferred: DeviceDeferred | None
 
 
 _TORCH = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}

@@ -29,6 +29,7 @@ def admissions(slots: Int32, **sampling: float) -> Admissions:
         prompt_lengths=whole,
         rule_rows=_NONE,
         rules=(),
+        constrained=_NONE,
     )
 
 

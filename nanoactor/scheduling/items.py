@@ -12,7 +12,15 @@ import numpy as np
 from nanoactor.errors import ProtocolBug
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.budget import PageBudget
-from nanoactor.vision.messages import EncoderCredits, EncodeSlices, Items, Unwant, Want
+from nanoactor.scheduling.edges import BLOCKS, VISION, Send
+from nanoactor.vision.messages import (
+    DropPixels,
+    EncoderCredits,
+    EncodeSlices,
+    Items,
+    Unwant,
+    Want,
+)
 from nanoactor.vision.units import EncoderLimits, EncodeUnits
 
 
@@ -228,6 +236,17 @@ class ItemBook:
             del self._by_pixels[work.pixels]
             work.pixels, work.source = 0, -1
             work.planned = work.units.whole(work.planned)
+
+    def flush(self) -> list[Send]:
+        """Return what is to be told of pixels that are wanted, and of those that are not any
+        more."""
+        out: list[Send] = [(VISION.format(worker), message) for worker, message in self.out]
+        if self.drops:
+            pixels, numbers = zip(*self.drops, strict=True)
+            drop = DropPixels(np.array(pixels, np.int64), np.array(numbers, np.int64))
+            out.append((BLOCKS, drop))
+        self.out, self.drops = [], []
+        return out
 
     # -- pixels come, and are encoded -----------------------------------------------------
 

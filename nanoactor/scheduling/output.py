@@ -5,22 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.messages import (
-    Finish,
-    Int32,
-    Int64,
-    RequestScores,
-    StepDone,
-    Tokens,
-    TokenScores,
-)
+from nanoactor.messages import Finish, Int32, Int64, StepDone, Tokens
 from nanoactor.runtime.codec import copied
+from nanoactor.scheduling.ends import End
 from nanoactor.scheduling.ids import StopIds
 from nanoactor.scheduling.plan_builder import PlannedStep, as_int32, as_int64
 from nanoactor.scheduling.queues import RunningBatch
-from nanoactor.scheduling.sequence import End, Phase, Sequence
+from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.scheduling.statistics import SchedulerStatistics
 from nanoactor.scheduling.table import DecodeBatch
+from nanoactor.scores import RequestScores, TokenScores
 
 _NOTHING = (as_int64(()), as_int32(()), as_int32(()))
 
@@ -44,6 +38,7 @@ class OutputBuffer:
             runs = [(c.sequence, True, c.scores[1]) for c in done.chunks if c.scores[1]]
             samplers = [chunk.sequence for chunk in done.last_chunks]
             samplers += self._running.owners(done.decode_batch.slots)
+            samplers += [row.sequence for row in done.deferred]
             runs += [(samplers[row], False, 1) for row in found.rows.tolist()]
             alive = [sequence.phase is not Phase.FINISHED for sequence, _, _ in runs]
             counts = [count for _, _, count in runs]
@@ -64,8 +59,14 @@ class OutputBuffer:
         prompted = [chunk.sequence for chunk in done.last_chunks]
         firsts = tokens[: len(prompted)].tolist()
         due = self._take_singly(prompted, firsts)
-        slots, tokens, due_decodes = self._take_decodes(done.decode_batch, tokens[len(prompted) :])
-        held = [(s.slot, token) for s, token in zip(prompted, firsts, strict=True) if s.slot >= 0]
+        decodes = len(prompted) + len(done.decode_batch.slots)
+        deferred, lasts = [row.sequence for row in done.deferred], tokens[decodes:].tolist()
+        due += self._take_singly(deferred, lasts)
+        slots, tokens, due_decodes = self._take_decodes(
+            done.decode_batch, tokens[len(prompted) : decodes]
+        )
+        singly = zip([*prompted, *deferred], [*firsts, *lasts], strict=True)
+        held = [(sequence.slot, token) for sequence, token in singly if sequence.slot >= 0]
         if held:
             slots = np.concatenate((as_int32(slot for slot, _ in held), slots))
             tokens = np.concatenate((as_int32(token for _, token in held), tokens))
@@ -77,9 +78,21 @@ class OutputBuffer:
             if sequence.phase is Phase.FINISHED:
                 self._statistics.overruns += 1
                 continue
-            index = sequence.append(token)
-            self._new.append((as_int64([sequence.uid]), as_int32([index]), as_int32([token])))
+            self.append(sequence, token)
         return [s for s in sequences if s.phase is not Phase.FINISHED]
+
+    def append(self, sequence: Sequence, token: int) -> None:
+        """Append a token that no step has chosen."""
+        index = sequence.append(token)
+        self._new.append((as_int64([sequence.uid]), as_int32([index]), as_int32([token])))
+
+    def append_run(self, sequence: Sequence, run: Int32) -> tuple[int, End | None]:
+        """Append tokens up to one that ends the sequence: (how many, that end)."""
+        for count, token in enumerate(run.tolist(), 1):
+            self.append(sequence, token)
+            if (end := sequence.end_reached()) is not None:
+                return count, end
+        return len(run), None
 
     def _take_decodes(
         self, batch: DecodeBatch, tokens: Int32

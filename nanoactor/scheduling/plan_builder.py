@@ -10,18 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.messages import (
-    Admissions,
-    Forks,
-    Int32,
-    Int64,
-    Plan,
-    ScoredChunks,
-    ScoreRequests,
-)
+from nanoactor.grammar.messages import DeferredSamples
+from nanoactor.messages import Admissions, Forks, Int32, Int64, Plan
 from nanoactor.models.columns import WORDS
 from nanoactor.scheduling.sequence import Sequence
 from nanoactor.scheduling.table import DecodeBatch
+from nanoactor.scores import ScoredChunks, ScoreRequests
 from nanoactor.vision.messages import EncodeSlices
 
 
@@ -34,9 +28,14 @@ class PrefillChunk(NamedTuple):
     start: int
     length: int
     is_last: bool
-    """Whether it ends what is to be prefilled, so that a token is sampled."""
+    """Whether it ends what is to be prefilled."""
     scores: tuple[int, int] = (0, 0)
     """The first position whose successor is scored, and how many positions."""
+
+    @property
+    def samples(self) -> bool:
+        """Tell whether a token is sampled behind it."""
+        return self.is_last and not self.sequence.is_constrained
 
 
 class Fork(NamedTuple):
@@ -48,11 +47,19 @@ class Fork(NamedTuple):
     """It computes nothing, and samples."""
 
 
+class Deferred(NamedTuple):
+    """A constrained sequence that chooses a token, and its slot when the step is planned."""
+
+    sequence: Sequence
+    slot: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedStep:
     """The content of a step: chunks of prompts, then one position of each slot that decodes.
 
-    It brings a token for each of `last_chunks`, then one for each of the decode batch.
+    It brings a token for each of `last_chunks`, one for each of the decode batch, then one for each
+    of `deferred`.
     """
 
     step: int
@@ -60,11 +67,17 @@ class PlannedStep:
     decode_batch: DecodeBatch
     slices: EncodeSlices | None = None
     forks: Sequence_[Fork] = ()
+    deferred: Sequence_[Deferred] = ()
 
     @property
     def last_chunks(self) -> list[PrefillChunk]:
-        """The chunks that end a prompt, then the copies of such."""
-        return [chunk for chunk in self.chunks if chunk.is_last] + [f.copy for f in self.forks]
+        """The chunks behind which a token is sampled, then the copies of such."""
+        return [chunk for chunk in self.beginners if chunk.samples]
+
+    @property
+    def sampling(self) -> int:
+        """Return how many tokens it brings."""
+        return len(self.last_chunks) + len(self.decode_batch.slots) + len(self.deferred)
 
     @property
     def beginners(self) -> list[PrefillChunk]:
@@ -81,7 +94,8 @@ class PlannedStep:
         """Tell whether it computes anything of whoever had this slot then."""
         if self.decode_batch.members[slot]:
             return True
-        return any(chunk.slot == slot for chunk in self.beginners)
+        slots = [chunk.slot for chunk in self.beginners] + [row.slot for row in self.deferred]
+        return slot in slots
 
 
 def as_int32(values: Iterable[int]) -> Int32:
@@ -121,6 +135,7 @@ class PlanBuilder:
             slices=() if planned.slices is None else (planned.slices,),
             scored=_scored(planned.chunks),
             forks=_forks(planned.forks) if planned.forks else (),
+            deferred=_deferred(planned.deferred) if planned.deferred else (),
         )
 
     def _changes(self, batch: DecodeBatch) -> tuple[Int32, Int32]:
@@ -137,7 +152,7 @@ def _rows(chunks: list[PrefillChunk]) -> tuple[Int32, Int32, Int32, NDArray[np.b
         as_int32(chunk.slot for chunk in chunks),
         as_int32(chunk.start for chunk in chunks),
         as_int32(chunk.length for chunk in chunks),
-        np.array([chunk.is_last for chunk in chunks], np.bool_),
+        np.array([chunk.samples for chunk in chunks], np.bool_),
     )
 
 
@@ -158,6 +173,16 @@ def _forks(forks: Sequence_[Fork]) -> tuple[Forks, ...]:
             uids=as_int64(copy.sequence.uid for copy in copies),
             sources=_NOTHING,
             copies=_NOTHING,
+        ),
+    )
+
+
+def _deferred(rows: Sequence_[Deferred]) -> tuple[DeferredSamples, ...]:
+    return (
+        DeferredSamples(
+            as_int32(row.slot for row in rows),
+            as_int64(row.sequence.uid for row in rows),
+            as_int32(row.sequence.length for row in rows),
         ),
     )
 
@@ -183,6 +208,7 @@ def _admissions(sequences: list[Sequence]) -> Admissions:
         prompt_lengths=as_int32(s.prompt_length for s in sequences),
         rule_rows=as_int32(row for row, s in enumerate(sequences) if s.rules),
         rules=tuple(rules for s in sequences for rules in s.rules),
+        constrained=as_int32(row for row, s in enumerate(sequences) if s.is_constrained),
         scores=_score_requests(sequences),
     )
 

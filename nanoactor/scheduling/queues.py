@@ -104,6 +104,8 @@ class RunningBatch:
         """By priority."""
         self._prefills: list[Sequence] = []
         """Those of them that have positions left to prefill."""
+        self.constrained: list[Sequence] = []
+        """Those of them that choose under masks."""
         self._owners: dict[int, Sequence] = {}
         """Who holds, or held last, each slot: results in flight still find whose they are."""
 
@@ -136,7 +138,11 @@ class RunningBatch:
 
     def rows(self, planned: PlannedStep) -> list[Sequence]:
         """Return all sequences with a row in a step that is planned and not done."""
-        return [c.sequence for c in planned.beginners] + self.owners(planned.decode_batch.slots)
+        return [
+            *(chunk.sequence for chunk in planned.beginners),
+            *self.owners(planned.decode_batch.slots),
+            *(choice.sequence for choice in planned.deferred),
+        ]
 
     def enter(self, sequence: Sequence, slot: int, blocks: int) -> None:
         """Give a sequence a slot and so many blocks."""
@@ -147,7 +153,10 @@ class RunningBatch:
             limit=sequence.limit,
             tokens=sequence.kept,
             blocks=blocks,
+            constrained=sequence.is_constrained,
         )
+        if sequence.is_constrained:
+            self.constrained.append(sequence)
         sequence.slot, sequence.shared = slot, 0
         sequence.introduced = False
         self._owners[slot] = sequence
@@ -166,29 +175,54 @@ class RunningBatch:
         self._sequences.remove(sequence)
         if sequence in self._prefills:
             self._prefills.remove(sequence)
+        if sequence.is_constrained:
+            self.constrained.remove(sequence)
         sequence.kept = sequence.tokens.copy()
         self.table.leave(sequence.slot)
         sequence.slot, sequence.starved_since = -1, 0
 
+    @property
+    def starving(self) -> list[Sequence]:
+        """Constrained ones that need a block."""
+        return [sequence for sequence in self.constrained if sequence.is_starving]
+
+    def resume(self, sequence: Sequence) -> None:
+        """Have the positions of a constrained sequence's new tokens be computed."""
+        if sequence.slot >= 0 and sequence not in self._prefills:
+            bisect.insort(self._prefills, sequence, key=lambda s: s.priority_key)
+
     def choose_chunks(self, budget: int) -> list[PrefillChunk]:
-        """Have a step compute at most `budget` positions of prompts, by priority."""
-        chunks: list[PrefillChunk] = []
+        """Have a step compute at most `budget` positions: of constrained outputs, at least one of
+        each, then of prompts, by priority. The prompts' chunks come first."""
+        continued = [s for s in self.prefilling if s.continues and s.reach > s.scheduled]
+        outputs: list[PrefillChunk] = []
+        for index, sequence in enumerate(continued):
+            others = len(continued) - 1 - index
+            outputs += (chunk := self._chunk(sequence, budget - others))
+            budget -= sum(each.length for each in chunk)
+        prompts: list[PrefillChunk] = []
         for sequence in self._prefills:
             if budget <= 0:
                 break
-            if sequence.phase is Phase.RUNNING:
-                slot, start = sequence.slot, sequence.scheduled
-                length = min(budget, sequence.reach - start)
-                if not length:  # a picture is not encoded yet
-                    continue
-                self.table.prefill(slot, length)
-                budget -= length
-                is_last = start + length == sequence.target
-                scores = sequence.score_before(start + length)
-                chunks.append(PrefillChunk(sequence, slot, start, length, is_last, scores))
-        if chunks:
+            if not sequence.continues:
+                prompts += (chunk := self._chunk(sequence, budget))
+                budget -= sum(each.length for each in chunk)
+        if prompts or outputs:
             self._prefills = [s for s in self._prefills if s.scheduled < s.target]
-        return chunks
+        return prompts + outputs
+
+    def _chunk(self, sequence: Sequence, most: int) -> list[PrefillChunk]:
+        """Have a step compute so many positions of a sequence at most, if it can compute any."""
+        if sequence.phase is not Phase.RUNNING:
+            return []
+        slot, start = sequence.slot, sequence.scheduled
+        length = min(most, sequence.reach - start)
+        if not length:  # a picture is not encoded yet, or there is no block
+            return []
+        self.table.prefill(slot, length)
+        is_last = start + length == sequence.target
+        scores = sequence.score_before(start + length)
+        return [PrefillChunk(sequence, slot, start, length, is_last, scores)]
 
     def is_about_to_compute_for(self, head: Sequence) -> bool:
         """Tell whether the next block of a prompt under way is one that `head` could share."""

@@ -28,7 +28,7 @@ class Results(NamedTuple):
 
 def check_due(due: PlannedStep | None, event: StepDone, running: RunningBatch) -> PlannedStep:
     """Return the oldest step in flight. Raises `ProtocolBug` where it is not the one done."""
-    samplers = len(due.last_chunks) + len(due.decode_batch.slots) if due else 0
+    samplers = due.sampling if due else 0
     if due is None or due.step != event.step or samplers != len(event.token_ids):
         rows = running.rows(due) if due else []
         raise ProtocolBug(
@@ -51,13 +51,20 @@ def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Res
     rows = [(chunk.sequence, chunk.slot, chunk.start) for chunk in last]
     for sequence, slot in zip(running.owners(decodes), decodes.tolist(), strict=True):
         rows.append((sequence, slot, sequence.length - 1))
+    rows += [(row.sequence, row.slot, row.sequence.length - 1) for row in done.deferred]
     failed = [rows[row] for row in event.failed.tolist()]
     kept = np.ones(len(tokens), np.bool_)
     kept[event.failed] = kept[event.choiceless] = False
+    first = len(last) + len(decodes)
     rest = PlannedStep(
         done.step,
         [chunk for chunk, keep in zip(last, kept, strict=False) if keep],
-        running.table.batch_of(decodes[kept[len(last) :]]),
+        running.table.batch_of(decodes[kept[len(last) : first]]),
+        deferred=[
+            row
+            for row, keep in zip(done.deferred, kept[-len(done.deferred) :], strict=False)
+            if keep
+        ],
     )
     return Results(
         rest,

@@ -17,10 +17,17 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
+from nanoactor.grammar.messages import (
+    ForcedTokens,
+    GrammarsFailed,
+    KnownTokens,
+    MaskClock,
+    MasksReady,
+)
 from nanoactor.messages import (
     Abort,
     Admit,
@@ -37,6 +44,10 @@ from nanoactor.messages import (
 )
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.budget import BlockBudget
+from nanoactor.scheduling.config import SchedulerConfig
+from nanoactor.scheduling.constraints import Constraints
+from nanoactor.scheduling.edges import BLOCKS, TEXT, Send
+from nanoactor.scheduling.ends import CHOICELESS, CHOICELESS_UNDER_GRAMMAR, NO_MASK, TAINTED, End
 from nanoactor.scheduling.forking import Forking
 from nanoactor.scheduling.ids import SeenNumbers
 from nanoactor.scheduling.items import ItemBook
@@ -45,48 +56,15 @@ from nanoactor.scheduling.plan_builder import (
     PlanBuilder,
     PlannedStep,
     as_int32,
-    as_int64,
 )
 from nanoactor.scheduling.queues import RunningBatch, WaitingLine
 from nanoactor.scheduling.results import check_due, split_rows
-from nanoactor.scheduling.sequence import End, Phase, Sequence
+from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.scheduling.statistics import SchedulerStatistics
 from nanoactor.scheduling.table import DecodeBatch
-from nanoactor.vision.messages import DropPixels, ItemsFailed, ItemsReady
-from nanoactor.vision.units import NO_ENCODER, EncoderLimits
+from nanoactor.vision.messages import ItemsFailed, ItemsReady
 
 _NO_TOKENS = as_int32(())
-_TAINTED = End(
-    "failed",
-    error="the computation of another request failed, and this one had read from the prefix cache "
-    "what that one computed; send it again",
-)
-_CHOICELESS = End(
-    "error", error="allowed_token_ids, bad_words and min_tokens together leave no token to choose"
-)
-BLOCKS, TEXT, VISION = "blocks", "detokenizer", "vision.{}"
-Send = tuple[str, Any]
-"""An edge (`BLOCKS`, `TEXT`, or `VISION` of a worker) and the message to send on it."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """The limits that plans keep."""
-
-    blocks: int
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    """At least `max_num_seqs`, so that every running sequence fits into every step."""
-    max_model_len: int
-    depth: int = 2
-    """How many steps may be planned and not done."""
-    plan_lead: Literal["eager", "late"] = "eager"
-    """Plan as soon as the depth allows, or when the runner says that it is about to run dry."""
-    prefix_caching: bool = True
-    priority_window: int = 1000
-    """How many later requests a difference of 1 in priority may let pass."""
-    encoder: EncoderLimits = NO_ENCODER
 
 
 class Scheduler:
@@ -97,6 +75,7 @@ class Scheduler:
         self.statistics = SchedulerStatistics()
         self.budget = BlockBudget(config.blocks, config.max_num_seqs)
         self.items = ItemBook(config.encoder)
+        self.constraints = Constraints(config.ranks, config.jump_forward)
         self.live: dict[int, Sequence] = {}
         self._waiting = WaitingLine()
         self._running = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size)
@@ -134,11 +113,14 @@ class Scheduler:
 
     def _process(self, event: Any) -> None:
         self.HANDLERS[type(event)](self, event)
+        for sequence, run in self.constraints.take_runs(self._running.constrained):
+            self._jump(sequence, run)
         self._flush_frees()
         self._admit_waiting()
         while self._may_plan() and self._plan():
             self._admit_waiting()
-        self._flush_items()
+        self._out += self.items.flush()
+        self._out += self.constraints.flush()
         if (tokens := self._output.flush(self._completed)) is not None:
             self._out.append((TEXT, tokens))
 
@@ -203,6 +185,7 @@ class Scheduler:
         phase = sequence.phase
         sequence.phase = Phase.FINISHED
         del self.live[sequence.uid]
+        self.constraints.close(sequence.uid)
         if phase is Phase.FOLLOWING:
             sequence.family.followers.remove(sequence)
             return
@@ -221,17 +204,8 @@ class Scheduler:
         sequence.family.leave(sequence)
         self._running.leave(sequence)
 
-    def _flush_items(self) -> None:
-        """Tell of pixels that are wanted, and of those that are not any more."""
-        self._out += [(VISION.format(worker), message) for worker, message in self.items.out]
-        self.items.out = []
-        if self.items.drops:
-            pixels, numbers = zip(*self.items.drops, strict=True)
-            self._out.append((BLOCKS, DropPixels(as_int64(pixels), as_int64(numbers))))
-            self.items.drops = []
-
     def _flush_frees(self) -> None:
-        self._flush_items()
+        self._out += self.items.flush()
         if self._to_free:
             self._out.append((BLOCKS, Free(as_int32(self._to_free), fence=self._planned)))
             self._to_free = []
@@ -251,7 +225,7 @@ class Scheduler:
         for uid in event.tainted.tolist():
             # What it has read its copies have; they may have been planned after that was found.
             for sequence in [s for s in self.live.values() if s.has_blocks_of(uid)]:
-                self._fail(sequence, _TAINTED)
+                self._fail(sequence, TAINTED)
 
     def _answer_match(
         self, sequence: Sequence, hit: int, item_answer: tuple[list[int], list[int]]
@@ -294,7 +268,8 @@ class Scheduler:
         up to one for each running sequence, keep the next preemption from following at once.
         """
         _, starving = self._table.demand()
-        return int(np.count_nonzero(starving)) + min(len(self._running), self.config.blocks // 64)
+        needed = int(np.count_nonzero(starving)) + len(self._running.starving)
+        return needed + min(len(self._running), self.config.blocks // 64)
 
     def _match(self, sequence: Sequence, need: int) -> None:
         self.budget.debit(need)
@@ -302,6 +277,7 @@ class Scheduler:
         sequence.unanswered += 1
         self._running.enter(sequence, self.budget.take_slot(), need)
         self.items.note_match(sequence)
+        self.constraints.open(sequence)
         items = () if sequence.items is None else (sequence.items.message,)
         match = Match(
             sequence.uid,
@@ -385,13 +361,16 @@ class Scheduler:
         decodes = len(decode_batch.slots)
         slices = self.items.choose(self._running.prefilling) if self.items.works else None
         chunks = self._running.choose_chunks(self.config.max_num_batched_tokens - decodes)
-        if not decodes and not chunks and slices is None:
+        deferred = self.constraints.choose(self._running.constrained, self._planned + 1)
+        if not decodes and not chunks and slices is None and not deferred:
             return False
         self._planned += 1
         for chunk in chunks:
             self.items.advance(chunk.sequence)
         forks = self._forking.fork(chunks, self.items.budget.credits, self._reserve)
-        planned = PlannedStep(self._planned, chunks, decode_batch, slices, forks)
+        for fork in forks:
+            self.constraints.open(fork.copy.sequence)
+        planned = PlannedStep(self._planned, chunks, decode_batch, slices, forks, deferred)
         self._in_flight.append(planned)
         self._out.append((BLOCKS, self._plan_builder.build(planned, grown)))
         self.statistics.count_step(sum(chunk.length for chunk in chunks), decodes, sitting_out)
@@ -400,15 +379,18 @@ class Scheduler:
     def _choose_decodes(self) -> tuple[DecodeBatch, list[Sequence], int]:
         """Return what decodes, who of it gets one more block, and how many sit this step out."""
         table = self._table
+        constrained = self._running.starving
+        if constrained:
+            table.interrupt()
         if (same := table.decode_again()) is not None:
             return same, [], 0
         grown: list[Sequence] = []
         ready, starving = table.demand()
-        if starving.any():
-            grown = self._feed(self._running.owners(np.flatnonzero(starving)))
+        if constrained or starving.any():
+            grown = self._feed([*self._running.owners(np.flatnonzero(starving)), *constrained])
             ready, starving = table.demand()
-        sitting_out = int(np.count_nonzero(starving))
-        batch = table.decode(np.flatnonzero(ready), all_fed=not sitting_out)
+        sitting_out = int(np.count_nonzero(starving)) + len(self._running.starving)
+        batch = table.decode(np.flatnonzero(ready), all_fed=not starving.any())
         return batch, grown, sitting_out
 
     # -- results --------------------------------------------------------------------------
@@ -425,18 +407,41 @@ class Scheduler:
         for sequence, error in zip(results.failed, event.errors, strict=True):
             self._fail(sequence, End("failed", error=error))
         for sequence in results.choiceless:
-            self._fail(sequence, _CHOICELESS)
+            self._fail(sequence, CHOICELESS_UNDER_GRAMMAR if sequence.grammar else CHOICELESS)
         self._unsettled += bool(results.failed)
         self._output.take_scores(planned, event)
         slots, tokens, candidates = self._output.take(results.done, results.tokens)
         for sequence in candidates:
             if (end := sequence.end_reached()) is not None:
                 self._end(sequence, end)
+        self._go_on([row.sequence for row in results.done.deferred])
         failed = results.failed_slots, results.failed_from
         self._out.append((BLOCKS, SampledTokens(event.step, slots, tokens, *failed)))
 
-    def _on_items_ready(self, event: ItemsReady) -> None:
-        self.items.note_ready(event.rank, event.pixels.tolist())
+    def _go_on(self, chosen: list[Sequence]) -> None:
+        """Have the next position of each of these be computed, and its mask be made."""
+        living = [sequence for sequence in chosen if sequence.phase is not Phase.FINISHED]
+        for sequence in living:
+            self._running.resume(sequence)
+        self.constraints.note_tokens(living)
+
+    def _jump(self, sequence: Sequence, run: Int32) -> None:
+        """Append tokens that are forced, as far as they do not end it."""
+        taken, end = self._output.append_run(sequence, run)
+        known = as_int32([sequence.slot]), as_int32([taken]), run[:taken]
+        self._out.append((BLOCKS, KnownTokens(*known)))
+        self._running.resume(sequence)
+        if end is not None:
+            self._end(sequence, end)
+
+    def _on_grammars_failed(self, event: GrammarsFailed) -> None:
+        for uid, error in zip(event.uids.tolist(), event.errors, strict=True):
+            if (sequence := self.live.get(uid)) is not None:
+                self._end(sequence, End("error", error=error))
+
+    def _on_mask_clock(self, event: MaskClock) -> None:
+        for uid in self.constraints.tick():
+            self._fail(self.live[uid], NO_MASK)
 
     def _on_items_failed(self, event: ItemsFailed) -> None:
         for pixels, error in zip(event.pixels.tolist(), event.errors, strict=True):
@@ -451,8 +456,10 @@ class Scheduler:
 
     @property
     def is_waiting(self) -> bool:
-        """Tell whether there are sequences, and neither a step is under way nor are pixels."""
-        return bool(self.live) and not self._in_flight and not self.items.wanted
+        """Tell whether there are sequences, and nothing that they need is under way: no step, no
+        pixels, no mask."""
+        waits = self.items.wanted or self.constraints.waits
+        return bool(self.live) and not self._in_flight and not waits
 
     def figures(self) -> dict[str, Any]:
         """Return what was counted since the start, and what waits, runs and is held now."""
@@ -465,6 +472,7 @@ class Scheduler:
             "credits": self.budget.credits,
             "blocks": self.config.blocks,
             "items_encoded": self.items.encoded,
+            **self.constraints.figures(),
         }
 
     def check_idle(self) -> None:
@@ -472,6 +480,7 @@ class Scheduler:
         if not self.live and not self._in_flight and self.budget.oldest_unanswered is None:
             self.budget.check_idle()
             self.items.check_idle()
+            self.constraints.check_idle()
 
     HANDLERS: ClassVar[Mapping[type, Callable[[Scheduler, Any], None]]] = {
         Admit: _on_admit,
@@ -481,7 +490,11 @@ class Scheduler:
         Credits: _on_credits,
         StepDone: _on_step_done,
         StepWanted: _on_step_wanted,
-        ItemsReady: _on_items_ready,
+        MasksReady: lambda self, event: self.constraints.note_ready(event),
+        ForcedTokens: lambda self, event: self.constraints.note_forced(event),
+        GrammarsFailed: _on_grammars_failed,
+        MaskClock: _on_mask_clock,
+        ItemsReady: lambda self, event: self.items.note_ready(event.rank, event.pixels.tolist()),
         ItemsFailed: _on_items_failed,
     }
     """All events that there are, and what handles each."""

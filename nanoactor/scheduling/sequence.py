@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from nanoactor.messages import Admit, Int32, Stopping, TokenRules
 from nanoactor.models.columns import rows_of
 from nanoactor.runtime.codec import copied
+from nanoactor.scheduling.ends import End
 from nanoactor.scheduling.family import Family
 from nanoactor.scheduling.items import SequenceItems
 from nanoactor.scheduling.table import RunningTable
@@ -31,15 +31,6 @@ class Phase(enum.Enum):
     """Has a slot and its credits; the block manager's answer is under way."""
     RUNNING = "running"
     FINISHED = "finished"
-
-
-class End(NamedTuple):
-    """The reason why a request is over, in the terms of `Finish`."""
-
-    reason: str
-    stop_reason: int | None = None
-    error: str = ""
-    hide_last: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -70,6 +61,10 @@ class Sequence:
     """How many of the prompt's positions were scored by planned steps, or need not be: what was
     told once is not told again."""
     rules: tuple[TokenRules, ...] = ()
+    grammar: str = ""
+    """What its output must look like, see `GrammarSpec`; empty: anything."""
+    asked: int = -1
+    """The last position for which a planned step chooses under a mask."""
     lent: int = 0
     """How many of its leading blocks other answers to its request may hold too."""
     phase: Phase = Phase.WAITING
@@ -128,10 +123,22 @@ class Sequence:
                 prompt_logprobs=event.prompt_logprobs if uid == event.uid else -1,
                 scored=0 if event.prompt_logprobs >= 0 and uid == event.uid else last,
                 rules=rules,
+                grammar=event.grammar,
                 items=SequenceItems.of(event.items[0], limits) if event.items else None,
             )
             for uid, sampling in zip(family.uids, samplings, strict=True)
         ]
+
+    @property
+    def is_constrained(self) -> bool:
+        """Tell whether its tokens are chosen under masks: then it never decodes, and each position
+        is computed when its token is known."""
+        return bool(self.grammar)
+
+    @property
+    def continues(self) -> bool:
+        """Tell whether positions of its output are computed like a prompt's."""
+        return self.is_constrained and self.scheduled >= self.prompt_length
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -155,9 +162,21 @@ class Sequence:
 
     @property
     def reach(self) -> int:
-        """Up to where it can be prefilled now, as far as its pictures are encoded."""
+        """Up to where it can be prefilled now, as far as its pictures are encoded, and it has
+        blocks."""
         target = self.target
+        if self.is_constrained:
+            target = min(target, int(self.table.room[self.slot]))
         return target if self.items is None else self.items.reach(self.scheduled, target)
+
+    @property
+    def is_starving(self) -> bool:
+        """Tell whether it is constrained, and needs a block for its next position."""
+        return (
+            self.is_constrained
+            and self.phase is Phase.RUNNING
+            and self.scheduled == int(self.table.room[self.slot]) < self.target
+        )
 
     @property
     def pages(self) -> int:

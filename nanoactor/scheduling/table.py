@@ -31,6 +31,8 @@ class RunningTable:
         self.held = np.zeros(slots, np.bool_)
         self.running = np.zeros(slots, np.bool_)
         """Held, and its match is answered."""
+        self.constrained = np.zeros(slots, np.bool_)
+        """Never in a decode batch."""
         self.uids = np.zeros(slots, np.int64)
         self.prompts = np.zeros(slots, np.int64)
         """Length of the prompt: where output begins."""
@@ -54,7 +56,15 @@ class RunningTable:
         self._columns: BatchColumns | None = None
 
     def enter(
-        self, slot: int, *, uid: int, prompt_length: int, limit: int, tokens: Int32, blocks: int
+        self,
+        slot: int,
+        *,
+        uid: int,
+        prompt_length: int,
+        limit: int,
+        tokens: Int32,
+        blocks: int,
+        constrained: bool = False,
     ) -> None:
         """Give a slot to a sequence; all of its known tokens are to be prefilled.
 
@@ -62,6 +72,7 @@ class RunningTable:
         is how many blocks it holds.
         """
         self.held[slot], self.running[slot] = True, False
+        self.constrained[slot] = constrained
         self.uids[slot], self.prompts[slot], self.limits[slot] = uid, prompt_length, limit
         self.targets[slot] = self.known[slot] = len(tokens)
         self.room[slot], self._scheduled[slot] = blocks * self._block_size, 0
@@ -73,6 +84,9 @@ class RunningTable:
 
     def leave(self, slot: int) -> None:
         """Take a slot back from its sequence."""
+        if self.constrained[slot]:  # no decode batch has it
+            self.held[slot] = self.running[slot] = False
+            return
         self._catch_up()
         self._steady = 0
         self.held[slot] = self.running[slot] = False
@@ -100,6 +114,7 @@ class RunningTable:
         """
         scheduled = self.scheduled
         able = self.running & (scheduled >= self.targets) & (scheduled + 2 <= self.limits)
+        able &= ~self.constrained
         starving = able & (scheduled == self.room)
         return able ^ starving, starving
 
@@ -113,8 +128,13 @@ class RunningTable:
 
     def prefill(self, slot: int, count: int) -> None:
         """Compute so many more positions of a prompt; its slot may decode in the next step."""
-        self._steady = 0
+        if not self.constrained[slot]:
+            self._steady = 0
         self._scheduled[slot] += count
+
+    def interrupt(self) -> None:
+        """Have the next decode batch be chosen anew."""
+        self._steady = 0
 
     def decode_again(self) -> DecodeBatch | None:
         """Decode the batch of the step before, one position further; None where it may differ.
@@ -175,10 +195,13 @@ class RunningTable:
         return columns
 
     def append_one(self, slot: int, token: int) -> None:
-        """Append a token to one slot."""
-        self._columns = None
+        """Append a token to one slot; a constrained one computes its position next."""
         self.tokens[slot, self.known[slot]] = token
         self.known[slot] += 1
+        if self.constrained[slot]:
+            self.targets[slot] = self.known[slot]
+        else:
+            self._columns = None
 
 
 @dataclasses.dataclass(slots=True)

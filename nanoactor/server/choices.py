@@ -79,12 +79,15 @@ class ChatChoice:
         tools: ToolCallParser | None,
         one_call: bool = False,
         logprobs: ChatLogprobs | None = None,
+        *,
+        named_call: bool = False,
     ) -> None:
         """Without a parser, what it would find stays in the content; with `one_call` calls after
-        the first are dropped."""
+        the first are dropped. `named_call`: the request has named the function to call."""
         self.logprobs = logprobs
         self.mute = False
         self._one_call = one_call
+        self._named_call = named_call
         self._index = index
         self._reasoning = reasoning
         self._tools = tools
@@ -122,7 +125,10 @@ class ChatChoice:
         if self._tools is not None:
             pieces += self._tools.finish()
         deltas = self._deltas(thoughts, pieces)
-        self._reason = "tool_calls" if self._calls and reason == "stop" else reason
+        # As in OpenAI's API: who has named a function does not read from the reason that one is
+        # called.
+        says_calls = self._calls and reason == "stop" and not self._named_call
+        self._reason = "tool_calls" if says_calls else reason
         return self._scored([*deltas, self._member({}, self._reason)])
 
     def _scored(self, deltas: list[Delta]) -> list[Delta]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +13,14 @@ from aiohttp import web
 
 from nanoactor.engine import AsyncLLM, Prompt
 from nanoactor.errors import InvalidRequest
-from nanoactor.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanoactor.grammar.spec import Thoughts
 from nanoactor.request import Request
+from nanoactor.server.answer import Answer, Echoed, event
 from nanoactor.server.choices import ChatChoice, Choice, Delta, TextChoice
 from nanoactor.server.context import context_of, json_response
-from nanoactor.server.errors import context_length_exceeded, invalid, unavailable
+from nanoactor.server.errors import context_length_exceeded, invalid
 from nanoactor.server.http import HttpFrontend
-from nanoactor.server.logprobs import ChatLogprobs, TextLogprobs, of_prompt
+from nanoactor.server.logprobs import ChatLogprobs, TextLogprobs
 from nanoactor.server.media import MediaLoader
 from nanoactor.server.metrics import Metrics, Timer
 from nanoactor.server.reasoning import CLOSE, OPEN, ReasoningParser
@@ -29,7 +28,6 @@ from nanoactor.server.requests import (
     Body,
     ChatRequest,
     CompletionRequest,
-    StreamOptions,
     conversation,
     load_pictures,
     prompts,
@@ -37,8 +35,10 @@ from nanoactor.server.requests import (
     template_options,
     wanted_logprobs,
 )
+from nanoactor.server.structured import Constraint, said_of
 from nanoactor.server.text_service import TextService
 from nanoactor.server.tool_calls import ToolCallParser
+from nanoactor.server.tool_choice import NamedTool
 
 _STREAM = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -50,142 +50,6 @@ _DONE = b"data: [DONE]\n\n"
 
 Send = Callable[[list[Delta]], Awaitable[None]]
 """Takes new members of an answer's choices on to the client."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Echoed:
-    """Stands where a request to the engine does, for a prompt that is only sent back."""
-
-    prompt_token_ids: Sequence[int]
-
-
-class _Answer:
-    """One answer under way: its requests to the engine, and what they have brought."""
-
-    def __init__(self, body: Body, requests: Sequence[Request | _Echoed]) -> None:
-        chat = isinstance(body, ChatRequest)
-        self.streamed = body.stream
-        self._prompt_most = body.prompt_logprobs
-        options = body.stream_options or StreamOptions()
-        self.tells_usage = options.include_usage
-        self.tells_usage_always = options.include_usage and options.continuous_usage_stats
-        self.requests = requests
-        self.choices: Sequence[Choice] = ()
-        self.head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": "chat.completion" if chat else "text_completion",
-            "created": int(time.time()),
-            "model": body.model,
-        }
-        self.chunk_head = self.head | ({"object": "chat.completion.chunk"} if chat else {})
-        self.cached = 0
-        self._each = body.n or 1
-        """Choices of each request."""
-        self.prompt_logprobs: list[Any] | None = None
-        """Of a conversation, which has one prompt."""
-        self._said = [0] * (len(requests) * self._each)
-        """Tokens of each choice."""
-        self._times: dict[str, float] = {}
-
-    def chunk(self, choices: list[Delta], usage: Any = None) -> bytes:
-        """An event with new members of its choices."""
-        value = {**self.chunk_head, "choices": choices}
-        if self.tells_usage_always and choices:
-            index = choices[0]["index"]
-            request, said = self.requests[index // self._each], self._said[index]
-            prompt = len(request.prompt_token_ids)
-            usage = _usage(prompt, said)
-        return _event(value | {"usage": usage} if self.tells_usage else value)
-
-    def said(self, number: int, completion: CompletionOutput) -> int:
-        """Count the new tokens that the client is told."""
-        choice = self.choices[number * self._each + completion.index]
-        return 0 if choice.mute else len(completion.token_ids)
-
-    def take(self, number: int, output: RequestOutput) -> list[Delta]:
-        """Take what an output adds; raises `APIError` where it ends what should go on."""
-        deltas: list[Delta] = []
-        first = number * self._each
-        if output.prompt_logprobs is not None:
-            self._take_prompt(self.choices[first : first + self._each], output)
-            for choice in self.choices[first : first + self._each]:
-                deltas += choice.push_prompt(output)
-        for completion in output.outputs:
-            deltas += self._take_choice(first + completion.index, completion)
-        if output.finished:
-            self.cached += output.num_cached_tokens
-            if len(self.choices) == 1:
-                self._times = _times(output.metrics)
-        return deltas
-
-    def _take_prompt(self, choices: Sequence[Choice], output: RequestOutput) -> None:
-        if output.prompt_logprobs is None or self._prompt_most is None:
-            return
-        told = of_prompt(output.prompt_token_ids, output.prompt_logprobs, self._prompt_most)
-        for choice in choices:
-            if isinstance(choice, TextChoice):
-                choice.prompt_logprobs = told
-            else:
-                self.prompt_logprobs = told
-
-    def _take_choice(self, index: int, completion: CompletionOutput) -> list[Delta]:
-        choice, deltas = self.choices[index], []
-        if not choice.mute:
-            self._said[index] += len(completion.token_ids)
-            if choice.logprobs is not None:
-                choice.logprobs.add(completion)
-            deltas += choice.push(completion.text)
-        if completion.finish_reason == "abort":  # not by the client, who would have left
-            raise unavailable("the server is shutting down; this answer is not complete")
-        if completion.finish_reason is not None:
-            deltas += choice.finish("length" if choice.mute else completion.finish_reason)
-        return deltas
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        """Tokens of all choices; of one choice its times, too."""
-        prompt = sum(len(request.prompt_token_ids) for request in self.requests)
-        details = {"prompt_tokens_details": {"cached_tokens": self.cached}}
-        return _usage(prompt, sum(self._said)) | details | self._times
-
-    @property
-    def note(self) -> str:
-        """For the log."""
-        usage = self.usage
-        return f" {usage['prompt_tokens']}+{usage['completion_tokens']} tokens"
-
-    def whole(self) -> dict[str, Any]:
-        """All of it at once."""
-        choices = [choice.whole() for choice in self.choices]
-        prompt = {"prompt_logprobs": told} if (told := self.prompt_logprobs) is not None else {}
-        return {**self.head, "choices": choices, **prompt, "usage": self.usage}
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-def _usage(prompt: int, completion: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
-
-
-def _times(metrics: RequestMetrics) -> dict[str, float]:
-    """Return for how long a request waited, read its prompt and generated, in seconds.
-
-    Under the names that Groq's API gives them; none where it has got no token.
-    """
-    began, first = metrics.first_scheduled_time, metrics.first_token_time
-    if began is None or first is None:
-        return {}
-    return {
-        "queue_time": began - metrics.arrival_time,
-        "prompt_time": first - began,
-        "completion_time": (metrics.last_token_time or first) - first,
-    }
 
 
 class Completions:
@@ -209,7 +73,7 @@ class Completions:
         self._metrics = metrics
         self._media = media
         self._separate_reasoning = separate_reasoning
-        self._live: dict[_Answer, Sequence[Request]] = {}
+        self._live: dict[Answer, Sequence[Request]] = {}
         """Answers under way, each with its requests to the engine."""
 
     # -- the two ways in ------------------------------------------------------------------
@@ -219,7 +83,7 @@ class Completions:
         body = await self._http.read(request, CompletionRequest)
         wanted = prompts(body, self._llm.files.max_model_len)
         mute = bool(body.echo) and body.max_tokens == 0
-        scored = wanted_logprobs(body) is not None
+        scored, constraint = wanted_logprobs(body) is not None, body.constraint
         if mute and not scored and body.prompt_logprobs is None:
             return await self._echo_alone(request, body, wanted)
 
@@ -233,7 +97,9 @@ class Completions:
                 for index, (echo, make) in enumerate(pairs)
             ]
 
-        return await self._generate(request, _at_least_one(body) if mute else body, wanted, choices)
+        if mute:
+            body, constraint = _at_least_one(body), None
+        return await self._generate(request, body, wanted, choices, constraint=constraint)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
@@ -245,14 +111,20 @@ class Completions:
         separate = body.separate_reasoning
         if separate is None:
             separate = self._separate_reasoning
+        constraint, thoughts = body.constraint, None
+        if constraint is not None:  # which holds from behind the thoughts on
+            thoughts = await self._thoughts(body, options)
+            constraint = dataclasses.replace(constraint, thoughts=thoughts)
 
         async def choices() -> Sequence[Choice]:
-            opened = await self._opened(body, options) if separate else None
+            opened = None
+            if separate:
+                opened = (thoughts or await self._thoughts(body, options)) == "open"
             return [self._chat_choice(body, index, opened) for index in range(body.n or 1)]
 
         wanted = [conversation(body.messages)]
         await load_pictures(wanted[0], self._media)
-        return await self._generate(request, body, wanted, choices, options)
+        return await self._generate(request, body, wanted, choices, options, constraint)
 
     async def _text_logprobs(
         self, body: CompletionRequest, wanted: Sequence[Prompt]
@@ -277,6 +149,7 @@ class Completions:
             ToolCallParser() if body.calls_tools else None,
             body.parallel_tool_calls is False,
             ChatLogprobs(body.top_logprobs or 0, as_ids) if body.logprobs else None,
+            named_call=isinstance(body.tool_choice, NamedTool),
         )
 
     async def _echo_alone(
@@ -284,8 +157,8 @@ class Completions:
     ) -> web.StreamResponse:
         """The prompts, and nothing else: the engine is not asked."""
         sampling_params(_at_least_one(body))
-        echoed = [_Echoed(await self._token_ids(prompt)) for prompt in wanted]
-        answer = _Answer(body, echoed)
+        echoed = [Echoed(await self._token_ids(prompt)) for prompt in wanted]
+        answer = Answer(body, echoed)
         answer.choices = [
             TextChoice(index * (body.n or 1) + answer, echo)
             for index, echo in enumerate(await self._echoes(wanted))
@@ -319,17 +192,17 @@ class Completions:
         texts = iter(await self._texts.decode_all(ids) if self._texts and ids else ())
         return [prompt if isinstance(prompt, str) else next(texts) for prompt in wanted]
 
-    async def _opened(self, body: ChatRequest, options: Mapping[str, Any]) -> bool:
-        """Tell whether the prompt ends with an open `<think>`, which the answer will not repeat."""
+    async def _thoughts(self, body: ChatRequest, options: Mapping[str, Any]) -> Thoughts:
+        """Return whether thoughts may begin the answer: "open" where the prompt ends with an open
+        `<think>`, which the answer will not repeat."""
         if body.continue_final_message:
             last = conversation(body.messages[-1:])[0]["content"]
-            if isinstance(last, list):
-                return False
-            return bool(last.rfind(OPEN) > last.rfind(CLOSE))
+            opened = isinstance(last, str) and last.rfind(OPEN) > last.rfind(CLOSE)
+            return "open" if opened else "none"
         if self._texts is None or body.add_generation_prompt is False:
-            return False
+            return "none"
         plain = {name: value for name, value in options.items() if name != "tools"}
-        return await self._texts.opens_thoughts(plain)
+        return await self._texts.thoughts(plain)
 
     # -- the way through ------------------------------------------------------------------
 
@@ -340,17 +213,21 @@ class Completions:
         wanted: Sequence[Prompt],
         make_choices: Callable[[], Awaitable[Sequence[Choice]]],
         options: Mapping[str, Any] | None = None,
+        constraint: Constraint | None = None,
     ) -> web.StreamResponse:
         """Queue the prompts first: whether there is room shows at once, and what the answer still
         needs to know of them is found out while they wait."""
-        requests = self._submit(body, wanted, options)
-        answer = _Answer(body, requests)
+        requests = self._submit(body, wanted, options, constraint)
+        answer = Answer(body, requests)
         self._live[answer] = requests
         try:
             answer.choices = await make_choices()
             # Until here, whatever is wrong with a prompt can be told by a status.
-            for each in requests:
-                await each.accepted()
+            with said_of(constraint):
+                for each in requests:
+                    await each.accepted()
+                if constraint is not None:  # the first is as good as all: they share it
+                    await requests[0].begun()
             return await self._answer(
                 request, answer, lambda send: self._read_all(answer, requests, send)
             )
@@ -361,18 +238,26 @@ class Completions:
             context_of(request).note += answer.note
 
     def _submit(
-        self, body: Body, wanted: Sequence[Prompt], options: Mapping[str, Any] | None
+        self,
+        body: Body,
+        wanted: Sequence[Prompt],
+        options: Mapping[str, Any] | None,
+        constraint: Constraint | None,
     ) -> list[Request]:
+        priority = body.priority or 0
         try:
-            params, priority = sampling_params(body), body.priority or 0
-            return self._llm.submit(wanted, params, priority=priority, chat_template_kwargs=options)
+            with said_of(constraint):
+                params = sampling_params(body, constraint)
+                return self._llm.submit(
+                    wanted, params, priority=priority, chat_template_kwargs=options
+                )
         except InvalidRequest as error:
             if isinstance(body, ChatRequest) and str(error).startswith("logprobs"):
                 raise invalid(f"top_{error}", "top_logprobs") from None
             raise
 
     async def _answer(
-        self, request: web.Request, answer: _Answer, read: Callable[[Send], Awaitable[None]]
+        self, request: web.Request, answer: Answer, read: Callable[[Send], Awaitable[None]]
     ) -> web.StreamResponse:
         """Send what `read` brings, as it comes or at once."""
         if answer.streamed:
@@ -383,7 +268,7 @@ class Completions:
         return json_response(answer.whole())
 
     async def _stream(
-        self, request: web.Request, answer: _Answer, read: Callable[[Send], Awaitable[None]]
+        self, request: web.Request, answer: Answer, read: Callable[[Send], Awaitable[None]]
     ) -> web.StreamResponse:
         """As server-sent events; from its head on errors can only be events."""
         context, response = context_of(request), web.StreamResponse(headers=_STREAM)
@@ -407,7 +292,7 @@ class Completions:
         except Exception as error:
             # It takes the place of the mark by which clients know that all has come.
             problem = context.explain(error)
-            last = _event(problem.body)
+            last = event(problem.body)
             context.broken_off = True
             context.note += f" broken off: {problem.message!r:.300}"
             self._metrics.broken_off.inc()
@@ -415,7 +300,7 @@ class Completions:
         await response.write_eof()
         return response
 
-    async def _read_all(self, answer: _Answer, requests: Sequence[Request], send: Send) -> None:
+    async def _read_all(self, answer: Answer, requests: Sequence[Request], send: Send) -> None:
         """Read every request to its end; the first error ends all."""
         if len(requests) == 1:
             await self._read(answer, 0, requests[0], send)
@@ -431,7 +316,7 @@ class Completions:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
 
-    async def _read(self, answer: _Answer, index: int, request: Request, send: Send) -> None:
+    async def _read(self, answer: Answer, index: int, request: Request, send: Send) -> None:
         timers: dict[int, Timer] = {}
         async for output in request:
             for completion in output.outputs:

@@ -36,10 +36,10 @@ class Field:
     note: str = ""
 
 
-_NOT_SENT = {"output_kind", "detokenize", *REFUSED}
+_NOT_SENT = {"output_kind", "detokenize", "structured_outputs", *REFUSED}
 SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in _NOT_SENT)
 """The engine's sampling parameters, which requests have under the same names. `output_kind` and
-`detokenize` are the server's affair."""
+`detokenize` are the server's affair, and constraints have several fields."""
 
 
 def _fields(
@@ -63,8 +63,11 @@ FIELDS: tuple[Field, ...] = (
     *_honoured(_TEXT, "echo", note="with `max_tokens` 0 nothing is generated"),
     *_honoured(_CHAT, "messages", "max_completion_tokens", "tools", "chat_template_kwargs"),
     *_honoured(_CHAT, "add_generation_prompt", "continue_final_message", "separate_reasoning"),
-    *_honoured(_CHAT, "tool_choice", note="`auto`, `none`; a call cannot be forced"),
-    *_honoured(_CHAT, "parallel_tool_calls", note="false keeps the first call"),
+    *_honoured(_CHAT, "tool_choice", note="`auto`, `none`, `required`, or a function"),
+    *_honoured(_CHAT, "parallel_tool_calls", note="false: one call at most"),
+    *_honoured(_BOTH, "response_format", note="`text`, `json_object`, `json_schema`"),
+    *_honoured(_BOTH, "structured_outputs", note="as vLLM's"),
+    *_honoured(_BOTH, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *_honoured(_CHAT, *TEMPLATE_FIELDS, note=_FOR_TEMPLATES),
     *_honoured(_CHAT, "top_logprobs", note="with `logprobs`"),
     *_honoured(_BOTH, "return_tokens_as_token_ids", note="in `logprobs`"),
@@ -72,9 +75,6 @@ FIELDS: tuple[Field, ...] = (
     *_refused(_BOTH, best_of=1, note=REFUSED["best_of"]),
     *_refused(_BOTH, logits_processors=[], note=REFUSED["logits_processors"]),
     *_refused(_BOTH, detokenize=True, note="answers are text"),
-    *_refused(_BOTH, response_format={"type": "text"}),
-    *_refused(_BOTH, "structured_outputs", note="as all constraints of the output"),
-    *_refused(_BOTH, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *_refused(_BOTH, "structural_tag", logprob_token_ids=[]),
     *_refused(_BOTH, return_token_ids=False, return_weight_versions=False),
     *_refused(_BOTH, thinking_token_budget=-1, repetition_detection={}),

@@ -18,6 +18,8 @@ from nanoactor.params import SamplingParams
 from nanoactor.server.errors import context_length_exceeded, from_decoding, invalid
 from nanoactor.server.fields import SAMPLING, TEMPLATE_FIELDS, Field, Warned, is_neutral, of_route
 from nanoactor.server.media import MediaLoader
+from nanoactor.server.structured import Constrained, Constraint, constraint_of
+from nanoactor.server.tool_choice import Tool, ToolChoice, check_tool_choice, tool_grammar
 
 MAX_PROMPTS, MAX_ITEMS = 512, 4096
 """How many prompts, and how many members of any other list, a request may hold: more would hold up
@@ -37,11 +39,14 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 # A parameter of the engine's is one of requests too, without being named here.
 if TYPE_CHECKING:
-    _Sampling = Struct
+    _Sampling = Constrained
 else:
     _HINTS = get_type_hints(SamplingParams)
     _Sampling = msgspec.defstruct(
-        "_Sampling", [(name, _HINTS[name] | None, None) for name in SAMPLING], kw_only=True
+        "_Sampling",
+        [(name, _HINTS[name] | None, None) for name in SAMPLING],
+        bases=(Constrained,),
+        kw_only=True,
     )
 
 
@@ -70,6 +75,11 @@ class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
     echo: bool | None = None
     logprobs: Annotated[int | bool, Meta(description="How many; false is none")] | None = None
     truncate_prompt_tokens: int | None = None
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The constraint of the answers. Raises `APIError` where there are several."""
+        return constraint_of(self)
 
 
 class ImageURL(Struct, forbid_unknown_fields=True):
@@ -119,22 +129,6 @@ class Message(Struct, forbid_unknown_fields=True):
     annotations: Annotated[list[Any], Meta(description="Ignored")] | None = None
 
 
-class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A function that a model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: Annotated[bool, Meta(description="Accepted, not enforced")] | None = None
-
-
-class Tool(Struct, forbid_unknown_fields=True):
-    """A function, as the only kind of tool."""
-
-    function: Function
-    type: Literal["function"] = "function"
-
-
 _FOR_TEMPLATE = Meta(description="Given to the chat template, if that reads it.")
 
 
@@ -146,13 +140,7 @@ class ChatRequest(_Body, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: Annotated[
-        Any,
-        Meta(
-            description="A call cannot be forced.",
-            extra_json_schema={"enum": [None, "auto", "none"]},
-        ),
-    ] = None
+    tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -160,7 +148,7 @@ class ChatRequest(_Body, kw_only=True, forbid_unknown_fields=True):
         Annotated[bool, Meta(description="False leaves a `<think>` part in the content.")] | None
     ) = None
     parallel_tool_calls: (
-        Annotated[bool, Meta(description="False keeps the first call of an answer.")] | None
+        Annotated[bool, Meta(description="False: an answer has one call at most.")] | None
     ) = None
     reasoning_effort: Annotated[str, _FOR_TEMPLATE] | None = None
     verbosity: Annotated[str, _FOR_TEMPLATE] | None = None
@@ -172,13 +160,15 @@ class ChatRequest(_Body, kw_only=True, forbid_unknown_fields=True):
         """Tell whether the answer may call a function."""
         return bool(self.tools) and self.tool_choice != "none"
 
+    @property
+    def constraint(self) -> Constraint | None:
+        """The constraint of the answer. Raises `APIError` where there are several."""
+        parallel = self.parallel_tool_calls is not False
+        return constraint_of(self, tool_grammar(self.tools or (), self.tool_choice, parallel))
+
     def check(self) -> None:
         """Raise `APIError` for what is not served, or does not go together."""
-        if self.tool_choice not in (None, "auto", "none"):
-            raise invalid(
-                'tool_choice: a call cannot be forced; only null, "auto" or "none" is accepted',
-                "tool_choice",
-            )
+        check_tool_choice(self.tools or (), self.tool_choice)
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs goes with logprobs: true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):
@@ -268,9 +258,6 @@ class Decoder:
         if isinstance(decoded, ChatRequest | TokenizeRequest):
             decoded.check()
             _check_parts(decoded.messages or (), self._sees)
-        tools = decoded.tools if isinstance(decoded, ChatRequest) else None
-        if any(tool.function.strict for tool in tools or ()):
-            self._warned.warn("tools[*].function.strict", "is accepted, but not enforced")
         return decoded
 
     def _clean(self, raw: Any, kind: type[Struct], path: str) -> None:
@@ -333,7 +320,7 @@ def _check_part(part: dict[str, Any], path: str) -> None:
         part |= {"type": "text", "text": part.pop("refusal")}
 
 
-def sampling_params(body: Body) -> SamplingParams:
+def sampling_params(body: Body, constraint: Constraint | None = None) -> SamplingParams:
     """The engine's parameters; raises `InvalidRequest`, which names the one that is wrong."""
     values = {name: getattr(body, name) for name in SAMPLING}
     if body.max_tokens is None:
@@ -348,6 +335,7 @@ def sampling_params(body: Body) -> SamplingParams:
         values["prompt_logprobs"] = max(values["logprobs"], body.prompt_logprobs or 0)
     if body.seed is not None and -(2**63) <= body.seed < 0:
         values["seed"] = body.seed + 2**64
+    values["structured_outputs"] = constraint and constraint.params
     given = {name: value for name, value in values.items() if value is not None}
     return SamplingParams(output_kind=RequestOutputKind.DELTA, **given)
 

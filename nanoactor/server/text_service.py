@@ -15,12 +15,13 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from nanoactor.errors import EngineDead, EngineOverloaded, InvalidRequest, NanoactorError
+from nanoactor.grammar.spec import Thoughts
 from nanoactor.messages import Int32
 from nanoactor.models.errors import ModelError
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
@@ -30,10 +31,9 @@ from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.system import System
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 from nanoactor.runtime.wiring import Options
-from nanoactor.server.reasoning import OPEN
 from nanoactor.text.renderer import RenderLimits, RenderQueue
 from nanoactor.text.spans import SpanFinder, Spans
-from nanoactor.text.template import TemplateFacts
+from nanoactor.text.template import TemplateFacts, thoughts_after
 from nanoactor.topology import LIGHT
 
 log = logging.getLogger("nanoactor.server")
@@ -48,7 +48,7 @@ _PATIENCE, _SHORT = 30.0, 3.0
 """Seconds until a reply is no longer waited for; the short one where a stream waits."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 """Seconds before a dead process is started again."""
-_MANY_OPENINGS = 256
+_MANY_OPTIONS = 256
 _HEAVY = ("torch", "transformers", "torch_npu")
 _NICE = 10
 
@@ -147,12 +147,10 @@ class TextWorker(Actor):
     }
 
     def _rendered(self, number: int, whole: bool, prompt: str | Exception) -> None:
-        def result() -> Int32 | bool:
+        def result() -> Int32 | str:
             if isinstance(prompt, Exception):
                 raise prompt
-            if whole:
-                return self._encoder.encode_rendered(prompt)
-            return prompt.rstrip().endswith(OPEN)
+            return self._encoder.encode_rendered(prompt) if whole else thoughts_after(prompt)
 
         self._reply(number, result)
 
@@ -237,8 +235,8 @@ class TextService:
         self._restarting: asyncio.Task[None] | None = None
         self._client: TextClient | None = None
         """None until the process has started: what fails before that, `start` raises."""
-        self._openings: dict[bytes, bool] = {}
-        """By digest of template options: whether a prompt ends with an open `<think>`."""
+        self._thoughts: dict[bytes, Thoughts] = {}
+        """By digest of template options: whether thoughts may follow a prompt."""
         self._guessing = False
         self.template = TemplateFacts()
         """What the model's chat template can do; known once started."""
@@ -308,21 +306,21 @@ class TextService:
         """The place of each token in the text of each of these prompts, texts or ids."""
         return await self._call(list[Spans], "spans", prompts)
 
-    async def opens_thoughts(self, options: Mapping[str, Any]) -> bool:
-        """Tell whether a prompt with these template options ends with an open `<think>`; where the
-        service does not answer, whether one without options does."""
+    async def thoughts(self, options: Mapping[str, Any]) -> Thoughts:
+        """Return whether thoughts may follow a prompt with these template options; where the
+        service does not answer, whether they may follow one without options."""
         if not options:
-            return self.template.opens_thoughts
+            return self.template.thoughts
         encoded = _json(options)
         key = hashlib.sha256(encoded.encode()).digest()
-        if key not in self._openings:
-            if len(self._openings) >= _MANY_OPENINGS:
-                self._openings.clear()
+        if key not in self._thoughts:
+            if len(self._thoughts) >= _MANY_OPTIONS:
+                self._thoughts.clear()
             messages = _json([{"role": "user", "content": "?"}])
             try:
-                opens = await self._call(bool, "render", messages, encoded, False, patience=_SHORT)
+                found = await self._call(str, "render", messages, encoded, False, patience=_SHORT)
             except InvalidRequest:
-                return False  # the engine's own tokenizer has refused these options too, or will
+                return "none"  # the engine's own tokenizer has refused these options too, or will
             except NanoactorError as error:
                 if not self._guessing:
                     self._guessing = True
@@ -330,10 +328,10 @@ class TextService:
                         "until it answers, thoughts and content may be confused: %s",
                         error,
                     )
-                return self.template.opens_thoughts
-            self._openings[key] = opens
+                return self.template.thoughts
+            self._thoughts[key] = self.template.possible(cast(Thoughts, found))
             self._guessing = False
-        return self._openings[key]
+        return self._thoughts[key]
 
     async def _call(
         self, kind: type[T], method: str, *arguments: Any, patience: float = _PATIENCE

@@ -62,6 +62,15 @@ class _Pending:
     terminal: Terminal | None = None
 
 
+_NOBODY_HIDES: Mapping[int, int] = {}
+
+
+def _lasts(event: Tokens, uids: list[int]) -> dict[int, int]:
+    """Return the index of the last token of each of these."""
+    pairs = zip(event.uids.tolist(), event.indices.tolist(), strict=True)
+    return {uid: index for uid, index in pairs if uid in uids}
+
+
 class Detokenizer:
     """Decoding state of all requests, and what is pending for the frontend: one merged delta
     for each request, however long the frontend does not read."""
@@ -94,7 +103,8 @@ class Detokenizer:
     def take(self, event: Tokens) -> None:
         """A step's tokens, then the ends that they bring."""
         self._step = event.step
-        hidden = {finish.uid for finish in event.finishes if finish.hide_last}
+        hides = [finish.uid for finish in event.finishes if finish.hide_last]
+        hidden = _lasts(event, hides) if hides else _NOBODY_HIDES
         entries, pending_of = self._entries, self._pending_of
         scored = self._scored(event) if event.scores else _NOBODY
         for uid, index, token in zip(
@@ -107,10 +117,10 @@ class Detokenizer:
                 or entry is None
                 or index != entry.tokens
                 or (entry.decoder is not None and entry.decoder.holding)
-                or uid in hidden
+                or hidden.get(uid) == index
                 or uid in scored
             ):
-                self._token(uid, index, token, uid in hidden, scored.get(uid))
+                self._token(uid, index, token, hidden.get(uid) == index, scored.get(uid))
                 continue
             # What `_token` does where nothing is special: most tokens of most requests.
             pending = pending_of(uid)

@@ -146,12 +146,12 @@ class Renderer:
             raise self.stopped() from None
         facts = TemplateFacts(**{**found, "variables": tuple(found["variables"])})
         try:
-            shows_tools, opens_thoughts = self._ask(["probe"], self._limits.seconds)
+            shows_tools, thoughts = self._ask(["probe"], self._limits.seconds)
         except Overdue:
             return facts, str(self.stopped())
         except InvalidRequest as error:
             return facts, str(error)
-        tried = {"shows_tools": shows_tools, "opens_thoughts": opens_thoughts}
+        tried = {"shows_tools": shows_tools, "thoughts": facts.possible(thoughts)}
         return dataclasses.replace(facts, **tried), ""
 
     def render(self, messages: str, options: str, seconds: float) -> str:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanoactor.messages import RequestScores, TokenScores, ToldScores
 from nanoactor.outputs import Logprob
+from nanoactor.scores import RequestScores, TokenScores, ToldScores
 
 MAX_PIECE = 1024
 """Bytes of a token that are told; longer ones exist in no vocabulary that we know."""

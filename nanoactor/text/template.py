@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # the user's process imports this module, and has no use for 
     from jinja2.ext import Extension
     from jinja2.parser import Parser
 
+    from nanoactor.grammar.spec import Thoughts
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TemplateFacts:
@@ -26,9 +28,13 @@ class TemplateFacts:
     variables: tuple[str, ...] = ()
     """The names that it reads."""
     shows_tools: bool = False
-    opens_thoughts: bool = False
-    """Whether a prompt ends with an open `<think>`."""
+    thoughts: Thoughts = "none"
+    """Whether thoughts may begin the answer to a prompt that is rendered without options."""
     knows_thoughts: bool = False
+
+    def possible(self, thoughts: Thoughts) -> Thoughts:
+        """Return what `thoughts_after` has found, but for a model that knows no thoughts."""
+        return "none" if thoughts == "optional" and not self.knows_thoughts else thoughts
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Raise `InvalidRequest` for an option that would change nothing."""
@@ -41,6 +47,16 @@ class TemplateFacts:
                     f"chat_template_kwargs: the model's chat template does not read {name!r:.100}; "
                     f"it reads {', '.join(self.variables)}"
                 )
+
+
+def thoughts_after(prompt: str) -> Thoughts:
+    """Return whether thoughts may begin the answer to a prompt, if the model has any: "open" where
+    it ends with an open `<think>`, "none" where they are closed already, as Qwen3's template writes
+    where it is told not to think."""
+    end = prompt.rstrip()
+    if end.endswith("<think>"):
+        return "open"
+    return "none" if end.endswith("</think>") else "optional"
 
 
 _SOME_TOOL = {
@@ -88,11 +104,11 @@ class ChatTemplate:
         thinks = any("<think>" in source for source in self._sources.values())
         return TemplateFacts(True, tuple(sorted(variables)), knows_thoughts=thinks)
 
-    def probe(self) -> tuple[bool, bool]:
-        """(whether it shows tools, whether it opens thoughts), found out by trying."""
+    def probe(self) -> tuple[bool, Thoughts]:
+        """(whether it shows tools, whether thoughts may follow), found out by trying."""
         plain = self._tried({})
         shows_tools = self._tried({"tools": [_SOME_TOOL]}) != plain
-        return shows_tools, plain.rstrip().endswith("<think>")
+        return shows_tools, thoughts_after(plain)
 
     def _tried(self, options: dict[str, Any]) -> str:
         try:

@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 
 import nanoactor
-from nanoactor import AsyncLLM, EngineConfig, RequestOutputKind, SamplingParams
+from nanoactor import (
+    AsyncLLM,
+    EngineConfig,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from nanoactor.errors import InvalidConfig, InvalidRequest
 from nanoactor.model_files import read_model_files, resolve_model
 from nanoactor.models.errors import ModelError, UnsupportedModel
@@ -76,6 +82,7 @@ BAD_PARAMS = {
     "skip_special_tokens": [None, 1, []],
     "detokenize": [None, 0, "no"],
     "output_kind": [None, 1, "DELTA"],
+    "structured_outputs": [5, "{}", [], True, {}, {"jsn": {}}, {"regex": "a", "choice": ["a"]}],
     "logits_processors": [[], [print], print, 0, 1],
     "best_of": [0, 2, 1.0, "1", True],
 }
@@ -107,6 +114,11 @@ def test_what_vllm_has_and_we_have_not_is_refused_with_the_reason():
         SamplingParams(best_of=2)
 
 
+def test_an_output_under_a_grammar_ends_where_that_does():
+    with pytest.raises(InvalidRequest, match=r"^ignore_eos .* structured_outputs"):
+        SamplingParams(ignore_eos=True, structured_outputs={"regex": "a"})
+
+
 def test_min_tokens_above_max_tokens_names_both():
     with pytest.raises(InvalidRequest, match=r"min_tokens \(3\) must not exceed max_tokens \(2\)"):
         SamplingParams(min_tokens=3, max_tokens=2)
@@ -127,6 +139,7 @@ def test_min_tokens_above_max_tokens_names_both():
         dict(detokenize=False, stop=(), stop_token_ids=(1,)),
         dict(logits_processors=None, best_of=None),
         dict(best_of=1),
+        dict(structured_outputs=StructuredOutputsParams(json_object=True), ignore_eos=False),
     ],
 )
 def test_values_at_the_limits_are_kept(values):
@@ -162,6 +175,8 @@ WHOLE = [0, -1, 1.0, "8", True, NAN]
 FLAG = [None, 1, "no"]
 SECONDS = [-1.0, NAN, "1"]
 BAD_OPTIONS = {
+    "jump_forward": FLAG,
+    "mask_timeout": SECONDS,
     "max_logprobs": [0, -1, 1001, 1.5, "1", True, None],
     "model": ["", None, 5],
     "device": ["", None, 5],

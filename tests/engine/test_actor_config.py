@@ -31,7 +31,7 @@ def test_every_actor_is_given_the_same_configuration(placement):
     specs = {spec.name: spec.config for spec in engine_topology(config).actors}
     runner = specs.pop("runner.0")
     assert (runner.shared, runner.rank) == (config, 0)
-    assert len(specs) == 6
+    assert len(specs) == 7
     assert all(given is config for given in specs.values())
 
 

@@ -7,8 +7,23 @@ import numpy as np
 import pytest
 
 from nanoactor import SamplingParams
-from nanoactor.actors.config import DELTA_BYTES, ActorConfig
+from nanoactor.actors.config import DELTA_BYTES, MASKS_AT_ONCE, ActorConfig
 from nanoactor.config import EngineConfig
+from nanoactor.grammar.messages import (
+    MAX_REASON,
+    MAX_RUN,
+    CloseGrammars,
+    DeferredSamples,
+    DropMasks,
+    ForcedTokens,
+    GrammarsFailed,
+    GrammarTokens,
+    KnownTokens,
+    Masks,
+    MasksReady,
+    OpenGrammar,
+)
+from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES
 from nanoactor.kv.hashing import HASH_BYTES
 from nanoactor.messages import (
     Admissions,
@@ -20,20 +35,15 @@ from nanoactor.messages import (
     Open,
     Opened,
     Plan,
-    RequestScores,
     SampledTokens,
-    ScoredChunks,
-    ScoreRequests,
     Step,
     StepDone,
-    StepScores,
     Stop,
     Stopping,
     Submit,
     TextOptions,
     TokenRules,
     Tokens,
-    TokenScores,
 )
 from nanoactor.model_files import max_prompt_bytes, read_model_files
 from nanoactor.models import columns
@@ -48,6 +58,7 @@ from nanoactor.params import (
     MAX_STOP_STRINGS,
 )
 from nanoactor.runtime.codec import encode
+from nanoactor.scores import RequestScores, ScoredChunks, ScoreRequests, StepScores, TokenScores
 from nanoactor.text.detokenizer import Detokenizer
 from nanoactor.topology import engine_topology
 from tests.engine.conftest import DEMO
@@ -72,6 +83,7 @@ def worst_messages(config, files):
     words = i32(spellings * MAX_BAD_WORD_TOKENS)
     rules = TokenRules(ids, ids, ids.astype(np.float32), words, i32(spellings))
     bad_words = ("\U0001f600" * MAX_BAD_WORD_LENGTH,) * MAX_BAD_WORDS
+    grammar = "x" * MAX_GRAMMAR_BYTES
     masked = i32(seqs * (MAX_STOP_IDS + len(eos)))
     rows = i32(seqs)
     admissions = Admissions(
@@ -84,6 +96,7 @@ def worst_messages(config, files):
         rows,
         rows,
         (rules,) * seqs,
+        rows,
         (ScoreRequests(rows, rows, rows),),
     )
     forks = (Forks(rows, rows, np.zeros(seqs, np.int64), rows, rows),)
@@ -100,16 +113,21 @@ def worst_messages(config, files):
     text = "x" * max_prompt_bytes(files)
     longs = np.zeros(seqs, np.int64)
     submit = (0, 0, None, text, text, i32(0), 0, sampling, stopping, options)
-    yield "frontend", "tokenizer.0", Submit(*submit, rules=(rules,), bad_words=bad_words)
+    yield (
+        "frontend",
+        "tokenizer.0",
+        Submit(*submit, rules=(rules,), bad_words=bad_words, grammar=grammar),
+    )
     admit = (0, 0, i32(length), length, hashes, 0, sampling, stopping, options)
-    yield "tokenizer.0", "scheduler", Admit(*admit, rules=(rules,))
+    yield "tokenizer.0", "scheduler", Admit(*admit, rules=(rules,), grammar=grammar)
     yield "scheduler", "blocks", Match(0, 0, i32(length), hashes, blocks)
     plan = (1, rows, rows, rows, flags, rows, rows, rows, admissions)
-    yield "scheduler", "blocks", Plan(*plan, scored=chunks, forks=forks)
+    late = (DeferredSamples(rows, longs, rows),)
+    yield "scheduler", "blocks", Plan(*plan, scored=chunks, forks=forks, deferred=late)
     yield "scheduler", "blocks", SampledTokens(1, rows, rows, rows, rows)
     tables = (rows, rows, rows, i32(seqs * blocks))
     stamped = (1, rows, rows, rows, flags, i32(step), rows, rows, *tables, admissions)
-    yield "blocks", "runners", Step(*stamped, scored=chunks, forks=forks)
+    yield "blocks", "runners", Step(*stamped, scored=chunks, forks=forks, deferred=late)
     yield "blocks", "scheduler", Credits(longs, rows, rows, rows, rows, (), 1, longs)
     done = (1, rows, 0.0, 0, rows, ["e" * 100] * len(rows), rows)
     yield "runner.0", "scheduler", StepDone(*done, scores=(StepScores(rows, scored),))
@@ -117,7 +135,29 @@ def worst_messages(config, files):
     runs = RequestScores(np.zeros(2 * seqs, np.int64), np.tile(flags, 2), i32(2 * seqs), scored)
     finish = Finish(2**62, "failed", "\U0001f600" * MAX_STOP_LENGTH, "e" * 100, 1, 1, 1, True)
     yield "scheduler", "detokenizer", Tokens(1, longs, rows, rows, (finish,), (runs,))
+    many = np.zeros(seqs * MAX_RUN, np.int64), i32(seqs * MAX_RUN), i32(seqs * MAX_RUN)
+    yield "scheduler", "detokenizer", Tokens(1, *many, (finish,), ())
+    yield from worst_of_grammars(config, files)
     yield "detokenizer", "scheduler", Stop(np.zeros(config.max_waiting_requests, np.int64))
+
+
+def worst_of_grammars(config, files):
+    seqs = config.max_num_seqs
+    rows, longs, run = i32(seqs), np.zeros(seqs, np.int64), i32(seqs * MAX_RUN)
+    opened = OpenGrammar(0, 0, "x" * MAX_GRAMMAR_BYTES, 0, i32(files.max_model_len), True)
+    yield "scheduler", "grammar", opened
+    yield "scheduler", "grammar", GrammarTokens(longs, rows, rows)
+    yield "scheduler", "grammar", CloseGrammars(longs)
+    yield "scheduler", "blocks", DropMasks(longs)
+    yield "scheduler", "blocks", KnownTokens(rows, rows, run)
+    yield "blocks", "runners", DropMasks(longs)
+    masks = i32(MASKS_AT_ONCE, -(-files.config.vocab_size // 32))
+    several = np.zeros(MASKS_AT_ONCE, np.int64), i32(MASKS_AT_ONCE)
+    yield "grammar", "runners", Masks(0, *several, masks, longs)
+    yield "grammar", "scheduler", ForcedTokens(longs, rows, rows, run)
+    reasons = ["\U0001f600" * MAX_REASON] * seqs
+    yield "grammar", "scheduler", GrammarsFailed(longs, reasons)
+    yield "runner.0", "scheduler", MasksReady(0, longs, rows)
 
 
 def edges_of(config, files):

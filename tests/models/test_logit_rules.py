@@ -71,6 +71,7 @@ def state(cases):
         lengths,
         int32(range(len(cases))),
         tuple(message(rules) for *_, rules in cases),
+        none[:0],
     )
     table.admit(admissions)
     return table, _placed(cases, slots), slots.astype(np.int64)

@@ -26,5 +26,5 @@ def test_rows_that_a_fused_sampler_leaves(fused, left):
     words = np.frombuffer(b"".join(map(pack, ROWS)), np.int32).reshape(-1, WORDS)
     none, nothing = np.zeros(count, np.int32), np.empty(0, np.int32)
     slots = np.arange(count, dtype=np.int32)
-    table.admit(Admissions(slots, words, none, nothing, none, none, none, nothing, ()))
+    table.admit(Admissions(slots, words, none, nothing, none, none, none, nothing, (), nothing))
     assert np.flatnonzero(table.never_fused(slots.astype(np.int64), fused)).tolist() == left

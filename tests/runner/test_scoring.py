@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from nanoactor.messages import ScoredChunks, ScoreRequests
 from nanoactor.models.collective import SingleRank
 from nanoactor.runner.scored_rows import ScoreTable
 from nanoactor.runner.scoring import AT_ONCE, StepScorer
 from nanoactor.runner.staging import DeviceScores
+from nanoactor.scores import ScoredChunks, ScoreRequests
 
 WIDTH, VOCABULARY = 8, 31
 

@@ -31,7 +31,8 @@ from nanoactor.messages import (
     TextOptions,
 )
 from nanoactor.models.columns import pack
-from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
+from nanoactor.scheduling.config import SchedulerConfig
+from nanoactor.scheduling.scheduler import Scheduler
 
 SALT = b"0123456789abcdef"
 VOCABULARY = 50

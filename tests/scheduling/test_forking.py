@@ -19,9 +19,10 @@ from nanoactor.messages import (
     Tokens,
 )
 from nanoactor.models.columns import pack
+from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.family import Family
 from nanoactor.scheduling.plan_builder import _NO_ADMISSIONS
-from nanoactor.scheduling.scheduler import Scheduler, SchedulerConfig
+from nanoactor.scheduling.scheduler import Scheduler
 from tests.scheduling.simulation import SALT
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.messages import Abort, Match, Plan, StepDone, StepWanted
+from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.ids import SeenNumbers
-from nanoactor.scheduling.scheduler import SchedulerConfig
 from tests.scheduling.simulation import Simulation
 
 

@@ -172,3 +172,41 @@ def test_a_batch_is_not_steady_while_somebody_starves():
     running(table, 0, 1, LENGTH)
     table.decode(np.array([0]), all_fed=False)
     assert table.decode_again() is None
+
+
+def test_constrained_slots_come_go_and_grow_without_a_look_at_the_decode_batch():
+    table = RunningTable(SLOTS, LENGTH, BLOCK)
+
+    def enter(slot, constrained):
+        tokens = np.zeros(2, np.int32)
+        table.enter(
+            slot,
+            uid=slot,
+            prompt_length=2,
+            limit=LENGTH,
+            tokens=tokens,
+            blocks=5,
+            constrained=constrained,
+        )
+        table.start(slot, 0)
+        table.prefill(slot, 2)
+
+    for slot in (0, 1):
+        enter(slot, constrained=False)
+    assert table.decode_again() is None
+    batch = table.decode(np.array([0, 1]), all_fed=True)
+    table.append(batch, np.array([5, 6], np.int32))
+    columns = table._columns
+    enter(3, constrained=True)
+    assert table.decode_again() is batch
+    table.append_one(3, 7)
+    assert table.targets[3] == table.known[3] == 3
+    table.prefill(3, 1)
+    assert table.decode_again() is batch
+    ready, starving = table.demand()
+    assert np.flatnonzero(ready).tolist() == [0, 1]
+    assert not starving.any()
+    table.leave(3)
+    assert table.decode_again() is batch
+    assert table._columns is columns
+    assert table.scheduled[:2].tolist() == [6, 6]

@@ -13,6 +13,9 @@ from nanoactor.text.tokenizer import load_tokenizer
 from tests.text.test_chat import DEMO, THINKING
 
 END = 2
+_decode = load_tokenizer(DEMO).decode
+SPACES = [token for token in range(2048) if _decode([token]).isspace()]
+"""Tokens with which the demo model, which has never seen JSON, would fill an answer in JSON."""
 
 
 def directory(path, template=THINKING):
@@ -27,6 +30,13 @@ def directory(path, template=THINKING):
     return path
 
 
+def with_weights(path):
+    """The demo's weights in such a directory, too."""
+    for name in ("model.safetensors", "generation_config.json"):
+        (path / name).symlink_to(DEMO / name)
+    return path
+
+
 class Script:
     """Replaces what the simulated device samples; tokens of a text may be single characters."""
 
@@ -35,12 +45,27 @@ class Script:
         self._tokens = [END]
         self._begins = {}
         monkeypatch.setattr(simulated.SimulatedExecutor, "_tokens", self._sampled)
+        monkeypatch.setattr(simulated.SimulatedExecutor, "_masked", self._masked())
+        self.refused = []
+        """Tokens of scripts that a mask did not allow; another is taken in their place."""
 
     def say(self, text, by_character=False):
         parts = list(text) if by_character else [text]
         found = [self._tokenizer.encode(p, add_special_tokens=False).ids for p in parts]
         self._tokens = [token for tokens in found for token in tokens] + [END]
         self._begins = {}
+
+    def _masked(self):
+        def masked(device, rows):
+            tokens = device._sampled(rows)
+            for row, (token, mask) in enumerate(zip(tokens.tolist(), rows.masks, strict=True)):
+                allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+                if token not in allowed:
+                    self.refused.append(token)
+                    tokens[row] = allowed[0]
+            return tokens
+
+        return masked
 
     def _sampled(self, positions, seeds):
         tokens = []

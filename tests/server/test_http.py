@@ -298,6 +298,7 @@ NAMES = [
     *("min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "n", "stream", "stream_options"),
     *("tools", "tool_choice", "chat_template_kwargs", "echo", "user", "priority", "logprobs"),
     *("add_generation_prompt", "continue_final_message", "tokens", "skip_special_tokens", "x"),
+    *("response_format", "structured_outputs", "guided_json", "guided_choice"),
 ]
 
 

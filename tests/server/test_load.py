@@ -226,7 +226,8 @@ def test_the_start_says_what_is_served_keys_stay_here_and_the_server_is_light():
             with open(f"/proc/{pid}/maps") as file:
                 maps = file.read()
             assert "libtorch" not in maps, comm(pid)
-            assert ("tokenizers" in maps) == (comm(pid) in READ_TEXT), comm(pid)
+            if comm(pid) != "na:grammar":  # it reads the vocabulary when it has nothing else to do
+                assert ("tokenizers" in maps) == (comm(pid) in READ_TEXT), comm(pid)
 
 
 READ_TEXT = ("na:tokenizer.0", "na:detokenizer", "na:text_service")

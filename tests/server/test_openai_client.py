@@ -265,7 +265,7 @@ REFUSED = {
     "repetition_penalty": 0,
     "allowed_token_ids": [],
     "bad_words": [""],
-    "response_format": {"type": "json_object"},
+    "guided_regex": "",
     "modalities": ["audio"],
     "tool_choice": "required",
     "temperature": -1,

@@ -76,7 +76,15 @@ def test_a_message_streams_is_stopped_and_the_tracks_move(tmp_path, monkeypatch)
             most = f"{device} > 0 && {device} === Math.max(...Object.values(now))"
             busy = await page.until(f"(now => {most} && now)({tracks})")
             assert set(busy) == {
-                *("frontend", "tokenizer.0", "scheduler", "blocks", "detokenizer", "runner.0"),
+                *(
+                    "frontend",
+                    "tokenizer.0",
+                    "scheduler",
+                    "blocks",
+                    "detokenizer",
+                    "grammar",
+                    "runner.0",
+                ),
                 "runner.0 device",
             }
             pixels = (

@@ -240,25 +240,8 @@ def test_the_synchronous_client_sees_the_same(tmp_path, monkeypatch):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions"])
-def test_tools_without_a_parser_for_them_do_not_exist(tmp_path, monkeypatch, path):
-    async def main():
-        async with talk(tmp_path, monkeypatch) as t:
-            for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-                with pytest.raises(openai.BadRequestError) as caught:
-                    await t.client.chat.completions.create(
-                        model="m", messages=ASK, tools=TOOLS, tool_choice=choice
-                    )
-                assert caught.value.param == "tool_choice"
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_call_alone_is_kept_where_parallel_ones_are_unwanted(tmp_path, monkeypatch, stream):
-    """And `strict` tools are accepted, though nothing enforces them yet."""
-    strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
-
     async def main():
         async with talk(tmp_path, monkeypatch) as t:
             for parallel, count in ((True, 2), (False, 1)):
@@ -266,7 +249,7 @@ def test_one_call_alone_is_kept_where_parallel_ones_are_unwanted(tmp_path, monke
                 found = await t.client.chat.completions.create(
                     model="m",
                     messages=ASK,
-                    tools=strict,
+                    tools=TOOLS,
                     tool_choice="auto",
                     parallel_tool_calls=parallel,
                     stream=stream,

@@ -13,6 +13,7 @@ from nanoactor.server import text_service as module
 from nanoactor.server.text_service import TextService
 from nanoactor.text.renderer import RenderLimits
 from tests.conftest import children
+from tests.server.scripted import directory
 from tests.text.test_chat import DEMO
 
 
@@ -43,6 +44,30 @@ def test_a_text_service_that_cannot_start_says_why_and_leaves_nothing(model):
     before = children()
     asyncio.run(main())
     assert children() == before
+
+
+def test_whether_thoughts_may_follow_depends_on_the_templates_options(tmp_path):
+    (tmp_path / "m").mkdir()
+    path = directory(tmp_path / "m", OPENING)
+
+    async def main():
+        service = TextService(path, 10_000, RenderLimits(5.0, 10_000))
+        await service.start()
+        assert await service.thoughts({}) == "optional"
+        for mode in ("open", "none", "optional", "open"):
+            assert await service.thoughts({"mode": mode}) == mode
+        assert await service.thoughts({"mode": "fail"}) == "none", "refused by the engine too"
+        await service.close()
+        # What it has been asked it remembers, and without options nothing is to be asked.
+        assert await service.thoughts({"mode": "open"}) == "open"
+        assert await service.thoughts({"mode": "other"}) == "optional"
+
+    asyncio.run(main())
+
+
+OPENING = """\
+{% if mode == 'fail' %}{{ raise_exception('no') }}{% endif %}assistant
+{% if mode == 'open' %}<think>{% elif mode == 'none' %}<think></think>{% endif %}"""
 
 
 def test_a_text_service_is_started_again_as_often_as_it_takes_and_only_once(model):

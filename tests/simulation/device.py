@@ -14,11 +14,12 @@ import numpy as np
 
 from nanoactor.actors.config import ENCODER_PAGE_ROWS, RunnerReady
 from nanoactor.actors.runner import RunnerActor
-from nanoactor.messages import StepScores
 from nanoactor.models.limits import NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.protocol import Computed
 from nanoactor.runtime.actor import Actor, Context
+from nanoactor.scores import StepScores
+from tests.simulation.grammar import mask_of
 from tests.simulation.reference import row_of, score
 from tests.simulation.resident import ResidentState, StepInputs
 from tests.simulation.scenario import VOCABULARY, Picture
@@ -55,6 +56,8 @@ class SimulatedRunner(RunnerActor):
         self._half: dict[int, int] = {}
         """By number of pixels: which unit comes next."""
         self.features = np.full(world.scenario.encoder_pages * ENCODER_PAGE_ROWS, -1, np.int64)
+        self._kept: dict[int, tuple[int, int]] = {}
+        """By slot: whose last state is kept, and behind how many tokens."""
         self._last: dict[int, int] = {}
         """By request: which token of the step is the last of its row."""
 
@@ -81,10 +84,10 @@ class SimulatedRunner(RunnerActor):
         super()._on_step(step)
         self._pump()
 
-    def prepare(self, step: Any, pixels: Any) -> StepInputs:
+    def prepare(self, step: Any, pixels: Any, masks: Any) -> StepInputs:
         """The runner's executor is the runner itself: a step waits for `_pump`."""
         dropped, self.dropped = self.dropped, []
-        return self._resident.apply(step, pixels, dropped)
+        return self._resident.apply(step, pixels, dropped, masks)
 
     def drop_pixels(self, numbers: list[int]) -> None:
         """As the executor does: from the next step on."""
@@ -146,7 +149,8 @@ class SimulatedRunner(RunnerActor):
         self._encode(inputs)
         self._look(inputs)
         owners = oracle.owners(inputs.step)
-        self._samplers = set(oracle.owners_of_slots(inputs.step, inputs.sampling_slots))
+        free = inputs.sampling_slots[: len(inputs.sampling_slots) - inputs.deferred]
+        self._samplers = set(oracle.owners_of_slots(inputs.step, free))
         assert len(inputs.prefills) + len(inputs.decode_slots) == len(owners)
         for row, uid in zip(inputs.prefills, owners, strict=False):
             at = slice(row.first, row.first + row.tokens)
@@ -159,11 +163,17 @@ class SimulatedRunner(RunnerActor):
                 uid, row.context - row.tokens, inputs.rope_positions[:, at], row.first
             )
         first = len(inputs.token_ids) - len(inputs.decode_slots)
+        free = len(inputs.decode_slots) - inputs.continued
+        # A plan has the rows that continue an output before those that decode.
+        rest = owners[len(inputs.prefills) :]
+        rest = rest[inputs.continued :] + rest[: inputs.continued]
         for index, slot in enumerate(inputs.decode_slots.tolist()):
-            uid = owners[len(inputs.prefills) + index]
+            uid = rest[index]
             context = int(inputs.decode_contexts[index])
             at = slice(first + index, first + index + 1)
             ids, mapping = self._next_token[slot : slot + 1], inputs.slot_mapping[at]
+            if index >= free:
+                ids = inputs.token_ids[at]
             self._row(uid, context, inputs.decode_tables[index], ids, mapping)
             self._last[uid] = first + index
             assert inputs.positions[first + index] == context - 1, f"request {uid}: position"
@@ -171,7 +181,34 @@ class SimulatedRunner(RunnerActor):
             self._check_sight(uid, context - 1, turned, first + index)
         assert not self._seen, "text is replaced by rows of a picture"
         self._fork(inputs)
+        self._keep(inputs)
         return self._sample(inputs)
+
+    def _keep(self, inputs: StepInputs) -> None:
+        """Keep the last state of constrained rows; every one that ends what is known is kept."""
+        oracle = self._world.oracle
+        ends = {self._last[uid]: uid for uid in oracle.owners(inputs.step)}
+        for token, slot in inputs.kept:
+            (owner,) = oracle.owners_of_slots(inputs.step, [slot])
+            source = ends[token]
+            if owner != source:
+                oracle.forked(source, owner)
+                self._ends[owner] = self._ends[source]
+                self._spoilt |= {owner} if source in self._spoilt else set()
+            self._kept[slot] = owner, self._ends[source]
+
+    def _choose(self, uid: int, slot: int, mask: Any) -> int:
+        """A constrained row's token, from what its slot has and its mask."""
+        oracle = self._world.oracle
+        answer = oracle.answers[uid]
+        assert answer is not None
+        kept, end = self._kept[slot]
+        assert kept == uid, f"slot {slot} has the state of {kept}, not of {uid}"
+        due = answer.masks[end - answer.prompt_length]
+        right = mask_of(list(due), len(mask))
+        assert (mask == right).all(), f"request {uid}: the mask for {end} is another's"
+        self._ends[uid] = end
+        return self._token(uid)
 
     def _fork(self, inputs: StepInputs) -> None:
         """Copy blocks; who begins as a copy has what its source has."""
@@ -181,7 +218,8 @@ class SimulatedRunner(RunnerActor):
             blocks[copy] = blocks[source]
         oracle = self._world.oracle
         ends = {self._last[uid]: uid for uid in oracle.owners(inputs.step)}
-        sampling = oracle.owners_of_slots(inputs.step, inputs.sampling_slots)
+        free = len(inputs.token_index)
+        sampling = oracle.owners_of_slots(inputs.step, inputs.sampling_slots[:free])
         for uid, token in zip(sampling, inputs.token_index, strict=True):
             source = ends[token]
             if uid != source:
@@ -262,9 +300,12 @@ class SimulatedRunner(RunnerActor):
 
     def _sample(self, inputs: StepInputs) -> Any:
         owners = self._world.oracle.owners_of_slots(inputs.step, inputs.sampling_slots)
-        ids = [self._token(uid) for uid in owners]
+        free = len(owners) - inputs.deferred
+        ids = [self._token(uid) for uid in owners[:free]]
+        late = zip(owners[free:], inputs.sampling_slots[free:], inputs.masks, strict=True)
+        ids += [self._choose(*row) for row in late]
         assert inputs.sampling_positions == [self._ends[uid] for uid in owners]
-        assert inputs.token_index == [self._last[uid] for uid in owners]
+        assert inputs.token_index == [self._last[uid] for uid in owners[:free]]
         assert inputs.seeds == [self._world.oracle.seed_of(uid) for uid in owners]
         masked: dict[int, list[int]] = {}
         for row, token in inputs.masked:

@@ -50,6 +50,9 @@ RESULTS = "nanoactor.scheduling.results"
 FORKING = "nanoactor.scheduling.forking"
 FAMILY = "nanoactor.scheduling.family"
 SEQUENCE = "nanoactor.scheduling.sequence"
+CONSTRAINTS = "nanoactor.scheduling.constraints"
+MASKS = "nanoactor.runner.masks"
+DEFERRED = "nanoactor.runner.deferred_rows"
 
 MUTATIONS = [
     Mutation(
@@ -593,8 +596,8 @@ MUTATIONS = [
     Mutation(
         "a copy samples from the step's first prompt",
         BATCH,
-        "ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows]))",
-        "ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows * 0]))",
+        "ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows[free]]))",
+        "ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows[free] * 0]))",
     ),
     Mutation(
         "who followed is forgotten when the first ends",
@@ -644,6 +647,120 @@ MUTATIONS = [
         DETOKENIZER,
         "                entry.scored += len(tokens)\n",
         "",
+    ),
+    Mutation(
+        "a choice is planned before its mask is there",
+        CONSTRAINTS,
+        "            if awaited.is_held_by(self._ranks):",
+        "            if True:",
+    ),
+    Mutation(
+        "a choice is planned before the position before it",
+        CONSTRAINTS,
+        "    return sequence.scheduled == length\n",
+        "    return True\n",
+    ),
+    Mutation(
+        "a token is chosen once more while the first choice is under way",
+        CONSTRAINTS,
+        "                sequence.asked = sequence.length\n",
+        "",
+    ),
+    Mutation(
+        "the runners are not told which masks nobody wants any more",
+        CONSTRAINTS,
+        "out += [(BLOCKS, DropMasks(over)), (GRAMMAR, CloseGrammars(over))]",
+        "out += [(GRAMMAR, CloseGrammars(over))]",
+    ),
+    Mutation(
+        "forced tokens are known while a step that is not planned yet would compute those before",
+        CONSTRAINTS,
+        "sequence.phase is Phase.RUNNING and sequence.scheduled == sequence.length",
+        "sequence.phase is Phase.RUNNING",
+    ),
+    Mutation(
+        "the mask behind forced tokens is awaited one position too early",
+        CONSTRAINTS,
+        "        awaited.position += len(awaited.run)\n",
+        "        awaited.position += len(awaited.run) - 1\n",
+    ),
+    Mutation(
+        "who wants log-probabilities is forced",
+        CONSTRAINTS,
+        "self._jumps and max(sequence.logprobs, sequence.prompt_logprobs) < 0",
+        "self._jumps",
+    ),
+    Mutation(
+        "a late mask of an answer that is over is kept",
+        MASKS,
+        "            if uid not in self._dropped:",
+        "            if True:",
+    ),
+    Mutation(
+        "the mask of an answer that is over is kept",
+        MASKS,
+        "            self._masks.pop(uid, None)\n            self._end",
+        "            self._end",
+    ),
+    Mutation(
+        "the first of a chunk's states is kept, not the last",
+        BATCH,
+        "        lasts = (np.cumsum(step.counts) - 1).astype(np.int64)",
+        "        lasts = (np.cumsum(step.counts) - step.counts).astype(np.int64)",
+    ),
+    Mutation(
+        "a copy that is constrained keeps no state",
+        BATCH,
+        "            slots.append(forks.slots[rows])\n",
+        "            slots.append(forks.slots[rows])\n            tokens.pop(), slots.pop()\n",
+    ),
+    Mutation(
+        "rows that continue an output are not told their tokens",
+        BATCH,
+        "pairs.append((self.layout.last_tokens + continued.slots, continued.token_ids))",
+        "pass",
+    ),
+    Mutation(
+        "rows that continue an output go on where their slot's last owner was",
+        BATCH,
+        "pairs.append((self.layout.lengths + continued.slots, continued.starts))",
+        "pass  # for its length",
+    ),
+    Mutation(
+        "the end of a prompt is taken to continue an output",
+        DEFERRED,
+        " & (step.starts >= self._outputs[slots])",
+        "",
+    ),
+    Mutation(
+        "constrained sequences decode",
+        TABLE,
+        "        able &= ~self.constrained\n",
+        "        able &= True\n",
+    ),
+    Mutation(
+        "constrained outputs wait behind prompts",
+        QUEUES,
+        "continued = [s for s in self.prefilling if s.continues and s.reach > s.scheduled]",
+        "continued = []",
+    ),
+    Mutation(
+        "constrained outputs that need a block are not given one",
+        SCHEDULER,
+        "        constrained = self._running.starving\n",
+        "        constrained = self._running.starving[:0]\n",
+    ),
+    Mutation(
+        "forced tokens go on behind a sequence's end",
+        OUTPUT,
+        "                return count, end\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "a constrained output behind a picture is not turned",
+        KEPT,
+        "dtype=np.int32) + self.delta",
+        "dtype=np.int32)",
     ),
 ]
 

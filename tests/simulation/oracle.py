@@ -28,6 +28,7 @@ from nanoactor.scheduling.plan_builder import PlannedStep
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.vision.messages import VisionStep
 from tests.simulation.device import SPOILT
+from tests.simulation.grammar import TOO_HARD
 from tests.simulation.reference import (
     Answer,
     Letters,
@@ -38,7 +39,7 @@ from tests.simulation.reference import (
     score,
     true_blocks,
 )
-from tests.simulation.scenario import Ask, rules_of, sampling_of, seed_of
+from tests.simulation.scenario import Ask, Toy, rules_of, sampling_of, seed_of
 from tests.simulation.stories import Stories
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ class Oracle:
     def preempt(self, victim: Sequence) -> None:
         """Nobody is preempted while credits, there or on their way, suffice."""
         scheduler = self.scheduler
-        starving = int(scheduler._table.demand()[1].sum())
+        starving = int(scheduler._table.demand()[1].sum()) + len(scheduler._running.starving)
         enough = scheduler.budget.credits + scheduler.budget.pending + self._yielded
         assert starving > enough, f"{enough} blocks are there or on their way for {starving}"
         youngest = max(scheduler._running, key=lambda s: self._place(s.uid))
@@ -280,14 +281,18 @@ class Oracle:
         copies = [slot for forks in step.forks for slot in forks.slots.tolist()]
         slots = [*step.slots.tolist(), *decoding, *copies]
         assert len(set(slots)) == len(slots) <= self._scenario.max_num_seqs
+        late = [slot for rows in step.deferred for slot in rows.slots.tolist()]
         used = len(step.token_ids) + len(decoding)
         encodes = any(len(vision.slices.numbers) for vision in step.vision)
-        assert used + encodes > 0, "an empty step"
+        assert used + encodes + len(late) > 0, "an empty step"
         assert used <= self._scenario.max_num_batched_tokens, f"{used} tokens in a step"
         self._encoded(step)
         self.counts["tokens"] += used
         self.counts["steps"] += 1
-        by_slot = {slot: holdings[slot].uid for slot in slots}
+        by_slot = {slot: holdings[slot].uid for slot in (*slots, *late)}
+        told = [uid for rows in step.deferred for uid in rows.uids.tolist()]
+        assert told == [by_slot[slot] for slot in late]
+        self.counts["chosen under masks"] += len(late)
         self._check_introduced(step, by_slot)
         rows = [by_slot[slot] for slot in slots[: len(slots) - len(copies)]]
         self._rows[step.step] = (rows, by_slot)
@@ -298,7 +303,7 @@ class Oracle:
         self._rows.pop(step.step - 10, None)
         for uid in by_slot.values():
             self._first_steps.setdefault(uid, step.step)
-        for slot in slots:
+        for slot in (*slots, *late):
             self._last_use[holdings[slot].table] = step.step
         self.manager.check()
         self.stories.step(step, by_slot)
@@ -327,6 +332,7 @@ class Oracle:
             assert new.prompt_lengths[row] == answer.prompt_length
             rules = [r for at, r in zip(new.rule_rows, new.rules, strict=True) if at == row]
             assert list(map(str, rules)) == list(map(str, rules_of(position)))
+            assert (row in new.constrained) == (ask.grammar is not None)
             self._introduced[slot], masked = by_slot[slot], ends
         assert masked == len(new.masked_ids)
         for slot, uid in by_slot.items():
@@ -346,7 +352,9 @@ class Oracle:
         for slot in copies:
             self._check_slot(slot)
         self._matches += len(copies)
-        self._planned_slots[plan.step] = self._decode_slots | set(plan.slots.tolist()) | copies
+        late = {slot for rows in plan.deferred for slot in rows.slots.tolist()}
+        used = set(plan.slots.tolist()) | copies | late
+        self._planned_slots[plan.step] = self._decode_slots | used
         in_flight = plan.step - self.scheduler._completed
         assert in_flight <= self._scenario.depth, f"{in_flight} steps in flight"
 
@@ -401,14 +409,27 @@ class Oracle:
         late = [fence for fence in self._unanswered if step > fence + self._scenario.depth]
         assert not late, f"step {step} is planned, but frees at {late} are not answered"
         rows = scheduler._running.rows(scheduler._in_flight[-1])
-        used = sum(s.scheduled - before.get(s.uid, s.scheduled) for s in rows)
+        used = sum(s.scheduled - before.get(s.uid, s.scheduled) for s in {*rows})
+        self._check_constrained(before)
         self._check_forks(scheduler._in_flight[-1])
         left = [self._place(s.uid) for s in scheduler._running if _prefills(s)]
         if left:
             assert used == self._scenario.max_num_batched_tokens, f"{used} tokens, more wait"
-            served = [self._place(s.uid) for s in rows if before.get(s.uid, s.target) < s.target]
-            assert max(served, default=(0, 0)) <= min(left), "a younger prompt goes first"
+            prompts = [s for s in rows if before.get(s.uid, s.target) < s.target]
+            served = [self._place(s.uid) for s in prompts if not _continued(s, before)]
+            assert not served or max(served) <= min(left), "a younger prompt goes first"
         return True
+
+    def _check_constrained(self, before: dict[int, int]) -> None:
+        """Who can go on is in the step, and so is who can choose."""
+        for s in self.scheduler._running.constrained:
+            if s.phase is not Phase.RUNNING:
+                continue
+            if _continued(s, before) and before[s.uid] < s.target:
+                assert s.scheduled > before[s.uid] or s.is_starving, f"{s.uid} does not go on"
+            awaited = self.scheduler.constraints._awaited[s.uid]
+            chooses = s.scheduled == s.length and awaited.is_held_by(1) and s.asked < s.length
+            assert not chooses, f"{s.uid} could choose, but does not"
 
     def _check_forks(self, planned: PlannedStep) -> None:
         """Who begins as a copy overtakes nobody."""
@@ -432,7 +453,10 @@ class Oracle:
                 continue
             rows = {sequence.uid for sequence in scheduler._running.rows(planned)}
             decodable = np.logical_or(*scheduler._table.demand())
-            streams = {s.uid for s in scheduler._running if decodable[s.slot]} - rows
+            streams = {s.uid for s in scheduler._running if decodable[s.slot]}
+            constrained = [s for s in scheduler._running.constrained if s.phase is Phase.RUNNING]
+            streams |= {s.uid for s in constrained if s.continues and s.scheduled < s.target}
+            streams -= rows
             for uid in [uid for uid in self._sat_out if uid not in streams]:
                 del self._sat_out[uid]
             for uid in streams:
@@ -523,6 +547,7 @@ class Oracle:
                 self._began[message.step] = message.began
                 due = self.scheduler._in_flight[len(self.scheduler._held_back)]
                 samplers = {chunk.sequence.uid for chunk in due.last_chunks}
+                samplers |= {row.sequence.uid for row in due.deferred}
                 slots = due.decode_batch.slots
                 samplers |= {s.uid for s in self.scheduler._running.owners(slots)}
                 live = samplers & self.scheduler.live.keys()
@@ -634,11 +659,14 @@ class Oracle:
         assert (terminal.tokens, terminal.characters) == (len(ids), len(text)), who
         assert terminal.preemptions == self._preemptions[terminal.uid], who
         began = self._began.get(self._first_steps.get(terminal.uid, 0))
-        assert terminal.began == began or (terminal.began == -1 and not ids), who
+        # Forced tokens may end it before its first step has.
+        assert terminal.began == began or (terminal.began == -1 and (not ids or ask.grammar)), who
         if expected is not None and expected.undecodable:
             assert terminal.reason in ("error", "abort")
             assert not ids, f"{who} was answered without its picture"
             self.counts["undecodable"] += terminal.reason == "error"
+            return
+        if ask.grammar is not None and self._check_grammar(ask.grammar, terminal, ids, expected):
             return
         if terminal.reason == "failed":
             self._check_failed(terminal, ids, text, expected)
@@ -670,6 +698,26 @@ class Oracle:
         assert tuple(ids) == expected.output, f"{who}: {ids} where {expected.output} was due"
         assert text == expected.text, f"{who}: {text!r} where {expected.text!r} was due"
         assert (terminal.reason, terminal.stop_reason) == (expected.reason, expected.stop_reason)
+
+    def _check_grammar(
+        self, toy: Toy, terminal: Terminal, ids: list[int], expected: Answer | None
+    ) -> bool:
+        """Whether its grammar ended it; then what it was told before is right."""
+        who = f"request {terminal.uid}"
+        hung, hard = "mask_timeout" in terminal.error, terminal.error.endswith(TOO_HARD)
+        if not hung and not hard:
+            due = expected is not None and len(ids) < len(expected.output)
+            ended = due and (toy.hangs or len(ids) == toy.fails_at)
+            gone = terminal.reason in ("abort", "failed", "error") or expected is None
+            assert gone or not ended, f"{who} ended as if it had a mask"
+            return False
+        assert expected is not None
+        assert hung == toy.hangs, who
+        # Forced tokens before the place where it fails may not have been taken yet.
+        assert hung or len(ids) <= toy.fails_at, f"{who} failed behind {len(ids)} tokens"
+        assert tuple(ids) == expected.output[: len(ids)], who
+        self.counts["grammars failed"] += 1
+        return True
 
     def _check_scores(self, ask: Ask, own: Any, expected: Answer | None) -> None:
         """Each token of output came with its own log-probability, or none did."""
@@ -738,7 +786,7 @@ class Oracle:
         """Its rules left it nothing; what it was told before is right."""
         who = f"request {terminal.uid}"
         assert terminal.uid in self._choiceless, f"{who}: {terminal.error}"
-        assert "leave no token to choose" in terminal.error, who
+        assert "no token to choose" in terminal.error, who
         assert len(ids) == self._choiceless[terminal.uid] - expected.prompt_length, who
         assert tuple(ids) == expected.output[: len(ids)], f"{who}: {ids}, not {expected.output}"
         ask = self._scenario.asks[self.positions[terminal.uid]]
@@ -771,6 +819,9 @@ class Oracle:
             "pages": self._scenario.encoder_pages - scheduler.items.budget.credits,
             "works": len(scheduler.items.works),
             "pixels": len(self.device._pixels),
+            "masks": len(self.device._masks),
+            "grammars": len(actors["grammar"]._book) if "grammar" in actors else 0,
+            "constrained": len(scheduler.constraints),
             "half encoded": len(self.device._half.keys() - set(self.device.dropped)),
             "wants": sum(actor.statistics()["wants"] for actor in self._vision),
             "unread": sum(actor.statistics()["unread"] for actor in self._vision),
@@ -809,6 +860,12 @@ def _prefills(sequence: Sequence) -> bool:
     return sequence.phase is Phase.RUNNING and sequence.scheduled < sequence.reach
 
 
+def _continued(sequence: Sequence, before: dict[int, int]) -> bool:
+    """Whether its output went on when so many positions were planned."""
+    began = before.get(sequence.uid, 0)
+    return sequence.is_constrained and began >= sequence.prompt_length
+
+
 def _unanswered_units(sequence: Sequence) -> int:
     """What is to be encoded for it at most, where its match is not answered."""
     if sequence.items is None or sequence.items.works:
@@ -817,4 +874,7 @@ def _unanswered_units(sequence: Sequence) -> int:
 
 
 def _positions_left(sequence: Sequence) -> int:
-    return max(0, sequence.limit - 1 - sequence.scheduled)
+    """Steps that have a row of it, one after the other: a constrained one computes a position, then
+    chooses a token."""
+    left = max(0, sequence.limit - 1 - sequence.scheduled)
+    return 2 * left + 1 if sequence.is_constrained else left

@@ -37,6 +37,20 @@ def sample(state: int, answer: int = 0) -> int:
     return ((state >> 17) + 7 * answer) % VOCABULARY
 
 
+def allowed(state: int) -> list[int]:
+    """The ids that a toy grammar allows in a state, which begins as its number and goes on as that
+    of a context does: one in every fifth state, many in the others."""
+    if state % 5 == 0:
+        return [state % VOCABULARY]
+    found = [token for token in range(VOCABULARY) if state >> token % 37 & 1]
+    return found or [state % VOCABULARY]
+
+
+def sample_allowed(state: int, ids: list[int], answer: int = 0) -> int:
+    """The token that follows a context where these may."""
+    return ids[((state >> 17) + 7 * answer) % len(ids)]
+
+
 class Scored(NamedTuple):
     """What a device says of a token."""
 
@@ -120,6 +134,8 @@ class Answer:
     text: str
     reason: str
     stop_reason: int | str | None
+    masks: tuple[tuple[int, ...], ...] = ()
+    """Of each token of output: what the grammar allows in its place."""
 
 
 def answer(ask: Ask, scenario: Scenario, number: int = 0) -> Answer | None:
@@ -140,8 +156,15 @@ def answer(ask: Ask, scenario: Scenario, number: int = 0) -> Answer | None:
     for index, token in enumerate(prompt):
         state = extend(state, seen.get(index, token))
         states.append(state)
+    masks: list[tuple[int, ...]] = []
+    grammar = ask.grammar.number if ask.grammar else 0
     for _ in range(min(ask.max_tokens, limit - len(prompt)) + scenario.depth + 2):
-        tokens.append(sample(state, number))
+        if ask.grammar:
+            masks.append(tuple(allowed(grammar)))
+            tokens.append(sample_allowed(state, allowed(grammar), number))
+            grammar = extend(grammar, tokens[-1])
+        else:
+            tokens.append(sample(state, number))
         state = extend(state, tokens[-1])
         states.append(state)
     output, reason, stop_reason = _cut_by_ids(ask, tokens[len(prompt) :], limit - len(prompt))
@@ -163,6 +186,7 @@ def answer(ask: Ask, scenario: Scenario, number: int = 0) -> Answer | None:
         text,
         reason,
         stop_reason,
+        tuple(masks),
     )
 
 

@@ -50,6 +50,14 @@ class StepInputs:
     seeds: list[int]
     masked: list[tuple[int, int]]
     """... and (row, id) of each logit that must not be chosen."""
+    deferred: int
+    """How many of the last of these sample under ..."""
+    masks: Any
+    """... these masks, (rows, words)."""
+    kept: list[tuple[int, int]]
+    """Which token's state is kept in which slot."""
+    continued: int
+    """How many of the last decode rows have a token of the host's."""
     scores: ScoredRows | None
     copies: list[tuple[int, int]]
     """Blocks: from where, and to where."""
@@ -69,10 +77,10 @@ class ResidentState:
         self._state = np.zeros(self._layout.size, np.int32)
         self._state[self._layout.rows :] = self._layout.dummy
 
-    def apply(self, step: Any, pixels: Any, dropped: Any) -> StepInputs:
+    def apply(self, step: Any, pixels: Any, dropped: Any, masks: Any) -> StepInputs:
         """Apply a step's deltas; what it runs on then."""
-        update = with_vision(self._fused.update(step), step, pixels, dropped)
-        plain = self._plain.update(step)
+        update = with_vision(self._fused.update(step, masks), step, pixels, dropped)
+        plain = self._plain.update(step, masks)
         assert len(np.unique(update.indices)) == len(update.indices), "one place written twice"
         assert update.indices.tolist() == plain.indices.tolist()
         assert update.values.tolist() == plain.values.tolist()
@@ -97,13 +105,24 @@ class ResidentState:
                 prefill.sampling.tolist(),
             )
         first = len(token_ids)
-        slots = [*slots, *decodes.tolist()]
-        lengths = self._column(self._layout.lengths)[slots]
+        slots = [*slots, *decodes[: update.decodes].tolist()]
         self._check_lengths(update, rows, contexts)
         masked = self._check_fallback(update, plain, slots)
+        rest = update.deferred
+        late = rest.slots.tolist() if rest is not None else []
+        masked += self._check_choices(update, plain, len(slots))
+        slots += late
+        lengths = self._column(self._layout.lengths)[slots]
+        kept: list[tuple[int, int]] = []
+        if rest is not None:
+            kept = list(zip(rest.prompt_rows.tolist(), rest.prompt_slots.tolist(), strict=True))
+            behind = range(first + update.decodes, first + update.decode_rows)
+            kept += zip(behind, rest.continued_slots.tolist(), strict=True)
+            assert rest.continued_slots.tolist() == decodes[update.decodes :].tolist()
+        own = self._column(self._layout.last_tokens)[decodes[update.decodes :]]
         return StepInputs(
             update.step,
-            token_ids=np.concatenate((token_ids, np.zeros(len(decodes), np.int32))),
+            token_ids=np.concatenate((token_ids, np.zeros(update.decodes, np.int32), own)),
             positions=np.concatenate((own_positions, positions)),
             rope_positions=self._rope_positions(update, own_positions, decodes, positions),
             vision=update.vision,
@@ -113,13 +132,37 @@ class ResidentState:
             decode_tables=self._tables[decodes],
             decode_contexts=contexts,
             sampling_slots=slots,
-            token_index=[*ends, *range(first, first + len(decodes))],
+            token_index=[*ends, *range(first, first + update.decodes)],
             sampling_positions=lengths.tolist(),
             seeds=self._seeds(slots),
             masked=masked,
             scores=update.scores,
             copies=list(zip(*(blocks.tolist() for blocks in update.copies), strict=True)),
+            deferred=len(late),
+            masks=np.concatenate([part.masks for part in rest.choices]) if late and rest else (),
+            kept=kept,
+            continued=update.continued,
         )
+
+    def _check_choices(self, update: Update, plain: Update, first: int) -> list[tuple[int, int]]:
+        """All deferred rows are listed, each in one group, with its own rules; both hosts' are the
+        same. Returns (row, id) of each logit that must not be chosen; rows count from `first`."""
+        found = []
+        for one in (update, plain):
+            choices = one.deferred.choices if one.deferred is not None else ()
+            assert all((part.index == part.slots).all() for part in choices)
+            ends = np.cumsum([0, *(len(part.slots) for part in choices)])
+            parts = [
+                dataclasses.replace(part, index=np.arange(begin, begin + len(part.slots)))
+                for part, begin in zip(choices, ends[:-1], strict=True)
+            ]
+            slots = [slot for part in parts for slot in part.slots.tolist()]
+            self._check_rules(parts, slots)
+            masks = [part.masks.tolist() for part in parts]
+            rows = [(first + row, token) for row, token in self._masked(parts)]
+            found.append((slots, [row for part in masks for row in part], rows))
+        assert found[0] == found[1]
+        return found[0][2]
 
     def _rope_positions(
         self, update: Update, own: Any, decodes: Any, positions: Any
@@ -137,7 +180,8 @@ class ResidentState:
             arrays = (prefill.token_ids, prefill.positions, prefill.slots, prefill.rows)
             words += sum(array.size for array in arrays) + prefill.tiles.size
             words += 2 * len(prefill.ends)
-        for part in update.fallback:
+        choices = update.deferred.choices if update.deferred else ()
+        for part in (*update.fallback, *choices):
             for fields in filter(None, (part, part.rules)):
                 values = [getattr(fields, name) for name in fields.__dataclass_fields__]
                 arrays = [value for value in values if isinstance(value, np.ndarray)]
@@ -145,6 +189,9 @@ class ResidentState:
         if scores := update.scores:
             words += 2 * (len(scores.prompt_rows) + len(scores.targets) + len(scores.rows)) + 9
         words += sum(2 * len(blocks) + 3 for blocks in update.copies)
+        if rest := update.deferred:
+            arrays = (rest.prompt_rows, rest.prompt_slots, rest.continued_slots)
+            words += sum(2 * array.size + 3 for array in arrays)
         return words + 3 * (2 + 7)  # each is aligned to 4 words
 
     def _column(self, start: int) -> Any:
@@ -170,8 +217,8 @@ class ResidentState:
     def _advance(self, update: Update) -> Any:
         """As `Device.advance`: (slots, positions, contexts) of the decode rows."""
         listed = self._column(self._layout.rows)
-        rows = listed[: update.decodes].copy()
-        assert (listed[update.decodes :] == self._layout.dummy).all()
+        rows = listed[: update.decode_rows].copy()
+        assert (listed[update.decode_rows :] == self._layout.dummy).all()
         lengths = self._column(self._layout.lengths)
         positions = lengths[rows]
         lengths[rows] += 1
@@ -198,12 +245,12 @@ class ResidentState:
     ) -> list[tuple[int, int]]:
         """Without a fused sampler all rows are listed, each in one group; else those that it does
         not do. Returns (row, id) of each logit that must not be chosen."""
-        masked = self._masked(plain)
+        masked = self._masked(plain.fallback)
         assert [s for part in plain.fallback for s in part.slots.tolist()] == slots
         assert [i for part in plain.fallback for i in part.index] == [*range(len(slots))]
-        assert set(self._masked(update)) == set(masked)
+        assert set(self._masked(update.fallback)) == set(masked)
         columns = self._columns
-        fallback = {row for row, _ in masked} | self._check_rules(plain, slots)
+        fallback = {row for row, _ in masked} | self._check_rules(plain.fallback, slots)
         greedy = set()
         for row, slot in enumerate(slots):
             if columns.temperature[slot] == 0:
@@ -218,7 +265,7 @@ class ResidentState:
             assert sorted(np.concatenate(groups)) == [*range(len(part.slots))]
         return masked
 
-    def _check_rules(self, plain: Update, slots: list[int]) -> set[int]:
+    def _check_rules(self, parts: Any, slots: list[int]) -> set[int]:
         """Every row has the rules of its own request, whose seed is its position. Returns the rows
         that have any."""
         due = set()
@@ -227,7 +274,7 @@ class ResidentState:
                 biases = zip(rules.bias_ids.tolist(), rules.biases.tolist(), strict=True)
                 due |= {(row, *pair) for pair in biases}
         found = set()
-        for part in plain.fallback:
+        for part in parts:
             if part.rules is not None:
                 pairs = (part.rules.biased_ids.tolist(), part.rules.biases.tolist())
                 rows = part.index[part.rules.biased_rows].tolist()
@@ -235,9 +282,9 @@ class ResidentState:
         assert found == due
         return {row for row, *_ in due}
 
-    def _masked(self, update: Update) -> list[tuple[int, int]]:
+    def _masked(self, parts: Any) -> list[tuple[int, int]]:
         return [
             (int(part.index[row]), int(token))
-            for part in update.fallback
+            for part in parts
             for row, token in zip(part.masked_rows, part.masked_ids, strict=True)
         ]

@@ -92,6 +92,17 @@ def encode_text(text: str) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Toy:
+    """A grammar: see `reference.allowed`."""
+
+    number: int
+    fails_at: int = -1
+    """The token of output for which it has no mask; -1: it always has one."""
+    hangs: bool = False
+    """Never says anything."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Ask:
     """One request, and when its user gives up on it."""
 
@@ -112,6 +123,7 @@ class Ask:
     n: int = 1
     logprobs: int = -1
     prompt_logprobs: int = -1
+    grammar: Toy | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +168,10 @@ class Scenario:
     """How likely a row's logits are not finite."""
     choiceless: float = 0.0
     """How likely a request's rules leave a row no token."""
+    grammars: bool = False
+    """Whether there is an actor for them."""
+    compile_steps: float = 1.0
+    """Mean time to compile a grammar, in steps."""
     wire: bool = False
     """Whether messages travel as bytes, overwritten as soon as they were handled."""
 
@@ -245,7 +261,29 @@ def draw(seed: int) -> Scenario:
     )
     scenario = dataclasses.replace(scenario, asks=_draw_asks(rng, scenario, traffic))
     scenario = _with_pictures(random.Random(f"{seed} pictures"), scenario)
-    return _with_answers(random.Random(f"{seed} answers"), scenario)
+    scenario = _with_answers(random.Random(f"{seed} answers"), scenario)
+    return _with_grammars(random.Random(f"{seed} grammars"), scenario)
+
+
+def _with_grammars(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same with answers that follow a grammar, in some seeds."""
+    if rng.random() < 0.6:
+        return scenario
+    share, faults = rng.choice([0.1, 0.4, 1.0]), rng.choice([0.0, 0.0, 0.1])
+    asks = [
+        dataclasses.replace(ask, grammar=_draw_toy(rng, faults)) if rng.random() < share else ask
+        for ask in scenario.asks
+    ]
+    return dataclasses.replace(
+        scenario, asks=tuple(asks), grammars=True, compile_steps=rng.choice([0.0, 1.0, 30.0])
+    )
+
+
+def _draw_toy(rng: random.Random, faults: float) -> Toy:
+    fault, number = rng.random(), rng.randrange(1 << 40)
+    if fault < faults / 4:
+        return Toy(number, hangs=True)
+    return Toy(number, fails_at=rng.choice([0, 1, 5]) if fault < faults else -1)
 
 
 def _with_answers(rng: random.Random, scenario: Scenario) -> Scenario:

@@ -12,6 +12,7 @@ from nanoactor.messages import (
     Free,
     Match,
     OutputDelta,
+    Plan,
     Reject,
     Step,
     StepDone,
@@ -64,6 +65,10 @@ class Stories:
             case Match():
                 self._slots[message.slot] = message.uid
                 self._add(message.uid, f"matched: slot {message.slot}, {message.blocks} blocks")
+            case Plan():
+                for forks in message.forks:
+                    pairs = zip(forks.slots.tolist(), forks.uids.tolist(), strict=True)
+                    self._slots |= dict(pairs)
             case Free():
                 for slot in message.slots.tolist():
                     uid = self._slots[slot]

@@ -6,6 +6,8 @@ outboxes that fill up. Nothing inside an actor is, but for the forward pass (`de
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import heapq
 import random
 from collections import deque
@@ -35,6 +37,7 @@ from nanoactor.scheduling.plan_builder import as_int32
 from nanoactor.text.detokenizer import Detokenizer
 from nanoactor.topology import engine_topology
 from tests.simulation.device import SimulatedRunner
+from tests.simulation.grammar import SimulatedGrammar, text_of
 from tests.simulation.oracle import Oracle
 from tests.simulation.reference import SALT, LetterDecoders
 from tests.simulation.scenario import VOCABULARY, Ask, Scenario, rules_of, sampling_of
@@ -185,20 +188,22 @@ class World:
         self.scenario = scenario
         self.loop = VirtualLoop(scenario.seed)
         config = ActorConfig(_config(scenario), _files(scenario), SALT)
-        topology = engine_topology(config)
+        topology = engine_topology(self._with_tokenizer(config) if scenario.grammars else config)
         specs = {spec.name: spec.config for spec in topology.actors}
         self.actors: dict[str, Actor] = {
             "frontend": FrontendActor(specs["frontend"]),
             "scheduler": SchedulerActor(specs["scheduler"]),
             "blocks": BlockManagerActor(specs["blocks"]),
             "runner.0": SimulatedRunner(specs["runner.0"], self),
-            "detokenizer": DetokenizerActor(specs["detokenizer"]),
+            "detokenizer": DetokenizerActor(config),
         }
+        if scenario.grammars:
+            self.actors["grammar"] = SimulatedGrammar(specs["grammar"], self)
         for index in range(scenario.vision_workers if scenario.encoder_pages else 0):
             name = f"vision.{index}"
             self.actors[name] = SimulatedVision(specs[name], self, index)
         for index in range(scenario.tokenizers):
-            self.actors[f"tokenizer.{index}"] = TokenizerActor(specs[f"tokenizer.{index}"])
+            self.actors[f"tokenizer.{index}"] = TokenizerActor(config)
         self.entries: dict[int, Entry] = {}
         """By position in the scenario: what the journal has of each request."""
         self.refused: set[int] = set()
@@ -208,6 +213,11 @@ class World:
         self._start(topology.edges)
         for position, ask in enumerate(scenario.asks):
             self.loop.call_at(ask.at, self._submit, position, ask)
+
+    def _with_tokenizer(self, config: ActorConfig) -> ActorConfig:
+        """What the topology has a grammar for; nobody opens it."""
+        files = dataclasses.replace(config.files, tokenizer_directory=Path())
+        return dataclasses.replace(config, files=files)
 
     def _start(self, specs: tuple[EdgeSpec, ...]) -> None:
         ready = {name: actor.setup() for name, actor in self.actors.items()}
@@ -227,7 +237,9 @@ class World:
         self._handlers = {}
         for name, actor in self.actors.items():
             outboxes = {label: edge for (who, label), edge in self.edges.items() if who == name}
-            actor.start(SimulatedContext(name, self.loop, outboxes), ready)
+            context = SimulatedContext(name, self.loop, outboxes)
+            context.remind = functools.partial(self.deliver, name, name)
+            actor.start(context, ready)
             self._handlers[name] = actor.handlers()
         self.oracle.attach()
 
@@ -260,6 +272,7 @@ class World:
                 rules_of(position),
                 logprobs=ask.logprobs,
                 prompt_logprobs=ask.prompt_logprobs,
+                grammar=text_of(ask.grammar) if ask.grammar else "",
             )
             return Entry(str(uid), submit, RequestOutputKind.CUMULATIVE, media, ask.n)
 

@@ -46,6 +46,23 @@ def test_it_renders_as_the_template_does(rendering):
     facts, problem = renderer.describe()
     assert all((facts.exists, facts.shows_tools, facts.knows_thoughts, not problem))
     assert "enable_thinking" in facts.variables
+    assert facts.thoughts == "optional"
+
+
+@pytest.mark.parametrize(
+    ("template", "thoughts"),
+    [
+        ("assistant\n", "none"),
+        ("assistant\n{# <think> #}", "optional"),
+        ("assistant\n<think>\n", "open"),
+        ("assistant\n<think>\n\n</think>\n\n", "none"),
+        ("assistant\n{% if thinking %}<think>{% else %}</think>{% endif %}", "none"),
+        ("{{ raise_exception('<think>') }}", "optional"),
+    ],
+)
+def test_whether_thoughts_may_follow_is_found_out_by_trying(rendering, template, thoughts):
+    facts, problem = rendering(template).describe()
+    assert (facts.thoughts, problem) == (thoughts, "")
 
 
 @pytest.mark.parametrize(

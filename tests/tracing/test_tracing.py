@@ -234,7 +234,7 @@ def test_an_engine_tells_how_busy_its_actors_and_its_device_are():
         return shares, trace, begin
 
     shares, trace, begin = asyncio.run(main())
-    assert {*TRACKS, "runner.0 device", "scheduler load"} == set(shares)
+    assert {*TRACKS, "grammar", "runner.0 device", "scheduler load"} == set(shares)
     edges = begin + width * np.arange(bins + 1)
     for node_ in trace.nodes:
         for track_ in node_.tracks:

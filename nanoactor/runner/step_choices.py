@@ -1,0 +1,61 @@
+"""The choices of a step behind its layers, and the log-probabilities of what is chosen."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.device import Device
+from nanoactor.runner.batch import Update
+from nanoactor.runner.choosing import TokenChooser, place
+from nanoactor.runner.deferring import DeferredChoices
+from nanoactor.runner.graphs import PREFILL_ROWS
+from nanoactor.runner.in_flight import InFlight
+from nanoactor.runner.scoring import StepScorer
+from nanoactor.runner.staging import DeviceUpdate
+
+
+class StepChoices:
+    """One rank's, behind the layers of a step."""
+
+    def __init__(
+        self, device: Device, chooser: TokenChooser, deferred: DeferredChoices, scorer: StepScorer
+    ) -> None:
+        self._device = device
+        self._chooser = chooser
+        self._deferred = deferred
+        self._scorer = scorer
+
+    def choose(
+        self,
+        update: Update,
+        staged: DeviceUpdate,
+        states: tuple[torch.Tensor | None, torch.Tensor],
+        buffers: InFlight,
+        *,
+        captured: bool,
+    ) -> list[torch.Tensor]:
+        """Return all tokens, int32: of prompts that end, of the decode batch, of constrained rows.
+
+        `states` are the hidden states of the prompts' tokens, and of the rows that sample; these
+        are padded where the step was captured.
+        """
+        of_prompts, hidden = states
+        prompts = len(update.prefill.sampling) if update.prefill else 0
+        padded = PREFILL_ROWS if captured else prompts
+        for part in staged.fallback:
+            self._chooser.choose_behind(hidden, part, (prompts, padded))
+        rows, chosen = padded + update.decodes, self._chooser.chosen
+        late = chosen[:0]
+        if staged.deferred:
+            continued = hidden[rows : rows + update.continued]
+            self._deferred.keep(staged.deferred, of_prompts, continued)
+            late = self._deferred.choose(staged.deferred)
+        if staged.scores and update.scores:
+            if staged.deferred:
+                hidden = self._deferred.behind(hidden[:rows], staged.deferred)
+            places = place(staged.scores.rows, (prompts, padded))
+            every = torch.cat((chosen[:rows], late))
+            table = self._scorer.score(of_prompts, hidden, staged.scores, places, every)
+            buffers.take_scores(self._device, update.scores, table)
+        parts = (chosen[:prompts], chosen[padded:rows], late)
+        return [part for part in parts if len(part)]

@@ -1,0 +1,32 @@
+"""The limits within which the scheduler plans."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from nanoactor.vision.units import NO_ENCODER, EncoderLimits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits that plans keep."""
+
+    blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    """At least `max_num_seqs`, so that every running sequence fits into every step."""
+    max_model_len: int
+    depth: int = 2
+    """How many steps may be planned and not done."""
+    plan_lead: Literal["eager", "late"] = "eager"
+    """Plan as soon as the depth allows, or when the runner says that it is about to run dry."""
+    prefix_caching: bool = True
+    priority_window: int = 1000
+    """How many later requests a difference of 1 in priority may let pass."""
+    encoder: EncoderLimits = NO_ENCODER
+    jump_forward: bool = True
+    """Whether tokens that a grammar forces are known without being chosen."""
+    ranks: int = 1
+    """Runners, each of which must hold a mask before a step may name it."""

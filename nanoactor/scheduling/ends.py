@@ -1,0 +1,34 @@
+"""Ways in which a sequence is over."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class End(NamedTuple):
+    """The reason why a request is over, in the terms of `Finish`."""
+
+    reason: str
+    stop_reason: int | None = None
+    error: str = ""
+    hide_last: bool = False
+
+
+TAINTED = End(
+    "failed",
+    error="the computation of another request failed, and this one had read from the prefix cache "
+    "what that one computed; send it again",
+)
+CHOICELESS = End(
+    "error", error="allowed_token_ids, bad_words and min_tokens together leave no token to choose"
+)
+CHOICELESS_UNDER_GRAMMAR = End(
+    "error",
+    error="the answer's grammar together with allowed_token_ids, bad_words and min_tokens leaves "
+    "no token to choose",
+)
+NO_MASK = End(
+    "failed",
+    error="the mask of the answer's grammar did not come in time (mask_timeout): the grammar is "
+    "too hard, or the machine too busy",
+)

@@ -1,0 +1,92 @@
+"""Log-probabilities on their way from the device to the user: messages, and parts of messages."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.runtime.codec import message
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+
+
+@message(7)
+class TokenScores:
+    """The log-probabilities of some tokens, by the model's own distribution: before temperature
+    and every rule."""
+
+    logprobs: Float32
+    ranks: Int32
+    """Of each token: 1 is the likeliest."""
+    counts: Int32
+    """How many of the likeliest tokens in its place are told beside it, ..."""
+    top_ids: Int32
+    """... which, the likeliest first, one place after the other, ..."""
+    top_logprobs: Float32
+    """... and their log-probabilities."""
+
+
+@message(28)
+class ScoreRequests:
+    """Sequences of which log-probabilities are wanted."""
+
+    rows: Int32
+    """Which of the sequences that are introduced."""
+    output: Int32
+    """How many of the likeliest tokens are told beside each token of output; -1: nothing is."""
+    prompt: Int32
+    """Likewise of the prompt."""
+
+
+@message(26)
+class ScoredChunks:
+    """Prompt chunks whose tokens' successors get log-probabilities."""
+
+    rows: Int32
+    """Which prefill rows, ..."""
+    starts: Int32
+    """... the first position whose successor is scored, ..."""
+    counts: Int32
+    """... and how many positions."""
+    targets: Int32
+    """The successors, one row after the other; none in a `Plan`."""
+
+
+@message(35)
+class StepScores:
+    """The log-probabilities of a step: of the prompts' tokens, then of sampled ones."""
+
+    rows: Int32
+    """Which of the rows that sample the last of them belong to."""
+    scores: TokenScores
+
+
+@message(53)
+class RequestScores:
+    """Log-probabilities on their way to their requests, in runs."""
+
+    uids: Int64
+    prompts: NDArray[np.bool_]
+    """Whether a run is of the prompt, where it goes on with what was told before; else it is of the
+    output's token that it travels with."""
+    counts: Int32
+    scores: TokenScores
+
+
+@message(64)
+class ToldScores:
+    """Log-probabilities with the bytes of all tokens that they name; in runs, as `RequestScores`.
+    Those of output are of the delta's `token_ids`, one for each."""
+
+    uids: Int64
+    prompts: NDArray[np.bool_]
+    counts: Int32
+    offsets: Int32
+    """Of each token of output: how many characters of text come before it; 0 for prompts."""
+    pieces: bytes
+    """The bytes of each token, then of those told beside it; none where there is no tokenizer."""
+    lengths: Int32
+    """How many of `pieces` are whose."""
+    scores: TokenScores

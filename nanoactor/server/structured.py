@@ -1,0 +1,132 @@
+"""Constraints on answers as requests ask for them, in OpenAI's fields and in vLLM's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.grammar.spec import Thoughts, ToolGrammar
+from nanoactor.server.errors import invalid
+from nanoactor.structured_outputs import StructuredOutputsParams
+
+
+class JsonSchema(Struct, forbid_unknown_fields=True):
+    """The schema that an answer must follow."""
+
+    name: Annotated[str, Meta(description="Ignored, as the next two")]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: Annotated[bool, Meta(description="Enforced in any case")] | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """The form of an answer in OpenAI's words."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """The form of an answer in vLLM's words: exactly one of the first five."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: Annotated[str, Meta(description="Refused, as the next")] | None = None
+    structural_tag: Any = None
+
+
+_OURS = "structured_outputs"
+"""The engine's parameter, with which its messages about constraints begin."""
+_OLDER = Meta(description="Older name of a member of structured_outputs")
+
+
+class Constrained(Struct, kw_only=True):
+    """Fields that constrain an answer; one of them may."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Annotated[dict[str, Any] | str, _OLDER] | None = None
+    guided_regex: Annotated[str, _OLDER] | None = None
+    guided_choice: Annotated[list[str], _OLDER] | None = None
+    guided_grammar: Annotated[str, _OLDER] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Constraint:
+    """The one constraint of an answer."""
+
+    field: str
+    """The request's field that asks for it."""
+    values: dict[str, Any]
+    """Of `StructuredOutputsParams`."""
+    thoughts: Thoughts = "none"
+    """Whether free thoughts come first."""
+
+    @property
+    def params(self) -> StructuredOutputsParams:
+        """The constraint as the engine takes it. Raises `InvalidRequest`."""
+        return StructuredOutputsParams(**self.values, thoughts=self.thoughts)
+
+
+@contextlib.contextmanager
+def said_of(constraint: Constraint | None) -> Iterator[None]:
+    """Have what the engine says of its parameter be said of the request's field."""
+    try:
+        yield
+    except InvalidRequest as error:
+        text = str(error)
+        if constraint is None or not text.startswith(_OURS):
+            raise
+        raise invalid(constraint.field + text.removeprefix(_OURS), constraint.field) from None
+
+
+def constraint_of(body: Constrained, calls: ToolGrammar | None = None) -> Constraint | None:
+    """Return a request's constraint, given which calls it demands; `APIError` where it has several.
+
+    A form goes before calls that are free to come or not. Where calls are demanded there is no
+    content of which `response_format` could be true, so that it says nothing.
+    """
+    asked = _asked(body)
+    first, second = [*asked, "", ""][:2]
+    if second:
+        raise invalid(f"{second}: the answer is constrained by {first} already", second)
+    if calls is not None and (calls.required or not asked):
+        if asked and first != "response_format":
+            raise invalid(f"{first}: tool_choice demands calls, which have their own form", first)
+        return Constraint("tools", {"tools": calls})
+    return Constraint(first, asked[first]) if asked else None
+
+
+def _asked(body: Constrained) -> dict[str, dict[str, Any]]:
+    """By the fields that constrain the answer: values of `StructuredOutputsParams`."""
+    found: dict[str, dict[str, Any]] = {}
+    wanted = body.response_format
+    if wanted is not None and wanted.type != "text":
+        found["response_format"] = _of_format(wanted)
+    if body.structured_outputs is not None:
+        given = msgspec.structs.asdict(body.structured_outputs)
+        found["structured_outputs"] = {k: value for k, value in given.items() if value is not None}
+    for name in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(body, f"guided_{name}")) is not None:
+            found[f"guided_{name}"] = {name: value}
+    return found
+
+
+def _of_format(wanted: ResponseFormat) -> dict[str, Any]:
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.json_schema is None:
+        path = "response_format.json_schema"
+        raise invalid(f'{path} is missing: the type "json_schema" needs it', path)
+    return {"json": wanted.json_schema.schema}

@@ -1,0 +1,74 @@
+"""What is counted of masks: by the steps that were planned without them."""
+
+import dataclasses
+
+import numpy as np
+
+from nanoactor.grammar.messages import ForcedTokens, MasksReady
+from nanoactor.scheduling.constraints import Constraints
+from nanoactor.scheduling.sequence import Phase
+
+
+@dataclasses.dataclass
+class Answer:
+    """Of a sequence, what constraints look at."""
+
+    uid: int
+    tokens: np.ndarray
+    grammar: str = "{}"
+    prompt_length: int = 1
+    logprobs: int = -1
+    prompt_logprobs: int = -1
+    slot: int = 0
+    asked: int = -1
+    scheduled: int = 0
+    phase: Phase = Phase.RUNNING
+
+    @property
+    def length(self):
+        return len(self.tokens)
+
+
+def ready(answer, rank):
+    return MasksReady(rank, np.array([answer.uid]), np.array([answer.length], np.int32))
+
+
+def test_masks_are_counted_by_the_steps_that_were_planned_without_them():
+    constraints, step = Constraints(2), 0
+    for uid, waits in enumerate((0, 1, 3, 0)):
+        answer = Answer(uid, np.zeros(1, np.int32))
+        constraints.open(answer)
+        constraints.note_ready(ready(answer, 0))
+        step += 1
+        assert constraints.choose([answer], step) == []  # its prompt is not planned
+        answer.scheduled = 1
+        for _ in range(waits):
+            step += 1
+            assert constraints.choose([answer], step) == []
+            # The step comes to nothing, and is tried again.
+            assert constraints.choose([answer], step) == []
+        constraints.note_ready(ready(answer, 1))
+        step += 1
+        assert [row.sequence for row in constraints.choose([answer], step)] == [answer]
+        assert constraints.choose([answer], step + 1) == []
+    figures = constraints.figures()
+    assert figures["constrained"] == 4
+    assert figures["masks_at_once"] == 2
+    assert figures["masks_next_step"] == 1
+    assert figures["masks_later"] == 1
+
+
+def test_forced_tokens_are_counted_when_they_are_taken():
+    constraints = Constraints(1)
+    answer = Answer(0, np.zeros(1, np.int32))
+    constraints.open(answer)
+    run = np.array([7, 8, 9], np.int32)
+    first, count = np.array([1], np.int32), np.array([3], np.int32)
+    constraints.note_forced(ForcedTokens(np.array([0]), first, count, run))
+    assert constraints.take_runs([answer]) == []  # its prompt is not planned
+    assert constraints.figures()["forced_tokens"] == 0
+    answer.scheduled = 1
+    [(sequence, tokens)] = constraints.take_runs([answer])
+    assert sequence is answer
+    assert tokens.tolist() == [7, 8, 9]
+    assert constraints.figures()["forced_tokens"] == 3

@@ -1,0 +1,75 @@
+"""The grammar's own actor over a toy, whose masks follow from a number and the tokens so far."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nanoactor.actors.grammar import GrammarActor
+from nanoactor.errors import InvalidRequest
+from nanoactor.grammar.messages import Int32, OpenGrammar
+from tests.simulation.reference import allowed, extend
+from tests.simulation.scenario import Toy
+
+if TYPE_CHECKING:
+    from nanoactor.actors.config import ActorConfig
+    from tests.simulation.world import World
+
+TOO_HARD = "the toy grammar is too hard"
+
+
+def text_of(toy: Toy) -> str:
+    """A toy as it travels."""
+    return f"{toy.number} {toy.fails_at} {int(toy.hangs)}"
+
+
+def mask_of(ids: list[int], words: int) -> Int32:
+    """A row with a bit for each of these."""
+    bits = np.zeros(32 * words, np.uint8)
+    bits[ids] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class ToyMatcher:
+    """Stands where a `Matcher` does."""
+
+    def __init__(self, number: int, fails_at: int) -> None:
+        self._state, self._left = number, fails_at
+
+    def take(self, tokens: list[int]) -> None:
+        """A token that is not allowed is a bug of ours."""
+        for token in tokens:
+            assert token in allowed(self._state), f"token {token} was not allowed"
+            self._state = extend(self._state, token)
+            self._left -= 1
+
+    def fill(self, out: Int32) -> None:
+        """Fails where it was told to."""
+        if not self._left:
+            raise InvalidRequest(TOO_HARD)
+        out[:] = mask_of(allowed(self._state), len(out))
+
+
+class SimulatedGrammar(GrammarActor):
+    """`GrammarActor` with a delay in the place of its thread."""
+
+    def __init__(self, config: ActorConfig, world: World) -> None:
+        super().__init__(config)
+        self._world = world
+        self._random = random.Random(f"{world.scenario.seed} compile")
+
+    def _start_thread(self) -> None:
+        """None."""
+
+    def _open(self, event: OpenGrammar) -> None:
+        self._book.open(self.context.own(event))
+        number, fails_at, hangs = map(int, event.grammar.split())
+        if hangs:
+            return
+        scenario = self._world.scenario
+        mean = scenario.compile_steps * scenario.step_seconds
+        delay = self._random.expovariate(1 / mean) if mean else 0.0
+        matcher = ToyMatcher(number, fails_at)
+        self._world.loop.call_later(delay, self._note, event.uid, matcher, 0)
