@@ -10,6 +10,7 @@ import torchair._ge_concrete_graph.compat_ir as compat_ir
 import torchair._ge_concrete_graph.fx2ge_converter as converter
 import torchair.core._backend as backend
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanoactor.models.devices as devices
 from nanoactor.models.devices.npu import NPUDevice
@@ -78,3 +79,40 @@ def without_cann(**settings):
         counters.clear()
         yield asked
     torch._dynamo.reset()
+
+
+class OperatorsCalled(TorchDispatchMode):
+    """Notes which operators are called, composite ones by their parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with self:
+            result = func.decompose(*args, **(kwargs or {}))
+        if result is NotImplemented:
+            self.found.add(func)
+            result = func(*args, **(kwargs or {}))
+        return result
+
+
+def runs_on_the_host(function):
+    """Tell whether torch_npu has no kernel for an operator; where PyTorch's own puts another in its
+    place, for that (`f.out` or `f_` for `f`). It then copies to the host, waits, and copies back.
+    """
+    name, overload = function._schema.name, function._schema.overload_name
+    tail = f".{overload}" if overload else ""
+    kernel = _kernel(name + tail)
+    if "default backend kernel" not in kernel:
+        return "fallback" in kernel
+    places = {f"{name}{tail}_out" if overload else f"{name}.out", f"{name}_{tail}"}
+    known = places & set(torch._C._dispatch_get_all_op_names())
+    return any("fallback" in _kernel(place) for place in known)
+
+
+def _kernel(name):
+    """What PyTorch's dispatcher runs for NPU tensors, in words."""
+    table = torch._C._dispatch_dump_table(name).splitlines()
+    (found,) = (line for line in table if line.startswith("PrivateUse1:"))
+    return found

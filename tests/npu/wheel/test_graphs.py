@@ -24,6 +24,14 @@ from tests.engine.harness import collect, engine, greedy, ids, ragged_prompts, r
 from tests.engine.test_accelerator import decode_step, submit
 from tests.engine.test_vision import Eyes, check_all, jobs_of, run_all
 from tests.models.checkpoints import make_checkpoint
+from tests.npu.constrained import (
+    CONSTRAINED,
+    LIMITS,
+    Driver,
+    expected_replays,
+    on_the_cpu,
+    watch_replays,
+)
 from tests.npu.recorder import Recorder
 from tests.npu.wheel.support import emulate, without_cann
 
@@ -104,6 +112,27 @@ def test_nothing_is_compiled_while_sequences_grow(model, monkeypatch, tmp_path, 
             submit(runs, following(number, joined)).wait()
         assert runs._batch.lengths.tolist() == [131, 131]
         assert counters["stats"]["unique_graphs"] == compiled
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        ("tnd", "max-autotune"),
+        pytest.param("bnsd", "reduce-overhead", marks=pytest.mark.long),
+    ],
+)
+def test_continued_rows_replay_the_compiled_decode_steps(
+    model, monkeypatch, tmp_path, mode, layout
+):
+    """Those of the next size, with their lengths; nothing is compiled for them."""
+    emulate(monkeypatch)
+    with without_cann(run_eagerly=True):
+        runs = executor(model, mode, layout, tmp_path, **LIMITS)
+        compiled, replays = counters["stats"]["unique_graphs"], watch_replays(runs)
+        found = Driver(runs).run(5)
+        assert counters["stats"]["unique_graphs"] == compiled == 3, "one for each size"
+    assert replays == expected_replays(5)
+    assert found == on_the_cpu(model, 5)
 
 
 def following(number, joined):
@@ -208,6 +237,28 @@ def test_beside_the_compiled_pass_so_many_operators_are_launched(
     names = Counter(call.function._schema.name for call in recorder.calls)
     copies = 1  # the ids, to the host
     assert sum(names.values()) == SMALL_LAUNCHES + copies, names
+
+
+def test_rows_that_continue_launch_two_operators_more(model, monkeypatch, tmp_path):
+    """Others none, whoever waits for a mask beside them."""
+    emulate(monkeypatch)
+    pretend(monkeypatch)
+    counts, hidden = [], torch.zeros(4, 32)
+    with without_cann():
+        driver = Driver(executor(model, "max-autotune", "tnd", tmp_path, **LIMITS))
+        driver.begin()
+        monkeypatch.setattr(
+            npu_graphs.DecodePass, "forward", lambda self, ids, *arguments: hidden[: len(ids)]
+        )
+        for what in [{}, dict(continues=CONSTRAINED)]:
+            with Recorder() as recorder:
+                driver.step(**what)
+            counts.append(Counter(call.function._schema.name for call in recorder.calls))
+    usual, continuing = counts
+    assert usual.total() == SMALL_LAUNCHES + 1, "the ids are copied to the host"
+    sent = {"aten::copy_": 1, "aten::index_put_": 1, "aten::index_copy_": 1}
+    assert continuing - usual == Counter(sent)
+    assert continuing.total() == usual.total() + 3
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

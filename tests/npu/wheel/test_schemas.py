@@ -8,8 +8,13 @@ import torch
 import torch_npu
 import torchair
 
+from nanoactor.runner.open import open_executor
+from tests.engine.harness import rank_config
+from tests.models.checkpoints import make_checkpoint
 from tests.npu import calls
+from tests.npu.constrained import LIMITS, Driver
 from tests.npu.reference import SCHEMAS
+from tests.npu.wheel.support import OperatorsCalled, emulate, runs_on_the_host
 
 ATTENTION = "npu_fused_infer_attention_score"
 
@@ -119,3 +124,23 @@ def test_lengths_are_updated_by_the_name_that_is_given():
 
 def test_hccl_is_a_backend():
     assert torch.distributed.is_backend_available("hccl")
+
+
+def test_the_wheel_has_a_kernel_for_all_that_constrained_rows_call(monkeypatch, tmp_path):
+    """What has none would run on the host, and the step would wait for it."""
+    emulate(monkeypatch)
+    changes = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2, hidden_size=32)
+    make_checkpoint(tmp_path, **changes)
+    values = dict(LIMITS, device="npu", dtype="float32", num_kv_blocks=8, graph_mode="eager")
+    driver = Driver(open_executor(rank_config(tmp_path, **values)))
+    with OperatorsCalled() as called:
+        driver.run(2)
+    for name in ("bitwise_and.Tensor", "masked_fill.Scalar", "index_copy_.default"):
+        assert f"aten.{name}" in map(str, called.found)
+    assert [str(each) for each in called.found if runs_on_the_host(each)] == []
+
+
+def test_an_operator_without_a_kernel_is_seen():
+    assert runs_on_the_host(torch.ops.aten.igamma.default)
+    assert runs_on_the_host(torch.ops.aten.cholesky.default)
+    assert not runs_on_the_host(torch.ops.aten.bitwise_and.Tensor)

@@ -18,6 +18,14 @@ from tests.engine.harness import Reference, collect, engine, ids, ragged_prompts
 from tests.engine.test_accelerator import decode_step, submit
 from tests.engine.test_vision import Eyes, check_all, jobs_of, run_all
 from tests.models.checkpoints import make_checkpoint
+from tests.npu.constrained import (
+    CONSTRAINED,
+    LIMITS,
+    Driver,
+    expected_replays,
+    on_the_cpu,
+    watch_replays,
+)
 from tests.npu.emulation import emulate_everywhere
 from tests.npu.test_engine import kinds
 from tests.npu.wheel.soft_device import SoftRuntime
@@ -107,10 +115,10 @@ def test_two_ranks_give_the_tokens_of_one(model, monkeypatch):
 # -- what a step asks of the host --------------------------------------------------------------
 
 
-def executor(directory, mode, layout):
+def executor(directory, mode, layout, **changes):
     values = dict(max_model_len=512, max_num_seqs=2, max_num_batched_tokens=64, block_size=128)
     values |= dict(device="npu", dtype="float32", num_kv_blocks=8)
-    values |= dict(graph_mode=mode, attention_layout=layout)
+    values |= dict(graph_mode=mode, attention_layout=layout) | changes
     return open_executor(rank_config(directory, **values))
 
 
@@ -195,6 +203,50 @@ def test_sampled_rows_launch_so_many_operators_more(model, opened):
     submit(runs, following(0, joined)).wait()
     each, once = EAGER_LAUNCHES
     assert len(mode.launched) == LAYERS * each + once + SAMPLED_LAUNCHES, Counter(mode.launched)
+
+
+@pytest.mark.parametrize(("layout", "mode"), [("tnd", "npugraph"), ("bnsd", "eager")])
+def test_constrained_rows_choose_what_the_cpus_do(model, opened, layout, mode):
+    """Rows that continue an output replay the recorded decode step of the next size."""
+    runs = executor(model[0], mode, layout, **LIMITS)
+    replays = watch_replays(runs)
+    found = Driver(runs).run(5)
+    assert replays == (expected_replays(5) if mode == "npugraph" else [])
+    assert not [name for name, what in opened[-1].runtime.mode.copies if what == "waits"]
+    assert found == on_the_cpu(model[0], 5)
+
+
+CONTINUED_LAUNCHES, MASKED_LAUNCHES = 2, 20
+"""More than in a step without constrained rows: where some continue an output, and where some
+greedy ones choose under masks; one more in the step behind those that continued, as the list of
+rows is what it was before."""
+
+
+def test_constrained_rows_launch_so_many_operators_more(model, opened):
+    driver = Driver(executor(model[0], "eager", "tnd", **LIMITS))
+    driver.begin()
+    mode = opened[-1].runtime.mode
+
+    def launches(copies, **rows):
+        mode.launched.clear()
+        mode.copies.clear()
+        driver.step(**rows)
+        assert mode.copies == [("aten::copy_", "copies")] * copies
+        return len(mode.launched)
+
+    greedy = CONSTRAINED[:1]
+    each, once = EAGER_LAUNCHES
+    usual = LAYERS * each + once
+    assert launches(1) == usual, "they wait, and the step is as long as before"
+    # One copy to the device for all that is new, one to the host for all that choose.
+    assert launches(3, chooses=greedy) == usual + MASKED_LAUNCHES
+    assert launches(1) == usual
+    assert launches(2, continues=CONSTRAINED) == usual + CONTINUED_LAUNCHES
+    assert launches(2) == usual + 1
+    assert launches(1) == usual
+    driver.step(chooses=greedy)
+    both = launches(3, continues=greedy, chooses=greedy)
+    assert both == usual + CONTINUED_LAUNCHES + MASKED_LAUNCHES
 
 
 def test_a_capture_is_groups_of_tasks_within_one_recording(model, opened, monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """Rung 2: steps of Qwen3 on `npu:0` without values, through the wheel's own registrations and under
 our contract checker; and each of its rules, broken."""
 
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -21,11 +22,15 @@ from nanoactor.models.config import parse_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import npu_sampling
 from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.options import DeviceOptions
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.models.vision_config import parse_vision
 from nanoactor.models.vision_tower import Grid, VisionTower
 from nanoactor.models.weights import RandomWeights
+from nanoactor.runner.choosing import TokenChooser
+from nanoactor.runner.deferring import DeferredChoices
+from nanoactor.runner.staging import DeviceDeferred, DeviceRows
 from tests.npu.wheel.contract import RULES, ContractBroken, ContractChecker, check
 from tests.npu.wheel.soft_device import AscendRuntime
 
@@ -113,10 +118,17 @@ def vars_of(value):
     return [getattr(value, name) for name in value.__dataclass_fields__]
 
 
-def config_of(head_dim, num_heads, num_kv_heads, architecture="Qwen3ForCausalLM", **more):
+def config_of(
+    head_dim,
+    num_heads,
+    num_kv_heads,
+    architecture="Qwen3ForCausalLM",
+    vocab_size=1000,
+    **more,
+):
     values = dict(
         architectures=[architecture],
-        vocab_size=1000,
+        vocab_size=vocab_size,
         hidden_size=1024,
         intermediate_size=3072,
         num_hidden_layers=LAYERS,
@@ -214,6 +226,51 @@ def test_sampling_keeps_the_contract():
         with pytest.raises(TypeError, match="missing 1 required positional argument: 'k'"):
             sampled(limited=0, nucleus=2)
     assert checker.checked == ["npu_top_k_top_p"] * 2
+
+
+def loaded(traced):
+    """What a chooser asks of a model that runs alone."""
+    return types.SimpleNamespace(
+        device=traced.device,
+        config=traced.config,
+        network=traced.network,
+        dtype=HALF,
+        group=types.SimpleNamespace(size=1),
+        sample=npu_sampling.sample,
+        highest=lambda logits: logits.amax(-1),
+        whole_logits=traced.network.logits,
+    )
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["cut", "greedy"])
+def test_states_are_kept_and_choices_made_under_masks_without_values(fused):
+    """Of 151,936 ids; slots are int64."""
+    with FakeTensorMode(), torch.inference_mode():
+        traced = Traced("tnd", vocab_size=151936)
+        tables, whole = traced.tables(9), traced.whole
+        model = loaded(traced)
+        tokens = TokenIds(whole(BLOCKS * SIZE), whole(9), tables)
+        chooser = TokenChooser(
+            model, traced.device.fused_sampling, tokens, max_num_seqs=8, debug=True
+        )
+        deferred = DeferredChoices(model, chooser, 9)
+
+        def slots(count):
+            return whole(count, dtype=torch.int64)
+
+        groups = SamplingGroups(*map(slots, (1, 1, 2, 0, 0, 0, 0)))
+        choices = DeviceRows(slots(4), slots(4), groups, None, whole(4, 151936 // 32), fused)
+        rows = DeviceDeferred(slots(2), slots(2), slots(2), [choices])
+        hidden = traced.step(*STEPS["mixed"])
+        with ContractChecker() as checker:
+            deferred.keep(rows, hidden[:137], hidden[137:])
+            chosen = deferred.choose(rows)
+    assert deferred.states.shape == (9, 1024)
+    assert deferred.states.dtype == HALF
+    assert chosen.shape == (4,)
+    assert chosen.dtype == torch.int32
+    assert chosen.device == traced.device.torch_device
+    assert checker.checked == ([] if fused else ["npu_top_k_top_p"])
 
 
 # The towers of Qwen3-VL-2B and -8B, two blocks of each; heads of 64 and 72.

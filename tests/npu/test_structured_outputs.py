@@ -1,0 +1,45 @@
+"""Rung 0: constrained answers on the NPU device, whose operators are the reference kernels."""
+
+import asyncio
+
+import pytest
+
+from nanoactor.runner.executor import DeviceExecutor
+from tests.engine.test_structured_outputs import answers
+from tests.npu.emulation import emulate, relaxed
+
+
+@pytest.fixture
+def continued(monkeypatch):
+    """How many rows of each step continued an output. Asserts that the lengths which the host tells
+    attention are those that the device counts."""
+    found = []
+    compute = DeviceExecutor._compute
+
+    def checked(self, update, staged, fits):
+        hidden = compute(self, update, staged, fits)
+        if self._device.needs_host_seq_lens:
+            counted = self._buffers.contexts[: update.decode_rows].tolist()
+            assert update.lengths.decode_contexts == counted
+            found.append(update.continued)
+        return hidden
+
+    monkeypatch.setattr(DeviceExecutor, "_compute", checked)
+    return found
+
+
+@pytest.mark.parametrize(("layout", "mode"), [("tnd", "npugraph"), ("bnsd", "eager")])
+def test_answers_are_the_cpus(monkeypatch, continued, layout, mode):
+    """Every kind of grammar, beside a free request."""
+    opened = emulate(monkeypatch)
+    limits = dict(max_num_seqs=5, max_num_batched_tokens=24, max_model_len=200, pipeline_depth=2)
+    options = dict(device="npu", placement="single", num_kv_blocks=5)
+    options |= dict(attention_layout=layout, graph_mode=mode)
+    with relaxed():  # the demo has heads of 64
+        found, figures = asyncio.run(answers(6, **limits, **options))
+    assert max(continued) > 1
+    assert figures["runner.0"]["actor"]["steps_uncaptured"] == 0
+    replayed = [kind for kind, _ in opened[-1].runtime.log].count("replay")
+    assert (replayed > 15) == (mode == "npugraph")
+    expected, _ = asyncio.run(answers(6, device="cpu", **limits))
+    assert [o.outputs[0] for o in found] == [o.outputs[0] for o in expected]
