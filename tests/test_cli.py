@@ -101,9 +101,12 @@ def test_chat_keeps_the_conversation():
     [
         (("generate", "./nowhere", "x"), "./nowhere is neither a directory nor a name"),
         (("generate", "demo", *FAST, ""), "the prompt is empty"),
-        (("generate", "demo", "x", "--temperature", "-1"), "temperature must be"),
-        (("generate", "demo", "x", "--structured-outputs", "{}"), "give exactly one of json"),
-        (("generate", "demo", "x", "--num-kv-blocks", "3"), "3 blocks of 16"),
+        (("generate", "demo", *FAST, "x", "--temperature", "-1"), "temperature must be"),
+        (
+            ("generate", "demo", *FAST, "x", "--structured-outputs", "{}"),
+            "give exactly one of json",
+        ),
+        (("generate", "demo", *FAST, "x", "--num-kv-blocks", "3"), "3 blocks of 16"),
         (("generate", "demo", "x", "--placement", "moon"), "placement must be one of"),
     ],
 )

@@ -51,7 +51,7 @@ def expected(checkpoint):
     return prompts, asyncio.run(by_themselves(checkpoint, prompts, 5))
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("changes", "preempts"),
     [

@@ -377,9 +377,13 @@ async def main():
                 raise RuntimeError("in the consumer")
 asyncio.run(main())
 """  # no __main__ guard: none is needed
+LATER_WAYS = "SIGTERM", "exit"
 
 
-@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL", "raise", "exit"])
+@pytest.mark.parametrize(
+    "way",
+    ["SIGINT", "SIGKILL", "raise", *(pytest.param(w, marks=pytest.mark.long) for w in LATER_WAYS)],
+)
 def test_no_process_survives_its_user(way, tmp_path):
     script = tmp_path / "user.py"
     short = SCRIPT.replace("max_tokens=900", "max_tokens=30")

@@ -11,7 +11,7 @@ from tests.engine.harness import collect, engine, greedy
 
 PLACES = [
     ("default", "ring", 0.0),
-    ("default", "queue", 0.0),
+    pytest.param(("default", "queue", 0.0), marks=pytest.mark.long),
     ("split", "ring", 4.0),
     ("single", "ring", 3.0),
 ]

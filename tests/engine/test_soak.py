@@ -307,6 +307,7 @@ def check_load(reports, requests):
     assert sum(r["differing"] for r in reports) <= 0.001 * requests * len(reports)
 
 
+@pytest.mark.long
 def test_a_few_rounds_leave_an_engine_as_it_was(start_users):
     (user,) = start_users(1, FEWER)
     for _ in range(WARM_UP + 3):

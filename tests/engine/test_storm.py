@@ -17,7 +17,7 @@ from nanoactor.scheduling.sequence import Phase
 from tests.engine.harness import Reference, collect, engine, greedy, ids, ragged_prompts, settled
 from tests.models.checkpoints import make_checkpoint
 
-REQUESTS, WAVE, DOOR = 1_750, 350, 300
+REQUESTS, WAVE, DOOR = 1_050, 350, 300
 LONGEST = 24
 STEM = list(range(100, 140))
 WAYS = ("abort", "break", "aclose", "cancel")

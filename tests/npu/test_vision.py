@@ -87,6 +87,7 @@ def test_ranks_see_as_one(tmp_path, monkeypatch):
     check_all(eyes, jobs, asyncio.run(main()), 4)
 
 
+@pytest.mark.long
 def test_the_demo_reads_digits(monkeypatch):
     """Under every documented rule but that on the size of its heads."""
     emulate(monkeypatch)

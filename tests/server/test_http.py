@@ -302,7 +302,7 @@ NAMES = [
 ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.sampled_from(POSTS),
     st.lists(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3), min_size=10, max_size=10),

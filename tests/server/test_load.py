@@ -84,8 +84,7 @@ def test_a_thousand_streams_at_once_end_well_and_leave_no_memory():
         assert len({text for text, _ in first}) > 900
         until(lambda: idle(server))
         before = server.resident()
-        for _ in range(2):
-            assert asyncio.run(wave()) == first
+        assert asyncio.run(wave()) == first
         until(lambda: idle(server))
         assert server.resident() - before < 8 << 20
 
@@ -496,7 +495,9 @@ def test_an_actor_that_hangs_for_good_ends_the_engine():
     dies(server)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)]
+)
 def test_a_signal_to_the_whole_group_lets_running_streams_end(number):
     """As supervisors send it, and `timeout`, which sends it to the server twice."""
     server = Served(*SIMULATED, process_group=0)

@@ -29,7 +29,7 @@ def server():
 @pytest.mark.parametrize(
     ("examples", "phases", "least"),
     [
-        (8, "fuzzing", 35),
+        (5, "fuzzing", 20),
         pytest.param(
             300, "coverage,fuzzing", 2500, marks=[pytest.mark.long, pytest.mark.timeout(1800)]
         ),

@@ -72,7 +72,7 @@ def outputs(model, prompts, **changes):
 
 
 @pytest.mark.parametrize(("layout", "mode"), VARIANTS)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_engine_gives_the_cpus_tokens(model, opened, layout, mode, depth):
     directory, reference = model
     stem = ragged_prompts(211, [290], seed=1)[0]
