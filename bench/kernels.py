@@ -1,15 +1,18 @@
 """The GPU's kernels alone: bandwidth of paged decode attention, rate of prefill attention.
 
-    python bench/kernels.py [--tune] [--out FILE]
+    python bench/kernels.py [--tests decode,prefill] [--tune] [--out FILE]
 
 Decode attention is timed inside a CUDA graph of several layers, whose caches are larger than the
-L2 cache; GB/s count each key and value once. Where FlashInfer is installed it is timed on the same
-tensors. `--tune` tries other tiles, warps and stages. Each case is checked against float64.
+L2 cache; GB/s count each key and value once. Prefill: the kernel whose keys and values come by TMA
+and the one that other GPUs get take turns, in graphs of several calls. Where FlashInfer is
+installed it is timed on the same tensors. `--tune` tries other tiles, warps and stages. Each case
+is checked against float64 on samples; outputs are NaN before, and so is what may not be read.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import itertools
@@ -26,9 +29,12 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from nanoactor.models.batch import KVCache
+from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.kernels import decode_attention as decode
-from nanoactor.models.kernels import prefill_attention as prefill
+from nanoactor.models.kernels.prefill import HOPPER, PrefillAttention
+from nanoactor.models.kernels.prefill_attention import tokens_per_program
+from nanoactor.models.kernels.prefill_attention_tma import NARROW, WIDE, Variant
+from nanoactor.models.seq_lens import NO_SEQ_LENS
 
 KV_HEADS, SIZE = 8, 128
 
@@ -195,106 +201,212 @@ def decode_rows(tune: bool) -> list[dict]:
 
 
 class PrefillCase:
-    """Prompts of one length, none of it cached."""
+    """Rows of (new tokens, context at the end); NaN wherever no prompt may read."""
 
-    def __init__(self, heads: int, rows: int, tokens: int):
-        self.name = f"prefill {rows} x {tokens}, {heads} heads"
-        self.heads, self.rows, self.tokens = heads, rows, tokens
-        block_size, total = 64, tokens * rows
-        self.tables = torch.randperm(total // block_size, device="cuda").int().view(rows, -1)
-        shape = (total // block_size, block_size, KV_HEADS, SIZE)
-        keys, values = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        self.cache = KVCache(keys, values)
-        self.queries = torch.randn(total, heads, SIZE, device="cuda", dtype=torch.bfloat16)
-        self.flops = 4 * rows * heads * SIZE * tokens * (tokens + 1) / 2
+    block_size = 64
 
-    def ours(self) -> float:
-        """Microseconds."""
-        starts = torch.arange(self.rows, dtype=torch.int32) * self.tokens
-        counts = torch.full((self.rows,), self.tokens, dtype=torch.int32)
-        slots = torch.arange(self.rows, dtype=torch.int32)
-        lines = torch.stack((slots, starts, counts, counts)).cuda()
-        each = prefill.tokens_per_program(self.heads, KV_HEADS)
-        tiles = [(r, t) for r in range(self.rows) for t in range(-(-self.tokens // each))]
-        programs = torch.tensor(tiles, dtype=torch.int32).T.contiguous().cuda()
-        output = torch.empty_like(self.queries)
-        arguments = (self.queries, self.cache, self.tables, lines, programs, SIZE**-0.5, output)
-        return self.timed(functools.partial(prefill.prefill_attention, *arguments))
+    def __init__(self, name: str, heads: int, rows: list[tuple[int, int]], size: int = SIZE):
+        self.name, self.rows, self.size = f"{name}, {heads} heads of {size}", rows, size
+        blocks = [-(-context // self.block_size) for _, context in rows]
+        shuffled = torch.randperm(sum(blocks) + 1, generator=torch.Generator().manual_seed(1)).int()
+        tables = torch.full((len(rows), max(blocks)), int(shuffled[-1]), dtype=torch.int32)
+        shape = (len(shuffled), self.block_size, KV_HEADS, size)
+        cache = torch.full((2, *shape), math.nan, dtype=torch.bfloat16, device="cuda")
+        for row, part in enumerate(shuffled.split([*blocks, 1])[:-1]):
+            tables[row, : len(part)] = part
+            context = rows[row][1]
+            flat = torch.full((2, len(part) * self.block_size, *shape[2:]), math.nan, device="cuda")
+            flat[:, :context] = torch.randn(2, context, *shape[2:], device="cuda")
+            cache[:, part.long().cuda()] = flat.unflatten(1, (len(part), -1)).bfloat16()
+        self.cache = KVCache(cache[0].contiguous(), cache[1].contiguous())
+        self.firsts = [0, *itertools.accumulate(count for count, _ in rows)]
+        shape = (self.firsts[-1], heads, size)
+        self.queries = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        each = tokens_per_program(heads, KV_HEADS)
+        tiles = [(r, t) for r, (count, _) in enumerate(rows) for t in range(-(-count // each))]
+        lines = [(r, self.firsts[r], *rows[r]) for r in range(len(rows))]
+        none = torch.empty(0, dtype=torch.int32, device="cuda")
+        self.batch = AttentionBatch(
+            none.long(),
+            tables.cuda(),
+            self.block_size,
+            self.firsts[-1],
+            torch.tensor(lines, dtype=torch.int32).T.contiguous().cuda(),
+            torch.tensor(tiles, dtype=torch.int32).T.contiguous().cuda(),
+            none,
+            none,
+            NO_SEQ_LENS,
+        )
+        # Each query sees the positions up to its own: two products of 2 x size operations each.
+        pairs = sum(count * (end - count) + count * (count + 1) // 2 for count, end in rows)
+        self.flops = 4 * heads * size * pairs
 
-    def flashinfer(self, backend: str) -> float:
-        """Microseconds; the first call compiles."""
+    def call(self, kernel: PrefillAttention):
+        """Return what may be timed, and where it writes."""
+        output = torch.full_like(self.queries, math.nan)
+        scale = self.size**-0.5
+        arguments = (self.queries, self.cache, self.batch, scale, output)
+        return functools.partial(kernel, *arguments), output
+
+    def error(self, output: torch.Tensor) -> float:
+        """The largest relative error of some tokens of some rows; NaN where one is missing."""
+        if not output.isfinite().all():
+            return math.nan
+        rng, worst = random.Random(3), 0.0
+        for row in {0, len(self.rows) // 2, len(self.rows) - 1}:
+            count, context = self.rows[row]
+            blocks = self.batch.tables[row, : -(-context // self.block_size)].long()
+            keys, values = (
+                x[blocks].flatten(0, 1)[:context].double()
+                for x in (self.cache.keys, self.cache.values)
+            )
+            for token in {0, 1, count // 2, count - 1, *(rng.randrange(count) for _ in range(8))}:
+                at, seen = self.firsts[row] + token, context - count + token + 1
+                query = self.queries[at].double().unflatten(0, (KV_HEADS, -1))
+                scores = torch.einsum("kgd,nkd->kgn", query, keys[:seen]) * self.size**-0.5
+                right = torch.einsum("kgn,nkd->kgd", scores.softmax(-1), values[:seen]).flatten(
+                    0, 1
+                )
+                error = (output[at].double() - right).norm() / right.norm()
+                worst = max(worst, float(error))
+        return worst
+
+    def flashinfer(self, backend: str):
+        """Return what may be timed; its first call compiles."""
         import flashinfer as library
 
         workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
-        blocks = self.tokens // 64
-        starts = torch.arange(self.rows + 1, dtype=torch.int32)
+        blocks = [-(-context // self.block_size) for _, context in self.rows]
+        tables = [self.batch.tables[row, :count] for row, count in enumerate(blocks)]
+        last = [(context - 1) % self.block_size + 1 for _, context in self.rows]
         wrapper.plan(
-            (starts * self.tokens).cuda(),
-            (starts * blocks).cuda(),
-            self.tables.flatten(),
-            torch.full((self.rows,), 64, dtype=torch.int32).cuda(),
-            self.heads,
+            torch.tensor(self.firsts, dtype=torch.int32).cuda(),
+            torch.tensor([0, *itertools.accumulate(blocks)], dtype=torch.int32).cuda(),
+            torch.cat(tables),
+            torch.tensor(last, dtype=torch.int32).cuda(),
+            self.queries.shape[1],
             KV_HEADS,
-            SIZE,
-            64,
+            self.size,
+            self.block_size,
             causal=True,
             q_data_type=torch.bfloat16,
             kv_data_type=torch.bfloat16,
         )
-        return self.timed(lambda: wrapper.run(self.queries, (self.cache.keys, self.cache.values)))
+        return lambda: wrapper.run(self.queries, (self.cache.keys, self.cache.values))
 
-    def timed(self, run) -> float:
-        return triton.testing.do_bench(run, warmup=20, rep=60, return_mode="median") * 1e3
+
+def in_turn(functions: dict, many: int) -> dict[str, float]:
+    """Microseconds of one call of each, in graphs of so many that take turns; medians."""
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for name, function in functions.items():
+        function()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for _ in range(many):
+                function()
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for turn in range(10):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn:
+                times[name].append(begin.elapsed_time(end) / many * 1e3)
+    return {name: sorted(taken)[len(taken) // 2] for name, taken in times.items()}
+
+
+def mixed_lengths() -> list[tuple[int, int]]:
+    rng = random.Random(7)
+    return [(length, length) for length in (rng.randint(128, 1024) for _ in range(16))]
+
+
+PREFILLS = {
+    "8 x 8192": [(8192, 8192)] * 8,
+    "2048 on 30000": [(2048, 32048)],
+    "512 on 30000": [(512, 30512)],
+    "16 of 128 to 1024": mixed_lengths(),
+    "32 x 512": [(512, 512)] * 32,
+    "1 x 2048": [(2048, 2048)],
+    "1 x 1280": [(1280, 1280)],
+    "1 x 1024": [(1024, 1024)],
+    "1 x 512": [(512, 512)],
+    "1 x 100": [(100, 100)],
+}
+MORE_HEADS = ("8 x 8192", "2048 on 30000", "16 of 128 to 1024", "1 x 1024", "1 x 512")
+
+
+def prefill_cases():
+    for name, rows in PREFILLS.items():
+        yield PrefillCase(name, 16, rows)
+    for name in MORE_HEADS:
+        yield PrefillCase(name, 32, PREFILLS[name])
+    yield PrefillCase("8 x 8192", 16, PREFILLS["8 x 8192"], 64)
+
+
+def only(variant: Variant) -> PrefillAttention:
+    return PrefillAttention((HOPPER, 0), 0, (variant, variant))
 
 
 def prefill_rows(tune: bool) -> list[dict]:
+    """The kernel that a GPU before Hopper gets, and the one that this GPU gets."""
     results = []
-    variants = [(64, 8, 2)]
-    if tune:
-        variants += [(128, 8, 2), (128, 8, 3), (64, 4, 3), (64, 8, 3), (64, 8, 4)]
-
-    def note(case: PrefillCase, kernel: str, taken: float) -> None:
-        row = {"case": case.name, "kernel": kernel, "us": taken}
-        row["TFLOP_per_s"] = case.flops / taken / 1e6
-        results.append(row)
-        print(json.dumps(row), flush=True)
-
-    for shape in ((16, 8, 8192), (32, 8, 8192), (16, 1, 512), (16, 32, 512)):
-        case = PrefillCase(*shape)
-        for tile, warps, stages in variants:
-            prefill._TILE, prefill._WARPS, prefill._STAGES = tile, warps, stages
-            name = f"triton {tile}/{warps}/{stages}" if tune else "triton"
-            try:
-                note(case, name, case.ours())
-            except triton.OutOfResources as problem:
-                print(case.name, name, problem, flush=True)
+    found = torch.cuda.get_device_properties(0)
+    kernels = {"without TMA": PrefillAttention((8, 0), 0)}
+    if found.major == HOPPER:
+        capability = found.major, found.minor
+        kernels["by TMA"] = PrefillAttention(capability, found.multi_processor_count)
+        if tune:
+            kernels["wide"], kernels["narrow"] = only(WIDE), only(NARROW)
+            uncapped = dataclasses.replace(WIDE, registers=None)
+            kernels["wide, no cap"] = only(uncapped)
+            kernels["wide, 3 stages"] = only(dataclasses.replace(WIDE, stages=3))
+    for case in prefill_cases():
+        calls = {name: case.call(kernel) for name, kernel in kernels.items()}
+        functions, first = {name: call for name, (call, _) in calls.items()}, {}
         for backend in ("fa2", "fa3"):
+            begin = time.time()
             try:
-                begin = time.time()
-                taken = case.flashinfer(backend)
-                note(case, f"flashinfer {backend}", taken)
-                results[-1]["first_call_s"] = time.time() - begin
+                functions[f"flashinfer {backend}"] = case.flashinfer(backend)
+                functions[f"flashinfer {backend}"]()
             except ImportError:
                 break
+            first[f"flashinfer {backend}"] = time.time() - begin
+        many = max(2, min(20, int(4e11 / case.flops)))
+        taken = in_turn(functions, many)
+        for name, us in taken.items():
+            row = {"case": case.name, "kernel": name, "us": us}
+            row |= {"TFLOP_per_s": case.flops / us / 1e6, "of_the_first": us / taken["without TMA"]}
+            if name in calls:
+                row["error"] = case.error(calls[name][1])
+            if name in first:
+                row["first_call_s"] = first[name]
+            results.append(row)
+            print(json.dumps(row), flush=True)
+        del case, calls, functions
     return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tests", default="decode,prefill")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    tests = {"decode": decode_rows, "prefill": prefill_rows}
+    asked = args.tests.split(",")
     result = {
         "question": "how fast are the attention kernels alone?",
-        "command": "python bench/kernels.py" + " --tune" * args.tune,
+        "command": f"python bench/kernels.py --tests {args.tests}" + " --tune" * args.tune,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "decode": decode_rows(args.tune),
-        "prefill": prefill_rows(args.tune),
+        **{name: test(args.tune) for name, test in tests.items() if name in asked},
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=2) + "\n")

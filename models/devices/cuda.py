@@ -27,7 +27,9 @@ from nanoactor.models.seq_lens import HostSeqLens
 
 try:
     from nanoactor.models.kernels import batch as slots_kernels
-    from nanoactor.models.kernels import decode_attention, elementwise, prefill_attention, sampling
+    from nanoactor.models.kernels import decode_attention, elementwise, sampling
+    from nanoactor.models.kernels.prefill import HOPPER, PrefillAttention
+    from nanoactor.models.kernels.prefill_attention import tokens_per_program
 
     HAS_TRITON = True
 except ImportError:
@@ -172,6 +174,19 @@ class CUDADevice(PortableCUDADevice):
         super().__init__(index)
         log.info("our Triton kernels on %s", torch.cuda.get_device_name(index))
         self._pool: Any = None
+        found = torch.cuda.get_device_properties(index)
+        self._capability = found.major, found.minor
+        self.prefill_attention = PrefillAttention(self._capability, found.multi_processor_count)
+
+    def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
+        """They take everything; some of it slower, which is said once."""
+        why = self.prefill_attention.refusal(dtype, block_size, head_dim)
+        if why is not None and self._capability[0] >= HOPPER and dtype != torch.float32:
+            log.warning(
+                "attention of prompts takes 10 to 45 %% longer than by the kernel that was made "
+                "for Hopper GPUs: %s",
+                why,
+            )
 
     def capture(
         self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
@@ -189,7 +204,7 @@ class CUDADevice(PortableCUDADevice):
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
         """As the prefill kernel has it."""
-        return prefill_attention.tokens_per_program(heads, kv_heads)
+        return tokens_per_program(heads, kv_heads)
 
     def scratch(
         self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int
@@ -268,19 +283,11 @@ class CUDADevice(PortableCUDADevice):
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Prefill and decode rows by a kernel each; neither reads past a context."""
+        """Prefill and decode rows by a kernel each; what lies past a context changes nothing."""
         output = torch.empty_like(queries)
         first = batch.prefill_tokens
         if first:
-            prefill_attention.prefill_attention(
-                queries,
-                cache=cache,
-                tables=batch.tables,
-                rows=batch.prefill_rows,
-                tiles=batch.prefill_tiles,
-                scale=scale,
-                output=output,
-            )
+            self.prefill_attention(queries, cache, batch, scale, output)
         if len(batch.decode_slots):
             decode_attention.decode_attention(
                 queries[first:],

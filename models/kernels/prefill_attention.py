@@ -69,7 +69,8 @@ def prefill_attention(
     )
 
 
-@triton.jit
+# These strides differ from step to step: no prompt is to wait for the compiler.
+@triton.jit(do_not_specialize=["rows_stride", "tiles_stride"])
 def _prefill(
     queries,
     keys,

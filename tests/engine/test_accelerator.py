@@ -369,10 +369,10 @@ def test_host_time_does_not_grow_with_the_batch(wide):
     assert taken[1024] < 2 * taken[1] + 20
 
 
-def our_logits(directory, dtype, tokens):
+def our_logits(directory, dtype, tokens, block):
     """Of a prompt, in one chunk and then token by token; float64 on the host."""
     limits = dict(max_model_len=2048, max_num_seqs=2, max_num_batched_tokens=256)
-    options = dict(device="cuda", dtype=dtype, block_size=16, num_kv_blocks=64)
+    options = dict(device="cuda", dtype=dtype, block_size=block, num_kv_blocks=64)
     config = rank_config(directory, **options, **limits)
     device = devices.open_device("cuda")
     with device.stream():
@@ -383,18 +383,19 @@ def our_logits(directory, dtype, tokens):
         positions = torch.arange(length, device="cuda")
         table = [list(range(64))]
         heads = model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
-        chunk = attention_batch(device, table, [(half, half)], [], heads, 16, places=range(half))
+        chunk = attention_batch(device, table, [(half, half)], [], heads, block, places=range(half))
         hidden = [model.network.forward(ids_[:half], positions[:half], caches, chunk)]
         for at in range(half, length):
             one = positions[at : at + 1]
-            step = attention_batch(device, table, [], [at + 1], heads, 16, places=[at])
+            step = attention_batch(device, table, [], [at + 1], heads, block, places=[at])
             hidden.append(model.network.forward(ids_[at : at + 1], one, caches, step))
         return model.network.logits(torch.cat(hidden)).double().cpu()
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_logits_are_as_near_to_float64_as_transformers_own(wide, dtype):
+def test_logits_are_as_near_to_float64_as_transformers_own(wide, dtype, block):
     """And the arg-max is that of float64 wherever its margin exceeds the error."""
     directory, model = wide
     tokens = ragged_prompts(VOCABULARY, [300], seed=6)[0]
@@ -403,7 +404,7 @@ def test_logits_are_as_near_to_float64_as_transformers_own(wide, dtype):
         exact = copy.deepcopy(model).double().cuda()(ids_).logits[0].cpu()
         kind = getattr(torch, dtype)
         theirs = copy.deepcopy(model).to(kind).cuda()(ids_).logits[0].double().cpu()
-    ours = our_logits(directory, dtype, tokens)
+    ours = our_logits(directory, dtype, tokens, block)
     errors = [(found - exact).abs() for found in (ours, theirs)]
     print(f"{dtype}: mean error {errors[0].mean():.2e}, transformers' {errors[1].mean():.2e}")
     assert errors[0].mean() <= 1.25 * errors[1].mean()

@@ -1,13 +1,21 @@
 """Compiles every kernel for compute capability 9.0; no GPU is needed.
 
 What the interpreter lets pass and the compiler does not (a type that changes in a loop or in one
-branch) shows here.
+branch) shows here. `python -m tests.models.compile_kernels prompts` compiles only the attention of
+prompts by TMA, and asserts what it takes of a multiprocessor.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from nanoactor.models.kernels import (
@@ -16,6 +24,7 @@ from nanoactor.models.kernels import (
     elementwise,
     nucleus_sampling,
     prefill_attention,
+    prefill_attention_tma,
     sampling,
     truncated_sampling,
 )
@@ -56,6 +65,48 @@ def build(kernel, kind, constants, changes=None, **options):
     return triton.compile(source, target=TARGET, options=options)
 
 
+def build_by_tma(kind, variant, heads=16, size=128, block_size=64):
+    group = triton.next_power_of_2(heads // 8)
+    parts, tokens = 128 // variant.rows, variant.rows // group
+    constants = {"heads": heads, "kv_heads": 8, "size": size, "group": group, "tokens": tokens}
+    constants |= {"parts": parts, "block_size": block_size, "tile": variant.tile}
+    box = f"tensordesc<{kind}[{variant.tile},{size}]>"
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    if variant.registers:
+        options["maxnreg"] = variant.registers
+    boxes = {"keys": box, "values": box}
+    return build(prefill_attention_tma._prefill_tma, kind, constants, boxes, **options)
+
+
+def registers(compiled):
+    """(registers of a thread, bytes that it spills), by the assembler."""
+    with tempfile.TemporaryDirectory() as directory:
+        source, target = Path(directory) / "kernel.ptx", Path(directory) / "kernel.cubin"
+        source.write_text(compiled.asm["ptx"])
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source, "-o", target]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    used = re.search(r"Used (\d+) registers", told)
+    spilled = re.search(r"(\d+) bytes spill stores", told)
+    return int(used[1]), int(spilled[1])
+
+
+def check_prompts():
+    """Two programs fit into a multiprocessor of 65,536 registers and 227 KiB of memory."""
+    for heads in (16, 32):
+        for variant in (prefill_attention_tma.WIDE, prefill_attention_tma.NARROW):
+            compiled = build_by_tma("bf16", variant, heads)
+            used, spilled = registers(compiled)
+            shared = compiled.metadata.shared
+            print(f"{heads} heads, {variant}: {used} registers, {spilled} spilled, {shared} shared")
+            assert used * 32 * variant.warps * 2 <= 65_536
+            assert (shared + 1024) * 2 <= 227 << 10
+            assert spilled <= (64 if variant.registers else 0), spilled
+            ptx = compiled.asm["ptx"]
+            assert "cp.async.bulk.tensor" in ptx, "keys and values do not come by TMA"
+            assert "wgmma.mma_async" in ptx
+            assert f".maxnreg {variant.registers}" in ptx or not variant.registers
+
+
 def build_all(kind):
     exact = kind == "fp32"
     precision, tile = ("ieee", 32) if exact else ("tf32", 64)
@@ -85,6 +136,14 @@ def build_all(kind):
 
 
 def main():
+    if sys.argv[1:] == ["prompts"]:
+        check_prompts()
+        return
+    check_prompts()
+    for kind in ("bf16", "fp16"):
+        for variant in (prefill_attention_tma.WIDE, prefill_attention_tma.NARROW):
+            for heads, size, block_size in ((16, 64, 64), (40, 128, 256)):
+                build_by_tma(kind, variant, heads, size, block_size)
     for kind in ("bf16", "fp16", "fp32"):
         build_all(kind)
     build(sampling._winners, "bf16", {"padded": 64})

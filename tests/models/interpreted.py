@@ -12,6 +12,7 @@ from triton.runtime import interpreter
 from nanoactor.models.device import Memory
 from nanoactor.models.devices.cuda import CUDADevice
 from nanoactor.models.devices.portable import HostEvent
+from nanoactor.models.kernels.prefill import PrefillAttention
 from nanoactor.models.seq_lens import NO_SEQ_LENS
 
 
@@ -40,6 +41,13 @@ def _patch_once_a_launch():
 _patch_once_a_launch()
 
 
+def by_tma(variants, multiprocessors=0):
+    """Attention of prompts as on a Hopper GPU, in any type and over blocks of any size."""
+    attention = PrefillAttention((9, 0), multiprocessors, variants)
+    attention.refusal = lambda *_: None
+    return attention
+
+
 class Rerun:
     """What a graph's replay does: the same function into the same memory."""
 
@@ -60,6 +68,7 @@ class InterpretedDevice(CUDADevice):
 
     def __init__(self):
         self._base = 0
+        self.prefill_attention = PrefillAttention((8, 0), 0)
 
     def prepare_thread(self, threads):
         torch.set_num_threads(threads)
