@@ -260,7 +260,7 @@ class PrefillCase:
                 x[blocks].flatten(0, 1)[:context].double()
                 for x in (self.cache.keys, self.cache.values)
             )
-            for token in {0, 1, count // 2, count - 1, *(rng.randrange(count) for _ in range(8))}:
+            for token in {0, count // 2, count - 1, *(rng.randrange(count) for _ in range(8))}:
                 at, seen = self.firsts[row] + token, context - count + token + 1
                 query = self.queries[at].double().unflatten(0, (KV_HEADS, -1))
                 scores = torch.einsum("kgd,nkd->kgn", query, keys[:seen]) * self.size**-0.5
