@@ -175,13 +175,14 @@ class CUDADevice(PortableCUDADevice):
         log.info("our Triton kernels on %s", torch.cuda.get_device_name(index))
         self._pool: Any = None
         found = torch.cuda.get_device_properties(index)
-        self._capability = found.major, found.minor
-        self.prefill_attention = PrefillAttention(self._capability, found.multi_processor_count)
+        capability = found.major, found.minor
+        self.prefill_attention = PrefillAttention(capability, found.multi_processor_count)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """They take everything; some of it slower, which is said once."""
         why = self.prefill_attention.refusal(dtype, block_size, head_dim)
-        if why is not None and self._capability[0] >= HOPPER and dtype != torch.float32:
+        recent = self.prefill_attention.capability[0] >= HOPPER
+        if why is not None and recent and dtype != torch.float32:
             log.warning(
                 "attention of prompts takes 10 to 45 %% longer than by the kernel that was made "
                 "for Hopper GPUs: %s",

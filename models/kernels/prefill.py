@@ -50,6 +50,7 @@ class PrefillAttention:
         variants: tuple[Variant, Variant] = (WIDE, NARROW),
     ) -> None:
         """The variants are those for many programs and for few."""
+        self.capability = capability
         self._multiprocessors, self._variants = multiprocessors, variants
         self._ready: set[tuple[object, ...]] = set()
         self.refusal = functools.cache(functools.partial(refusal, capability))

@@ -191,7 +191,7 @@ def test_what_is_attended_to_by_tma():
 def test_a_slower_kernel_is_told_with_its_cost(caplog, capability, dtype, block, told):
     """But not on an older GPU, for which there is no other."""
     device = InterpretedDevice()
-    device._capability, device.prefill_attention = capability, PrefillAttention(capability, 132)
+    device.prefill_attention = PrefillAttention(capability, 132)
     with caplog.at_level(logging.WARNING, "nanoactor.models.cuda"):
         device.check(dtype, block, 128)
     assert ("45 %" in caplog.text) == told
@@ -244,7 +244,7 @@ def gpu():
 
 @pytest.fixture
 def hopper(gpu):
-    if gpu._capability[0] != prefill.HOPPER:
+    if gpu.prefill_attention.capability[0] != prefill.HOPPER:
         pytest.skip("TMA kernels are for Hopper GPUs")
     return gpu
 
