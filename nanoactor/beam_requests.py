@@ -1,4 +1,4 @@
-"""Beam search by requests of one token each, above the engine."""
+"""Beam search by requests whose answers are held behind each token, above the engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoactor.beam_search import BeamSearch, candidates_per_beam
 from nanoactor.config import EngineConfig
-from nanoactor.errors import EngineOverloaded, InvalidRequest, only_ours
+from nanoactor.errors import InvalidRequest, only_ours
 from nanoactor.model_files import ModelFiles
-from nanoactor.outputs import BeamSearchOutput, Logprobs, RequestOutput, RequestOutputKind
-from nanoactor.params import BeamSearchParams, SamplingParams
+from nanoactor.outputs import BeamSearchOutput, Logprobs
+from nanoactor.params import MAX_ANSWERS, BeamSearchParams, SamplingParams
 from nanoactor.request import Request
 
 if TYPE_CHECKING:
@@ -22,23 +22,20 @@ if TYPE_CHECKING:
 class Requests(Protocol):
     """The part of `AsyncLLM` that a search needs."""
 
-    def submit(
+    def submit_held(
         self,
-        prompts: Sequence[Any],
-        sampling_params: SamplingParams | None = None,
+        prompt: Any,
+        sampling_params: SamplingParams,
         *,
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Request]:
-        """Queue several prompts, all or none of them."""
-
-    async def wait_for_capacity(self) -> None:
-        """Wait until the queue may take another request."""
+    ) -> Request:
+        """Queue a prompt whose answers are held behind each token."""
 
 
 class BeamSearcher:
-    """Searches of one engine. Each step submits every live beam as a prompt of its own, and relies
-    on the prefix cache for all but its last tokens."""
+    """Searches of one engine, each by one request with an answer for each beam: behind each token
+    the answers are held, and told what to go on with."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self._config = config
@@ -59,23 +56,38 @@ class BeamSearcher:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> BeamSearchOutput:
         """Search to the end; what `AsyncLLM.beam_search` raises is raised here. Cancelling it
-        aborts the requests of the step."""
-        one_token = self._check(prompt, params)
-        requests = engine.submit(
-            [prompt], one_token, priority=priority, chat_template_kwargs=chat_template_kwargs
+        ends its request."""
+        request = engine.submit_held(
+            prompt,
+            self._check(prompt, params),
+            priority=priority,
+            chat_template_kwargs=chat_template_kwargs,
         )
-        (first,) = await _finish(requests)
-        self._check_room(len(first.prompt_token_ids), params)
-        search = BeamSearch(first.prompt_token_ids, params, self._files.eos_token_ids)
-        search.advance([self._likeliest(first)])
-        while not search.is_over:
-            prompts = [{"prompt_token_ids": beam.tokens} for beam in search.live]
-            requests = await _submit(engine, prompts, one_token, priority)
-            search.advance([self._likeliest(output) for output in await _finish(requests)])
+        try:
+            search = await self._search(request, params)
+        finally:
+            request.close()
         found = search.result()
         if self._files.tokenizer_directory is not None:
             await asyncio.to_thread(self._write_texts, found, params.include_stop_str_in_output)
         return found
+
+    async def _search(self, request: Request, params: BeamSearchParams) -> BeamSearch:
+        """Search until nothing could change the result; end the request."""
+        told = await request.held()
+        search = BeamSearch(request.prompt_token_ids, params, self._files.eos_token_ids)
+        search.advance([self._likeliest(told[0])])  # all have the same to tell
+        places = Places(params.beam_width)
+        while not search.is_over:
+            parents = places.move(search.parents)
+            tokens = [search.live[0].tokens[-1]] * params.beam_width
+            for place, beam in zip(places.of, search.live, strict=True):
+                tokens[place] = beam.tokens[-1]
+            request.go_on(parents, tokens)
+            told = await request.held()
+            search.advance([self._likeliest(told[place]) for place in places.of])
+        request.go_on([-1] * params.beam_width, tokens=[0] * params.beam_width)
+        return search
 
     def _check(self, prompt: Any, params: Any) -> SamplingParams:
         """Raise `InvalidRequest` for what no search can do; return the parameters of a step."""
@@ -91,6 +103,8 @@ class BeamSearcher:
                 f"a beam_width of {width} needs the {count} likeliest tokens of each step, but "
                 f"this engine tells {self._config.max_logprobs} at most: raise max_logprobs"
             )
+        if width > MAX_ANSWERS:
+            raise InvalidRequest(f"beam_width is {width}, but {MAX_ANSWERS} beams are the most")
         if width > self._config.max_waiting_requests:
             raise InvalidRequest(
                 f"beam_width is {width}, but at most {self._config.max_waiting_requests} requests "
@@ -101,24 +115,13 @@ class BeamSearcher:
             repetition_penalty=1.0,  # the model's default would cost, and change nothing
             seed=0,
             logprobs=count,
-            max_tokens=1,
+            max_tokens=params.max_tokens,
+            n=width,
             ignore_eos=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _check_room(self, prompt: int, params: BeamSearchParams) -> None:
-        limit = self._files.max_model_len
-        if params.max_tokens > limit - prompt:
-            raise InvalidRequest(
-                f"max_tokens is {params.max_tokens}, but after a prompt of {prompt} tokens "
-                f"max_model_len ({limit}) leaves {limit - prompt}"
-            )
-
-    def _likeliest(self, output: RequestOutput) -> Logprobs:
-        logprobs = output.outputs[0].logprobs
-        assert logprobs is not None
-        (told,) = logprobs
+    def _likeliest(self, told: Logprobs) -> Logprobs:
         for token in self._placeholders:
             told.pop(token, None)
         return told
@@ -142,24 +145,34 @@ class BeamSearcher:
             return self._tokenizer
 
 
-async def _submit(
-    engine: Requests, prompts: list[Any], params: SamplingParams, priority: int
-) -> list[Request]:
-    """Submit a later step, however long the queue is full: what came before is not thrown away."""
-    while True:
-        try:
-            return engine.submit(prompts, params, priority=priority)
-        except EngineOverloaded:
-            await engine.wait_for_capacity()
+class Places:
+    """Which of a request's answers each live beam is. A beam stays where its parent was, if no
+    better one does: then it costs one position."""
 
+    def __init__(self, answers: int) -> None:
+        self._answers = answers
+        self.of: list[int] = []
+        """Of each live beam; none before the first."""
 
-async def _finish(requests: list[Request]) -> list[RequestOutput]:
-    """The last output of each; where one raises, or the reader is cancelled, all are aborted."""
-    try:
-        return [await anext(request) for request in requests]
-    finally:
-        for request in requests:
-            request.close()
+    def move(self, parents: Sequence[int]) -> list[int]:
+        """Place the beams that follow these of the beams so far; return which answer each answer
+        becomes a copy of. Spare ones go on alone."""
+        before, sources = self.of, list(range(self._answers))
+        if not before:  # all answers are the same
+            self.of = sources[: len(parents)]
+            return sources
+        self.of = [-1] * len(parents)
+        free = set(sources)
+        for beam, parent in enumerate(parents):
+            if before[parent] in free:
+                self.of[beam] = before[parent]
+                free.remove(before[parent])
+        left = iter(sorted(free))
+        for beam, parent in enumerate(parents):
+            if self.of[beam] < 0:
+                self.of[beam] = next(left)
+                sources[self.of[beam]] = before[parent]
+        return sources
 
 
 def _has_media(prompt: Any) -> bool:

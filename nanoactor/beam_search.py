@@ -37,6 +37,8 @@ class BeamSearch:
         """`prompt`: at least one token id."""
         self.live = [BeamSearchSequence(tokens=list(prompt))]
         """What the next step continues, the likeliest first."""
+        self.parents: list[int] = []
+        """Of each of these: which of those before it goes on."""
         self._params = params
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._count = candidates_per_beam(params, eos_token_ids)
@@ -76,6 +78,7 @@ class BeamSearch:
         self.live = [
             _extended(self.live[at], token, total, likeliest[at]) for total, at, token in best
         ]
+        self.parents = [at for _, at, _ in best]
         self._ended = self._best([*self._ended, *ended])
         self._left -= 1
 

@@ -95,6 +95,9 @@ class EngineConfig:
     mask_timeout: float = 30.0
     """Seconds that a grammar may take to say which tokens an answer may go on with, its compilation
     included; an answer that waits longer ends with `ComputationFailed`."""
+    hold_timeout: float = 60.0
+    """Seconds that the caller of held answers (beam search) has to say what they go on with, at
+    least; then they end with `HoldExpired`."""
     jump_forward: bool = True
     """Take tokens that a grammar leaves no choice but one without choosing them."""
     tensor_parallel_size: int = 1
@@ -163,9 +166,9 @@ class EngineConfig:
         for name in ("requests", "tokens", "media_bytes"):
             self._check_whole(f"max_waiting_{name}")
         self._check_whole("priority_window")
-        for name in ("start_timeout", "stop_timeout", "debug_delay_ms", "template_timeout"):
-            self._check_number(name, 1e9)
-        self._check_number("mask_timeout", 1e9)
+        for name in ("start", "stop", "template", "mask", "hold"):
+            self._check_number(f"{name}_timeout", 1e9)
+        self._check_number("debug_delay_ms", 1e9)
         self._check_stall_timeout()
         self._check_choice("dtype", ("auto", *DTYPES))
         self._check_choice("load_format", ("auto", "dummy"))

@@ -295,6 +295,34 @@ class AsyncLLM:
         ]
         return [Request(frontend, entry, self) for entry in frontend.submit_all(makes)]
 
+    def submit_held(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """Queue a prompt whose answers are held behind each token, see `Request.held`: it counts as
+        one waiting request. What searches above the engine are made of.
+
+        `sampling_params` must have `logprobs` and `max_tokens`; raises as `submit` does.
+        """
+        frontend = self._running()
+        if sampling_params.logprobs is None or sampling_params.max_tokens is None:
+            raise InvalidRequest("held answers need logprobs and max_tokens")
+        submit, media = self._requests.build(
+            prompt, sampling_params, priority, chat_template_kwargs
+        )
+        if media or submit.grammar or submit.prompt_logprobs >= 0 or submit.text_options.stop:
+            raise InvalidRequest(
+                "held answers do not go with pictures and videos, structured_outputs, "
+                "prompt_logprobs and stop strings"
+            )
+        built = dataclasses.replace(submit, held=True), media
+        entry = frontend.submit(self._entry_maker(built, sampling_params, None))
+        return Request(frontend, entry, self)
+
     async def beam_search(
         self,
         prompt: Prompt,

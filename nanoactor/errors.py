@@ -43,6 +43,10 @@ class ComputationFailed(NanoactorError):
     """The model's output for this request is not a number; other requests are unaffected."""
 
 
+class HoldExpired(NanoactorError):
+    """A request waited for its caller, who said nothing for `hold_timeout` seconds; it is over."""
+
+
 class ProtocolBug(NanoactorError, AssertionError):
     """An invariant of the engine broke: a bug in nanoactor. The text tells what led to it."""
 

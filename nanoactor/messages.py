@@ -92,6 +92,8 @@ class Submit:
     """Likewise of the prompt."""
     grammar: str = ""
     """What the answers must look like, as `GrammarSpec.to_text` writes it; empty: anything."""
+    held: bool = False
+    """Whether each answer is held behind every token: `Continue` says what they go on with."""
 
 
 @message(11, by="uid")
@@ -118,6 +120,7 @@ class Admit:
     logprobs: int = -1
     prompt_logprobs: int = -1
     grammar: str = ""
+    held: bool = False
 
 
 @message(12, by="uid")
@@ -138,6 +141,24 @@ class Abort:
     too, while it may be rendering a conversation."""
 
     uid: int
+
+
+@message(14, by="uid")
+class Continue:
+    """Frontend to scheduler: what the held answers of a request go on with, all at once."""
+
+    uid: int
+    """Of the request's first answer."""
+    parents: Int32
+    """Of each answer: it becomes a copy of what this one is now, counted from 0, ...; -1: it ends.
+    """
+    token_ids: Int32
+    """... and this token follows."""
+
+
+@message(15)
+class HoldClock:
+    """The scheduler's clock: half of the time has passed that a caller is given."""
 
 
 @message(20, by="uid")
@@ -258,6 +279,19 @@ class Free:
     fence: int
 
 
+@message(29)
+class Fork:
+    """Scheduler to block manager: sequences of which no step is in flight become copies of others
+    of which none is. Each gives up its own blocks, holds all full blocks of its source too, and has
+    one more for what follows; the rest of what its source has computed is computed again."""
+
+    slots: Int32
+    sources: Int32
+    """The slot of each one's source: as it is before this message, should it be a copy too."""
+    fence: int
+    """Of the blocks that are given up, as `Free` has it."""
+
+
 @message(30, by="step")
 class Step:
     """Block manager to every runner: a plan with the ids that it needs."""
@@ -356,7 +390,8 @@ class Finish:
 
     uid: int
     reason: str
-    """"stop", "length", "abort", "error" (of the request) or "failed" (its computation)."""
+    """"stop", "length", "abort", "error" (of the request), "failed" (its computation) or "expired"
+    (its caller said nothing)."""
     stop_reason: int | str | None
     error: str
     cached_tokens: int

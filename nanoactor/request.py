@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nanoactor.actors.frontend import FrontendActor
 from nanoactor.actors.journal import Entry
-from nanoactor.outputs import RequestMetrics, RequestOutput
+from nanoactor.outputs import Logprobs, RequestMetrics, RequestOutput
 
 
 class Request:
@@ -54,6 +56,17 @@ class Request:
         output = await self._entry.next()
         self._read = output.finished
         return output
+
+    async def held(self) -> list[Logprobs]:
+        """Wait until all answers are held; return of each what is likely to follow it. Raises the
+        error that ended the request."""
+        await self._entry.held()
+        return [answer.logprobs[-1] for answer in self._entry.answers if answer.logprobs]
+
+    def go_on(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
+        """Have each held answer become a copy of another, or stay itself, and go on with a token;
+        those of parent -1 end. Raises as `held` does, and `InvalidRequest`."""
+        self._frontend.go_on(self._entry, parents, tokens)
 
     def close(self) -> None:
         """Abort it, unless it is over."""

@@ -9,7 +9,7 @@ from typing import Any
 from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits
 from nanoactor.grammar.messages import DropMasks, KnownTokens
 from nanoactor.kv.manager import BlockManager
-from nanoactor.messages import Free, Match, Plan, SampledTokens
+from nanoactor.messages import Fork, Free, Match, Plan, SampledTokens
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.vision.messages import DropPixels
 
@@ -45,13 +45,20 @@ class BlockManagerActor(Actor):
             SampledTokens: self._sampled,
             KnownTokens: self._known,
             Free: self._free,
+            Fork: self._fork,
             DropPixels: self._drop_pixels,
             DropMasks: self._drop_masks,
         }
 
     def span_names(self) -> Mapping[type, str]:
         """Binding blocks is what a step waits for."""
-        return {Match: "match", Plan: "bind", SampledTokens: "index", Free: "free"}
+        return {
+            Match: "match",
+            Plan: "bind",
+            SampledTokens: "index",
+            Free: "free",
+            Fork: "fork",
+        }
 
     def _match(self, event: Match) -> None:
         self._manager.match(event)
@@ -82,6 +89,10 @@ class BlockManagerActor(Actor):
 
     def _free(self, event: Free) -> None:
         self._manager.free(event)
+        self._send_credits()
+
+    def _fork(self, event: Fork) -> None:
+        self._manager.fork(event)
         self._send_credits()
 
     def _send_credits(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from nanoactor.actors.config import ActorConfig
 from nanoactor.actors.journal import Entry
 from nanoactor.errors import EngineOverloaded, InvalidRequest, NanoactorError
-from nanoactor.messages import Abort, OutputDelta, Terminal
+from nanoactor.messages import Abort, Continue, OutputDelta, Terminal
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.text.scores import ToldRun, told_runs
 from nanoactor.vision.media import PIECE_BYTES
@@ -30,6 +30,7 @@ class FrontendActor(Actor):
     def __init__(self, config: ActorConfig) -> None:
         self._config = config.engine
         self._sees = config.files.images is not None
+        self._vocabulary = config.files.config.vocab_size
         self._entries: dict[int, Entry] = {}
         self._by_id: dict[str, Entry] = {}
         """The same by what their users call them."""
@@ -72,7 +73,7 @@ class FrontendActor(Actor):
 
     def _check_room(self, entries: Sequence[Entry]) -> None:
         """Raise `EngineOverloaded` where the queue's bounds leave no room for these."""
-        config, requests = self._config, sum(len(entry.answers) for entry in entries)
+        config, requests = self._config, sum(len(entry.places) for entry in entries)
         charge, media = sum(e.charge for e in entries), sum(e.media_bytes for e in entries)
         if requests > config.max_waiting_requests:
             raise InvalidRequest(
@@ -124,7 +125,7 @@ class FrontendActor(Actor):
         self._untokenized[uid] = (tokenizer, entry.charge)
         self._entries |= dict.fromkeys(entry.uids, entry)
         self._by_id[entry.request_id] = entry
-        self._waiting_requests.update(entry.uids)
+        self._waiting_requests.update(entry.places)
         self._waiting_tokens += entry.charge
         self._waiting_media_bytes += entry.media_bytes
         self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
@@ -204,6 +205,33 @@ class FrontendActor(Actor):
         waits = entry.submit.chat is not None or entry.media
         if living and waits and first in self._untokenized:
             self._tokenizers[self._untokenized[first][0]].send(Abort(first))
+
+    def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
+        """Have each answer of a held request become a copy of what `parents` names, and go on with
+        a token; those of parent -1 end. Raises what ended the request, and `InvalidRequest` where
+        that cannot be."""
+        entry.raise_error()
+        self._check_turn(entry, parents, tokens)
+        entry.continued += 1
+        rows = np.array(parents, np.int32), np.array(tokens, np.int32)
+        self._scheduler.send(Continue(entry.submit.uid, *rows))
+
+    def _check_turn(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
+        answers = entry.answers
+        if not entry.is_held or entry.aborted:
+            raise InvalidRequest("the request is not held: it goes on once all answers have told")
+        if not len(parents) == len(tokens) == len(answers):
+            raise InvalidRequest(f"{len(answers)} answers need a parent and a token each")
+        dead = {index for index, answer in enumerate(answers) if answer.terminal is not None}
+        going = [index for index, parent in enumerate(parents) if parent != -1]
+        if dead & {*going, *(parents[index] for index in going)}:
+            raise InvalidRequest(f"of the answers {sorted(dead)} are over")
+        if not all(0 <= parents[index] < len(answers) for index in going):
+            raise InvalidRequest(f"parents must be from -1 to {len(answers) - 1}")
+        if not all(0 <= tokens[index] < self._vocabulary for index in going):
+            raise InvalidRequest(f"tokens must be from 0 to {self._vocabulary - 1}")
+        if going and entry.continued + 1 >= entry.submit.stopping.max_tokens:
+            raise InvalidRequest("nothing can be told behind the last of max_tokens")
 
     def fail_all(self, error: NanoactorError) -> None:
         """The engine is gone: every waiting request gets the error."""

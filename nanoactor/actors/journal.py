@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from nanoactor.errors import ComputationFailed, InvalidRequest, NanoactorError
+from nanoactor.errors import ComputationFailed, HoldExpired, InvalidRequest, NanoactorError
 from nanoactor.messages import Submit, Terminal
 from nanoactor.outputs import (
     CompletionOutput,
@@ -44,6 +44,8 @@ class Entry:
         self.prompt_token_ids: list[int] = submit.token_ids.tolist()
         scored = submit.logprobs >= 0
         self.answers = [Answer(index, scored, self._arrival) for index in range(answers)]
+        self.continued = 0
+        """How often its caller has said what its held answers go on with."""
         self.error: NanoactorError | None = None
         self.aborted = False
         self.is_counted_out = False
@@ -71,6 +73,25 @@ class Entry:
             max(filter(None, (one.last_token_time for one in every)), default=None),
             None if None in ended else max(filter(None, ended)),
         )
+
+    @property
+    def places(self) -> list[int]:
+        """The uids that count as waiting: held answers begin, and are answered, all together."""
+        return [self.submit.uid] if self.submit.held else list(self.uids)
+
+    @property
+    def is_held(self) -> bool:
+        """Tell whether it is its caller's turn: all answers that live have told a token since."""
+        living = [answer for answer in self.answers if answer.terminal is None]
+        due = all(len(answer.token_ids) > self.continued for answer in living)
+        return self.submit.held and bool(living) and due
+
+    async def held(self) -> None:
+        """Wait until it is the caller's turn; raises the error that ended the request."""
+        while not (self.is_held or self.over):
+            await self.news()
+            self._news = False
+        self.raise_error()
 
     @property
     def uids(self) -> range:
@@ -105,6 +126,8 @@ class Entry:
             self.error = self.error or InvalidRequest(terminal.error)
         elif terminal.reason == "failed":
             self.error = self.error or ComputationFailed(terminal.error)
+        elif terminal.reason == "expired":
+            self.error = self.error or HoldExpired(terminal.error)
         if self.over:
             self.end()
         else:

@@ -35,7 +35,9 @@ class SchedulerActor(Actor):
         self._busy_since = 0
         self._live_since = self._load_ns = self._step_at = self._tokens_at = 0
         self._clock_runs = False
-        """Whether a tick is under way: masks are late by ticks."""
+        """Whether a tick is under way: masks are late by ticks, ..."""
+        self._hold_clock_runs = False
+        """... and so are the callers of held answers."""
         self._scheduler = Scheduler(_limits(self._config, RunnerReady.find(ready)))
 
     def handlers(self) -> Mapping[type, Handler]:
@@ -51,12 +53,17 @@ class SchedulerActor(Actor):
             self._step_at = time.monotonic_ns()
         elif type(event) is MaskClock:
             self._clock_runs = False
+        elif type(event) is m.HoldClock:
+            self._hold_clock_runs = False
         for edge, message in self._scheduler.handle(event):
             self._link_requests(message)
             self.context.outbox(edge).send(message)
         if self._scheduler.constraints.waits and not self._clock_runs:
             self._clock_runs = True
             self.context.tell_later(self._config.engine.mask_timeout / 2, MaskClock())
+        if self._scheduler.holds and not self._hold_clock_runs:
+            self._hold_clock_runs = True
+            self.context.tell_later(self._config.engine.hold_timeout / 2, m.HoldClock())
         self._note_load()
 
     def _link_requests(self, message: Any) -> None:

@@ -182,6 +182,7 @@ class TokenizerActor(Actor):
                 logprobs=event.logprobs,
                 prompt_logprobs=event.prompt_logprobs,
                 grammar=event.grammar,
+                held=event.held,
             )
         )
 

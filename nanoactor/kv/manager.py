@@ -11,14 +11,23 @@ from collections import Counter, deque
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.grammar.messages import KnownTokens
 from nanoactor.kv.hashing import block_hash
 from nanoactor.kv.items import HeldItems, ItemKeeper
 from nanoactor.kv.pool import BlockPool
-from nanoactor.messages import Credits, Forks, Free, Int32, Match, Plan, SampledTokens, Step
+from nanoactor.messages import (
+    Credits,
+    Fork,
+    Forks,
+    Free,
+    Int32,
+    Match,
+    Plan,
+    SampledTokens,
+    Step,
+)
 from nanoactor.scores import ScoredChunks
 from nanoactor.vision.messages import VisionStep
 from nanoactor.vision.units import NO_ENCODER, EncoderLimits
@@ -313,7 +322,7 @@ class BlockManager:
         self._known[slots] = known + 1
         if not self._prefix_caching:
             return
-        complete = self._complete(slots)
+        complete = np.minimum(self._known[slots], self._planned[slots])
         full = complete >= self._next_index[slots]
         if full.any():
             self._to_index += zip(slots[full].tolist(), complete[full].tolist(), strict=True)
@@ -327,6 +336,36 @@ class BlockManager:
             self._tokens[slot, known : known + count] = event.token_ids[at : at + count]
             self._known[slot] += count
             at += count
+
+    def fork(self, event: Fork) -> None:
+        """Let slots become copies of others, as all of them are before."""
+        self.index()
+        slots, sources = event.slots.tolist(), event.sources.tolist()
+        copies = [self._copy(self._of(s, -1).uid, at) for s, at in zip(slots, sources, strict=True)]
+        old = [self._holdings[slot] for slot in slots]
+        known = self._known[sources]
+        self._tokens[slots, : known.max()] = self._tokens[sources, : known.max()]
+        freed = 0
+        for slot, copy, before, length in zip(slots, copies, old, known.tolist(), strict=True):
+            self._holdings[slot] = copy
+            computed = length // self._block_size * self._block_size
+            self._known[slot], self._planned[slot] = length, computed
+            self._room[slot] = self._next_index[slot] = computed + self._block_size
+            freed += self.pool.release(before.table[::-1], event.fence)
+        self._answers.freed.append(freed)
+        self._answers.fences.append(event.fence)
+
+    def _copy(self, uid: int, slot: int) -> Holding:
+        """Hold a computed slot's full blocks, and one for what follows."""
+        source, known = self._of(slot, -1), int(self._known[slot])
+        if self._planned[slot] != known or source.items is not None:
+            raise ProtocolBug(f"request {uid} becomes a copy of {self._story(slot)}")
+        table = source.table[: known // self._block_size]
+        for block in table:
+            self.pool.share(block)
+        hashes = source.hashes[: len(table)]
+        table.append(self.pool.allocate())
+        return Holding(uid, hashes, table, distrusted=source.distrusted)
 
     def _distrust(self, event: SampledTokens) -> None:
         """Take what failing rows computed out of the index, and tell who has read it.
@@ -372,11 +411,6 @@ class BlockManager:
         for slot, complete in self._to_index:
             self._index_full_blocks(slot, complete)
         self._to_index.clear()
-
-    def _complete(self, slots: Int32) -> NDArray[np.int64]:
-        """Return how many leading tokens of each are known and are computed by a planned step."""
-        complete: NDArray[np.int64] = np.minimum(self._known[slots], self._planned[slots])
-        return complete
 
     def _index_full_blocks(self, slot: int, complete: int) -> None:
         """Index the blocks in which every token is known and is computed by a planned step.

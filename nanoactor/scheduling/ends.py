@@ -27,6 +27,10 @@ CHOICELESS_UNDER_GRAMMAR = End(
     error="the answer's grammar together with allowed_token_ids, bad_words and min_tokens leaves "
     "no token to choose",
 )
+NO_ANSWER = End(
+    "expired",
+    error="the request was held, and nobody said in time (hold_timeout) what it goes on with",
+)
 NO_MASK = End(
     "failed",
     error="the mask of the answer's grammar did not come in time (mask_timeout): the grammar is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
@@ -34,6 +35,9 @@ class Family(Generic[M]):
         self.followers: list[M] = []
         """Those that wait until another has been through the prompt, by uid."""
         self._holders: dict[int, M] = {}
+        self.marks: dict[int, list[int]] = {}
+        """By member that was forked, or copied by a fork: names of its leading blocks, of which the
+        same block has the same."""
 
     def lender(self, running: Iterable[M]) -> M | None:
         """Return who can lend the prompt's blocks: a holder, or else one of those that run, if its
@@ -51,12 +55,23 @@ class Family(Generic[M]):
             to.lent = blocks
             self._holders[lender.uid], self._holders[to.uid] = lender, to
 
+    def join(self, member: M, blocks: int) -> None:
+        """Note that a member has so many leading blocks of one that had them as a holder."""
+        if blocks:
+            member.lent = blocks
+            self._holders[member.uid] = member
+
     def leave(self, member: M) -> None:
         """Note that a member gives up its blocks."""
         self._holders.pop(member.uid, None)
+        self.marks.pop(member.uid, None)
         member.lent = 0
 
     def held_by_others(self, member: M) -> int:
         """Count the blocks that somebody else would still hold if this one gave its own up."""
         others = (m.lent for uid, m in self._holders.items() if uid != member.uid)
-        return min(member.lent, max(others, default=0))
+        lent = min(member.lent, max(others, default=0))
+        mine = self.marks.get(member.uid, [])
+        forks = (marks for uid, marks in self.marks.items() if mine and uid != member.uid)
+        same = (sum(map(operator.eq, mine, marks)) for marks in forks)
+        return max(lent, max(same, default=0))

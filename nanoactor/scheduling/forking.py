@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from nanoactor.messages import Match
 from nanoactor.scheduling.budget import BlockBudget
 from nanoactor.scheduling.plan_builder import Fork, PrefillChunk
 from nanoactor.scheduling.queues import RunningBatch, WaitingLine
@@ -80,7 +81,20 @@ class Forking:
         source.family.lend(source, follower, length // size, size)
         return PrefillChunk(follower, slot, chunk.start, 0, is_last=True)
 
-    def lend(self, to: Sequence) -> int:
+    def match(self, sequence: Sequence, need: int) -> Match:
+        """Return what asks for the blocks of a sequence's tokens, `need` in all."""
+        return Match(
+            sequence.uid,
+            sequence.slot,
+            sequence.kept,
+            sequence.hashes,
+            need,
+            items=() if sequence.items is None else (sequence.items.message,),
+            most_hits=sequence.most_hits,
+            sibling=self._lend(sequence),
+        )
+
+    def _lend(self, to: Sequence) -> int:
         """Return the slot of an answer that holds the blocks of the same prompt, from which a match
         takes as many as it may; -1: there is none, or the prefix cache serves as well."""
         family = to.family

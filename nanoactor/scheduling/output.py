@@ -66,20 +66,29 @@ class OutputBuffer:
             done.decode_batch, tokens[len(prompted) : decodes]
         )
         singly = zip([*prompted, *deferred], [*firsts, *lasts], strict=True)
-        held = [(sequence.slot, token) for sequence, token in singly if sequence.slot >= 0]
-        if held:
-            slots = np.concatenate((as_int32(slot for slot, _ in held), slots))
-            tokens = np.concatenate((as_int32(token for _, token in held), tokens))
+        known = [(s.slot, token) for s, token in singly if s.slot >= 0 and not s.holds]
+        if known:
+            slots = np.concatenate((as_int32(slot for slot, _ in known), slots))
+            tokens = np.concatenate((as_int32(token for _, token in known), tokens))
         return slots, tokens, due + due_decodes
 
     def _take_singly(self, sequences: list[Sequence], tokens: list[int]) -> list[Sequence]:
-        """Append a token to each of these; return those that have not ended before."""
+        """Append a token to each of these, or tell it to its caller; return those that have one
+        more, and have not ended before."""
         for sequence, token in zip(sequences, tokens, strict=True):
             if sequence.phase is Phase.FINISHED:
                 self._statistics.overruns += 1
                 continue
-            self.append(sequence, token)
-        return [s for s in sequences if s.phase is not Phase.FINISHED]
+            if sequence.holds:
+                self._tell(sequence, token)
+            else:
+                self.append(sequence, token)
+        return [s for s in sequences if s.phase is not Phase.FINISHED and not s.holds]
+
+    def _tell(self, sequence: Sequence, token: int) -> None:
+        """Tell a token that is not appended: the caller says which is."""
+        index, sequence.told = sequence.length - sequence.prompt_length, sequence.length
+        self._new.append((as_int64([sequence.uid]), as_int32([index]), as_int32([token])))
 
     def append(self, sequence: Sequence, token: int) -> None:
         """Append a token that no step has chosen."""

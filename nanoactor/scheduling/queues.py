@@ -104,8 +104,8 @@ class RunningBatch:
         """By priority."""
         self._prefills: list[Sequence] = []
         """Those of them that have positions left to prefill."""
-        self.constrained: list[Sequence] = []
-        """Those of them that choose under masks."""
+        self.stepwise: list[Sequence] = []
+        """Those of them that never decode: they choose under masks, or their callers do."""
         self._owners: dict[int, Sequence] = {}
         """Who holds, or held last, each slot: results in flight still find whose they are."""
 
@@ -153,10 +153,10 @@ class RunningBatch:
             limit=sequence.limit,
             tokens=sequence.kept,
             blocks=blocks,
-            constrained=sequence.is_constrained,
+            constrained=sequence.is_stepwise,
         )
-        if sequence.is_constrained:
-            self.constrained.append(sequence)
+        if sequence.is_stepwise:
+            self.stepwise.append(sequence)
         sequence.slot, sequence.shared = slot, 0
         sequence.introduced = False
         self._owners[slot] = sequence
@@ -175,25 +175,31 @@ class RunningBatch:
         self._sequences.remove(sequence)
         if sequence in self._prefills:
             self._prefills.remove(sequence)
-        if sequence.is_constrained:
-            self.constrained.remove(sequence)
+        if sequence.is_stepwise:
+            self.stepwise.remove(sequence)
         sequence.kept = sequence.tokens.copy()
         self.table.leave(sequence.slot)
         sequence.slot, sequence.starved_since = -1, 0
 
     @property
     def starving(self) -> list[Sequence]:
-        """Constrained ones that need a block."""
-        return [sequence for sequence in self.constrained if sequence.is_starving]
+        """Those that never decode, and need a block."""
+        return [sequence for sequence in self.stepwise if sequence.is_starving]
+
+    @property
+    def constrained(self) -> list[Sequence]:
+        """Those that choose under masks."""
+        return [sequence for sequence in self.stepwise if sequence.is_constrained]
 
     def resume(self, sequence: Sequence) -> None:
-        """Have the positions of a constrained sequence's new tokens be computed."""
+        """Have the positions of new tokens be computed, of a sequence that never decodes."""
         if sequence.slot >= 0 and sequence not in self._prefills:
             bisect.insort(self._prefills, sequence, key=lambda s: s.priority_key)
 
     def choose_chunks(self, budget: int) -> list[PrefillChunk]:
-        """Have a step compute at most `budget` positions: of constrained outputs, at least one of
-        each, then of prompts, by priority. The prompts' chunks come first."""
+        """Have a step compute at most `budget` positions: of outputs that never decode, at least
+        one of each, then of prompts, by priority. The prompts' chunks come first, those of
+        constrained outputs last."""
         continued = [s for s in self.prefilling if s.continues and s.reach > s.scheduled]
         outputs: list[PrefillChunk] = []
         for index, sequence in enumerate(continued):
@@ -209,7 +215,7 @@ class RunningBatch:
                 budget -= sum(each.length for each in chunk)
         if prompts or outputs:
             self._prefills = [s for s in self._prefills if s.scheduled < s.target]
-        return prompts + outputs
+        return prompts + sorted(outputs, key=lambda chunk: chunk.sequence.is_constrained)
 
     def _chunk(self, sequence: Sequence, most: int) -> list[PrefillChunk]:
         """Have a step compute so many positions of a sequence at most, if it can compute any."""

@@ -31,11 +31,11 @@ from nanoactor.grammar.messages import (
 from nanoactor.messages import (
     Abort,
     Admit,
+    Continue,
     Credits,
     Free,
+    HoldClock,
     Int32,
-    Match,
-    Open,
     Reject,
     SampledTokens,
     StepDone,
@@ -43,28 +43,24 @@ from nanoactor.messages import (
     Stop,
 )
 from nanoactor.runtime.codec import copied
+from nanoactor.scheduling import ends
+from nanoactor.scheduling.arrivals import Arrivals
 from nanoactor.scheduling.budget import BlockBudget
 from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.constraints import Constraints
 from nanoactor.scheduling.edges import BLOCKS, TEXT, Send
-from nanoactor.scheduling.ends import CHOICELESS, CHOICELESS_UNDER_GRAMMAR, NO_MASK, TAINTED, End
+from nanoactor.scheduling.ends import End
 from nanoactor.scheduling.forking import Forking
-from nanoactor.scheduling.ids import SeenNumbers
+from nanoactor.scheduling.holding import HeldAnswers
 from nanoactor.scheduling.items import ItemBook
 from nanoactor.scheduling.output import OutputBuffer
-from nanoactor.scheduling.plan_builder import (
-    PlanBuilder,
-    PlannedStep,
-    as_int32,
-)
+from nanoactor.scheduling.plan_builder import PlanBuilder, PlannedStep, as_int32
 from nanoactor.scheduling.queues import RunningBatch, WaitingLine
 from nanoactor.scheduling.results import check_due, split_rows
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.scheduling.statistics import SchedulerStatistics
 from nanoactor.scheduling.table import DecodeBatch
 from nanoactor.vision.messages import ItemsFailed, ItemsReady
-
-_NO_TOKENS = as_int32(())
 
 
 class Scheduler:
@@ -84,8 +80,8 @@ class Scheduler:
         self._forking = Forking(
             self.budget, self._running, self._waiting, config.block_size, config.prefix_caching
         )
-        self._seen = SeenNumbers()
-        self._tombstones: set[int] = set()
+        self.holds = HeldAnswers(self.budget, self._running, self._waiting, config.block_size)
+        self.arrivals = Arrivals(self._output, self.statistics)
         self._planned = self._completed = 0
         self._preempted_at = 0
         """The step for which a sequence was last preempted."""
@@ -119,6 +115,7 @@ class Scheduler:
         self._admit_waiting()
         while self._may_plan() and self._plan():
             self._admit_waiting()
+        self._make_way()
         self._out += self.items.flush()
         self._out += self.constraints.flush()
         if (tokens := self._output.flush(self._completed)) is not None:
@@ -131,37 +128,15 @@ class Scheduler:
         answers = Sequence.answers(
             event, self._table, config.max_model_len, config.priority_window, config.encoder
         )
-        living = [answer for answer in answers if not self._swallowed(answer.uid)]
-        for sequence in living:
-            self.live[sequence.uid] = sequence
-            self._output.stop_ids.add(sequence.end_ids)
-            # One of them tells what the prompt has become.
-            first = sequence is living[0]
-            prompt = (event.token_ids.copy(), event.prompt_length) if first else (_NO_TOKENS, 0)
-            self._out.append((TEXT, Open(sequence.uid, *prompt, event.text_options)))
+        living, opened = self.arrivals.admit(event, answers)
+        self.live |= {sequence.uid: sequence for sequence in living}
+        self._out += opened
         self._forking.admit(living)
 
-    def _on_reject(self, event: Reject) -> None:
-        for uid in range(event.uid, event.uid + event.answers):
-            if not self._swallowed(uid):
-                self.statistics.aborted += not event.text
-                end = End("error", error=event.text) if event.text else End("abort")
-                self._output.finish(uid, end)
-
-    def _swallowed(self, uid: int) -> bool:
-        """Note that a request has arrived; True where its abort was here first."""
-        self._seen.add(uid)
-        if uid not in self._tombstones:
-            return False
-        self._tombstones.remove(uid)
-        self.statistics.aborted += 1
-        self._output.finish(uid, End("abort"))
-        return True
-
     def _on_abort(self, event: Abort) -> None:
-        if event.uid not in self._seen:
-            self._tombstones.add(event.uid)
-        elif (sequence := self.live.get(event.uid)) is not None:
+        if self.arrivals.overtaken(event):
+            return
+        if (sequence := self.live.get(event.uid)) is not None:
             self.statistics.aborted += 1
             self._end(sequence, End("abort"))
 
@@ -186,12 +161,13 @@ class Scheduler:
         sequence.phase = Phase.FINISHED
         del self.live[sequence.uid]
         self.constraints.close(sequence.uid)
+        self.holds.close(sequence.uid)
         if phase is Phase.FOLLOWING:
             sequence.family.followers.remove(sequence)
             return
         if phase is Phase.WAITING:
             self._waiting.note_end(sequence)
-        else:
+        elif sequence.slot >= 0:
             self._give_up_slot(sequence)
         self._forking.note_end(sequence)
 
@@ -225,7 +201,7 @@ class Scheduler:
         for uid in event.tainted.tolist():
             # What it has read its copies have; they may have been planned after that was found.
             for sequence in [s for s in self.live.values() if s.has_blocks_of(uid)]:
-                self._fail(sequence, TAINTED)
+                self._fail(sequence, ends.TAINTED)
 
     def _answer_match(
         self, sequence: Sequence, hit: int, item_answer: tuple[list[int], list[int]]
@@ -271,6 +247,17 @@ class Scheduler:
         needed = int(np.count_nonzero(starving)) + len(self._running.starving)
         return needed + min(len(self._running), self.config.blocks // 64)
 
+    def _make_way(self) -> None:
+        """Where somebody waits and nothing is under way, have one that is held give up its place;
+        what comes back is known before the next one does."""
+        under_way = self._in_flight or self.budget.oldest_unanswered is not None
+        if under_way or self._waiting.head(self.items.budget.credits) is None:
+            return
+        if (held := self.holds.who_yields()) is not None:
+            self._give_up_slot(held)
+            held.phase = Phase.HELD
+            self._flush_frees()
+
     def _match(self, sequence: Sequence, need: int) -> None:
         self.budget.debit(need)
         sequence.phase = Phase.MATCHING
@@ -278,18 +265,7 @@ class Scheduler:
         self._running.enter(sequence, self.budget.take_slot(), need)
         self.items.note_match(sequence)
         self.constraints.open(sequence)
-        items = () if sequence.items is None else (sequence.items.message,)
-        match = Match(
-            sequence.uid,
-            sequence.slot,
-            sequence.kept,
-            sequence.hashes,
-            need,
-            items,
-            most_hits=sequence.most_hits,
-            sibling=self._forking.lend(sequence),
-        )
-        self._out.append((BLOCKS, match))
+        self._out.append((BLOCKS, self._forking.match(sequence, need)))
 
     def _feed(self, starving: list[Sequence]) -> list[Sequence]:
         """Give one more block to each of these; those for whom there is none sit this step out.
@@ -334,9 +310,10 @@ class Scheduler:
         victim.preemptions += 1
         rows_in = [planned.step for planned in self._in_flight if planned.has_row(victim.slot)]
         victim.last_step = max(rows_in, default=0)
+        victim.phase = Phase.HELD if victim.is_computed else Phase.WAITING
         self._give_up_slot(victim)
-        victim.phase = Phase.WAITING
-        self._waiting.push(victim)
+        if victim.phase is Phase.WAITING:
+            self._waiting.push(victim)
 
     # -- steps ----------------------------------------------------------------------------
 
@@ -407,10 +384,13 @@ class Scheduler:
         for sequence, error in zip(results.failed, event.errors, strict=True):
             self._fail(sequence, End("failed", error=error))
         for sequence in results.choiceless:
-            self._fail(sequence, CHOICELESS_UNDER_GRAMMAR if sequence.grammar else CHOICELESS)
+            self._fail(
+                sequence, ends.CHOICELESS_UNDER_GRAMMAR if sequence.grammar else ends.CHOICELESS
+            )
         self._unsettled += bool(results.failed)
         self._output.take_scores(planned, event)
         slots, tokens, candidates = self._output.take(results.done, results.tokens)
+        self.holds.note_told(chunk.sequence for chunk in results.done.last_chunks)
         for sequence in candidates:
             if (end := sequence.end_reached()) is not None:
                 self._end(sequence, end)
@@ -434,6 +414,18 @@ class Scheduler:
         if end is not None:
             self._end(sequence, end)
 
+    def _on_continue(self, event: Continue) -> None:
+        """Forks leave before what others give up: that may be what they share."""
+        place = self._reserve(), self._planned, self._give_up_slot
+        out, over = self.holds.go_on(event, self.live, *place)
+        self._out += out
+        for sequence in over:
+            self._end(sequence, End("stop"))
+
+    def _on_hold_clock(self, event: HoldClock) -> None:
+        for sequence in self.holds.tick(self.live):
+            self._end(sequence, ends.NO_ANSWER)
+
     def _on_grammars_failed(self, event: GrammarsFailed) -> None:
         for uid, error in zip(event.uids.tolist(), event.errors, strict=True):
             if (sequence := self.live.get(uid)) is not None:
@@ -441,7 +433,7 @@ class Scheduler:
 
     def _on_mask_clock(self, event: MaskClock) -> None:
         for uid in self.constraints.tick():
-            self._fail(self.live[uid], NO_MASK)
+            self._fail(self.live[uid], ends.NO_MASK)
 
     def _on_items_failed(self, event: ItemsFailed) -> None:
         for pixels, error in zip(event.pixels.tolist(), event.errors, strict=True):
@@ -459,7 +451,8 @@ class Scheduler:
         """Tell whether there are sequences, and nothing that they need is under way: no step, no
         pixels, no mask."""
         waits = self.items.wanted or self.constraints.waits
-        return bool(self.live) and not self._in_flight and not waits
+        idle = bool(self.live) and not self._in_flight and not waits
+        return idle and not self.holds.awaits_a_caller(self.live)
 
     def figures(self) -> dict[str, Any]:
         """Return what was counted since the start, and what waits, runs and is held now."""
@@ -468,11 +461,12 @@ class Scheduler:
             "waiting": len(self._waiting),
             "running": len(self._running),
             "live": len(self.live),
-            "tombstones": len(self._tombstones),
+            "tombstones": len(self.arrivals.tombstones),
             "credits": self.budget.credits,
             "blocks": self.config.blocks,
             "items_encoded": self.items.encoded,
             **self.constraints.figures(),
+            **self.holds.figures(),
         }
 
     def check_idle(self) -> None:
@@ -481,11 +475,14 @@ class Scheduler:
             self.budget.check_idle()
             self.items.check_idle()
             self.constraints.check_idle()
+            self.holds.check_idle()
 
     HANDLERS: ClassVar[Mapping[type, Callable[[Scheduler, Any], None]]] = {
         Admit: _on_admit,
-        Reject: _on_reject,
+        Reject: lambda self, event: self.arrivals.reject(event),
         Abort: _on_abort,
+        Continue: _on_continue,
+        HoldClock: _on_hold_clock,
         Stop: _on_stop,
         Credits: _on_credits,
         StepDone: _on_step_done,

@@ -30,6 +30,9 @@ class Phase(enum.Enum):
     MATCHING = "matching"
     """Has a slot and its credits; the block manager's answer is under way."""
     RUNNING = "running"
+    HELD = "held"
+    """Holds nothing, is in no queue, and has nothing left to compute: its caller will say more, or
+    a result will tell what that needs. While it holds a slot, it is among those that run."""
     FINISHED = "finished"
 
 
@@ -63,6 +66,10 @@ class Sequence:
     rules: tuple[TokenRules, ...] = ()
     grammar: str = ""
     """What its output must look like, see `GrammarSpec`; empty: anything."""
+    holds: bool = False
+    """Whether its caller says what it goes on with: what is sampled is told, and not appended."""
+    told: int = -1
+    """The last position for which a token was told to its caller."""
     asked: int = -1
     """The last position for which a planned step chooses under a mask."""
     lent: int = 0
@@ -124,6 +131,7 @@ class Sequence:
                 scored=0 if event.prompt_logprobs >= 0 and uid == event.uid else last,
                 rules=rules,
                 grammar=event.grammar,
+                holds=event.held,
                 items=SequenceItems.of(event.items[0], limits) if event.items else None,
             )
             for uid, sampling in zip(family.uids, samplings, strict=True)
@@ -136,9 +144,25 @@ class Sequence:
         return bool(self.grammar)
 
     @property
+    def is_stepwise(self) -> bool:
+        """Tell whether it never decodes: no token of it is known before somebody says so."""
+        return self.is_constrained or self.holds
+
+    @property
+    def is_held(self) -> bool:
+        """Tell whether nothing but its caller keeps it from going on. No step with a row of it is
+        in flight then."""
+        return self.holds and self.told == self.length
+
+    @property
+    def is_computed(self) -> bool:
+        """Tell whether its caller says what is computed next, now or when results are in."""
+        return self.holds and self.scheduled == self.length
+
+    @property
     def continues(self) -> bool:
         """Tell whether positions of its output are computed like a prompt's."""
-        return self.is_constrained and self.scheduled >= self.prompt_length
+        return self.is_stepwise and self.scheduled >= self.prompt_length
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -165,15 +189,15 @@ class Sequence:
         """Up to where it can be prefilled now, as far as its pictures are encoded, and it has
         blocks."""
         target = self.target
-        if self.is_constrained:
+        if self.is_stepwise:
             target = min(target, int(self.table.room[self.slot]))
         return target if self.items is None else self.items.reach(self.scheduled, target)
 
     @property
     def is_starving(self) -> bool:
-        """Tell whether it is constrained, and needs a block for its next position."""
+        """Tell whether it never decodes, and needs a block for its next position."""
         return (
-            self.is_constrained
+            self.is_stepwise
             and self.phase is Phase.RUNNING
             and self.scheduled == int(self.table.room[self.slot]) < self.target
         )
@@ -195,7 +219,8 @@ class Sequence:
 
     def has_blocks_of(self, uid: int) -> bool:
         """Tell whether it is this request, or may hold some of its blocks as another answer."""
-        return self.uid == uid or (self.lent > 0 and uid in self.family.uids)
+        shares = self.lent > 0 or self.uid in self.family.marks
+        return self.uid == uid or (shares and uid in self.family.uids)
 
     @property
     def gives_back(self) -> int:

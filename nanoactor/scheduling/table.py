@@ -66,7 +66,8 @@ class RunningTable:
         blocks: int,
         constrained: bool = False,
     ) -> None:
-        """Give a slot to a sequence; all of its known tokens are to be prefilled.
+        """Give a slot to a sequence; all of its known tokens are to be prefilled. One that is
+        `constrained` never decodes.
 
         `tokens` are the known ones (int32), `limit` is how many it may have in all, and `blocks`
         is how many blocks it holds.
@@ -77,6 +78,13 @@ class RunningTable:
         self.targets[slot] = self.known[slot] = len(tokens)
         self.room[slot], self._scheduled[slot] = blocks * self._block_size, 0
         self.tokens[slot, : len(tokens)] = tokens
+
+    def copy(self, slot: int, tokens: Int32, blocks: int, computed: int) -> None:
+        """Let one that never decodes have other tokens and blocks, of which so many positions are
+        computed."""
+        self.targets[slot] = self.known[slot] = len(tokens)
+        self.tokens[slot, : len(tokens)] = tokens
+        self.room[slot], self._scheduled[slot] = blocks * self._block_size, computed
 
     def start(self, slot: int, computed: int) -> None:
         """Let a slot run: its match is answered, and so many positions are computed already."""

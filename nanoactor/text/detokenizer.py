@@ -191,7 +191,7 @@ class Detokenizer:
         pending = self._pending_of(finish.uid)
         if entry is not None:
             # After an error nothing more is read: held text must not pass for a stop.
-            if not entry.ended and entry.decoder and reason not in ("failed", "error"):
+            if not entry.ended and entry.decoder and reason not in ("failed", "error", "expired"):
                 rest = entry.matcher.push(entry.decoder.finish()) + entry.matcher.finish()
                 self._emit(entry, pending, rest)
             if entry.matcher.matched is not None:

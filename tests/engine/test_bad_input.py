@@ -75,7 +75,7 @@ def test_refused_requests_take_no_numbers():
                 )
                 assert any(isinstance(result, EngineOverloaded) for result in results)
             scheduler = llm._system._node.actors["scheduler"]._scheduler
-            assert len(scheduler._seen) == 0
+            assert len(scheduler.arrivals.seen) == 0
 
     asyncio.run(main())
 

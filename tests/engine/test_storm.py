@@ -402,7 +402,7 @@ def test_an_abort_ahead_of_the_tokenizer_waits_for_nothing_else(checkpoint, dept
             while b.steps < begin + 3 * b.patience:
                 await asyncio.sleep(0)
             assert not abort.done()
-            assert len(b.scheduler._tombstones) == 1
+            assert len(b.scheduler.arrivals.tombstones) == 1
             answered = b.steps
             tokenize(held.pop())
             await abort
@@ -410,7 +410,7 @@ def test_an_abort_ahead_of_the_tokenizer_waits_for_nothing_else(checkpoint, dept
             completion = (await task).outputs[0]
             assert (completion.finish_reason, completion.token_ids) == ("abort", [])
             assert b.scheduler.statistics.prefill_tokens == computed
-            assert len(b.scheduler._tombstones) == 0
+            assert len(b.scheduler.arrivals.tombstones) == 0
 
     asyncio.run(main())
 

@@ -291,7 +291,7 @@ class Simulation:
                 assert output == expected, f"request {uid}: {output} != {expected}"
         self.scheduler.check_idle()
         assert not self.scheduler.live
-        assert not self.scheduler._tombstones
+        assert not self.scheduler.arrivals.tombstones
         assert not self.manager.held
         assert self.manager.pool.available == self.config.blocks
         assert self.scheduler.budget.credits == self.config.blocks

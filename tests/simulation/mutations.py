@@ -26,6 +26,8 @@ class Mutation:
 
 
 SCHEDULER = "nanoactor.scheduling.scheduler"
+ARRIVALS = "nanoactor.scheduling.arrivals"
+HOLDING = "nanoactor.scheduling.holding"
 BUDGET = "nanoactor.scheduling.budget"
 QUEUES = "nanoactor.scheduling.queues"
 TABLE = "nanoactor.scheduling.table"
@@ -118,14 +120,14 @@ MUTATIONS = [
     Mutation(
         "an abort of a finished request leaves a tombstone",
         SCHEDULER,
-        "if event.uid not in self._seen:",
-        "if event.uid not in self.live:",
+        "if self.arrivals.overtaken(event):",
+        "if event.uid not in self.live and not self.arrivals.tombstones.add(event.uid):",
     ),
     Mutation(
         "an abort that overtakes its request is lost",
-        SCHEDULER,
-        "            self._tombstones.add(event.uid)",
-        "            self._tombstones.discard(event.uid)",
+        ARRIVALS,
+        "            self.tombstones.add(event.uid)",
+        "            self.tombstones.discard(event.uid)",
     ),
     Mutation(
         "a result is dropped for a preempted sequence",
@@ -607,7 +609,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of a refused request the first answer alone gets an end",
-        SCHEDULER,
+        ARRIVALS,
         "range(event.uid, event.uid + event.answers)",
         "range(event.uid, event.uid + 1)",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,11 @@ import numpy as np
 from nanoactor.actors.config import ENCODER_PAGE_ROWS
 from nanoactor.messages import (
     Abort,
+    Continue,
     Credits,
+    Fork,
     Free,
+    HoldClock,
     Match,
     OutputDelta,
     Plan,
@@ -33,11 +37,12 @@ from tests.simulation.reference import (
     Answer,
     Letters,
     Scored,
-    answer,
     cut_by_text,
     letter,
+    sample,
     score,
     true_blocks,
+    turns,
 )
 from tests.simulation.scenario import Ask, Toy, rules_of, sampling_of, seed_of
 from tests.simulation.stories import Stories
@@ -52,11 +57,9 @@ class Oracle:
     def __init__(self, world: World, record: bool) -> None:
         self._world = world
         self._scenario = world.scenario
-        answers = [
-            [answer(ask, world.scenario, number) for number in range(ask.n)]
-            for ask in world.scenario.asks
-        ]
-        every = [one for several in answers for one in several]
+        self._turns = [turns(ask, world.scenario) for ask in world.scenario.asks]
+        answers = [each[0] for each in self._turns]
+        every = [one for each in self._turns for several in each for one in several]
         self._true = true_blocks(every, world.scenario.block_size)
         self._answer_of = answers
         self.answers: dict[int, Answer | None] = {}
@@ -104,6 +107,8 @@ class Oracle:
         """Fences of the frees whose answer the scheduler has not handled."""
         self._wanted = 0
         self._steps_before = 0
+        self._held_since: dict[int, float] = {}
+        """By request of which all living answers are held: since when."""
         self._failed: dict[int, int] = {}
         self._choiceless: dict[int, int] = {}
         """By request: the first position at which its logits were not finite."""
@@ -262,6 +267,11 @@ class Oracle:
         assert self.positions[source] == self.positions[copy], f"{copy} is a copy of {source}"
         self.counts["forks"] += 1
 
+    def goes_on(self, position: int, turn: int) -> None:
+        """A caller says what its answers go on with; no step has a row of them until then."""
+        for number, found in enumerate(self._turns[position][turn]):
+            self.answers[self._world.uid_of[position] + number] = found
+
     def masked(self, uid: int, position: int) -> list[int]:
         """The tokens that must not be sampled for a position: ends before `min_tokens`."""
         ask = self._scenario.asks[self.positions[uid]]
@@ -406,6 +416,8 @@ class Oracle:
         if self._scenario.plan_lead == "late":
             assert idle or self._wanted >= step, f"step {step} is planned before it is wanted"
             self.counts["planned as wanted"] += not idle
+        held = [s.uid for s in scheduler._running.rows(scheduler._in_flight[-1]) if s.is_held]
+        assert not held, f"step {step} has rows of {held}, which are held"
         late = [fence for fence in self._unanswered if step > fence + self._scenario.depth]
         assert not late, f"step {step} is planned, but frees at {late} are not answered"
         rows = scheduler._running.rows(scheduler._in_flight[-1])
@@ -422,11 +434,13 @@ class Oracle:
 
     def _check_constrained(self, before: dict[int, int]) -> None:
         """Who can go on is in the step, and so is who can choose."""
-        for s in self.scheduler._running.constrained:
+        for s in self.scheduler._running.stepwise:
             if s.phase is not Phase.RUNNING:
                 continue
             if _continued(s, before) and before[s.uid] < s.target:
                 assert s.scheduled > before[s.uid] or s.is_starving, f"{s.uid} does not go on"
+            if s.holds:
+                continue
             awaited = self.scheduler.constraints._awaited[s.uid]
             chooses = s.scheduled == s.length and awaited.is_held_by(1) and s.asked < s.length
             assert not chooses, f"{s.uid} could choose, but does not"
@@ -454,8 +468,8 @@ class Oracle:
             rows = {sequence.uid for sequence in scheduler._running.rows(planned)}
             decodable = np.logical_or(*scheduler._table.demand())
             streams = {s.uid for s in scheduler._running if decodable[s.slot]}
-            constrained = [s for s in scheduler._running.constrained if s.phase is Phase.RUNNING]
-            streams |= {s.uid for s in constrained if s.continues and s.scheduled < s.target}
+            stepwise = [s for s in scheduler._running.stepwise if s.phase is Phase.RUNNING]
+            streams |= {s.uid for s in stepwise if s.continues and s.scheduled < s.target}
             streams -= rows
             for uid in [uid for uid in self._sat_out if uid not in streams]:
                 del self._sat_out[uid]
@@ -526,6 +540,12 @@ class Oracle:
                 self._stamped(message)
             case Free():
                 self._unanswered.append(message.fence)
+            case Fork():
+                self._unanswered.append(message.fence)
+                self._matches += 1
+                self.counts["forks of held answers"] += len(message.slots)
+                for slot in (*message.slots.tolist(), *message.sources.tolist()):
+                    self._check_slot(slot)
             case Tokens():
                 self._due -= set(message.uids.tolist())
 
@@ -540,9 +560,15 @@ class Oracle:
                 self._stamping = message.step
             case Free():
                 self._check_promises(message)
-            case Abort() if target == "scheduler" and message.uid not in self.scheduler._seen:
+            case Abort() if (
+                target == "scheduler" and message.uid not in self.scheduler.arrivals.seen
+            ):
                 self.counts["aborts that overtook"] += 1
                 self._must_abort.add(message.uid)
+            case Continue():
+                for uid in range(message.uid, message.uid + len(message.parents)):
+                    if (sequence := self.scheduler.live.get(uid)) and sequence.slot >= 0:
+                        self._check_slot(sequence.slot)
             case StepDone():
                 self._began[message.step] = message.began
                 due = self.scheduler._in_flight[len(self.scheduler._held_back)]
@@ -610,8 +636,31 @@ class Oracle:
                 assert not dropped, f"results of {dropped} were dropped, though they live"
             self._check_gaps(self._steps_before)
             self._check_head()
+            self._check_callers(message)
             if isinstance(message, Abort):
                 assert message.uid not in self.scheduler.live, "an abort was not obeyed"
+
+    def _check_callers(self, message: Any) -> None:
+        """Who is held has its time, and no more; then all answers to its request end."""
+        now, limit, live = self._world.loop.time(), self._scenario.hold_seconds, self.scheduler.live
+        held: set[int] = set()
+        for position in {self.positions[uid] for uid, s in live.items() if s.holds}:
+            first = self._world.uid_of[position]
+            count = self._scenario.asks[position].n
+            answers = [live[uid] for uid in range(first, first + count) if uid in live]
+            if all(s.is_held and s.phase is not Phase.WAITING for s in answers):
+                held.add(first)
+        for first in self._held_since.keys() - held:
+            since = self._held_since.pop(first)
+            if isinstance(message, HoldClock):
+                self.counts["expired"] += 1
+                assert now - since >= limit * 0.999, f"{first} has expired after {now - since} s"
+                count = self._scenario.asks[self.positions[first]].n
+                left = live.keys() & {*range(first, first + count)}
+                assert not left, f"{left} did not expire with {first}"
+        for first in held:
+            since = self._held_since.setdefault(first, now)
+            assert now - since <= 1.501 * limit, f"{first} has been held for {now - since} s"
 
     def _check_credits(self) -> None:
         """The scheduler's count is the block manager's, but for what is under way."""
@@ -621,6 +670,8 @@ class Oracle:
         for message in self._world.edges["scheduler", "blocks"].messages:
             if isinstance(message, Match):
                 ownerless -= message.blocks
+            elif isinstance(message, Fork):
+                ownerless -= len(message.slots)
             elif isinstance(message, Plan):
                 ownerless -= len(message.grows)
                 ends = message.starts + message.counts
@@ -655,7 +706,7 @@ class Oracle:
         # By its user, or because another answer to the same request has failed.
         given_up = bool(ask.aborts or entry.error)
         assert own.terminal is terminal
-        self._check_scores(ask, own, expected)
+        self._check_scores(ask, own, self._told_states(ask, terminal.uid))
         assert (terminal.tokens, terminal.characters) == (len(ids), len(text)), who
         assert terminal.preemptions == self._preemptions[terminal.uid], who
         began = self._began.get(self._first_steps.get(terminal.uid, 0))
@@ -668,11 +719,12 @@ class Oracle:
             return
         if ask.grammar is not None and self._check_grammar(ask.grammar, terminal, ids, expected):
             return
-        if terminal.reason == "failed":
-            self._check_failed(terminal, ids, text, expected)
+        if ask.caller is not None and expected is not None:
+            told = tuple(self._told(ask, terminal.uid)[: len(ids)])
+            expected = dataclasses.replace(expected, output=told)
+            self._check_held(ask, entry, terminal, text, expected)
             return
-        if terminal.reason == "error" and expected is not None:
-            self._check_choiceless(terminal, ids, text, expected)
+        if self._check_error(terminal, ids, text, expected):
             return
         self._check_nothing_hidden(terminal, expected)
         if not self._preemptions[terminal.uid] and terminal.reason != "abort":
@@ -699,6 +751,62 @@ class Oracle:
         assert text == expected.text, f"{who}: {text!r} where {expected.text!r} was due"
         assert (terminal.reason, terminal.stop_reason) == (expected.reason, expected.stop_reason)
 
+    def _check_error(
+        self, terminal: Terminal, ids: list[int], text: str, expected: Answer | None
+    ) -> bool:
+        """Whether it ended since a row had no token; then what it was told before is right."""
+        if terminal.reason == "failed":
+            self._check_failed(terminal, ids, text, expected)
+        elif terminal.reason == "error" and expected is not None:
+            self._check_choiceless(terminal, ids, text, expected)
+        else:
+            return False
+        return True
+
+    def _told_states(self, ask: Ask, uid: int) -> list[int]:
+        """The states behind which an answer's tokens are sampled, one after the other."""
+        expected, number = self.answers[uid], self.numbers[uid]
+        if expected is None:
+            return []
+        begin = expected.prompt_length - 1
+        if ask.caller is None:
+            return list(map(int, expected.states[begin:]))
+        found = (several[number] for several in self._turns[self.positions[uid]])
+        return [int(one.states[begin + at]) for at, one in enumerate(found) if one is not None]
+
+    def _told(self, ask: Ask, uid: int) -> list[int]:
+        """What a caller is told of an answer, one turn after the other."""
+        states = self._told_states(ask, uid)
+        return [sample(state, self.numbers[uid]) for state in states]
+
+    def _check_held(
+        self, ask: Ask, entry: Any, terminal: Terminal, text: str, expected: Answer
+    ) -> None:
+        """Each turn its caller was told what follows, and it ended as the caller said."""
+        who, caller, taken = f"request {terminal.uid}", ask.caller, entry.continued
+        assert caller is not None
+        ids = list(entry.answer(terminal.uid).token_ids)
+        if self._check_error(terminal, ids, text, expected):
+            return
+        assert tuple(ids) == expected.output, f"{who} was told {ids}, not {expected.output}"
+        cut = cut_by_text(ask, ids, hide_last=False)[1]
+        self.counts["told to callers"] += len(ids)
+        if terminal.reason == "abort":
+            assert ask.aborts or entry.error or caller.end == "abort", who
+            return
+        self._check_nothing_hidden(terminal, expected)
+        if terminal.reason == "expired":
+            assert len(ids) in (taken, taken + 1), who
+            assert cut.startswith(text), who
+            return
+        assert terminal.reason == "stop", who
+        assert text == cut, who
+        number = self.numbers[terminal.uid]
+        ended = [at for at, turn in enumerate(caller.rounds[:taken]) if turn.parents[number] < 0]
+        assert ended or taken == len(caller.rounds) + 1, who
+        due = ended[0] + 1 if ended else taken
+        assert len(ids) == due, f"{who} was told {len(ids)} tokens in {due} turns"
+
     def _check_grammar(
         self, toy: Toy, terminal: Terminal, ids: list[int], expected: Answer | None
     ) -> bool:
@@ -719,7 +827,7 @@ class Oracle:
         self.counts["grammars failed"] += 1
         return True
 
-    def _check_scores(self, ask: Ask, own: Any, expected: Answer | None) -> None:
+    def _check_scores(self, ask: Ask, own: Any, states: list[int]) -> None:
         """Each token of output came with its own log-probability, or none did."""
         if ask.logprobs < 0:
             assert own.logprobs is None
@@ -727,11 +835,10 @@ class Oracle:
         assert len(own.logprobs) == len(own.offsets) == len(own.token_ids)
         decoder, text = Letters(), ""
         for index, token in enumerate(own.token_ids):
-            assert expected is not None
             assert own.offsets[index] == len(text)
             text += decoder.push(token)
-            state = expected.states[expected.prompt_length + index - 1]
-            self._check_score(own.logprobs[index], score(int(state), token, ask.logprobs), token)
+            right = score(states[index], token, ask.logprobs)
+            self._check_score(own.logprobs[index], right, token)
 
     def _check_prompt_scores(self, entry: Any) -> None:
         """What was told of the prompt is right, and all was told where there is output."""
@@ -812,16 +919,17 @@ class Oracle:
             "waiting": len(scheduler._waiting._ready._heap),
             "parked": len(scheduler._waiting._parked._heap),
             "running": len(scheduler._running),
-            "tombstones": len(scheduler._tombstones),
+            "tombstones": len(scheduler.arrivals.tombstones),
             "slots": self._scenario.max_num_seqs - scheduler.budget.free_slots,
             "credits": self._scenario.blocks - scheduler.budget.credits,
-            "seen": len(scheduler._seen),
+            "seen": len(scheduler.arrivals.seen),
             "pages": self._scenario.encoder_pages - scheduler.items.budget.credits,
             "works": len(scheduler.items.works),
             "pixels": len(self.device._pixels),
             "masks": len(self.device._masks),
             "grammars": len(actors["grammar"]._book) if "grammar" in actors else 0,
             "constrained": len(scheduler.constraints),
+            "held": len(scheduler.holds),
             "half encoded": len(self.device._half.keys() - set(self.device.dropped)),
             "wants": sum(actor.statistics()["wants"] for actor in self._vision),
             "unread": sum(actor.statistics()["unread"] for actor in self._vision),
@@ -852,6 +960,7 @@ class Oracle:
         self.counts["pictures encoded"] += self.scheduler.items.encoded
         self.counts["encoder hits"] += self.manager.items.cache.hits
         self.counts["encoder evictions"] += self.manager.items.cache.evictions
+        self.counts["places given up while held"] += self.scheduler.holds.figures()["held_yields"]
         self.counts["evictions"] += self.manager.pool.evictions
         self.counts["requests"] += len(self._world.entries)
 
@@ -863,7 +972,7 @@ def _prefills(sequence: Sequence) -> bool:
 def _continued(sequence: Sequence, before: dict[int, int]) -> bool:
     """Whether its output went on when so many positions were planned."""
     began = before.get(sequence.uid, 0)
-    return sequence.is_constrained and began >= sequence.prompt_length
+    return sequence.is_stepwise and began >= sequence.prompt_length
 
 
 def _unanswered_units(sequence: Sequence) -> int:

@@ -138,8 +138,11 @@ class Answer:
     """Of each token of output: what the grammar allows in its place."""
 
 
-def answer(ask: Ask, scenario: Scenario, number: int = 0) -> Answer | None:
-    """What one of a request's answers must be; None where it must be refused."""
+def answer(
+    ask: Ask, scenario: Scenario, number: int = 0, chosen: tuple[int, ...] = ()
+) -> Answer | None:
+    """What one of a request's answers must be; None where it must be refused. One that is held has
+    what its caller has `chosen`, and what would be sampled behind it."""
     limit = scenario.max_model_len
     for placeholder in (IMAGE, VIDEO):
         given = sum(picture.placeholder == placeholder for picture in ask.pictures)
@@ -156,6 +159,10 @@ def answer(ask: Ask, scenario: Scenario, number: int = 0) -> Answer | None:
     for index, token in enumerate(prompt):
         state = extend(state, seen.get(index, token))
         states.append(state)
+    for token in chosen:
+        tokens.append(token)
+        state = extend(state, token)
+        states.append(state)
     masks: list[tuple[int, ...]] = []
     grammar = ask.grammar.number if ask.grammar else 0
     for _ in range(min(ask.max_tokens, limit - len(prompt)) + scenario.depth + 2):
@@ -168,7 +175,7 @@ def answer(ask: Ask, scenario: Scenario, number: int = 0) -> Answer | None:
         state = extend(state, tokens[-1])
         states.append(state)
     output, reason, stop_reason = _cut_by_ids(ask, tokens[len(prompt) :], limit - len(prompt))
-    length = len(prompt) + len(output)
+    length = len(prompt) + len(chosen if ask.caller else output)
     kept, text, stop = cut_by_text(ask, output, hide_last=reason == "stop")
     if stop is not None:
         reason, stop_reason = "stop", stop
@@ -188,6 +195,18 @@ def answer(ask: Ask, scenario: Scenario, number: int = 0) -> Answer | None:
         stop_reason,
         tuple(masks),
     )
+
+
+def turns(ask: Ask, scenario: Scenario) -> list[list[Answer | None]]:
+    """What each of a request's answers is, before its caller's first turn and behind each; one that
+    has ended stays as it was."""
+    chosen: list[tuple[int, ...]] = [()] * ask.n
+    found = [[answer(ask, scenario, number) for number in range(ask.n)]]
+    for turn in ask.caller.rounds if ask.caller else ():
+        going = zip(turn.parents, turn.tokens, chosen, strict=True)
+        chosen = [(*chosen[p], token) if p >= 0 else own for p, token, own in going]
+        found.append([answer(ask, scenario, number, chosen[number]) for number in range(ask.n)])
+    return found
 
 
 def row_of(picture: Picture, row: int) -> int:

@@ -103,6 +103,26 @@ class Toy:
 
 
 @dataclasses.dataclass(frozen=True)
+class Turn:
+    """What a caller says of held answers, and how long it thinks."""
+
+    parents: tuple[int, ...]
+    tokens: tuple[int, ...]
+    after: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Caller:
+    """Of a request whose answers are held: what it says, one turn after the other."""
+
+    rounds: tuple[Turn, ...]
+    end: str
+    """Behind the last: "stop", "abort" or "never", where it says no more."""
+    wrong: bool = False
+    """Whether it says before each turn what cannot be."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Ask:
     """One request, and when its user gives up on it."""
 
@@ -124,6 +144,13 @@ class Ask:
     logprobs: int = -1
     prompt_logprobs: int = -1
     grammar: Toy | None = None
+    caller: Caller | None = None
+    """Of held answers."""
+
+    @property
+    def places(self) -> int:
+        """How many of those that may wait it is."""
+        return 1 if self.caller else self.n
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +199,8 @@ class Scenario:
     """Whether there is an actor for them."""
     compile_steps: float = 1.0
     """Mean time to compile a grammar, in steps."""
+    hold_seconds: float = 1.0
+    """How long callers may think."""
     wire: bool = False
     """Whether messages travel as bytes, overwritten as soon as they were handled."""
 
@@ -262,7 +291,53 @@ def draw(seed: int) -> Scenario:
     scenario = dataclasses.replace(scenario, asks=_draw_asks(rng, scenario, traffic))
     scenario = _with_pictures(random.Random(f"{seed} pictures"), scenario)
     scenario = _with_answers(random.Random(f"{seed} answers"), scenario)
-    return _with_grammars(random.Random(f"{seed} grammars"), scenario)
+    scenario = _with_grammars(random.Random(f"{seed} grammars"), scenario)
+    return _with_callers(random.Random(f"{seed} callers"), scenario)
+
+
+def _with_callers(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same with answers that are held for their callers, in some seeds."""
+    if rng.random() < 0.75:
+        return scenario
+    share, most = rng.choice([0.1, 0.4, 1.0]), rng.choice([1, 3, 6, 12])
+    fork, faults = rng.choice([0.2, 0.6]), rng.choice([0.0, 0.0, 0.3])
+    asks = [
+        _held(rng, ask, rng.randint(1, most), fork, faults)
+        if rng.random() < share and not ask.pictures
+        else ask
+        for ask in scenario.asks
+    ]
+    return dataclasses.replace(scenario, asks=tuple(asks))
+
+
+def _held(rng: random.Random, ask: Ask, answers: int, fork: float, faults: float) -> Ask:
+    thinks = rng.choice([0.0, 0.0, 0.001, 0.03])
+    living, rounds = set(range(answers)), []
+    for _ in range(rng.randint(0, min(20, ask.max_tokens - 1))):
+        parents = [-1] * answers
+        for index in sorted(living):
+            parents[index] = rng.choice(sorted(living)) if rng.random() < fork else index
+        if len(living) > 1 and rng.random() < 0.05:
+            parents[rng.choice(sorted(living))] = -1
+        living = {index for index in living if parents[index] >= 0}
+        # Copies of one answer go on with different tokens, as a rule.
+        tokens = [rng.randrange(VOCABULARY) for _ in range(answers)]
+        late = faults and rng.random() < 0.1
+        after = rng.uniform(0.8, 3.0) if late else thinks * rng.random()
+        rounds.append(Turn(tuple(parents), tuple(tokens), after))
+    end = rng.choice(["stop", "stop", "abort", "never"] if faults else ["stop"])
+    return dataclasses.replace(
+        ask,
+        n=answers,
+        eos_ids=(),
+        stop_ids=(),
+        min_tokens=0,
+        stop=(),
+        logprobs=rng.randint(0, 2),
+        prompt_logprobs=-1,
+        grammar=None,
+        caller=Caller(tuple(rounds), end, wrong=rng.random() < faults),
+    )
 
 
 def _with_grammars(rng: random.Random, scenario: Scenario) -> Scenario:

@@ -110,6 +110,10 @@ def _plainer(scenario: Scenario) -> Iterator[Edit]:
 
 def _shorter(scenario: Scenario) -> Iterator[Edit]:
     for position, ask in enumerate(scenario.asks):
+        if ask.caller is not None:
+            for keep in sorted({0, len(ask.caller.rounds) // 2, len(ask.caller.rounds) - 1} - {-1}):
+                caller = dataclasses.replace(ask.caller, rounds=ask.caller.rounds[:keep])
+                yield partial(_change, position=position, caller=caller)
         for keep in sorted({1, len(ask.prompt) // 2, len(ask.prompt) - 1} - {0}):
             yield partial(_cut, position=position, prompt=keep)
         for tokens in sorted({1, ask.max_tokens // 2, ask.max_tokens - 1} - {0}):
@@ -131,6 +135,9 @@ def _cut(scenario: Scenario, position: int, **limits: int) -> Scenario:
 
 
 def _change(scenario: Scenario, position: int, **changes: Any) -> Scenario:
+    if scenario.asks[position].caller is not None:  # its turns must fit
+        kept = ("aborts", "priority", "at", "prompt", "caller")
+        changes = {name: value for name, value in changes.items() if name in kept}
     ask = dataclasses.replace(scenario.asks[position], **changes)
     asks = (*scenario.asks[:position], ask, *scenario.asks[position + 1 :])
     return dataclasses.replace(scenario, asks=asks)

@@ -36,6 +36,7 @@ from nanoactor.runtime.topology import EdgeSpec
 from nanoactor.scheduling.plan_builder import as_int32
 from nanoactor.text.detokenizer import Detokenizer
 from nanoactor.topology import engine_topology
+from tests.simulation.callers import Callers
 from tests.simulation.device import SimulatedRunner
 from tests.simulation.grammar import SimulatedGrammar, text_of
 from tests.simulation.oracle import Oracle
@@ -210,6 +211,7 @@ class World:
         """Positions of requests for which there was no room."""
         self.uid_of: dict[int, int] = {}
         self.oracle = Oracle(self, record)
+        self._callers = Callers(self)
         self._start(topology.edges)
         for position, ask in enumerate(scenario.asks):
             self.loop.call_at(ask.at, self._submit, position, ask)
@@ -273,6 +275,7 @@ class World:
                 logprobs=ask.logprobs,
                 prompt_logprobs=ask.prompt_logprobs,
                 grammar=text_of(ask.grammar) if ask.grammar else "",
+                held=ask.caller is not None,
             )
             return Entry(str(uid), submit, RequestOutputKind.CUMULATIVE, media, ask.n)
 
@@ -280,7 +283,7 @@ class World:
             self.entries[position] = frontend.submit(make)
         except EngineOverloaded:
             self.refused.add(position)
-            self.oracle.check_overload(ask.n)
+            self.oracle.check_overload(ask.places)
             return
         self.oracle.check_door(self.entries[position].charge)
         for after in ask.aborts:
@@ -293,6 +296,8 @@ class World:
         self.oracle.arrives(source, target, message)
         self._handlers[target][type(message)](message)
         self.oracle.handled(target, message)
+        if target == "frontend":
+            self._callers.look()
 
     def play(self) -> Oracle:
         """Until nothing happens any more; raises where anything is wrong."""
@@ -322,6 +327,7 @@ def _config(scenario: Scenario) -> EngineConfig:
         num_kv_blocks=scenario.blocks,
         skip_tokenizer_init=True,
         num_vision_workers=scenario.vision_workers,
+        hold_timeout=scenario.hold_seconds,
     )
 
 
