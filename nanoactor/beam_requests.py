@@ -146,7 +146,7 @@ class BeamSearcher:
 
 
 class Places:
-    """Which of a request's answers each live beam is. A beam stays where its parent was, if no
+    """The answers of a request by beam. A beam stays where its parent was, if no
     better one does: then it costs one position."""
 
     def __init__(self, answers: int) -> None:

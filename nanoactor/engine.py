@@ -331,12 +331,12 @@ class AsyncLLM:
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> BeamSearchOutput:
-        """Find likely continuations of one prompt, the best first, by requests of one token for
-        each beam and step; docs/sampling.md has the definition and the cost.
+        """Find likely continuations of one prompt, the best first, by a request with an answer
+        for each beam; docs/sampling.md has the definition and the cost.
 
         Raises `InvalidRequest`, for pictures too, and where `max_logprobs` is less than what
         `beam_width` needs; `EngineOverloaded` where the queue is full when it begins. Cancelling it
-        leaves nothing in the engine.
+        leaves nothing in the engine. `HoldExpired` where the loop is blocked for `hold_timeout`.
         """
         return await self._beams.search(self, prompt, params, priority, chat_template_kwargs)
 

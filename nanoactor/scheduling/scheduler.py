@@ -248,7 +248,7 @@ class Scheduler:
         return needed + min(len(self._running), self.config.blocks // 64)
 
     def _make_way(self) -> None:
-        """Where somebody waits and nothing is under way, have one that is held give up its place;
+        """Have one that is held give up its place, where somebody waits and nothing is under way;
         what comes back is known before the next one does."""
         under_way = self._in_flight or self.budget.oldest_unanswered is not None
         if under_way or self._waiting.head(self.items.budget.credits) is None:

@@ -177,6 +177,7 @@ SECONDS = [-1.0, NAN, "1"]
 BAD_OPTIONS = {
     "jump_forward": FLAG,
     "mask_timeout": SECONDS,
+    "hold_timeout": SECONDS,
     "max_logprobs": [0, -1, 1001, 1.5, "1", True, None],
     "model": ["", None, 5],
     "device": ["", None, 5],

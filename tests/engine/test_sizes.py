@@ -28,8 +28,10 @@ from nanoactor.kv.hashing import HASH_BYTES
 from nanoactor.messages import (
     Admissions,
     Admit,
+    Continue,
     Credits,
     Finish,
+    Fork,
     Forks,
     Match,
     Open,
@@ -138,6 +140,8 @@ def worst_messages(config, files):
     many = np.zeros(seqs * MAX_RUN, np.int64), i32(seqs * MAX_RUN), i32(seqs * MAX_RUN)
     yield "scheduler", "detokenizer", Tokens(1, *many, (finish,), ())
     yield from worst_of_grammars(config, files)
+    yield "frontend", "scheduler", Continue(2**62, i32(MAX_ANSWERS), i32(MAX_ANSWERS))
+    yield "scheduler", "blocks", Fork(rows, rows, 2**62)
     yield "detokenizer", "scheduler", Stop(np.zeros(config.max_waiting_requests, np.int64))
 
 

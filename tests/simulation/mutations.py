@@ -289,7 +289,7 @@ MUTATIONS = [
     Mutation(
         "text held back passes for a stop where a request without a choice ends",
         DETOKENIZER,
-        'reason not in ("failed", "error")',
+        'reason not in ("failed", "error", "expired")',
         'reason != "failed"',
     ),
     Mutation(
@@ -763,6 +763,112 @@ MUTATIONS = [
         KEPT,
         "dtype=np.int32) + self.delta",
         "dtype=np.int32)",
+    ),
+    Mutation(
+        "a held answer goes on with what was sampled behind it",
+        OUTPUT,
+        "                self._tell(sequence, token)\n",
+        "                self._tell(sequence, token)\n"
+        "                sequence.append(token)\n"
+        "                self._running.resume(sequence)\n",
+    ),
+    Mutation(
+        "a copy of an answer without blocks takes its tokens after they were appended to",
+        HOLDING,
+        "self._leave(sequence, before[parent], give_up)",
+        "self._leave(sequence, living[parent].tokens.copy(), give_up)",
+    ),
+    Mutation(
+        "a fork that follows another takes what that one has become",
+        MANAGER,
+        "        copies = [self._copy(self._of(s, -1).uid, at)"
+        " for s, at in zip(slots, sources, strict=True)]\n",
+        "        copies = []\n"
+        "        for s, at in zip(slots, sources, strict=True):\n"
+        "            copies.append(self._copy(self._of(s, -1).uid, at))\n"
+        "            old = self._holdings[s]\n"
+        "            self._holdings[s] = copies[-1]\n"
+        "            copies[-1].table += old.table[len(copies[-1].table):]\n",
+    ),
+    Mutation(
+        "a fork shares the last block, which its parent goes on to write",
+        MANAGER,
+        "        table = source.table[: known // self._block_size]\n",
+        "        table = source.table[: -(-known // self._block_size)]\n",
+    ),
+    Mutation(
+        "a fork is taken to have computed all that its parent has",
+        HOLDING,
+        "full + 1, full * self._block_size)",
+        "full + 1, len(tokens))",
+    ),
+    Mutation(
+        "what a fork gives up is not fenced by the steps of those it shared with",
+        HOLDING,
+        "as_int32(s.slot for _, s in moves), fence\n",
+        "as_int32(s.slot for _, s in moves), 0\n",
+    ),
+    Mutation(
+        "forks leave behind what their parents give up",
+        SCHEDULER,
+        "        self._out += out\n        for sequence in over:\n"
+        '            self._end(sequence, End("stop"))\n',
+        '        for sequence in over:\n            self._end(sequence, End("stop"))\n'
+        "        self._flush_frees()\n        self._out += out\n",
+    ),
+    Mutation(
+        "a fork's block costs no credit",
+        HOLDING,
+        "        self._budget.debit(len(moves))\n",
+        "",
+    ),
+    Mutation(
+        "a caller's silence ends all of its answers but one",
+        HOLDING,
+        "                over += family\n",
+        "                over += family[: max(1, len(family) - 1)]\n",
+    ),
+    Mutation(
+        "a caller's time is short by a tick",
+        HOLDING,
+        "_PERIODS:",
+        "_PERIODS - 1:",
+    ),
+    Mutation(
+        "who is held keeps its place from answers to the same request",
+        HOLDING,
+        "        return held[-1] if held else None\n",
+        "        return None\n",
+    ),
+    Mutation(
+        "who has given up its place while held waits in the queue",
+        SCHEDULER,
+        "            held.phase = Phase.HELD\n",
+        "            held.phase = Phase.WAITING\n            self._waiting.push(held)\n",
+    ),
+    Mutation(
+        "a preempted answer whose token is under way waits in the queue",
+        SCHEDULER,
+        "Phase.HELD if victim.is_computed else Phase.WAITING",
+        "Phase.WAITING",
+    ),
+    Mutation(
+        "a caller is heard before all answers have told",
+        "nanoactor.actors.journal",
+        "        due = all(len(answer.token_ids) > self.continued for answer in living)\n",
+        "        due = any(len(answer.token_ids) > self.continued for answer in living)\n",
+    ),
+    Mutation(
+        "held outputs wait behind prompts",
+        SEQUENCE,
+        "return self.is_stepwise and self.scheduled >= self.prompt_length",
+        "return self.is_constrained and self.scheduled >= self.prompt_length",
+    ),
+    Mutation(
+        "the block manager is not told what held answers go on with",
+        HOLDING,
+        "                known.append((sequence.slot, token))\n",
+        "                known[:0] = [(sequence.slot, token)] if sequence.preemptions else []\n",
     ),
 ]
 
