@@ -117,7 +117,7 @@ def test_a_failing_seed_shrinks_and_tells_its_stories():
     (bug,) = [m for m in MUTATIONS if m.what == "a match leaves nothing to compute"]
     with planted(bug):
         scenario = next(draw(seed) for seed in range(1000) if fails(draw(seed)))
-        text = report(scenario, 40)
+        text = report(scenario, 600)  # far from the end, however busy the machine
     assert len(scenario.asks) >= 12
     assert 1 <= text.count("submitted: ") <= 3
     for line in ("shrunk to Scenario(", "matched: slot", "hit of", "prefills"):
