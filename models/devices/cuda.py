@@ -184,7 +184,7 @@ class CUDADevice(PortableCUDADevice):
         recent = self.prefill_attention.capability[0] >= HOPPER
         if why is not None and recent and dtype != torch.float32:
             log.warning(
-                "attention of prompts takes 10 to 45 %% longer than by the kernel that was made "
+                "attention of prompts takes up to 47 %% longer than by the kernel that was made "
                 "for Hopper GPUs: %s",
                 why,
             )

@@ -24,7 +24,7 @@ _SIZES = (64, 128)
 def refusal(
     capability: tuple[int, int], dtype: torch.dtype, block_size: int, head_dim: int
 ) -> str | None:
-    """Why keys and values cannot come by TMA; None where they can.
+    """Return why keys and values cannot come by TMA; None where they can.
 
     A box has its rows side by side in memory, so it must lie within one block: a block holds a
     whole number of tiles.
@@ -41,7 +41,7 @@ def refusal(
 
 
 class PrefillAttention:
-    """What a device calls."""
+    """Chooses the kernel; a device calls it."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from nanoactor.models.kernels.prefill_attention import tokens_per_program
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """How large a program is, and what it may use."""
+    """The size of a program, and what it may use."""
 
     rows: int
     """Of its matrix product: tokens times the heads that share a key-value head."""

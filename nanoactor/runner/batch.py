@@ -352,9 +352,13 @@ class HostBatch:
         firsts = (np.cumsum(counts) - counts).astype(np.int32)
         row_of = np.repeat(np.arange(len(counts)), counts)
         offsets = (step.starts - firsts)[row_of]
-        groups = -(-counts // self._traits.tokens_per_program)
+        per_program = self._traits.tokens_per_program
+        groups = -(-counts // per_program)
         tile_rows = np.repeat(np.arange(len(groups), dtype=np.int32), groups)
         tile_numbers = np.arange(len(tile_rows)) - np.repeat(np.cumsum(groups) - groups, groups)
+        # The longest first, which a device that is nearly done should not wait for.
+        ends_in_row = np.minimum(counts[tile_rows], (tile_numbers + 1) * per_program)
+        longest_first = np.argsort(-(step.starts[tile_rows] + ends_in_row), kind="stable")
         ends, sampling = (firsts + counts - 1)[step.samples], step.slots[step.samples]
         for forks in step.forks:
             free = np.delete(np.arange(len(forks.slots)), self._constrained.among(forks.slots))
@@ -365,7 +369,7 @@ class HostBatch:
             positions=(np.arange(len(row_of)) + offsets).astype(np.int32),
             slots=step.slots[row_of],
             rows=np.stack((step.slots, firsts, counts, step.starts + counts)).astype(np.int32),
-            tiles=np.stack((tile_rows, tile_numbers)).astype(np.int32),
+            tiles=np.stack((tile_rows, tile_numbers))[:, longest_first].astype(np.int32),
             ends=ends.astype(np.int32),
             sampling=sampling,
         )

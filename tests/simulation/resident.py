@@ -225,13 +225,18 @@ class ResidentState:
         return rows, positions, lengths[rows]
 
     def _rows(self, prefill: Prefill) -> list[Row]:
-        rows, tiles = [], []
+        rows, tiles, ends = [], set(), []
         for number, (slot, first, tokens, context) in enumerate(prefill.rows.T.tolist()):
             rows.append(Row(first, tokens, context, self._tables[slot]))
             assert (prefill.slots[first : first + tokens] == slot).all()
             groups = -(-tokens // _TOKENS_PER_PROGRAM)
-            tiles += [[number, group] for group in range(groups)]
-        assert prefill.tiles.T.tolist() == tiles
+            tiles |= {(number, group) for group in range(groups)}
+        for number, group in prefill.tiles.T.tolist():
+            tiles.remove((number, group))
+            _, _, tokens, context = prefill.rows.T[number]
+            ends.append(context - tokens + min(tokens, (group + 1) * _TOKENS_PER_PROGRAM))
+        assert not tiles
+        assert ends == sorted(ends, reverse=True), "the longest goes first"
         return rows
 
     def _check_lengths(self, update: Update, rows: list[Row], contexts: Any) -> None:
