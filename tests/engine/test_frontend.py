@@ -20,7 +20,7 @@ def frontend_of(tokenizers):
     engine = EngineConfig("any", num_tokenizers=tokenizers, max_waiting_tokens=10**9)
     files = ModelFiles(
         Path(),
-        SimpleNamespace(),
+        SimpleNamespace(vocab_size=100),
         defaults={},
         eos_token_ids=(),
         max_model_len=100,

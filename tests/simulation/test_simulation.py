@@ -71,7 +71,7 @@ def first_seed() -> int:
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("tokens", [250_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tokens", [100_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_every_kind_of_traffic(tokens):
     first = first_seed()
     total = play_on_every_core(first, tokens)
