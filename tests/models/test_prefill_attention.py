@@ -137,7 +137,7 @@ def test_scores_of_hundreds(kind):
     assert_close(case.run(device), case.expected(), torch.float32, roundings=200)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50)), min_size=1, max_size=4),
     heads=st.sampled_from(HEADS),
