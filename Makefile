@@ -8,10 +8,11 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo serve test test-long test-npu lint bench clean
 
+# Modules are compiled when they are first imported, which most never are.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 14), "nanoactor needs Python 3.11 to 3.13, this is " + sys.version'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test]'
 	touch $@
 
 demo: .venv/.ready
@@ -45,7 +46,7 @@ test-long: .venv/.ready
 TORCH_NPU := torch_npu==2.13.0
 .venv-npu/.ready: .venv/.ready constraints.txt tests/npu/cann_stub.py
 	$(PYTHON) -m venv --clear .venv-npu
-	.venv-npu/bin/python -m pip install --quiet --no-deps $(TORCH_NPU) protobuf pyelftools
+	.venv-npu/bin/python -m pip install --quiet --no-compile --no-deps $(TORCH_NPU) protobuf pyelftools
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$(.venv-npu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python -m tests.npu.cann_stub .venv-npu/cann

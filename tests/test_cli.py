@@ -23,8 +23,8 @@ from nanoactor.params import SamplingParams
 from nanoactor.server.config import ServerConfig
 
 COMMAND = [sys.executable, "-m", "nanoactor"]
-# For what is not about numbers: starts without torch.
-FAST = ("--device", "simulated:1")
+# For what is not about numbers: starts one process, without torch.
+FAST = ("--device", "simulated:1", "--placement", "single")
 
 
 def run(*arguments, **kwargs):
@@ -287,7 +287,7 @@ def test_other_names_of_options_lead_to_ours(given, meant):
 
 def test_text_is_utf_8_whatever_the_locale():
     environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    options = ["--device", "simulated:1", "--max-tokens", "3", "--ignore-eos"]
+    options = [*FAST, "--max-tokens", "3", "--ignore-eos"]
     arguments = [*COMMAND, "generate", "demo", *options]
     for prompt, given in ((["Größe 你好"], ""), ([], "Größe 你好")):
         done = subprocess.run(

@@ -58,7 +58,11 @@ def expected(checkpoint):
         (dict(max_num_seqs=1, max_num_batched_tokens=1, pipeline_depth=1), False),
         (dict(max_num_seqs=3, max_num_batched_tokens=7, block_size=4), False),
         (dict(pipeline_depth=3, block_size=4), False),
-        (dict(pipeline_depth=2, block_size=16, placement="default"), False),
+        pytest.param(
+            dict(pipeline_depth=2, block_size=16, placement="default"),
+            False,
+            marks=pytest.mark.long,
+        ),
         (dict(TIGHT, max_num_batched_tokens=24, pipeline_depth=3), True),
         pytest.param(
             dict(tensor_parallel_size=2, block_size=4, max_num_seqs=7),

@@ -98,7 +98,7 @@ async def exhaust(stream):
 
 
 @pytest.mark.parametrize(
-    ("engines", "device"), [(7, "simulated:1"), pytest.param(20, "cpu", marks=pytest.mark.long)]
+    ("engines", "device"), [(5, "simulated:1"), pytest.param(20, "cpu", marks=pytest.mark.long)]
 )
 def test_engines_grow_neither_memory_nor_descriptors(engines, device):
     def resident():
@@ -116,7 +116,7 @@ def test_engines_grow_neither_memory_nor_descriptors(engines, device):
             sizes.append((resident(), descriptors(), threading.active_count()))
             assert not children()
         assert sizes[-1][1:] == sizes[0][1:], sizes
-        assert sizes[-1][0] - sizes[4][0] < 4 << 20, sizes
+        assert sizes[-1][0] - sizes[engines // 4 + 1][0] < 4 << 20, sizes
 
     asyncio.run(main())
 
@@ -303,7 +303,7 @@ def test_an_engine_starts_once_and_may_be_closed_while_it_starts():
 
 
 def test_a_batch_larger_than_the_queue_waits_outside():
-    options = dict(device="simulated:1", max_num_seqs=2)
+    options = dict(device="simulated:1", max_num_seqs=2, placement="single")
     with LLM("demo", **options, max_waiting_requests=3, max_waiting_tokens=60) as llm:
         outputs = llm.generate(["ROMEO: what light is it?"] * 12, greedy(4), use_tqdm=False)
         assert [len(output.outputs[0].token_ids) for output in outputs] == [4] * 12

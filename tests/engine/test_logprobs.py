@@ -92,7 +92,11 @@ TIGHT = dict(num_kv_blocks=24, block_size=4, max_model_len=80, max_num_seqs=6)
         (dict(max_num_seqs=1, max_num_batched_tokens=1, pipeline_depth=1), False),
         (dict(pipeline_depth=2, max_num_seqs=6, max_num_batched_tokens=7), False),
         (dict(pipeline_depth=3), False),
-        (dict(pipeline_depth=2, placement="default", max_num_seqs=8), False),
+        pytest.param(
+            dict(pipeline_depth=2, placement="default", max_num_seqs=8),
+            False,
+            marks=pytest.mark.long,
+        ),
         (dict(TIGHT, max_num_batched_tokens=24, pipeline_depth=3), True),
         (dict(TIGHT, max_num_batched_tokens=9, enable_prefix_caching=False), True),
         pytest.param(dict(tensor_parallel_size=2, pipeline_depth=2), False, marks=pytest.mark.long),

@@ -49,8 +49,16 @@ def check_outputs(reference, requests, outputs):
     reference.conclude()
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("depth", "caching"),
+    [
+        (1, False),
+        (2, True),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(1, True), (2, False)]),
+        (3, True),
+        pytest.param(3, False, marks=pytest.mark.long),
+    ],
+)
 def test_a_cache_one_block_larger_than_one_sequence_serves_several(checkpoint, depth, caching):
     length, size = 64, 4
     rng = random.Random(depth)
@@ -82,7 +90,14 @@ def test_a_cache_one_block_larger_than_one_sequence_serves_several(checkpoint, d
     assert (blocks["hit_tokens"] > 0) == caching
 
 
-@pytest.mark.parametrize(("depth", "most"), [(1, 1), (2, 1), (3, 1), (2, 5), (3, 5)])
+@pytest.mark.parametrize(
+    ("depth", "most"),
+    [
+        (1, 1),
+        (3, 5),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(2, 1), (3, 1), (2, 5)]),
+    ],
+)
 def test_a_thousand_sequences_that_begin_with_one_token(checkpoint, depth, most):
     rng = random.Random(most)
     requests = [([number % 211], rng.randrange(1, most + 1)) for number in range(1_000)]

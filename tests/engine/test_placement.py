@@ -10,7 +10,7 @@ from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, greedy
 
 PLACES = [
-    ("default", "ring", 0.0),
+    pytest.param(("default", "ring", 0.0), marks=pytest.mark.long),
     pytest.param(("default", "queue", 0.0), marks=pytest.mark.long),
     ("split", "ring", 4.0),
     ("single", "ring", 3.0),

@@ -97,7 +97,11 @@ TIGHT = dict(num_kv_blocks=26, block_size=4, max_model_len=100, max_num_seqs=6)
     [
         (dict(max_num_seqs=1, max_num_batched_tokens=1, pipeline_depth=1), False),
         (dict(pipeline_depth=2, max_num_seqs=6, max_num_batched_tokens=7), False),
-        (dict(pipeline_depth=3, plan_lead="late", placement="default"), False),
+        pytest.param(
+            dict(pipeline_depth=3, plan_lead="late", placement="default"),
+            False,
+            marks=pytest.mark.long,
+        ),
         (dict(TIGHT, max_num_batched_tokens=24, pipeline_depth=3), True),
         pytest.param(dict(tensor_parallel_size=2, pipeline_depth=2), False, marks=pytest.mark.long),
         pytest.param(dict(device="cuda", pipeline_depth=2), False, marks=pytest.mark.gpu),

@@ -38,9 +38,8 @@ def converted(tmp_path, monkeypatch):
 def test_a_converted_tokenizer_serves_as_the_models_own(converted):
     path, started = converted
 
-    async def outputs(directory):
-        options = dict(placement="default", skip_tokenizer_init=False, max_num_seqs=4)
-        async with engine(directory, **options) as llm:
+    async def outputs(directory, **where):
+        async with engine(directory, skip_tokenizer_init=False, max_num_seqs=4, **where) as llm:
             params = greedy(40, stop=["\n\n"])
             found = [await collect(llm, prompt, params) for prompt in PROMPTS]
             maps = {}
@@ -51,7 +50,7 @@ def test_a_converted_tokenizer_serves_as_the_models_own(converted):
                 assert ("libtorch" in mapped) == (name == "runner.0"), name
             return [(output.prompt_token_ids, output.outputs[0].text) for output in found]
 
-    theirs = asyncio.run(outputs(path))
+    theirs = asyncio.run(outputs(path, placement="default"))
     assert theirs == asyncio.run(outputs(DEMO))
     assert all(text for _, text in theirs)
     AsyncLLM(str(path))

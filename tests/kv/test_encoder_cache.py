@@ -109,7 +109,7 @@ class Cache(RuleBasedStateMachine):
 
 
 TestCache = Cache.TestCase
-TestCache.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestCache.settings = settings(max_examples=75, stateful_step_count=60, deadline=None)
 
 
 def test_a_second_request_finds_what_the_first_has_encoded():

@@ -151,7 +151,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolAgainstItsModel = PoolMachine.TestCase
 TestPoolAgainstItsModel.settings = settings(
-    max_examples=250,
+    max_examples=125,
     stateful_step_count=40,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],

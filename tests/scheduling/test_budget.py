@@ -131,7 +131,7 @@ class BudgetMachine(RuleBasedStateMachine):
 
 TestBudgetAgainstItsModel = BudgetMachine.TestCase
 TestBudgetAgainstItsModel.settings = settings(
-    max_examples=250,
+    max_examples=125,
     stateful_step_count=40,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],

@@ -135,7 +135,7 @@ class TableMachine(RuleBasedStateMachine):
 
 TestTableAgainstPlainCounters = TableMachine.TestCase
 TestTableAgainstPlainCounters.settings = settings(
-    max_examples=200,
+    max_examples=100,
     stateful_step_count=50,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],

@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from tests.server.harness import CPU, SIMULATED, served
+from tests.server.harness import CPU, IN_ONE, served
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def demo_server():
 @pytest.fixture(scope="session")
 def fast_server():
     """The demo's tokenizer on a device that computes nothing."""
-    with served(*SIMULATED, "--idle-timeout", "1.5", "--body-timeout", "1.5") as server:
+    with served(*IN_ONE, "--idle-timeout", "1.5", "--body-timeout", "1.5") as server:
         yield server
 
 

@@ -69,7 +69,8 @@ def told(answer):
 # -- many ---------------------------------------------------------------------------------
 
 
-def test_a_thousand_streams_at_once_end_well_and_leave_no_memory():
+@pytest.mark.parametrize("streams", [400, pytest.param(1000, marks=pytest.mark.long)])
+def test_hundreds_of_streams_at_once_end_well_and_leave_no_memory(streams):
     few = ("bash", "-c", 'ulimit -S -n 256; exec "$@"', "-")
     with served("--device", "simulated:5", "--no-access-log", limits=few) as server:
 
@@ -77,11 +78,11 @@ def test_a_thousand_streams_at_once_end_well_and_leave_no_memory():
             return told(await raw(server.port, request(seed=number, stream=True), seconds=60))
 
         async def wave():
-            return await asyncio.gather(*(one(number) for number in range(1000)))
+            return await asyncio.gather(*(one(number) for number in range(streams)))
 
         first = asyncio.run(wave())
         assert all(reason == "length" for _, reason in first)
-        assert len({text for text, _ in first}) > 900
+        assert len({text for text, _ in first}) > 0.9 * streams
         until(lambda: idle(server))
         before = server.resident()
         assert asyncio.run(wave()) == first
