@@ -31,10 +31,10 @@ EXPECTED = dict(
     requests=10_000,
     aborted=3_000,
     overruns=3_000,
-    preemptions=1_000,
-    refused=500,
 )
-EXPECTED |= {"sat out": 1_000, "aborts that overtook": 1_000, "stop strings": 500, "choiceless": 20}
+EXPECTED |= {"aborts that overtook": 1_000, "stop strings": 500}
+# Some scenarios hold hundreds of these and most none.
+RARE = dict(preemptions=1_000, refused=500, choiceless=20) | {"sat out": 1_000}
 
 
 def play_on_every_core(first: int, tokens: int) -> Counter:
@@ -71,14 +71,14 @@ def first_seed() -> int:
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("tokens", "share"), [(50_000, 0.1), pytest.param(1_000_000, 1, marks=pytest.mark.long)]
-)
-def test_every_kind_of_traffic(tokens, share):
-    """Few tokens are a few scenarios, which differ: they hold a tenth of what many do at least."""
+@pytest.mark.parametrize("tokens", [50_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+def test_every_kind_of_traffic(tokens):
+    """Few tokens are a few scenarios, which differ: a tenth of what so many hold elsewhere."""
     first = first_seed()
     total = play_on_every_core(first, tokens)
-    least = {name: int(count * share * tokens / 1e6) for name, count in EXPECTED.items()}
+    least = EXPECTED | RARE
+    if tokens < 1_000_000:
+        least = {name: count * tokens // 10_000_000 for name, count in EXPECTED.items()}
     missed = {name: total[name] for name in least if total[name] < least[name]}
     assert not missed, f"from seed {first} on, {total['tokens']} tokens were about: {missed}"
 
