@@ -299,7 +299,7 @@ def report(model: str, runs: list[dict], packages: tuple[str, ...], engine: str)
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "engine": engine,
         "model": model,
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in packages},
@@ -312,7 +312,7 @@ def arguments() -> list[str]:
     """The command line without what only says where to put the results."""
     kept, given = [], iter(sys.argv[1:])
     for word in given:
-        if word in ("--out", "--trace"):
+        if word in ("--out", "--trace", "--picture"):
             next(given)
         else:
             kept.append(word)

@@ -122,6 +122,10 @@ class EngineConfig:
     transport: Literal["ring", "queue"] = "ring"
     """Messages between processes pass through shared-memory rings, or through pipes, which are
     slower."""
+    awake_ms: float | None = None
+    """Milliseconds that idle processes look for messages, once they are told that a request or its
+    first token is on its way, before they sleep again; 0: they sleep. Default: 3 where there are at
+    least two cores for each process, else 0."""
     start_timeout: float = 600.0
     """Seconds until every process must be ready. After 30 s the log says which are late."""
     stop_timeout: float = 5.0
@@ -169,6 +173,7 @@ class EngineConfig:
         for name in ("start", "stop", "template", "mask", "hold"):
             self._check_number(f"{name}_timeout", 1e9)
         self._check_number("debug_delay_ms", 1e9)
+        self._check_number("awake_ms", 1000, optional=True)
         self._check_stall_timeout()
         self._check_choice("dtype", ("auto", *DTYPES))
         self._check_choice("load_format", ("auto", "dummy"))
@@ -291,8 +296,10 @@ class EngineConfig:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InvalidConfig(f"{name} must be a positive whole number, got {value!r}")
 
-    def _check_number(self, name: str, most: float) -> None:
+    def _check_number(self, name: str, most: float, optional: bool = False) -> None:
         value = getattr(self, name)
+        if value is None and optional:
+            return
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
             raise InvalidConfig(f"{name} must be a number from 0 to {most:g}, got {value!r}")
 

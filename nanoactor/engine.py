@@ -38,6 +38,7 @@ from nanoactor.params import BeamSearchParams, SamplingParams
 from nanoactor.rendezvous import Rendezvous
 from nanoactor.request import Request
 from nanoactor.request_builder import RequestBuilder
+from nanoactor.runner.threads import usable_cores
 from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.wiring import Options
 from nanoactor.text.huggingface import load_pretrained
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoactor.engine")
 
+_AWAKE_MS = 3.0
+"""Until a request that was sent reaches the runner, or its first token the user."""
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Text, `{"prompt": text}`, `{"prompt_token_ids": [...]}`, or a list of chat messages. A dict may
 have `"multi_modal_data": {"image": [...]}`, a message content parts with pictures."""
@@ -90,6 +93,7 @@ class AsyncLLM:
             weakref.finalize(self, self._rendezvous.close)
         shared = ActorConfig(self.config, self.files, salt=secrets.token_bytes(16))
         topology = engine_topology(shared, self._rendezvous)
+        self._awake_ms = _awake_ms(self.config, len(topology.nodes))
         self._frontend: FrontendActor | None = None
         seeds = random.Random(self.config.seed)
         self._requests = RequestBuilder(self.config, self.files, seeds)
@@ -135,6 +139,7 @@ class AsyncLLM:
             transport=config.transport,
             debug=config.debug,
             debug_delay_ms=config.debug_delay_ms,
+            awake_seconds=self._awake_ms * 1e-3,
             record_dir=config.debug_record_dir,
             start_timeout=config.start_timeout,
             stop_timeout=config.stop_timeout,
@@ -247,6 +252,8 @@ class AsyncLLM:
             return self._open_then_stream(
                 prompt, params, priority, chat_template_kwargs, request_id
             )
+        if self._frontend is not None:
+            self._frontend.announce()
         make = self._request(prompt, sampling_params, priority, chat_template_kwargs, request_id)
         return self._stream(make, request_id)
 
@@ -289,6 +296,7 @@ class AsyncLLM:
         Raises `InvalidRequest` and `EngineOverloaded` at once. With a seed each has the same.
         """
         frontend = self._running()
+        frontend.announce()
         makes = [
             self._request(prompt, sampling_params, priority, chat_template_kwargs)
             for prompt in prompts
@@ -462,3 +470,10 @@ def _dead(error: BaseException) -> EngineDead:
     failure = EngineDead(f"the engine has died: {error}")
     failure.__cause__ = error
     return failure
+
+
+def _awake_ms(config: EngineConfig, processes: int) -> float:
+    """Return how long loops look for messages before they sleep: 0 where cores are scarce."""
+    if config.awake_ms is not None:
+        return config.awake_ms
+    return _AWAKE_MS if usable_cores() >= 2 * processes else 0.0

@@ -120,11 +120,13 @@ def _nodes(
     if config.placement == "split":
         control = {"scheduler": ("scheduler",), "blocks": ("blocks",)}
     return (
-        NodeSpec(USER, ("frontend",)),
-        *(NodeSpec(name, (name,), LIGHT, _HEAVY) for name in tokenizers),
+        NodeSpec(USER, ("frontend",), roused=True),
+        *(NodeSpec(name, (name,), LIGHT, _HEAVY, roused=True) for name in tokenizers),
         *(NodeSpec(name, (name,), LIGHT, _HEAVY, nice=_VISION_NICE) for name in vision),
-        *(NodeSpec(name, actors, LIGHT, _HEAVY) for name, actors in control.items()),
-        NodeSpec("detokenizer", ("detokenizer",), LIGHT, _HEAVY, nice=_DETOKENIZER_NICE),
+        *(NodeSpec(n, actors, LIGHT, _HEAVY, roused=True) for n, actors in control.items()),
+        NodeSpec(
+            "detokenizer", ("detokenizer",), LIGHT, _HEAVY, nice=_DETOKENIZER_NICE, roused=True
+        ),
         *(NodeSpec(name, (name,), LIGHT, _HEAVY) for name in grammar),
         *_runner_nodes(config, runner_blocks, rendezvous),
     )
@@ -155,7 +157,7 @@ def _runner_nodes(
     for rank in range(config.tensor_parallel_size):
         name = f"runner.{rank}"
         inherited = (rendezvous.descriptor,) if rendezvous and rank == 0 else ()
-        nodes.append(NodeSpec(name, (name,), environment, blocked, inherited))
+        nodes.append(NodeSpec(name, (name,), environment, blocked, inherited, roused=True))
     return nodes
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from nanoactor.runtime.alarm import Alarm
 from nanoactor.runtime.codec import copied
 from nanoactor.runtime.errors import RuntimeFault
 from nanoactor.runtime.lease import Lease
@@ -49,6 +50,8 @@ class Context:
         self._outboxes = outboxes
         self._fail = fail
         self._lease: Lease | None = None
+        self.alarm: Alarm | None = None
+        """Of the node, where loops stay awake for what is on its way."""
         self.remind: Callable[[Any], None] = lambda message: None
         """Puts a message of the actor's own into its mailbox; in a replay, which brings them
         itself, it does nothing."""
@@ -61,6 +64,16 @@ class Context:
             raise RuntimeFault(
                 f"actor {self.name} has no edge {edge!r}; it has {sorted(self._outboxes)}"
             ) from None
+
+    def rouse(self) -> None:
+        """Wake the other nodes, as work is on its way to them; from any thread."""
+        if self.alarm is not None:
+            self.alarm.rouse()
+
+    def rest(self) -> None:
+        """Let this node's loop sleep again, as what it was roused for is here."""
+        if self.alarm is not None:
+            self.alarm.rest()
 
     def new_track(self, name: str) -> Track:
         """A row of the timeline for what works on the actor's behalf: a device, a thread."""
@@ -148,6 +161,11 @@ class Actor:
     def progress(self) -> Progress | None:
         """Tell the watchdog how far the work at hand is; None where there is none."""
         return None
+
+    def may_stay_awake(self) -> bool:
+        """Tell whether the loop, once roused, may look for messages instead of sleeping: not while
+        threads of the actor's own want the interpreter."""
+        return True
 
     def stop(self) -> None:
         """The system ends: stop threads, let go of what the process's end does not free."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.runtime.actor import Actor, Context, Progress, ReadyInfo
+from nanoactor.runtime.alarm import Alarm, AlarmPlan
 from nanoactor.runtime.mailbox import DelayedDelivery, Mailbox
 from nanoactor.runtime.outbox import LocalOutbox, Outbox, RemoteOutbox
 from nanoactor.runtime.recording import RecordedOutbox, Recorder
@@ -35,13 +36,16 @@ class NodePlan:
     """(edge, target actor, reading end) of every edge that ends here from elsewhere."""
     debug_delay_ms: float = 0.0
     record_dir: str | None = None
+    alarm: AlarmPlan | None = None
+    """Whom this node rouses, and what rouses it."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """The file descriptors that the node's process must inherit."""
         ends: list[SenderEnd | ReceiverEnd] = [*self.senders.values()]
         ends += [end for _, _, end in self.receivers]
-        return tuple(fd for end in ends for fd in end.descriptors)
+        alarm = self.alarm.descriptors if self.alarm else ()
+        return (*(fd for end in ends for fd in end.descriptors), *alarm)
 
 
 class Node:
@@ -58,6 +62,7 @@ class Node:
         self._remote: list[tuple[str, RemoteOutbox]] = []
         self._receivers: list[tuple[EdgeSpec, str, Receiver]] = []
         self._recorders: dict[str, Recorder] = {}
+        self._alarm: Alarm | None = None
         self._cpu_before = 0.0
         self._unopened = set(plan.descriptors)
         """Descriptors that no sender or receiver has taken over."""
@@ -74,6 +79,7 @@ class Node:
 
     def start(self, loop: asyncio.AbstractEventLoop, ready: Mapping[str, ReadyInfo]) -> None:
         """Open the edges, start the actors, then begin to receive."""
+        self._open_alarm(loop)
         for spec in self.plan.actors:
             self._open_mailbox(spec, loop, ready)
         for edge in self.plan.edges:
@@ -83,11 +89,20 @@ class Node:
             actor.start(actor.context, ready)
         self._receive(loop)
 
+    def _open_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.plan.alarm is not None:
+            self._alarm = Alarm(self.plan.alarm, loop, self._may_stay_awake)
+            self._unopened -= set(self.plan.alarm.descriptors)
+
+    def _may_stay_awake(self) -> bool:
+        return all(actor.may_stay_awake() for actor in self.actors.values())
+
     def _open_mailbox(
         self, spec: ActorSpec, loop: asyncio.AbstractEventLoop, ready: Mapping[str, ReadyInfo]
     ) -> None:
         actor, name, fatal = self.actors[spec.name], spec.name, self._fatal(spec.name)
         actor.context = Context(name, loop, self._outboxes.setdefault(name, {}), fatal)
+        actor.context.alarm = self._alarm
         handlers = actor.handlers()
         if self.plan.record_dir is not None:
             self._recorders[name] = Recorder(self.plan.record_dir, spec, ready)
@@ -177,6 +192,8 @@ class Node:
         """Per actor: its own figures, its mailbox, its outboxes, and the edges that end at it."""
         figures: dict[str, dict[str, Any]] = {}
         node = {"name": self.plan.name, "cpu_seconds": time.process_time()}
+        if self._alarm is not None:
+            node |= {"roused": self._alarm.roused, "looks": self._alarm.looks}
         for name, actor in self.actors.items():
             outboxes = self._outboxes.get(name, {})
             figures[name] = {
@@ -222,6 +239,8 @@ class Node:
             outbox.close()
         for _, _, receiver in self._receivers:
             receiver.close()
+        if self._alarm is not None:
+            self._alarm.close()
         for recorder in self._recorders.values():
             recorder.close()
         for name in self._outboxes:

@@ -50,6 +50,8 @@ class NodeSpec:
     """Further descriptors that the process inherits; they stay the caller's here."""
     nice: int = 0
     """How much the process yields to others, as `os.nice` counts it."""
+    roused: bool = False
+    """Whether it can be told that work is on its way, and then stays awake for a moment."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
+from nanoactor.runtime.alarm import AlarmPlan, create_alarms
 from nanoactor.runtime.node import NodePlan
 from nanoactor.runtime.queue import create_queue
 from nanoactor.runtime.ring import create_ring
@@ -28,6 +29,9 @@ class Options:
     """Where every actor's messages are written down, for `recording.replay`."""
     spin_us: float = 0.0
     """How long a ring's reader looks again before it blocks; only where cores are idle."""
+    awake_seconds: float = 0.0
+    """How long nodes that are roused look for messages before they sleep; only where cores are
+    plenty."""
     start_timeout: float = 600.0
     """Seconds until every node must be ready."""
     stop_timeout: float = 5.0
@@ -39,12 +43,14 @@ class Options:
 def wire(topology: Topology, options: Options) -> dict[str, NodePlan]:
     """Make the transport of every edge that crosses nodes; return the plan of each node by name."""
     actors = {actor.name: actor for actor in topology.actors}
+    alarms = _create_alarms(topology, options)
     plans = {
         node.name: NodePlan(
             name=node.name,
             actors=tuple(actors[name] for name in node.actors),
             debug_delay_ms=options.debug_delay_ms,
             record_dir=options.record_dir,
+            alarm=alarms.get(node.name),
         )
         for node in topology.nodes
     }
@@ -62,6 +68,13 @@ def wire(topology: Topology, options: Options) -> dict[str, NodePlan]:
                 os.close(descriptor)
         raise
     return plans
+
+
+def _create_alarms(topology: Topology, options: Options) -> dict[str, AlarmPlan]:
+    roused = [node.name for node in topology.nodes if node.roused]
+    if len(roused) < 2 or not options.awake_seconds:
+        return {}
+    return create_alarms(roused, options.awake_seconds)
 
 
 def _create(edge: EdgeSpec, options: Options) -> tuple[SenderEnd, Sequence[ReceiverEnd]]:

@@ -96,6 +96,12 @@ class FrontendActor(Actor):
                 f"{config.max_waiting_media_bytes})"
             )
 
+    def announce(self) -> None:
+        """Say that a request is about to be submitted: the others wake while it is checked. Where
+        requests wait already, they are awake, or have enough to do."""
+        if not self._waiting_requests:
+            self.context.rouse()
+
     def submit(self, make: Callable[[int], Entry]) -> Entry:
         """Make a request with the next number, enter it into the journal, send it on its way.
 

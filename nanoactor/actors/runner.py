@@ -48,6 +48,8 @@ class RunnerActor(Actor):
         self._asks = config.rank == 0 and config.engine.plan_lead == "late"
         self._prepared: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[tuple[int, Launched] | None] = queue.SimpleQueue()
+        self._prefilling: set[int] = set()
+        """Steps with prompts: what they end with may be a first token."""
         self._threads: list[threading.Thread] = []
         self._stopping = False
         self._queued: deque[int] = deque()
@@ -153,7 +155,10 @@ class RunnerActor(Actor):
         encoded = sum(int(v.slices.counts.sum()) for v in step.vision)
         budget = self._config.engine.max_num_batched_tokens if encoded else 0
         self._queued.append(len(step.token_ids) + self._decoding + budget)
+        if len(step.token_ids) and self._config.rank == 0:
+            self._prefilling.add(step.step)
         self._prepared.put((step.step, prepared))
+        self.context.rest()  # from here on the device's thread wants the interpreter
 
     def _units_of(self, pixels: NDArray[np.uint8]) -> int:
         """Count the units in which an item is encoded."""
@@ -235,6 +240,9 @@ class RunnerActor(Actor):
             self.context.call_soon(self.context.fail, error)
             return False
         if not self._stopping:  # else the loop may be gone
+            if step in self._prefilling:
+                self._prefilling.discard(step)
+                self.context.rouse()
             self.context.call_soon(self._done, step, computed)
         return True
 
@@ -252,7 +260,10 @@ class RunnerActor(Actor):
             self.context.outbox("scheduler").send(StepWanted(step))
 
     def _done(self, step: int, computed: Computed) -> None:
-        begin = time.monotonic_ns()
+        begin, seconds = time.monotonic_ns(), (computed.end - computed.begin) * 1e-9
+        if self._config.rank == 0:  # the others have chosen the same
+            self._tell(step, computed, seconds)
+        # Whom the tokens are for need not wait for the books.
         self._trace_device(step, computed)
         tokens = self._queued.popleft()
         self._completed = step
@@ -260,26 +271,25 @@ class RunnerActor(Actor):
             self._idle_ns += computed.begin - self._device_free_at
         self._device_free_at = computed.end
         self._busy_ns += computed.end - computed.begin
-        seconds = (computed.end - computed.begin) * 1e-9
         self._step_seconds += 0.2 * (seconds - self._step_seconds)
         self._deadline.note(tokens, seconds)
-        if self._config.rank == 0:  # the others have chosen the same
-            ids = computed.token_ids
-            failed = np.flatnonzero(ids == NO_TOKEN).astype(np.int32)
-            choiceless = np.flatnonzero(ids == NOTHING_ALLOWED).astype(np.int32)
-            errors = [_NOT_FINITE] * len(failed)
-            done = StepDone(
-                step,
-                ids,
-                seconds,
-                began=computed.begin,
-                failed=failed,
-                errors=errors,
-                choiceless=choiceless,
-                scores=computed.scores,
-            )
-            self.context.outbox("scheduler").send(done)
         self.context.track.add(self._report, step, begin, time.monotonic_ns())
+
+    def _tell(self, step: int, computed: Computed, seconds: float) -> None:
+        ids = computed.token_ids
+        failed = np.flatnonzero(ids == NO_TOKEN).astype(np.int32)
+        choiceless = np.flatnonzero(ids == NOTHING_ALLOWED).astype(np.int32)
+        done = StepDone(
+            step,
+            ids,
+            seconds,
+            began=computed.begin,
+            failed=failed,
+            errors=[_NOT_FINITE] * len(failed),
+            choiceless=choiceless,
+            scores=computed.scores,
+        )
+        self.context.outbox("scheduler").send(done)
 
     def _trace_device(self, step: int, computed: Computed) -> None:
         """Record what the device did, by its own account."""
@@ -293,6 +303,10 @@ class RunnerActor(Actor):
         for kind, begin, end in zip(self._spans, times, times[1:], strict=False):
             if end > begin:
                 self._device.add(kind, step, begin, end)
+
+    def may_stay_awake(self) -> bool:
+        """Not while a step is queued or running: its threads would wait for the interpreter."""
+        return not self._queued
 
     def progress(self) -> Progress | None:
         """Steps done, and what the one that the device is at may take."""

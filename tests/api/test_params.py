@@ -178,6 +178,7 @@ BAD_OPTIONS = {
     "jump_forward": FLAG,
     "mask_timeout": SECONDS,
     "hold_timeout": SECONDS,
+    "awake_ms": [-1, 1001, math.nan, "2", True],
     "max_logprobs": [0, -1, 1001, 1.5, "1", True, None],
     "model": ["", None, 5],
     "device": ["", None, 5],

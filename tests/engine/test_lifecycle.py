@@ -400,3 +400,39 @@ def test_no_process_survives_its_user(way, tmp_path):
     _, errors = user.communicate(timeout=60)
     assert (user.returncode == 0) == (way == "exit"), errors
     assert "resource_tracker" not in errors
+
+
+@pytest.mark.parametrize(("cores", "awake"), [(2, 0.0), (9, 0.0), (14, 3.0), (None, 0.0)])
+def test_loops_stay_awake_where_there_are_two_cores_for_each_process(monkeypatch, cores, awake):
+    """Six processes and the user's own; None: as this machine has, and told not to."""
+    if cores:
+        monkeypatch.setattr("nanoactor.engine.usable_cores", lambda: cores)
+    llm = AsyncLLM("demo", **({} if cores else {"awake_ms": 0}))
+    assert llm._options().awake_seconds == awake * 1e-3
+
+
+def test_a_request_rouses_those_it_will_pass_and_they_sleep_again():
+    async def main():
+        async with text_engine(device="simulated:2", max_num_seqs=4, awake_ms=5) as llm:
+            before = await figures(llm)
+            plain = [(await collect(llm, "ROMEO:", greedy(5))).outputs[0] for _ in range(3)]
+            assert [one.finish_reason for one in plain] == ["length"] * 3
+            after = await figures(llm)
+            for name in ("tokenizer.0", "scheduler", "detokenizer", "runner.0"):
+                assert after[name]["roused"] > before[name]["roused"], name
+            # Of the two that tell of a request, one is this process, which the runner rouses.
+            assert after["frontend"]["roused"] > before["frontend"]["roused"]
+            await asyncio.sleep(0.05)
+            asleep = await figures(llm)
+            await asyncio.sleep(0.3)
+            assert await figures(llm) == asleep
+
+    async def figures(llm):
+        found = await llm.statistics()
+        names = ("frontend", "tokenizer.0", "scheduler", "detokenizer", "runner.0")
+        nodes = {name: found[name]["node"] for name in names}
+        return {
+            name: {key: node[key] for key in ("roused", "looks")} for name, node in nodes.items()
+        }
+
+    asyncio.run(main())

@@ -1,0 +1,105 @@
+"""Wake-ups that happen side by side: whoever knows that work is on its way to others tells them.
+
+A message that passes through five sleeping processes wakes one after the other, 0.05 to 0.2 ms
+each. Where the first of them rouses all the others, they wake at once, look for messages without
+going back to sleep for a moment, and each hop finds its receiver awake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AlarmPlan:
+    """One node's part; picklable. The descriptors are the node's own copies."""
+
+    bell: int
+    """An eventfd that others write to, and this node reads."""
+    others: tuple[int, ...]
+    seconds: float
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The file descriptors that the node's process must inherit."""
+        return (self.bell, *self.others)
+
+
+def create_alarms(nodes: Sequence[str], seconds: float) -> dict[str, AlarmPlan]:
+    """Return the plan of each of these nodes, which rouse one another."""
+    bells: dict[str, int] = {}
+    plans: dict[str, AlarmPlan] = {}
+    with contextlib.ExitStack() as stack:
+        for name in nodes:
+            bells[name] = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            stack.callback(os.close, bells[name])
+        with contextlib.ExitStack() as copies:
+            for name in nodes:
+                found = []
+                for other in (name, *(other for other in nodes if other != name)):
+                    found.append(os.dup(bells[other]))
+                    copies.callback(os.close, found[-1])
+                plans[name] = AlarmPlan(found[0], tuple(found[1:]), seconds)
+            copies.pop_all()
+    return plans
+
+
+class Alarm:
+    """Rouses other nodes, and keeps this one's loop awake for a moment after they did so."""
+
+    def __init__(
+        self, plan: AlarmPlan, loop: asyncio.AbstractEventLoop, may_stay: Callable[[], bool]
+    ) -> None:
+        """`may_stay` is asked, on the loop, whether it may look again instead of sleeping."""
+        self._plan = plan
+        self._loop = loop
+        self._may_stay = may_stay
+        self._until = 0.0
+        self._ticks = False
+        self._closed = False
+        self.roused = self.looks = 0
+        """How often it was roused, and how often it looked for messages since."""
+        loop.add_reader(plan.bell, self._hear)
+
+    def rouse(self) -> None:
+        """Wake the other nodes; from any thread."""
+        if self._closed:  # the descriptors may be somebody else's by now
+            return
+        for bell in self._plan.others:
+            # Full: it was written to 2**64 - 2 times and never read.
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(bell, 1)
+
+    def rest(self) -> None:
+        """Let the loop sleep again: what was on its way is here."""
+        self._until = 0.0
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._plan.bell)
+        self.roused += 1
+        self._until = time.monotonic() + self._plan.seconds
+        if not self._ticks:
+            self._ticks = True
+            self._tick()
+
+    def _tick(self) -> None:
+        """Have the loop look at its descriptors without waiting for them."""
+        self._ticks = not self._closed and time.monotonic() < self._until and self._may_stay()
+        if self._ticks:
+            self.looks += 1
+            self._loop.call_soon(self._tick)
+
+    def close(self) -> None:
+        """Let go of the descriptors; the loop may be gone."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._plan.bell)
+        for descriptor in self._plan.descriptors:
+            os.close(descriptor)

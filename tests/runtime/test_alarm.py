@@ -1,0 +1,154 @@
+"""Nodes rouse one another, look for messages for a moment, and sleep again."""
+
+import asyncio
+import os
+
+import pytest
+import uvloop
+
+from nanoactor.runtime.alarm import Alarm, create_alarms
+from nanoactor.runtime.system import System
+from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
+from nanoactor.runtime.wiring import Options, wire
+from tests.conftest import descriptors
+
+LONG = 1000.0
+
+
+class Alarms:
+    """Three of them on one loop."""
+
+    def __init__(self, seconds, may_stay=lambda: True):
+        self.plans = create_alarms("abc", seconds)
+        loop = asyncio.get_running_loop()
+        self.a, self.b, self.c = (Alarm(plan, loop, may_stay) for plan in self.plans.values())
+
+    def close(self):
+        for alarm in (self.a, self.b, self.c):
+            alarm.close()
+
+
+def with_alarms(test, *arguments, run=asyncio.run):
+    async def main():
+        alarms = Alarms(*arguments)
+        try:
+            await test(alarms)
+        finally:
+            alarms.close()
+
+    run(asyncio.sleep(0))  # uvloop keeps two descriptors from its first loop on
+    before = descriptors()
+    run(main())
+    assert descriptors() == before
+
+
+async def turns(count):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def heard(alarm, times=1):
+    while alarm.roused < times:
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_who_is_roused_looks_until_told_to_rest(run):
+    async def test(alarms):
+        alarms.a.rouse()
+        await asyncio.gather(heard(alarms.b), heard(alarms.c))
+        assert (alarms.a.roused, alarms.a.looks) == (0, 0)
+        before = alarms.b.looks
+        await turns(50)
+        assert alarms.b.looks >= before + 40
+        alarms.b.rest()
+        await turns(2)
+        before = alarms.b.looks
+        await turns(50)
+        assert alarms.b.looks == before
+        alarms.c.rouse()
+        await heard(alarms.b, 2)
+        await turns(50)
+        assert alarms.b.looks >= before + 40
+
+    with_alarms(test, LONG, run=run)
+
+
+def test_it_sleeps_again_by_itself():
+    async def test(alarms):
+        alarms.a.rouse()
+        await heard(alarms.b)
+        await asyncio.sleep(0.02)
+        before = alarms.b.looks
+        await turns(50)
+        assert alarms.b.looks == before
+
+    with_alarms(test, 0.005)
+
+
+def test_who_may_not_stay_awake_wakes_and_looks_at_nothing():
+    async def test(alarms):
+        alarms.a.rouse()
+        await heard(alarms.b)
+        await turns(50)
+        assert alarms.b.looks == 0
+
+    with_alarms(test, LONG, lambda: False)
+
+
+def test_a_bell_that_nobody_hears_holds_up_nobody_and_a_closed_one_writes_nowhere():
+    async def test(alarms):
+        os.eventfd_write(alarms.plans["b"].bell, 2**64 - 2)  # full
+        alarms.a.rouse()
+        await heard(alarms.c)
+        alarms.a.close()
+        # Whoever gets these numbers next must find nothing in what it opens.
+        others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(8)]
+        assert set(alarms.plans["a"].others) < set(others)
+        alarms.a.rouse()
+        for other in others:
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(other)
+            os.close(other)
+
+    with_alarms(test, 0.0)
+
+
+def shape(*roused):
+    """Three nodes of one actor each."""
+    nodes = {"user": "a", "one": "b", "two": "c"}
+    return Topology(
+        tuple(ActorSpec(name, "tests.runtime.actors:Asker", None) for name in "abc"),
+        tuple(NodeSpec(name, (actor,), roused=name in roused) for name, actor in nodes.items()),
+        (EdgeSpec("a", ("b",)), EdgeSpec("c", ("a",))),
+        "user",
+    )
+
+
+def test_without_time_to_stay_awake_or_others_to_rouse_nothing_is_opened():
+    for topology, seconds in ((shape("user", "one"), 0.0), (shape("user"), 1.0)):
+        plans = wire(topology, Options(awake_seconds=seconds))
+        assert all(plan.alarm is None for plan in plans.values())
+        for plan in plans.values():
+            for descriptor in plan.descriptors:
+                os.close(descriptor)
+
+
+def test_nodes_of_a_system_are_roused_where_they_say_so():
+    async def main():
+        system = System(shape("user", "one"), Options(awake_seconds=0.01), lambda error: None)
+        await system.start()
+        try:
+            for _ in range(3):
+                system.actor("a").context.rouse()
+                figures = await system.statistics()
+            while figures["b"]["node"]["roused"] < 1:
+                figures = await system.statistics()
+            assert figures["a"]["node"]["roused"] == 0
+            assert "roused" not in figures["c"]["node"]
+        finally:
+            await system.close()
+
+    before = descriptors()
+    asyncio.run(main())
+    assert descriptors() == before
