@@ -1,7 +1,8 @@
 """The way of a first token through an idle engine, span by span, from the actors' own traces.
 
     python bench/first_token.py --model 0.6b|8b [--device cuda] [--prompt 512] [--rounds 40]
-                                [--awake-ms 0 2] [--out FILE] [--picture FILE.svg]
+                                [--awake-ms 0 3] [--out FILE] [--picture FILE.svg]
+    python bench/first_token.py --read FILE --picture FILE.svg
 
 Requests of new random token ids follow each other with a pause between them, one token each. Every
 span between the call of `generate` and its output is kept with its time since the call; the table
@@ -178,7 +179,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--out")
     parser.add_argument("--picture")
+    parser.add_argument("--read")
     args = parser.parse_args()
+    if args.read:
+        draw(json.loads(Path(args.read).read_text())["runs"][0], args.picture)
+        return
     choices = {f"awake {ms:g} ms": {"awake_ms": ms} for ms in args.awake_ms or []} or {"": {}}
     found: dict[str, list[dict]] = {title: [] for title in choices}
     with tempfile.TemporaryDirectory() as directory:

@@ -8,7 +8,8 @@ workload: 256 prompts of 100 to 1,024 tokens, 100 to 1,024 tokens each, temperat
 one prompt of 512 tokens on an idle engine, 1 and 256 tokens. decode: prompts of 1,024 tokens, the
 time per step from two lengths of output; and in a window of full batches, what the device idled by
 its own clock (idle: that alone). recommended: top-k 20, top-p 0.95, temperature 0.6 beside greedy.
-prefill: 8 prompts of 8,192 tokens (raise --max-model-len). gap: the largest gap between two tokens
+prefill: 8 prompts of 8,192 tokens (raise --max-model-len). burst: 256 prompts of 560 tokens at
+once, one token each; and 256 of 32 tokens. gap: the largest gap between two tokens
 of 63 streams while a prompt of 32,768 tokens is prefilled (raise it too; its chunks are as large as
 --max-num-batched-tokens). Every prompt is new, so nothing is cached.
 """
@@ -69,7 +70,7 @@ MODELS = {
         **_SHARED,
     },
 }
-TESTS = ("workload", "latency", "decode", "idle", "recommended", "prefill", "gap")
+TESTS = ("workload", "latency", "decode", "idle", "recommended", "prefill", "burst", "gap")
 
 
 def prompts_of(lengths: list[int], seed: int) -> list[list[int]]:
@@ -247,6 +248,22 @@ class Bench:
             "median_gap_before_ms": statistics.median(quiet),
             "tokens_meanwhile": len(gaps),
         }
+
+    async def burst(self) -> dict:
+        results = {}
+        for length in (560, 32):
+            await self.generate([length] * 256, [1] * 256, 0.0)
+            before = (await self.llm.statistics())["runner.0"]["actor"]
+            times = [await self.generate([length] * 256, [1] * 256, 0.0) for _ in range(3)]
+            after = (await self.llm.statistics())["runner.0"]["actor"]
+            results[str(length)] = {
+                "tokens_per_s": [256 * length / seconds for seconds in times],
+                "steps": after["steps"] - before["steps"],
+                "steps_by_operators": sum(
+                    after[name] - before[name] for name in ("steps_uncaptured", "steps_unfitting")
+                ),
+            }
+        return results
 
     async def prefill(self) -> dict:
         await self.generate([8192] * 8, [1] * 8, 0.0)

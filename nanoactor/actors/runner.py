@@ -324,15 +324,17 @@ class RunnerActor(Actor):
 
     def statistics(self) -> dict[str, Any]:
         """Steps received and done, those of them laid out while the device was busy with one
-        before, and those launched operator by operator because they could not be captured; steps
-        queued or running, what the first of them may take, how long the device was busy, and idle
-        between steps; when the latest ended, in ns of the monotonic clock."""
+        before, and those launched operator by operator because they could not be captured, or
+        because no captured one holds as much; steps queued or running, what the first of them may
+        take, how long the device was busy, and idle between steps; when the latest ended, in ns of
+        the monotonic clock."""
         _, may_take = self.progress() or (0, 0.0)
         return {
             "step_may_take": may_take,
             "steps": self._received,
             "steps_done": self._completed,
             "steps_uncaptured": self._executor.uncaptured,
+            "steps_unfitting": self._executor.unfitting,
             "ahead": self._ahead,
             "queued": len(self._queued),
             "pixels": len(self._pixels),

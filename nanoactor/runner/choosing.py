@@ -10,7 +10,7 @@ from nanoactor.models.limits import NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.models.logit_rules import TokenIds, apply_rules
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.token_masks import TokenMasks
-from nanoactor.runner.graphs import PREFILL_ROWS
+from nanoactor.runner.graphs import MOST_PROMPTS
 from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.staging import DeviceRows
 
@@ -40,7 +40,7 @@ class TokenChooser:
         self._compares = debug and model.group.size > 1
         self._tokens, self._masks = tokens, TokenMasks(device.torch_device)
         self._tables: SlotTables = tokens.tables
-        rows = max_num_seqs + PREFILL_ROWS
+        rows = max_num_seqs + MOST_PROMPTS
         self.chosen = device.zeros(rows, dtype=torch.int32)
         """By row of the step's logits."""
         heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size

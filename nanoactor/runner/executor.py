@@ -95,7 +95,7 @@ class DeviceExecutor:
         alone = engine.tensor_parallel_size == 1
         self._fused = device.fused_sampling if alone else device.fused_sampling_of_ranks
         self._uses_graphs = device.captures_graphs and engine.device_options.graph_mode != "eager"
-        self.uncaptured = 0
+        self.unfitting = self.uncaptured = 0
         self._dropped: list[int] = []
         with device.stream():
             self._model = LoadedModel(config, device)
@@ -377,7 +377,8 @@ class DeviceExecutor:
         if staged.copies:
             copy_blocks(self._caches, self._tokens, *staged.copies)
         states = self._kept if fits else self._prompts, hidden
-        chosen = self._choices.choose(update, staged, states, buffers, captured=fits is not None)
+        room = fits.prompts if fits else None
+        chosen = self._choices.choose(update, staged, states, buffers, room=room)
         self._mark(buffers.sampled)
         count = 0
         for part in chosen:
@@ -416,6 +417,8 @@ class DeviceExecutor:
     def _fitting(self, update: Update) -> MixedSize | None:
         """The captured mixed step that holds this one."""
         fits = self._inputs.fit(update)
+        if fits is None and update.prefill is not None and self._inputs.longest:
+            self.unfitting += 1
         if fits is not None and not self._captured.has_mixed(fits):
             self.uncaptured += 1
             return None

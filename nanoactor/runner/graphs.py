@@ -16,8 +16,10 @@ from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 log = logging.getLogger("nanoactor.runner")
 
 
-PREFILL_ROWS = 16
-"""Prompt chunks that a captured mixed step has at most."""
+MOST_PROMPTS = 64
+"""Prompt chunks that any captured mixed step has at most."""
+# From so many tokens on: more padded rows would make small steps slower.
+_PROMPTS = ((1024, MOST_PROMPTS), (512, 32), (0, 16))
 _PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 # Between these a mixed step pads its decode rows: to compute a few more rows costs less than many
 # captures.
@@ -30,6 +32,11 @@ def decode_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
+def most_prompts(tokens: int) -> int:
+    """Return how many prompt chunks a captured step of so many tokens holds."""
+    return next(prompts for least, prompts in _PROMPTS if tokens >= least)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MixedSize:
     """A mixed step that is captured."""
@@ -40,6 +47,11 @@ class MixedSize:
     """That decode."""
     sees: bool
     """Whether its prompts have pictures."""
+
+    @property
+    def prompts(self) -> int:
+        """Prompt chunks that it holds at most."""
+        return most_prompts(self.tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,10 +80,11 @@ class MixedSizes:
 
     def fit(self, tokens: int, prompts: int, rows: int, *, sees: bool) -> MixedSize | None:
         """The least that holds a step; None where there is none."""
-        at = bisect.bisect_left(self.tokens, tokens)
-        if at == len(self.tokens) or prompts > PREFILL_ROWS:
+        large = self.tokens[bisect.bisect_left(self.tokens, tokens) :]
+        found = next((size for size in large if most_prompts(size) >= prompts), None)
+        if found is None:
             return None
-        return MixedSize(self.tokens[at], self.rows[bisect.bisect_left(self.rows, rows)], sees)
+        return MixedSize(found, self.rows[bisect.bisect_left(self.rows, rows)], sees)
 
 
 def smallest(sizes: list[int], wanted: int) -> int:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nanoactor.models.device import Device
 from nanoactor.runner.batch import Prefill, Update, VisionUpdate
-from nanoactor.runner.graphs import PREFILL_ROWS, MixedSize, MixedSizes
+from nanoactor.runner.graphs import MixedSize, MixedSizes, most_prompts
 from nanoactor.runner.staging import DevicePrefill, DeviceVision
 
 
@@ -52,9 +52,10 @@ class FixedPrefill:
         self, device: Device, tokens: int, tokens_per_program: int, dummy: int, in_flight: int
     ) -> None:
         """`dummy` is the slot of padded tokens and rows; so many steps may be under way at once."""
-        tiles = -(-tokens // tokens_per_program) + PREFILL_ROWS
-        shapes = ((tokens,), (tokens,), (tokens,), (4, PREFILL_ROWS), (2, tiles))
-        self._fixed = _Fixed(device, (*shapes, (PREFILL_ROWS,), (PREFILL_ROWS,)), in_flight)
+        rows = most_prompts(tokens)
+        tiles = -(-tokens // tokens_per_program) + rows
+        shapes = ((tokens,), (tokens,), (tokens,), (4, rows), (2, tiles), (rows,), (rows,))
+        self._fixed = _Fixed(device, shapes, in_flight)
         self._padding = (0, 0, dummy, 0, -1, 0, dummy)
         self.inputs = DevicePrefill(*self._fixed.views)
         self.fill(None)

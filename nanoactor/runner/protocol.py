@@ -45,8 +45,10 @@ class Executor(Protocol):
     device_name: str
     asynchronous: bool
     """Whether `launch` returns before the step is done: then another thread calls `wait`."""
+    unfitting: int
+    """Steps with prompts launched operator by operator as no captured one holds as much, and ..."""
     uncaptured: int
-    """How many steps were launched operator by operator because they could not be captured."""
+    """... steps launched so because they could not be captured."""
     warmed_up: tuple[tuple[int, float], ...]
     """(tokens, seconds) of steps that ran before the first."""
 

@@ -8,7 +8,6 @@ from nanoactor.models.device import Device
 from nanoactor.runner.batch import Update
 from nanoactor.runner.choosing import TokenChooser, place
 from nanoactor.runner.deferring import DeferredChoices
-from nanoactor.runner.graphs import PREFILL_ROWS
 from nanoactor.runner.in_flight import InFlight
 from nanoactor.runner.scoring import StepScorer
 from nanoactor.runner.staging import DeviceUpdate
@@ -32,16 +31,16 @@ class StepChoices:
         states: tuple[torch.Tensor | None, torch.Tensor],
         buffers: InFlight,
         *,
-        captured: bool,
+        room: int | None,
     ) -> list[torch.Tensor]:
         """Return all tokens, int32: of prompts that end, of the decode batch, of constrained rows.
 
-        `states` are the hidden states of the prompts' tokens, and of the rows that sample; these
-        are padded where the step was captured.
+        `states` are the hidden states of the prompts' tokens, and of the rows that sample: where
+        the step was captured, with room for so many prompts.
         """
         of_prompts, hidden = states
         prompts = len(update.prefill.sampling) if update.prefill else 0
-        padded = PREFILL_ROWS if captured else prompts
+        padded = prompts if room is None else room
         for part in staged.fallback:
             self._chooser.choose_behind(hidden, part, (prompts, padded))
         rows, chosen = padded + update.decodes, self._chooser.chosen

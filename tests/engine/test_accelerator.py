@@ -22,6 +22,7 @@ from nanoactor.models.columns import pack
 from nanoactor.models.errors import NotEnoughMemory
 from nanoactor.models.kernels import batch as slots_kernels
 from nanoactor.models.seq_lens import NO_SEQ_LENS
+from nanoactor.runner import graphs
 from nanoactor.runner.graphs import CapturedSteps
 from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.open import open_executor
@@ -102,6 +103,29 @@ def mixed_params(tokens):
         stop_token_ids=list(range(0, 211, 2)),
     )
     return [*sampled, masked, greedy(tokens), greedy(tokens + 3)]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_prompts_beyond_a_sizes_rows_take_a_larger_one(interpreted, monkeypatch, tmp_path):
+    """Captured steps of three sizes, of which each holds more prompts than the one before."""
+    monkeypatch.setattr(graphs, "_PREFILL_TOKENS", (4, 8, 16))
+    monkeypatch.setattr(graphs, "_PROMPTS", ((16, 4), (8, 2), (0, 1)))
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
+    reference = Reference(make_checkpoint(tmp_path, **CONFIGURATIONS["untied"], **heads))
+    prompts = ragged_prompts(VOCABULARY, [2, 1, 3, 2, 4, 1, 9, 5])
+    limits = dict(max_num_seqs=4, max_num_batched_tokens=16, block_size=4, max_model_len=16)
+
+    async def main():
+        async with engine(tmp_path, placement="single", num_kv_blocks=20, **limits) as llm:
+            found = await asyncio.gather(*(collect(llm, ids(p), greedy(3)) for p in prompts))
+            return found, (await llm.statistics())["runner.0"]["actor"]
+
+    found, figures = asyncio.run(main())
+    assert figures["steps_uncaptured"] == figures["steps_unfitting"] == 0
+    for prompt, output in zip(prompts, found, strict=True):
+        reference.check(prompt, output.outputs[0].token_ids)
+    reference.conclude()
 
 
 @pytest.mark.timeout(300)
@@ -271,6 +295,34 @@ def test_a_thousand_sequences_of_one_token(wide):
             assert same == output.outputs[0].token_ids
 
     asyncio.run(main())
+    reference.conclude()
+
+
+@pytest.mark.gpu
+def test_a_burst_of_short_prompts_is_captured_and_exact(wide):
+    """64 of them in a step, then steps with a few, some sampled; nothing operator by operator."""
+    directory, model = wide
+    reference = Reference(model)
+    prompts = ragged_prompts(VOCABULARY, [20 + n % 13 for n in range(150)], seed=5)
+    asked = [
+        greedy(6) if n % 3 else SamplingParams(temperature=0.9, seed=n, max_tokens=6, top_k=20)
+        for n in range(len(prompts))
+    ]
+
+    async def outputs(**changes):
+        limits = dict(max_num_seqs=150, max_num_batched_tokens=2048, num_kv_blocks=1000)
+        async with engine(directory, device="cuda", max_model_len=64, **limits, **changes) as llm:
+            found = await asyncio.gather(
+                *(collect(llm, ids(p), params) for p, params in zip(prompts, asked, strict=True))
+            )
+            figures = await llm.statistics()
+        return [output.outputs[0].token_ids for output in found], figures["runner.0"]["actor"]
+
+    found, figures = asyncio.run(outputs())
+    assert figures["steps_uncaptured"] == figures["steps_unfitting"] == 0
+    assert figures["steps"] < 30
+    for n in range(1, len(prompts), 3):
+        reference.check(prompts[n], found[n])
     reference.conclude()
 
 

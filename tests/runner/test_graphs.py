@@ -3,7 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoactor.runner.graphs import PREFILL_ROWS, MixedSize, MixedSizes, decode_sizes, smallest
+from nanoactor.runner.graphs import (
+    MOST_PROMPTS,
+    MixedSize,
+    MixedSizes,
+    decode_sizes,
+    most_prompts,
+    smallest,
+)
 
 
 @given(st.integers(1, 2000), st.data())
@@ -22,17 +29,30 @@ def test_a_mixed_step_gets_the_least_capture_that_holds_it(tokens, seqs, data):
     sees = data.draw(st.booleans())
     sizes = MixedSizes.of(max(tokens, seqs), seqs, sees)
     wanted = data.draw(st.integers(1, max(tokens, seqs)))
-    prompts, rows = data.draw(st.integers(1, PREFILL_ROWS + 3)), data.draw(st.integers(0, seqs))
+    prompts, rows = data.draw(st.integers(1, MOST_PROMPTS + 3)), data.draw(st.integers(0, seqs))
     found = sizes.fit(wanted, prompts, rows, sees=sees)
-    if prompts > PREFILL_ROWS or wanted > sizes.tokens[-1]:
+    if prompts > most_prompts(sizes.tokens[-1]) or wanted > sizes.tokens[-1]:
         assert found is None
         return
     assert found is not None
     assert found.tokens >= wanted
     assert found.rows >= rows
     assert found.sees == sees
-    assert all(size < wanted for size in sizes.tokens if size < found.tokens)
+    assert found.prompts >= prompts
+    smaller = [size for size in sizes.tokens if size < found.tokens]
+    assert all(size < wanted or most_prompts(size) < prompts for size in smaller)
     assert all(size < rows for size in sizes.rows if size < found.rows)
+
+
+def test_the_default_budget_holds_a_burst_of_short_prompts():
+    """Of 32 to 560 tokens each, as many as fit into a step."""
+    sizes = MixedSizes.of(2048, 256)
+    for length in (32, 60, 100, 560):
+        prompts = -(-2048 // length)
+        assert sizes.fit(2048, min(prompts, 2048), 0, sees=False) is not None, length
+    assert sizes.fit(400, 20, 0, sees=False) == MixedSize(512, 0, False)
+    assert sizes.fit(240, 20, 3, sees=False) == MixedSize(512, 32, False)
+    assert sizes.fit(240, 16, 3, sees=False) == MixedSize(256, 32, False)
 
 
 @given(st.integers(1, 2048), st.integers(1, 600))
