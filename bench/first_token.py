@@ -35,6 +35,8 @@ from nanoactor import AsyncLLM
 from nanoactor.runtime.tracing import NodeTrace
 
 PAUSE = 0.05
+LOAD = " load"
+"""Tracks that tell when requests live: their `sent` are the numbers of steps."""
 Steps = dict[tuple[str, str, int], tuple[float, float, float]]
 """By track, name, and how often it was there before: left, begins, ends; ms since the call."""
 
@@ -52,6 +54,8 @@ def steps_within(nodes: tuple[NodeTrace, ...], begin: int, end: int) -> Steps:
     found: Steps = {}
     for node in nodes:
         for track in node.tracks:
+            if track.track.endswith(LOAD):
+                continue
             seen: dict[str, int] = defaultdict(int)
             for kind, _, sent, began, ended in track.spans.tolist():
                 if begin <= began <= end:
@@ -152,7 +156,7 @@ def draw(panels: dict[str, dict], path: str) -> None:
         len(panels), 1, sharex=True, squeeze=False, figsize=(9, 2.6 * len(panels))
     )
     for axis, (title, panel) in zip(axes[:, 0], panels.items(), strict=True):
-        rows = panel["timeline"]
+        rows = [row for row in panel["timeline"] if not row["track"].endswith(LOAD)]
         tracks = list(dict.fromkeys(row["track"] for row in rows))[::-1]
         for row in rows:
             y = tracks.index(row["track"])
@@ -161,6 +165,7 @@ def draw(panels: dict[str, dict], path: str) -> None:
         axis.set_yticks(range(len(tracks)), tracks, fontsize=7)
         axis.set_title(f"{title}: first token in {panel['ttft_ms_median']:.2f} ms", fontsize=9)
         axis.axvline(panel["ttft_ms_median"], color="0.2", linewidth=0.8, linestyle=":")
+    axes[-1, 0].set_xlim(left=0)
     axes[-1, 0].set_xlabel("ms since generate() was called")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})

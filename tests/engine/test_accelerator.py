@@ -303,7 +303,7 @@ def test_a_burst_of_short_prompts_is_captured_and_exact(wide):
     """64 of them in a step, then steps with a few, some sampled; nothing operator by operator."""
     directory, model = wide
     reference = Reference(model)
-    prompts = ragged_prompts(VOCABULARY, [20 + n % 13 for n in range(150)], seed=5)
+    prompts = ragged_prompts(VOCABULARY, [33 + n % 13 for n in range(150)], seed=5)
     asked = [
         greedy(6) if n % 3 else SamplingParams(temperature=0.9, seed=n, max_tokens=6, top_k=20)
         for n in range(len(prompts))
