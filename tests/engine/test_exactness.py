@@ -18,7 +18,12 @@ def checkpoint(request, tmp_path_factory):
 
 
 # (sequences at once, tokens a step, depth): the second is the chunk size of prefill.
-SHAPES = [(1, 1, 1), (4, 5, 2), (32, 64, 2), (32, 500, 3)]
+SHAPES = [
+    (1, 1, 1),
+    (4, 5, 2),
+    pytest.param(32, 64, 2, marks=pytest.mark.long),
+    (32, 500, 3),
+]
 
 
 @pytest.mark.parametrize(("seqs", "tokens", "depth"), SHAPES)

@@ -18,7 +18,7 @@ from nanoactor.models.errors import RanksDisagree, UnsupportedModel
 from nanoactor.models.parallel import shard_of
 from nanoactor.runner.model import LoadedModel
 from tests.conftest import children
-from tests.engine.harness import collect, engine, greedy, ids
+from tests.engine.harness import collect, greedy, ids
 from tests.engine.test_matrix import BUDGETS, DEPTHS, LEADS, Load, run
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.promises import Delay, check_promise
@@ -91,24 +91,19 @@ def listening(pid):
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
-def test_the_ranks_listen_on_the_loopback_interface_alone(checkpoint):
-    async def main():
-        async with engine(checkpoint, placement="default", tensor_parallel_size=2) as llm:
-            return [a for name in ("runner.0", "runner.1") for a in listening(llm.pids[name])]
-
-    addresses = asyncio.run(main())
-    assert addresses, "the rendezvous is not seen at all"
-    assert set(addresses) <= LOOPBACK
-
-
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_the_death_of_a_rank_is_the_engines_within_100_ms(checkpoint, rank):
+def test_ranks_listen_on_loopback_and_the_death_of_one_is_the_engines_within_100_ms(
+    checkpoint, rank
+):
     async def death():
         async with AsyncLLM(
             str(checkpoint), skip_tokenizer_init=True, tensor_parallel_size=2, dtype="float32"
         ) as llm:
             request = asyncio.ensure_future(collect(llm, ids(range(20)), greedy(400)))
             await asyncio.sleep(0.3)
+            found = [a for name in ("runner.0", "runner.1") for a in listening(llm.pids[name])]
+            assert found, "the rendezvous is not seen at all"
+            assert set(found) <= LOOPBACK
             async with Delay() as delay:
                 os.kill(llm.pids[f"runner.{rank}"], signal.SIGKILL)
                 with pytest.raises(EngineDead):

@@ -198,7 +198,9 @@ def test_buckets_that_cannot_be_recorded_fall_back(wide, monkeypatch, caplog):
     assert len([r for r in caplog.records if "cannot be captured" in r.getMessage()]) == 1
 
 
-@pytest.mark.parametrize(("layout", "mode"), [("tnd", "npugraph"), ("bnsd", "eager")])
+@pytest.mark.parametrize(
+    ("layout", "mode"), [("tnd", "npugraph"), pytest.param("bnsd", "eager", marks=pytest.mark.long)]
+)
 def test_two_ranks_give_the_tokens_of_one(wide, monkeypatch, layout, mode):
     """Each in a process of its own, over gloo."""
     emulate_everywhere(monkeypatch, "tests.npu.emulation:HostRuntime")

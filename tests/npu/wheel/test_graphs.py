@@ -106,7 +106,13 @@ def test_compiled_steps_go_on_behind_pictures(tmp_path, monkeypatch, mode, layou
     check_all(eyes, jobs, outputs, 6)
 
 
-@pytest.mark.parametrize(("mode", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        *((MODES[0], layout) for layout in LAYOUTS),
+        *(pytest.param(MODES[1], layout, marks=pytest.mark.long) for layout in LAYOUTS),
+    ],
+)
 def test_nothing_is_compiled_while_sequences_grow(model, monkeypatch, tmp_path, mode, layout):
     """A hundred steps, over a block's end."""
     emulate(monkeypatch)
@@ -271,7 +277,7 @@ def test_rows_that_continue_launch_two_operators_more(model, monkeypatch, tmp_pa
     assert continuing.total() == usual.total() + 3
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tnd", pytest.param("bnsd", marks=pytest.mark.long)])
 def test_compiled_graphs_are_written_read_and_used_again(
     model, monkeypatch, tmp_path, caplog, layout
 ):

@@ -262,7 +262,9 @@ def test_a_capture_is_groups_of_tasks_within_one_recording(model, opened, monkey
     assert calls == ["CaptureBegin", *group * LAYERS, "CaptureEnd"] * 4
 
 
-@pytest.mark.parametrize("where", ["at the start", "at the end"])
+@pytest.mark.parametrize(
+    "where", ["at the start", pytest.param("at the end", marks=pytest.mark.long)]
+)
 def test_a_recording_that_fails_leaves_nothing_behind(model, opened, monkeypatch, where):
     """torch_npu's mode would take what comes next for a part of it."""
     failing = [3, 5]
