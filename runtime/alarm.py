@@ -49,6 +49,10 @@ def create_alarms(nodes: Sequence[str], seconds: float) -> dict[str, AlarmPlan]:
     return plans
 
 
+_PAUSES = 6
+"""How many times as long as others stay awake a node waits before it rouses them again."""
+
+
 class Alarm:
     """Rouses other nodes, and keeps this one's loop awake for a moment after they did so."""
 
@@ -59,7 +63,7 @@ class Alarm:
         self._plan = plan
         self._loop = loop
         self._may_stay = may_stay
-        self._until = 0.0
+        self._until = self._not_before = 0.0
         self._ticks = False
         self._closed = False
         self.roused = self.looks = 0
@@ -67,9 +71,14 @@ class Alarm:
         loop.add_reader(plan.bell, self._hear)
 
     def rouse(self) -> None:
-        """Wake the other nodes; from any thread."""
-        if self._closed:  # the descriptors may be somebody else's by now
+        """Wake the other nodes, unless that was done a moment ago; from any thread.
+
+        Under load, when much is always on its way, loops would else never sleep.
+        """
+        now = time.monotonic()
+        if self._closed or now < self._not_before:  # closed: others may have these descriptors
             return
+        self._not_before = now + _PAUSES * self._plan.seconds
         for bell in self._plan.others:
             # Full: it was written to 2**64 - 2 times and never read.
             with contextlib.suppress(BlockingIOError):

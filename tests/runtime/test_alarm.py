@@ -74,6 +74,29 @@ def test_who_is_roused_looks_until_told_to_rest(run):
     with_alarms(test, LONG, run=run)
 
 
+def test_who_has_roused_the_others_does_not_rouse_them_again_at_once():
+    async def test(alarms):
+        for _ in range(20):
+            alarms.a.rouse()
+            await turns(5)
+        await heard(alarms.b)
+        await asyncio.sleep(0.02)
+        assert alarms.b.roused == alarms.c.roused == 1
+        alarms.b.rouse()  # that another node has done so is none of its business
+        await heard(alarms.c, 2)
+
+    with_alarms(test, LONG)
+
+
+def test_the_others_are_roused_again_after_a_pause():
+    async def test(alarms):
+        while alarms.b.roused < 3:
+            alarms.a.rouse()
+            await asyncio.sleep(0.001)
+
+    with_alarms(test, 0.001)
+
+
 def test_it_sleeps_again_by_itself():
     async def test(alarms):
         alarms.a.rouse()
