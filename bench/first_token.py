@@ -150,6 +150,7 @@ def draw(panels: dict[str, dict], path: str) -> None:
     import matplotlib
 
     matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "first token"  # the same file each time
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
@@ -171,25 +172,31 @@ def draw(panels: dict[str, dict], path: str) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def main() -> None:
-    """Parse, measure in turns, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="0.6b")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--streams", type=int, nargs="*", default=[1, 256])
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--awake-ms", type=float, nargs="*")
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--out")
-    parser.add_argument("--picture")
-    parser.add_argument("--read")
-    args = parser.parse_args()
-    if args.read:
-        draw(json.loads(Path(args.read).read_text())["runs"][0], args.picture)
-        return
-    choices = {f"awake {ms:g} ms": {"awake_ms": ms} for ms in args.awake_ms or []} or {"": {}}
+def panel(runs: list[dict]) -> dict:
+    """One engine's runs, their timelines summed up."""
+    timelines = [timeline for run in runs for timeline in run.pop("timelines")]
+    times = sorted(ms for run in runs for ms in run["ttft_ms"])
+    return {
+        "ttft_ms_median": statistics.median(times),
+        "ttft_ms_p90": times[int(0.9 * len(times))],
+        "timeline": medians(timelines),
+        "runs": runs,
+    }
+
+
+def tell(title: str, panel: dict) -> None:
+    """Print what was found of one engine."""
+    median, most = panel["ttft_ms_median"], panel["ttft_ms_p90"]
+    print(f"\n{title}: {median:.3f} ms, nine of ten within {most:.3f} ms")
+    print(table(panel["timeline"]))
+    for one in panel["runs"]:
+        print({k: v for k, v in one.items() if k != "ttft_ms"})
+
+
+def run_in_turns(args: argparse.Namespace) -> dict[str, dict]:
+    """Run the engines in turns; returns a panel for each."""
+    choices = {f"awake {ms:g} ms": {"awake_ms": ms} for ms in args.awake_ms or []}
+    choices = choices or {args.model: {}}
     found: dict[str, list[dict]] = {title: [] for title in choices}
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(MODELS[args.model]))
@@ -197,26 +204,45 @@ def main() -> None:
             for title, options in choices.items():
                 found[title].append(uvloop.run(run(args, directory, 7919 * turn, **options)))
                 print(title, f"{statistics.median(found[title][-1]['ttft_ms']):.3f} ms", flush=True)
-    panels = {}
-    for title, runs in found.items():
-        timelines = [timeline for run in runs for timeline in run.pop("timelines")]
-        times = sorted(ms for run in runs for ms in run["ttft_ms"])
-        panels[title] = {
-            "ttft_ms_median": statistics.median(times),
-            "ttft_ms_p90": times[int(0.9 * len(times))],
-            "timeline": medians(timelines),
-            "runs": runs,
-        }
-        median, most = panels[title]["ttft_ms_median"], panels[title]["ttft_ms_p90"]
-        print(f"\n{title} {args.model}: {median:.3f} ms, nine of ten within {most:.3f} ms")
-        print(table(panels[title]["timeline"]))
-        for one in runs:
-            print({k: v for k, v in one.items() if k != "ttft_ms"})
+    return {title: panel(runs) for title, runs in found.items()}
+
+
+def save(model: str, panels: dict[str, dict], path: str) -> None:
+    """Write a results file."""
+    packages = ("torch", "triton", "numpy", "uvloop")
+    told = report(model, [panels], packages, "nanoactor " + nanoactor.__version__)
+    told["question"] = "where does the time to the first token go?"
+    Path(path).write_text(json.dumps(told, indent=1) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    """Those of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="0.6b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens")
+    parser.add_argument("--rounds", type=int, default=40, help="half of them in each turn")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 256])
+    parser.add_argument("--tokens", type=int, default=256, help="of each stream")
+    parser.add_argument("--awake-ms", type=float, nargs="*")
+    parser.add_argument("--out", help="where to write the results")
+    parser.add_argument("--read", help="results to draw instead of measuring")
+    parser.add_argument("--picture", help="an SVG file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure or read, then print, write and draw."""
+    args = arguments()
+    if args.read:
+        panels = json.loads(Path(args.read).read_text())["runs"][0]
+    else:
+        panels = run_in_turns(args)
+        for title, found in panels.items():
+            tell(title, found)
     if args.out:
-        packages = ("torch", "triton", "numpy", "uvloop")
-        told = report(args.model, [panels], packages, "nanoactor " + nanoactor.__version__)
-        told["question"] = "where does the time to the first token go?"
-        Path(args.out).write_text(json.dumps(told, indent=1) + "\n")
+        save(args.model, panels, args.out)
     if args.picture:
         draw(panels, args.picture)
 

@@ -260,7 +260,7 @@ class Bench:
                 "tokens_per_s": [256 * length / seconds for seconds in times],
                 "steps": after["steps"] - before["steps"],
                 "steps_by_operators": sum(
-                    after[name] - before[name] for name in ("steps_uncaptured", "steps_unfitting")
+                    after[name] - before[name] for name in ("steps_uncaptured", "steps_too_large")
                 ),
             }
         return results

@@ -14,6 +14,9 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+_PAUSE = 6
+"""A node waits so many times as long as the others stay awake before it rouses them again."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AlarmPlan:
@@ -49,10 +52,6 @@ def create_alarms(nodes: Sequence[str], seconds: float) -> dict[str, AlarmPlan]:
     return plans
 
 
-_PAUSES = 6
-"""How many times as long as others stay awake a node waits before it rouses them again."""
-
-
 class Alarm:
     """Rouses other nodes, and keeps this one's loop awake for a moment after they did so."""
 
@@ -78,7 +77,7 @@ class Alarm:
         now = time.monotonic()
         if self._closed or now < self._not_before:  # closed: others may have these descriptors
             return
-        self._not_before = now + _PAUSES * self._plan.seconds
+        self._not_before = now + _PAUSE * self._plan.seconds
         for bell in self._plan.others:
             # Full: it was written to 2**64 - 2 times and never read.
             with contextlib.suppress(BlockingIOError):

@@ -334,7 +334,7 @@ class RunnerActor(Actor):
             "steps": self._received,
             "steps_done": self._completed,
             "steps_uncaptured": self._executor.uncaptured,
-            "steps_unfitting": self._executor.unfitting,
+            "steps_too_large": self._executor.too_large,
             "ahead": self._ahead,
             "queued": len(self._queued),
             "pixels": len(self._pixels),

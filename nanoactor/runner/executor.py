@@ -95,7 +95,7 @@ class DeviceExecutor:
         alone = engine.tensor_parallel_size == 1
         self._fused = device.fused_sampling if alone else device.fused_sampling_of_ranks
         self._uses_graphs = device.captures_graphs and engine.device_options.graph_mode != "eager"
-        self.unfitting = self.uncaptured = 0
+        self.too_large = self.uncaptured = 0
         self._dropped: list[int] = []
         with device.stream():
             self._model = LoadedModel(config, device)
@@ -418,7 +418,7 @@ class DeviceExecutor:
         """The captured mixed step that holds this one."""
         fits = self._inputs.fit(update)
         if fits is None and update.prefill is not None and self._inputs.longest:
-            self.unfitting += 1
+            self.too_large += 1
         if fits is not None and not self._captured.has_mixed(fits):
             self.uncaptured += 1
             return None

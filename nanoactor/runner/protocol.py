@@ -45,7 +45,7 @@ class Executor(Protocol):
     device_name: str
     asynchronous: bool
     """Whether `launch` returns before the step is done: then another thread calls `wait`."""
-    unfitting: int
+    too_large: int
     """Steps with prompts launched operator by operator as no captured one holds as much, and ..."""
     uncaptured: int
     """... steps launched so because they could not be captured."""

@@ -67,7 +67,7 @@ class SimulatedExecutor:
     dtype_name = "none"
     device_name = "a simulated device"
     asynchronous = False
-    unfitting = uncaptured = 0
+    too_large = uncaptured = 0
 
     def __init__(self, config: RankConfig) -> None:
         engine, files = config.engine, config.files

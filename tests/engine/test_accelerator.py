@@ -122,7 +122,7 @@ def test_prompts_beyond_a_sizes_rows_take_a_larger_one(interpreted, monkeypatch,
             return found, (await llm.statistics())["runner.0"]["actor"]
 
     found, figures = asyncio.run(main())
-    assert figures["steps_uncaptured"] == figures["steps_unfitting"] == 0
+    assert figures["steps_uncaptured"] == figures["steps_too_large"] == 0
     for prompt, output in zip(prompts, found, strict=True):
         reference.check(prompt, output.outputs[0].token_ids)
     reference.conclude()
@@ -319,7 +319,7 @@ def test_a_burst_of_short_prompts_is_captured_and_exact(wide):
         return [output.outputs[0].token_ids for output in found], figures["runner.0"]["actor"]
 
     found, figures = asyncio.run(outputs())
-    assert figures["steps_uncaptured"] == figures["steps_unfitting"] == 0
+    assert figures["steps_uncaptured"] == figures["steps_too_large"] == 0
     assert figures["steps"] < 30
     for n in range(1, len(prompts), 3):
         reference.check(prompts[n], found[n])

@@ -402,9 +402,9 @@ def test_no_process_survives_its_user(way, tmp_path):
     assert "resource_tracker" not in errors
 
 
-@pytest.mark.parametrize(("cores", "awake"), [(2, 0.0), (9, 0.0), (14, 3.0), (None, 0.0)])
+@pytest.mark.parametrize(("cores", "awake"), [(2, 0.0), (11, 0.0), (12, 3.0), (None, 0.0)])
 def test_loops_stay_awake_where_there_are_two_cores_for_each_process(monkeypatch, cores, awake):
-    """Six processes and the user's own; None: as this machine has, and told not to."""
+    """Five processes and the user's own; None: as many as this machine has, and told not to."""
     if cores:
         monkeypatch.setattr("nanoactor.engine.usable_cores", lambda: cores)
     llm = AsyncLLM("demo", **({} if cores else {"awake_ms": 0}))
