@@ -45,6 +45,10 @@ class _Awaited:
         """Tell whether so many hold the mask."""
         return self.ranks.get(self.position) == ranks
 
+    def is_missing(self, ranks: int) -> bool:
+        """Tell whether the grammar has yet to say what comes next, or a rank yet to hold that."""
+        return self.run is None and not self.is_held_by(ranks)
+
 
 class Constraints:
     """Knows for which position of each sequence every rank holds a mask."""
@@ -57,7 +61,7 @@ class Constraints:
         self._ranks, self._jumps = ranks, jumps
         self._awaited: dict[int, _Awaited] = {}
         self._missing = 0
-        """How many of these not every rank holds, ..."""
+        """How many of these are missing, ..."""
         self._forced = 0
         """... and how many runs of forced tokens wait."""
         self._ticks = 0
@@ -135,6 +139,7 @@ class Constraints:
                 )
             awaited.run = run
             self._forced += 1
+            self._missing -= 1
 
     def take_runs(self, running: Iterable[Sequence]) -> list[tuple[Sequence, Int32]]:
         """Return forced tokens of sequences all of whose positions are planned; they are known
@@ -155,9 +160,9 @@ class Constraints:
         assert awaited.run is not None
         self._jumped += len(awaited.run)
         awaited.position += len(awaited.run)
-        awaited.run, awaited.due = None, 0
+        awaited.run, awaited.due, awaited.since = None, 0, self._ticks
         self._forced -= 1
-        self._missing -= awaited.is_held_by(self._ranks)
+        self._missing += awaited.is_missing(self._ranks)
 
     def choose(self, running: Iterable[Sequence], step: int) -> list[Deferred]:
         """Have those choose a token in the step at hand that can: all positions before it are
@@ -178,7 +183,7 @@ class Constraints:
         """A sequence is over; its mask may still be under way."""
         awaited = self._awaited.pop(uid, None)
         if awaited is not None:
-            self._missing -= not awaited.is_held_by(self._ranks)
+            self._missing -= awaited.is_missing(self._ranks)
             self._forced -= awaited.run is not None
             self._over.append(uid)
 
@@ -196,7 +201,7 @@ class Constraints:
         return [
             uid
             for uid, awaited in self._awaited.items()
-            if not awaited.is_held_by(self._ranks) and self._ticks - awaited.since >= 2
+            if awaited.is_missing(self._ranks) and self._ticks - awaited.since >= 2
         ]
 
     def check_idle(self) -> None:

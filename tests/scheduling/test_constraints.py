@@ -72,3 +72,20 @@ def test_forced_tokens_are_counted_when_they_are_taken():
     assert sequence is answer
     assert tokens.tolist() == [7, 8, 9]
     assert constraints.figures()["forced_tokens"] == 3
+
+
+def test_who_waits_with_forced_tokens_has_its_answer_and_may_wait_for_long():
+    constraints = Constraints(1)
+    answer = Answer(0, np.zeros(1, np.int32))
+    constraints.open(answer)
+    assert constraints.waits
+    run = np.array([7], np.int32)
+    first, count = np.array([1], np.int32), np.array([1], np.int32)
+    constraints.note_forced(ForcedTokens(np.array([0]), first, count, run))
+    assert not constraints.waits
+    assert [constraints.tick() for _ in range(5)] == [[]] * 5
+    answer.scheduled = 1
+    assert constraints.take_runs([answer])
+    assert constraints.waits
+    assert constraints.tick() == []  # the mask behind them is due within a period of its own
+    assert constraints.tick() == [0]

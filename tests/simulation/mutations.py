@@ -687,6 +687,12 @@ MUTATIONS = [
         "        awaited.position += len(awaited.run) - 1\n",
     ),
     Mutation(
+        "the mask of a token that is forced is awaited",
+        CONSTRAINTS,
+        "        return self.run is None and not self.is_held_by(ranks)\n",
+        "        return not self.is_held_by(ranks)\n",
+    ),
+    Mutation(
         "who wants log-probabilities is forced",
         CONSTRAINTS,
         "self._jumps and max(sequence.logprobs, sequence.prompt_logprobs) < 0",
