@@ -57,6 +57,21 @@ class TokenRules:
     """How many of `word_ids` belong to each."""
 
 
+@message(8)
+class FreeText:
+    """The free part of an answer, before its grammar holds, by ids of tokens. Thoughts, where there
+    are any, come first; text up to a call may follow."""
+
+    thinks: bool
+    """Whether the prompt has begun thoughts."""
+    think_id: int
+    """Begins thoughts, as the first token of output; -1: none does."""
+    close_id: int
+    """Ends thoughts; -1: there are none."""
+    call_id: int
+    """Ends text; -1: there is none, and the grammar holds behind the thoughts."""
+
+
 @message(10, by="uid")
 class Submit:
     """Frontend to tokenizer: a request with exactly one of text, chat or token ids.
@@ -121,6 +136,8 @@ class Admit:
     prompt_logprobs: int = -1
     grammar: str = ""
     held: bool = False
+    free: tuple[FreeText, ...] = ()
+    """At most one; none where the grammar holds from the first token on."""
 
 
 @message(12, by="uid")

@@ -13,7 +13,7 @@ from typing import Any
 from nanoactor.actors.config import MASKS_AT_ONCE, ActorConfig
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.book import AnswerMatcher, GrammarBook
-from nanoactor.grammar.messages import CloseGrammars, GrammarTokens, OpenGrammar
+from nanoactor.grammar.messages import BeginGrammar, CloseGrammars, GrammarTokens, OpenGrammar
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 
 # The latest masks, whose times are told.
@@ -48,15 +48,29 @@ class GrammarActor(Actor):
 
     def handlers(self) -> Mapping[type, Handler]:
         """Answers begin, go on, and end."""
-        return {OpenGrammar: self._open, GrammarTokens: self._take, CloseGrammars: self._close}
+        return {
+            OpenGrammar: self._open,
+            BeginGrammar: self._begin,
+            GrammarTokens: self._take,
+            CloseGrammars: self._close,
+        }
 
     def span_names(self) -> Mapping[type, str]:
         """The masks are what others wait for."""
-        return {OpenGrammar: "open grammar", GrammarTokens: "mask", CloseGrammars: "close grammar"}
+        return {
+            OpenGrammar: "open grammar",
+            BeginGrammar: "begin grammar",
+            GrammarTokens: "mask",
+            CloseGrammars: "close grammar",
+        }
 
     def _open(self, event: OpenGrammar) -> None:
         self._book.open(event)
         self._work.put((event.uid, event.grammar))
+
+    def _begin(self, event: BeginGrammar) -> None:
+        self._book.begin(event)
+        self._report()
 
     def _take(self, event: GrammarTokens) -> None:
         begin = time.monotonic_ns()

@@ -11,8 +11,9 @@ from typing import Any
 
 from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits, render_limits
 from nanoactor.errors import InvalidRequest
+from nanoactor.grammar.freeing import freed
 from nanoactor.kv.hashing import block_hashes
-from nanoactor.messages import Abort, Admit, Int32, Reject, Stopping, Submit, TokenRules
+from nanoactor.messages import Abort, Admit, FreeText, Int32, Reject, Stopping, Submit, TokenRules
 from nanoactor.models.columns import rows_of
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.text.bad_words import check_choice, with_words
@@ -40,6 +41,7 @@ class TokenizerActor(Actor):
         self._facts: TemplateFacts | None = None
         """None where the template is broken."""
         self._items = ItemGathering()
+        self._tags: dict[str, int | None] = {}
         self._held: dict[int, tuple[Submit, Callable[[Submit], Int32]]] = {}
         """Requests that wait for what their pictures are."""
         self._workers: dict[int, int] = {}
@@ -156,6 +158,7 @@ class TokenizerActor(Actor):
             tokens, items = self._place_items(event, tokenize(event)[-event.keep_last :])
             stopping = self._check(tokens, event.stopping)
             rules = self._rules(event)
+            grammar, free = self._freed(event)
         except Exception as error:  # nothing in a prompt may end the engine
             known = isinstance(error, InvalidRequest)
             reason = str(error) if known else f"the prompt cannot be tokenized: {error!r}"
@@ -181,10 +184,29 @@ class TokenizerActor(Actor):
                 rules=rules,
                 logprobs=event.logprobs,
                 prompt_logprobs=event.prompt_logprobs,
-                grammar=event.grammar,
+                grammar=grammar,
+                free=free,
                 held=event.held,
             )
         )
+
+    def _freed(self, event: Submit) -> tuple[str, tuple[FreeText, ...]]:
+        """Return the grammar without the free text before it, and where that ends."""
+        if not event.grammar:
+            return "", ()
+        text, free = freed(event.grammar, self._id_of)
+        return text, () if free is None else (free,)
+
+    def _id_of(self, tag: str) -> int | None:
+        if tag not in self._tags:
+            id_ = self._tags[tag] = self._encoder.id_of(tag)
+            if id_ is None:
+                log.warning(
+                    "%s is no token of its own: text before it is chosen under masks, at a third "
+                    "of the pace",
+                    tag,
+                )
+        return self._tags[tag]
 
     def _rules(self, event: Submit) -> tuple[TokenRules, ...]:
         """Return the rules with the ids of the bad words. Raises `InvalidRequest` where they leave

@@ -12,6 +12,7 @@ from nanoactor.errors import InvalidRequest, ProtocolBug
 from nanoactor.grammar.messages import (
     MAX_REASON,
     MAX_RUN,
+    BeginGrammar,
     CloseGrammars,
     ForcedTokens,
     GrammarsFailed,
@@ -66,7 +67,7 @@ class _Open:
     """An answer whose grammar is open."""
 
     position: int
-    """Of its next token."""
+    """Of its next token; negative while that is free."""
     tokens: list[int]
     """Those that its matcher has not taken."""
     jumps: bool
@@ -100,6 +101,17 @@ class GrammarBook:
         """Await the matcher of a new answer."""
         tokens: list[int] = event.token_ids.tolist()
         self._open[event.uid] = _Open(event.position + len(tokens), tokens, event.jumps)
+
+    def begin(self, event: BeginGrammar) -> None:
+        """Free text is over: make the next mask."""
+        answer = self._open[event.uid]
+        if event.position <= answer.position:
+            raise ProtocolBug(
+                f"request {event.uid} goes on at {event.position}, and is at {answer.position}"
+            )
+        answer.position = event.position
+        answer.tokens += event.token_ids.tolist()
+        self._advance([event.uid])
 
     def note_compiled(self, uid: int, found: AnswerMatcher | InvalidRequest) -> None:
         """Take an answer's matcher, or why it has none; it may be over."""
@@ -148,7 +160,7 @@ class GrammarBook:
     def _take_tokens(self, uid: int) -> bool:
         """Have an answer's matcher take its new tokens; False where it cannot."""
         answer = self._open[uid]
-        if answer.matcher is None or uid in self._failed:
+        if answer.matcher is None or answer.position < 0 or uid in self._failed:
             return False
         tokens, answer.tokens = answer.tokens, []
         try:

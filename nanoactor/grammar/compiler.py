@@ -12,7 +12,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.check import check_spec, parse_choices, parse_parameters, parse_tools
 from nanoactor.grammar.jsonschema import moved_schema, parse_schema, shorten
-from nanoactor.grammar.spec import GrammarSpec, ToolGrammar
+from nanoactor.grammar.spec import CALL_TAG, CLOSE_TAG, OPEN_TAG, GrammarSpec, ToolGrammar
 from nanoactor.grammar.vocabulary import Vocabulary
 
 MAX_GBNF_RULES = 300
@@ -33,14 +33,15 @@ def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> str:
     check_spec(spec)
     if spec.kind == "tools":
         tools = parse_tools(spec.value)
-        body = _calls(tools, spec.whitespace, vocabulary)
-        begins_with_text = not tools.required
+        begins_with_text = not tools.required and not spec.free
+        body = _calls(tools, begins_with_text, spec.whitespace, vocabulary)
+        thoughts = "none" if spec.free and not tools.required else spec.thoughts
     else:
-        body = _plain(spec)
+        body, thoughts = _plain(spec), spec.thoughts
         begins_with_text = False
     rules = [
         "%llguidance {}",
-        _beginning(spec.thoughts, begins_with_text, vocabulary),
+        _beginning(thoughts, spec.free, begins_with_text, vocabulary),
         *body,
     ]
     grammars = [{"name": "start", "lark_grammar": "\n".join(rules)}]
@@ -77,8 +78,8 @@ def _plain(spec: GrammarSpec) -> list[str]:
             return [f"body: @{_ANSWER}"]
 
 
-def _beginning(thoughts: str, text_follows: bool, vocabulary: Vocabulary) -> str:
-    """Return the rules for what comes before the body."""
+def _beginning(thoughts: str, free: bool, text_follows: bool, vocabulary: Vocabulary) -> str:
+    """Return the rules for what comes before the body; of `free` thoughts, their tags."""
     if thoughts == "none":
         return "start: body"
     opened = "thoughts body" if text_follows else "thoughts BREAKS body"
@@ -87,8 +88,12 @@ def _beginning(thoughts: str, text_follows: bool, vocabulary: Vocabulary) -> str
         [
             start,
             "BREAKS: /\\n{0,4}/",
-            f"_open: {_tag('<think>', vocabulary)}",
-            *_until("thoughts", "</think>", vocabulary),
+            f"_open: {_tag(OPEN_TAG, vocabulary)}",
+            *(
+                [f"thoughts: {_tag(CLOSE_TAG, vocabulary)}"]
+                if free
+                else _until("thoughts", CLOSE_TAG, vocabulary)
+            ),
         ]
     )
 
@@ -103,20 +108,22 @@ def _until(rule: str, tag: str, vocabulary: Vocabulary) -> list[str]:
     return [f"{rule}: {name} {_tag(tag, vocabulary)}", f"{name}: /{text}/"]
 
 
-def _calls(tools: ToolGrammar, whitespace: bool, vocabulary: Vocabulary) -> list[str]:
-    opening, closing = (_tag(tag, vocabulary) for tag in ("<tool_call>", "</tool_call>"))
+def _calls(
+    tools: ToolGrammar, after_text: bool, whitespace: bool, vocabulary: Vocabulary
+) -> list[str]:
+    opening, closing = (_tag(tag, vocabulary) for tag in (CALL_TAG, "</tool_call>"))
     more = f"(BREAK {opening} call)* BREAK?" if tools.parallel else ""
     rules = [
         f'call: "\\n" json "\\n" {closing}',
         f"json: {_json(_any_call(tools), whitespace)}",
         "BREAK: /\\n{1,2}/",
     ]
-    if tools.required:
+    if not after_text:
         return [f"body: {opening} call {more}", *rules]
     return [
         f"body: opened call {more} | TEXT",
-        f"TEXT: /{text_without('<tool_call>')}/",
-        *_until("opened", "<tool_call>", vocabulary),
+        f"TEXT: /{text_without(CALL_TAG)}/",
+        *_until("opened", CALL_TAG, vocabulary),
         *rules,
     ]
 

@@ -28,11 +28,24 @@ class OpenGrammar:
     grammar: str
     """As `GrammarSpec.to_text` writes it."""
     position: int
-    """Of its first token of output."""
+    """Of its first token of output; -1: the answer begins with free text, `BeginGrammar` tells when
+    that ends."""
     token_ids: Int32
     """The output so far, where the request continues after a restart."""
     jumps: bool
     """Whether ids that are the only ones allowed are told as `ForcedTokens`."""
+
+
+@message(91, by="uid")
+class BeginGrammar:
+    """Scheduler to grammar: an answer's free text is over; its next mask is wanted."""
+
+    uid: int
+    position: int
+    """Of the token that is chosen next."""
+    token_ids: Int32
+    """Tokens of the grammar's since the last that it was told: those that begin and end the free
+    text, as far as the grammar has them."""
 
 
 @message(81)

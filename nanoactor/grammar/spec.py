@@ -12,6 +12,8 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tools"]
 Thoughts = Literal["none", "open", "optional"]
+OPEN_TAG, CLOSE_TAG, CALL_TAG = "<think>", "</think>", "<tool_call>"
+"""Begins thoughts; ends them; begins a call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,9 @@ class GrammarSpec:
     expression; a grammar in Lark's notation or EBNF. Empty for any JSON object."""
     thoughts: Thoughts = "none"
     """Whether free thoughts come first: the prompt has opened them, or the answer may."""
+    free: bool = False
+    """Whether thoughts, and text before a call, are not the grammar's: it begins with the tag that
+    ends them."""
     whitespace: bool = True
     """Whether JSON may have spaces and line breaks between its tokens; else it is compact."""
 

@@ -29,7 +29,7 @@ class Arrivals:
         living = [answer for answer in answers if not self._swallowed(answer.uid)]
         out: list[Send] = []
         for sequence in living:
-            self._output.stop_ids.add(sequence.end_ids)
+            self._output.stop_ids.add(sequence.watched_ids)
             # One of them tells what the prompt has become.
             first = sequence is living[0]
             prompt = (event.token_ids.copy(), event.prompt_length) if first else (_NO_TOKENS, 0)

@@ -14,6 +14,7 @@ import numpy as np
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.grammar.messages import (
+    BeginGrammar,
     CloseGrammars,
     DropMasks,
     ForcedTokens,
@@ -60,6 +61,8 @@ class Constraints:
         """Sequences that no later step names."""
         self._ranks, self._jumps = ranks, jumps
         self._awaited: dict[int, _Awaited] = {}
+        self._later: dict[int, list[int]] = {}
+        """By sequence whose text is free: the tokens that its grammar is to be told."""
         self._missing = 0
         """How many of these are missing, ..."""
         self._forced = 0
@@ -72,7 +75,7 @@ class Constraints:
 
     def __len__(self) -> int:
         """Return how many sequences have a grammar that is open."""
-        return len(self._awaited)
+        return len(self._awaited) + len(self._later)
 
     @property
     def waits(self) -> bool:
@@ -80,15 +83,33 @@ class Constraints:
         return self._missing > 0
 
     def open(self, sequence: Sequence) -> None:
-        """Ask for the first mask of a sequence that is about to run, unless that was done."""
-        if not sequence.grammar or sequence.uid in self._awaited:
+        """Ask for the first mask of a sequence that is about to run, unless that was done; where
+        its text is free, have its grammar be compiled."""
+        uid = sequence.uid
+        if not sequence.grammar or uid in self._awaited or uid in self._later:
             return
+        free = not sequence.is_constrained
         output = sequence.tokens[sequence.prompt_length :].copy()
-        first = sequence.prompt_length
+        first = -1 if free else sequence.prompt_length
         # Log-probabilities come from choosing, and those of a prompt before the output ends.
         jumps = self._jumps and max(sequence.logprobs, sequence.prompt_logprobs) < 0
-        message = OpenGrammar(sequence.uid, 0, sequence.grammar, first, output, jumps)
+        message = OpenGrammar(uid, 0, sequence.grammar, first, output[: 0 if free else None], jumps)
         self._out.append((GRAMMAR, message))
+        if free:
+            self._later[uid] = []
+        else:
+            self._await(sequence)
+
+    def pause(self, uid: int, token: int) -> None:
+        """Free text begins behind a token that was chosen under a mask."""
+        del self._awaited[uid]
+        self._later[uid] = [token]
+
+    def begin(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Ask for the next mask of a sequence whose free text is over; `tokens` ended it, and are
+        its grammar's."""
+        told = as_int32(self._later.pop(sequence.uid) + tokens)
+        self._out.append((GRAMMAR, BeginGrammar(sequence.uid, sequence.length, told)))
         self._await(sequence)
 
     def _await(self, sequence: Sequence) -> None:
@@ -185,6 +206,7 @@ class Constraints:
         if awaited is not None:
             self._missing -= awaited.is_missing(self._ranks)
             self._forced -= awaited.run is not None
+        if awaited is not None or self._later.pop(uid, None) is not None:
             self._over.append(uid)
 
     def flush(self) -> list[Send]:
@@ -206,8 +228,9 @@ class Constraints:
 
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if any grammar is open."""
-        if self._awaited or self._missing or self._forced:
-            raise ProtocolBug(f"grammars of {sorted(self._awaited)} are open, though nobody lives")
+        if self._awaited or self._later or self._missing or self._forced:
+            found = sorted({*self._awaited, *self._later})
+            raise ProtocolBug(f"grammars of {found} are open, though nobody lives")
 
     def figures(self) -> dict[str, int]:
         """Return how many grammars are open, and the masks that were used since the start: in the

@@ -36,3 +36,8 @@ NO_MASK = End(
     error="the mask of the answer's grammar did not come in time (mask_timeout): the grammar is "
     "too hard, or the machine too busy",
 )
+
+
+def choiceless(constrained: bool) -> End:
+    """Return how one ends for whose next token nothing is allowed."""
+    return CHOICELESS_UNDER_GRAMMAR if constrained else CHOICELESS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoactor.grammar.messages import KnownTokens
 from nanoactor.messages import Finish, Int32, Int64, StepDone, Tokens
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.ends import End
@@ -13,9 +14,10 @@ from nanoactor.scheduling.plan_builder import PlannedStep, as_int32, as_int64
 from nanoactor.scheduling.queues import RunningBatch
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.scheduling.statistics import SchedulerStatistics
-from nanoactor.scheduling.table import DecodeBatch
+from nanoactor.scheduling.table import DecodeBatch, Slots
 from nanoactor.scores import RequestScores, TokenScores
 
+NO_TOKEN = -1
 _NOTHING = (as_int64(()), as_int32(()), as_int32(()))
 
 
@@ -31,6 +33,8 @@ class OutputBuffer:
         """(uids, indices, tokens) that are not reported."""
         self._finishes: list[Finish] = []
         self._scores: tuple[RequestScores, ...] = ()
+        self._refusing: list[Sequence] = []
+        """Those whose token would have ended them, though their form is still to come."""
 
     def take_scores(self, done: PlannedStep, event: StepDone) -> None:
         """Take a step's log-probabilities, before its tokens; what has ended needs none."""
@@ -39,8 +43,11 @@ class OutputBuffer:
             samplers = [chunk.sequence for chunk in done.last_chunks]
             samplers += self._running.owners(done.decode_batch.slots)
             samplers += [row.sequence for row in done.deferred]
+            sampled = [NO_TOKEN] * len(runs) + event.token_ids[found.rows].tolist()
             runs += [(samplers[row], False, 1) for row in found.rows.tolist()]
-            alive = [sequence.phase is not Phase.FINISHED for sequence, _, _ in runs]
+            alive = [
+                sequence.takes(token) for (sequence, _, _), token in zip(runs, sampled, strict=True)
+            ]
             counts = [count for _, _, count in runs]
             scores = _selected(found.scores, np.repeat(alive, counts))
             runs = [run for run, lives in zip(runs, alive, strict=True) if lives]
@@ -54,36 +61,44 @@ class OutputBuffer:
         """Take a step's tokens, one for each row that samples.
 
         Returns (slots, tokens) of the sequences that still hold a slot, and those sequences whose
-        new token may end them.
+        new token may end them, or their free text.
         """
         prompted = [chunk.sequence for chunk in done.last_chunks]
         firsts = tokens[: len(prompted)].tolist()
-        due = self._take_singly(prompted, firsts)
+        singly = self._take_singly(prompted, firsts)
         decodes = len(prompted) + len(done.decode_batch.slots)
         deferred, lasts = [row.sequence for row in done.deferred], tokens[decodes:].tolist()
-        due += self._take_singly(deferred, lasts)
+        singly += self._take_singly(deferred, lasts)
         slots, tokens, due_decodes = self._take_decodes(
             done.decode_batch, tokens[len(prompted) : decodes]
         )
-        singly = zip([*prompted, *deferred], [*firsts, *lasts], strict=True)
-        known = [(s.slot, token) for s, token in singly if s.slot >= 0 and not s.holds]
+        known = [(s.slot, token) for s, token in singly if s.slot >= 0]
         if known:
             slots = np.concatenate((as_int32(slot for slot, _ in known), slots))
             tokens = np.concatenate((as_int32(token for _, token in known), tokens))
-        return slots, tokens, due + due_decodes
+        return slots, tokens, [sequence for sequence, _ in singly] + due_decodes
 
-    def _take_singly(self, sequences: list[Sequence], tokens: list[int]) -> list[Sequence]:
+    def _take_singly(
+        self, sequences: list[Sequence], tokens: list[int]
+    ) -> list[tuple[Sequence, int]]:
         """Append a token to each of these, or tell it to its caller; return those that have one
-        more, and have not ended before."""
+        more, with it."""
+        taken: list[tuple[Sequence, int]] = []
         for sequence, token in zip(sequences, tokens, strict=True):
-            if sequence.phase is Phase.FINISHED:
-                self._statistics.overruns += 1
-                continue
-            if sequence.holds:
+            if not sequence.takes(token):
+                self._drop(sequence, token)
+            elif sequence.holds:
                 self._tell(sequence, token)
             else:
                 self.append(sequence, token)
-        return [s for s in sequences if s.phase is not Phase.FINISHED and not s.holds]
+                taken.append((sequence, token))
+        return taken
+
+    def _drop(self, sequence: Sequence, token: int) -> None:
+        """Drop a token that a step has sampled."""
+        self._statistics.overruns += 1
+        if not sequence.drops and sequence.phase is not Phase.FINISHED:
+            self._refusing.append(sequence)
 
     def _tell(self, sequence: Sequence, token: int) -> None:
         """Tell a token that is not appended: the caller says which is."""
@@ -95,13 +110,13 @@ class OutputBuffer:
         index = sequence.append(token)
         self._new.append((as_int64([sequence.uid]), as_int32([index]), as_int32([token])))
 
-    def append_run(self, sequence: Sequence, run: Int32) -> tuple[int, End | None]:
-        """Append tokens up to one that ends the sequence: (how many, that end)."""
-        for count, token in enumerate(run.tolist(), 1):
-            self.append(sequence, token)
-            if (end := sequence.end_reached()) is not None:
-                return count, end
-        return len(run), None
+    def append_run(self, sequence: Sequence, run: Int32) -> tuple[KnownTokens, End | None]:
+        """Append tokens up to one that ends the sequence: (what is known now, that end)."""
+        count, end = 0, None
+        while count < len(run) and end is None:
+            self.append(sequence, int(run[count]))
+            count, end = count + 1, sequence.end_reached()
+        return KnownTokens(as_int32([sequence.slot]), as_int32([count]), run[:count]), end
 
     def _take_decodes(
         self, batch: DecodeBatch, tokens: Int32
@@ -111,14 +126,38 @@ class OutputBuffer:
         if not self._table.all_held(batch):
             held = self._table.held[batch.slots]
             gone = self._running.owners(batch.slots[~held])
-            due = self._take_singly(gone, tokens[~held].tolist())
+            due = [s for s, _ in self._take_singly(gone, tokens[~held].tolist())]
             batch, tokens = self._table.batch_of(batch.slots[held]), tokens[held]
+        watched = self.stop_ids.among(tokens)
+        if watched.any():
+            refused = watched & self._refused(batch.slots, tokens, watched)
+            if refused.any():
+                self._take_singly(
+                    self._running.owners(batch.slots[refused]), tokens[refused].tolist()
+                )
+                batch = self._table.batch_of(batch.slots[~refused])
+                tokens, watched = tokens[~refused], watched[~refused]
         columns = self._table.append(batch, tokens)
         self._new.append((columns.uids, columns.indices, tokens))
-        ends = columns.full | self.stop_ids.among(tokens)
+        ends = columns.full | watched
         if ends.any():
             due += self._running.owners(batch.slots[ends])
         return columns.slots32, tokens, due
+
+    def take_refused(self) -> list[Sequence]:
+        """Return those whose token was refused since the last call."""
+        refused, self._refusing = self._refusing, []
+        return refused
+
+    def _refused(
+        self, slots: Slots, tokens: Int32, watched: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Tell which of these tokens their sequences refuse; none does that is not watched."""
+        refused = np.zeros(len(slots), np.bool_)
+        owners = self._running.owners(slots[watched])
+        ids = tokens[watched].tolist()
+        refused[watched] = [s.refuses(token) for s, token in zip(owners, ids, strict=True)]
+        return refused
 
     def finish(self, uid: int, end: End, sequence: Sequence | None = None) -> None:
         """Report the end of a request, and of the sequence that it has become, if any."""

@@ -24,7 +24,6 @@ import numpy as np
 from nanoactor.grammar.messages import (
     ForcedTokens,
     GrammarsFailed,
-    KnownTokens,
     MaskClock,
     MasksReady,
 )
@@ -60,6 +59,7 @@ from nanoactor.scheduling.results import check_due, split_rows
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.scheduling.statistics import SchedulerStatistics
 from nanoactor.scheduling.table import DecodeBatch
+from nanoactor.scheduling.turning import Turning
 from nanoactor.vision.messages import ItemsFailed, ItemsReady
 
 
@@ -72,6 +72,7 @@ class Scheduler:
         self.budget = BlockBudget(config.blocks, config.max_num_seqs)
         self.items = ItemBook(config.encoder)
         self.constraints = Constraints(config.ranks, config.jump_forward)
+        self._turning = Turning(self.constraints, self._send_back)
         self.live: dict[int, Sequence] = {}
         self._waiting = WaitingLine()
         self._running = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size)
@@ -83,10 +84,8 @@ class Scheduler:
         self.holds = HeldAnswers(self.budget, self._running, self._waiting, config.block_size)
         self.arrivals = Arrivals(self._output, self.statistics)
         self._planned = self._completed = 0
-        self._preempted_at = 0
-        """The step for which a sequence was last preempted."""
-        self._wanted = 0
-        """The step that the runner asks for."""
+        self._preempted_at = self._wanted = 0
+        """The steps for which somebody was last preempted, and that the runner asks for."""
         self._in_flight: deque[PlannedStep] = deque()
         self._unsettled = 0
         """Failures of which the block manager has not said whom else they concern; ..."""
@@ -116,8 +115,7 @@ class Scheduler:
         while self._may_plan() and self._plan():
             self._admit_waiting()
         self._make_way()
-        self._out += self.items.flush()
-        self._out += self.constraints.flush()
+        self._out += [*self.items.flush(), *self.constraints.flush()]
         if (tokens := self._output.flush(self._completed)) is not None:
             self._out.append((TEXT, tokens))
 
@@ -146,7 +144,7 @@ class Scheduler:
                 self._end(sequence, End("stop"))
 
     def _fail(self, sequence: Sequence, end: End) -> None:
-        if sequence.phase is Phase.FINISHED:
+        if sequence.phase is Phase.FINISHED or sequence.drops:
             self.statistics.overruns += 1
             return
         self.statistics.failed += end.reason == "failed"
@@ -155,7 +153,7 @@ class Scheduler:
     def _end(self, sequence: Sequence, end: End) -> None:
         """End a sequence, the only way there is; its results that are under way are dropped."""
         self.statistics.finished += 1
-        self._output.stop_ids.remove(sequence.end_ids)
+        self._output.stop_ids.remove(sequence.watched_ids)
         self._output.finish(sequence.uid, end, sequence)
         phase = sequence.phase
         sequence.phase = Phase.FINISHED
@@ -262,6 +260,7 @@ class Scheduler:
         self.budget.debit(need)
         sequence.phase = Phase.MATCHING
         sequence.unanswered += 1
+        sequence.drops = False
         self._running.enter(sequence, self.budget.take_slot(), need)
         self.items.note_match(sequence)
         self.constraints.open(sequence)
@@ -308,12 +307,16 @@ class Scheduler:
         """Send the youngest back to wait; steps in flight still bring it their tokens."""
         self.statistics.preemptions += 1
         victim.preemptions += 1
-        rows_in = [planned.step for planned in self._in_flight if planned.has_row(victim.slot)]
-        victim.last_step = max(rows_in, default=0)
-        victim.phase = Phase.HELD if victim.is_computed else Phase.WAITING
-        self._give_up_slot(victim)
-        if victim.phase is Phase.WAITING:
-            self._waiting.push(victim)
+        self._send_back(victim)
+
+    def _send_back(self, sequence: Sequence) -> None:
+        """Have a sequence give up all it holds; it comes back when its results are in."""
+        rows_in = [p.step for p in self._in_flight if p.has_row(sequence.slot)]
+        sequence.last_step = max(rows_in, default=0)
+        sequence.phase = Phase.HELD if sequence.is_computed else Phase.WAITING
+        self._give_up_slot(sequence)
+        if sequence.phase is Phase.WAITING:
+            self._waiting.push(sequence)
 
     # -- steps ----------------------------------------------------------------------------
 
@@ -384,9 +387,7 @@ class Scheduler:
         for sequence, error in zip(results.failed, event.errors, strict=True):
             self._fail(sequence, End("failed", error=error))
         for sequence in results.choiceless:
-            self._fail(
-                sequence, ends.CHOICELESS_UNDER_GRAMMAR if sequence.grammar else ends.CHOICELESS
-            )
+            self._fail(sequence, ends.choiceless(sequence.is_constrained))
         self._unsettled += bool(results.failed)
         self._output.take_scores(planned, event)
         slots, tokens, candidates = self._output.take(results.done, results.tokens)
@@ -394,22 +395,24 @@ class Scheduler:
         for sequence in candidates:
             if (end := sequence.end_reached()) is not None:
                 self._end(sequence, end)
+            else:
+                self._turning.look(sequence)
+        self._turning.refuse(self._output.take_refused())
         self._go_on([row.sequence for row in results.done.deferred])
-        failed = results.failed_slots, results.failed_from
-        self._out.append((BLOCKS, SampledTokens(event.step, slots, tokens, *failed)))
+        told = event.step, slots, tokens, results.failed_slots, results.failed_from
+        self._out.append((BLOCKS, SampledTokens(*told)))
 
     def _go_on(self, chosen: list[Sequence]) -> None:
         """Have the next position of each of these be computed, and its mask be made."""
-        living = [sequence for sequence in chosen if sequence.phase is not Phase.FINISHED]
+        living = [s for s in chosen if s.phase is not Phase.FINISHED and s.is_constrained]
         for sequence in living:
             self._running.resume(sequence)
         self.constraints.note_tokens(living)
 
     def _jump(self, sequence: Sequence, run: Int32) -> None:
         """Append tokens that are forced, as far as they do not end it."""
-        taken, end = self._output.append_run(sequence, run)
-        known = as_int32([sequence.slot]), as_int32([taken]), run[:taken]
-        self._out.append((BLOCKS, KnownTokens(*known)))
+        known, end = self._output.append_run(sequence, run)
+        self._out.append((BLOCKS, known))
         self._running.resume(sequence)
         if end is not None:
             self._end(sequence, end)

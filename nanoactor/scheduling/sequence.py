@@ -8,11 +8,18 @@ import enum
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.messages import Admit, Int32, Stopping, TokenRules
+from nanoactor.messages import Admit, FreeText, Int32, Stopping, TokenRules
 from nanoactor.models.columns import rows_of
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.ends import End
 from nanoactor.scheduling.family import Family
+from nanoactor.scheduling.free_text import (
+    NO_GATE,
+    first_gate,
+    must_go_on,
+    next_gate,
+    watched_ids,
+)
 from nanoactor.scheduling.items import SequenceItems
 from nanoactor.scheduling.table import RunningTable
 from nanoactor.vision.units import EncoderLimits
@@ -66,6 +73,12 @@ class Sequence:
     rules: tuple[TokenRules, ...] = ()
     grammar: str = ""
     """What its output must look like, see `GrammarSpec`; empty: anything."""
+    free: FreeText | None = None
+    """What of its output is free before the grammar holds."""
+    gate: int = NO_GATE
+    """The id that ends the free text at hand."""
+    drops: bool = False
+    """Whether results that are under way are dropped: they are behind the end of free text."""
     holds: bool = False
     """Whether its caller says what it goes on with: what is sampled is told, and not appended."""
     told: int = -1
@@ -131,6 +144,8 @@ class Sequence:
                 scored=0 if event.prompt_logprobs >= 0 and uid == event.uid else last,
                 rules=rules,
                 grammar=event.grammar,
+                free=event.free[0] if event.free else None,
+                gate=first_gate(event.free[0] if event.free else None),
                 holds=event.held,
                 items=SequenceItems.of(event.items[0], limits) if event.items else None,
             )
@@ -141,7 +156,7 @@ class Sequence:
     def is_constrained(self) -> bool:
         """Tell whether its tokens are chosen under masks: then it never decodes, and each position
         is computed when its token is known."""
-        return bool(self.grammar)
+        return bool(self.grammar) and self.gate == NO_GATE
 
     @property
     def is_stepwise(self) -> bool:
@@ -168,6 +183,33 @@ class Sequence:
     def end_ids(self) -> tuple[int, ...]:
         """The tokens that end it."""
         return (*self.stopping.eos_ids, *self.stopping.stop_ids)
+
+    @property
+    def watched_ids(self) -> tuple[int, ...]:
+        """The tokens behind which it may not go on as it did."""
+        return (*self.end_ids, *watched_ids(self.free))
+
+    @property
+    def gate_reached(self) -> int:
+        """The id that ends the free text behind the newest known token; `NO_GATE` under the
+        grammar."""
+        if self.free is None:
+            return NO_GATE
+        index = self.length - self.prompt_length - 1
+        return next_gate(self.free, self.gate, index, int(self.tokens[-1]))
+
+    def takes(self, token: int) -> bool:
+        """Tell whether a token that was sampled counts: not when it has ended, not behind the end
+        of free text, and not where the token would end what must go on."""
+        if self.phase is Phase.FINISHED or self.drops:
+            return False
+        return not self.refuses(token)
+
+    def refuses(self, token: int) -> bool:
+        """Tell whether a token would end it in its thoughts, where its form is to come."""
+        if not must_go_on(self.free, self.gate) or token not in self.stopping.eos_ids:
+            return False
+        return self.length + 1 - self.prompt_length >= self.stopping.min_tokens
 
     @property
     def length(self) -> int:

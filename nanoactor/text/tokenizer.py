@@ -67,6 +67,11 @@ class TextEncoder:
         except (TypeError, UnicodeError) as error:
             raise InvalidRequest(f"the conversation is not valid Unicode: {error}") from error
 
+    def id_of(self, tag: str) -> int | None:
+        """Return the id of a token that was added to the vocabulary for a tag; None without one."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return next((id_ for id_, token in added.items() if token.content == tag), None)
+
     def _pieces(self, text: str) -> list[str]:
         """Split a rendered conversation around what was hidden in it."""
         if not any(hidden in text for hidden in self._hidden):

@@ -12,6 +12,7 @@ from nanoactor.config import EngineConfig
 from nanoactor.grammar.messages import (
     MAX_REASON,
     MAX_RUN,
+    BeginGrammar,
     CloseGrammars,
     DeferredSamples,
     DropMasks,
@@ -150,6 +151,7 @@ def worst_of_grammars(config, files):
     rows, longs, run = i32(seqs), np.zeros(seqs, np.int64), i32(seqs * MAX_RUN)
     opened = OpenGrammar(0, 0, "x" * MAX_GRAMMAR_BYTES, 0, i32(files.max_model_len), True)
     yield "scheduler", "grammar", opened
+    yield "scheduler", "grammar", BeginGrammar(0, 0, i32(2))
     yield "scheduler", "grammar", GrammarTokens(longs, rows, rows)
     yield "scheduler", "grammar", CloseGrammars(longs)
     yield "scheduler", "blocks", DropMasks(longs)

@@ -8,6 +8,7 @@ from nanoactor.grammar.book import GrammarBook, only_bit
 from nanoactor.grammar.messages import (
     MAX_REASON,
     MAX_RUN,
+    BeginGrammar,
     CloseGrammars,
     GrammarTokens,
     OpenGrammar,
@@ -142,3 +143,45 @@ def test_an_answer_that_is_over_is_closed_once_with_all_it_had():
     assert (book.take_masks(9), book.take_runs(), book.take_failures()) == (None, None, None)
     book.note_compiled(1, Script([1]))
     assert len(book) == 0
+
+
+def free_book(matcher):
+    book = GrammarBook(WORDS, (END,))
+    book.open(OpenGrammar(0, 0, "{}", -1, np.array((), np.int32), False))
+    book.note_compiled(0, matcher)
+    return book
+
+
+def begin(book, position, *ids):
+    book.begin(BeginGrammar(0, position, np.array(ids, np.int32)))
+
+
+def test_no_mask_is_made_while_text_is_free():
+    matcher = Script((1,), (2,), (3,))
+    book = free_book(matcher)
+    assert book.take_masks(8) is None
+    begin(book, 25, 7)
+    masks = book.take_masks(8)
+    assert masks.positions.tolist() == [25]
+    assert (masks.masks == row(2)).all()
+    assert matcher.taken == [7]
+    begin(book, 40, 8)  # more of it was free
+    assert book.take_masks(8).positions.tolist() == [40]
+    with pytest.raises(ProtocolBug, match="goes on at 40, and is at 40"):
+        begin(book, 40)
+
+
+def test_a_grammar_that_fails_is_told_while_text_is_free():
+    book = free_book(InvalidRequest("no answer"))
+    assert book.take_failures().uids.tolist() == [0]
+    begin(book, 25, 7)
+    assert book.take_masks(8) is None
+
+
+def test_free_text_may_end_before_the_grammar_is_compiled():
+    book = GrammarBook(WORDS, (END,))
+    book.open(OpenGrammar(0, 0, "{}", -1, np.array((), np.int32), False))
+    begin(book, 25, 7)
+    assert book.take_masks(8) is None
+    book.note_compiled(0, Script((1,), (2,)))
+    assert book.take_masks(8).positions.tolist() == [25]

@@ -275,3 +275,31 @@ def test_grammars_that_are_refused_before_they_are_parsed(grammar, message):
 def test_ampersands_in_strings_are_no_intersections(vocabulary):
     grammar = compiled(vocabulary, "grammar", "start: " + ' "&&" "\\"&"' * 20)
     check(vocabulary, grammar, ['&&"&' * 20], ["&"])
+
+
+def test_behind_free_thoughts_the_grammar_begins_with_their_end(vocabulary):
+    check(
+        vocabulary,
+        compiled(vocabulary, "json_schema", CITY, thoughts="open", free=True),
+        ['</think>{"city":"a"}', '</think>\n\n{"city":"a"}'],
+        ['{"city":"a"}', 'so</think>{"city":"a"}', "</think>"],
+    )
+    check(
+        vocabulary,
+        compiled(vocabulary, "choice", ["yes", "no"], thoughts="optional", free=True),
+        ["yes", "<think></think>no", "<think></think>\n\nyes"],
+        ["<think>hm</think>no", "</think>no", "<think>no"],
+    )
+    for thoughts in ("none", "open", "optional"):
+        check(
+            vocabulary,
+            compiled(vocabulary, "tools", tools(False), thoughts=thoughts, free=True),
+            [CALL, f"{CALL}\n{OTHER}"],
+            ["", f"</think>{CALL}", f"so {CALL}", f"<think></think>{CALL}"],
+        )
+    check(
+        vocabulary,
+        compiled(vocabulary, "tools", tools(True), thoughts="open", free=True),
+        [f"</think>\n{CALL}"],
+        [CALL, "</think>so"],
+    )

@@ -4,7 +4,14 @@ import dataclasses
 
 import numpy as np
 
-from nanoactor.grammar.messages import ForcedTokens, MasksReady
+from nanoactor.grammar.messages import (
+    BeginGrammar,
+    CloseGrammars,
+    DropMasks,
+    ForcedTokens,
+    MasksReady,
+    OpenGrammar,
+)
 from nanoactor.scheduling.constraints import Constraints
 from nanoactor.scheduling.sequence import Phase
 
@@ -23,6 +30,8 @@ class Answer:
     asked: int = -1
     scheduled: int = 0
     phase: Phase = Phase.RUNNING
+
+    is_constrained: bool = True
 
     @property
     def length(self):
@@ -89,3 +98,40 @@ def test_who_waits_with_forced_tokens_has_its_answer_and_may_wait_for_long():
     assert constraints.waits
     assert constraints.tick() == []  # the mask behind them is due within a period of its own
     assert constraints.tick() == [0]
+
+
+def test_nothing_is_awaited_while_text_is_free():
+    constraints = Constraints(1)
+    answer = Answer(3, np.zeros(4, np.int32), is_constrained=False)
+    constraints.open(answer)
+    constraints.open(answer)  # again, behind a preemption
+    [(_, opened)] = constraints.flush()
+    assert type(opened) is OpenGrammar
+    assert opened.position == -1
+    assert not len(opened.token_ids)
+    assert [constraints.tick() for _ in range(5)] == [[]] * 5
+    assert (len(constraints), constraints.waits) == (1, False)
+    constraints.begin(answer, [7])
+    [(_, begun)] = constraints.flush()
+    assert type(begun) is BeginGrammar
+    assert (begun.uid, begun.position, begun.token_ids.tolist()) == (3, 4, [7])
+    assert constraints.waits
+    assert [constraints.tick() for _ in range(2)] == [[], [3]]
+    constraints.note_ready(ready(answer, 0))
+    constraints.pause(3, 8)
+    assert not constraints.waits
+    constraints.begin(answer, [9])
+    [(_, begun)] = constraints.flush()
+    assert begun.token_ids.tolist() == [8, 9]
+
+
+def test_who_ends_in_free_text_is_told_like_all_others():
+    constraints = Constraints(1)
+    answer = Answer(3, np.zeros(4, np.int32), is_constrained=False)
+    constraints.open(answer)
+    constraints.flush()
+    constraints.close(3)
+    assert [type(message) for _, message in constraints.flush()] == [DropMasks, CloseGrammars]
+    constraints.check_idle()
+    constraints.close(3)
+    assert constraints.flush() == []

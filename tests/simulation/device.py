@@ -20,7 +20,7 @@ from nanoactor.runner.protocol import Computed
 from nanoactor.runtime.actor import Actor, Context
 from nanoactor.scores import StepScores
 from tests.simulation.grammar import mask_of
-from tests.simulation.reference import row_of, score
+from tests.simulation.reference import row_of, sample, score
 from tests.simulation.resident import ResidentState, StepInputs
 from tests.simulation.scenario import VOCABULARY, Picture
 from tests.simulation.vision import DEPTH, picture_of
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 SPOILT = -2
 """In the KV cache: written by a row that failed, or that had read such a thing."""
+ASTRAY = -3
+"""Likewise: written by a row behind the end of free text."""
 
 
 class SimulatedRunner(RunnerActor):
@@ -174,6 +176,9 @@ class SimulatedRunner(RunnerActor):
             ids, mapping = self._next_token[slot : slot + 1], inputs.slot_mapping[at]
             if index >= free:
                 ids = inputs.token_ids[at]
+            elif self._goes_astray(uid, context, mapping):
+                self._last[uid], self._ends[uid] = first + index, context
+                continue
             self._row(uid, context, inputs.decode_tables[index], ids, mapping)
             self._last[uid] = first + index
             assert inputs.positions[first + index] == context - 1, f"request {uid}: position"
@@ -183,6 +188,16 @@ class SimulatedRunner(RunnerActor):
         self._fork(inputs)
         self._keep(inputs)
         return self._sample(inputs)
+
+    def _goes_astray(self, uid: int, context: int, mapping: Any) -> bool:
+        """Whether a row decodes behind the end of free text: nobody may read what it writes."""
+        answer = self._world.oracle.answers[uid]
+        assert answer is not None
+        if not answer.is_chosen(context - 1):
+            return False
+        self._world.oracle.counts["rows behind free text"] += 1
+        self.kv[mapping] = ASTRAY
+        return True
 
     def _keep(self, inputs: StepInputs) -> None:
         """Keep the last state of constrained rows; every one that ends what is known is kept."""
@@ -208,7 +223,7 @@ class SimulatedRunner(RunnerActor):
         right = mask_of(list(due), len(mask))
         assert (mask == right).all(), f"request {uid}: the mask for {end} is another's"
         self._ends[uid] = end
-        return self._token(uid)
+        return self._token(uid, masked=True)
 
     def _fork(self, inputs: StepInputs) -> None:
         """Copy blocks; who begins as a copy has what its source has."""
@@ -315,10 +330,14 @@ class SimulatedRunner(RunnerActor):
         self._next_token[inputs.sampling_slots] = ids
         return np.array(ids, np.int32)
 
-    def _token(self, uid: int) -> int:
-        """The right one; none where the row failed, any where it has read what such a row wrote."""
+    def _token(self, uid: int, masked: bool = False) -> int:
+        """The right one; none where the row failed, any where it has read what such a row wrote.
+        Behind free text it is what would follow that."""
         oracle, end = self._world.oracle, self._ends[uid]
+        answer = oracle.answers[uid]
         token = oracle.token_after(uid, end)
+        if answer is not None and answer.is_chosen(end) and not masked:
+            token = sample(int(answer.states[end - 1]), oracle.numbers[uid])
         if oracle.fails(uid, end):
             return NO_TOKEN
         if oracle.is_choiceless(uid, end):

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanoactor.actors.grammar import GrammarActor
+from nanoactor.actors.tokenizer import TokenizerActor
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.messages import Int32, OpenGrammar
-from tests.simulation.reference import allowed, extend
+from nanoactor.messages import FreeText, Submit
+from tests.simulation.reference import ToyState
 from tests.simulation.scenario import Toy
 
 if TYPE_CHECKING:
@@ -22,7 +24,14 @@ TOO_HARD = "the toy grammar is too hard"
 
 def text_of(toy: Toy) -> str:
     """A toy as it travels."""
-    return f"{toy.number} {toy.fails_at} {int(toy.hangs)}"
+    free = map(int, toy.free or ())
+    return " ".join(map(str, [toy.number, toy.fails_at, int(toy.hangs), *free]))
+
+
+def free_text_of(text: str) -> tuple[FreeText, ...]:
+    """What of a toy's answer is free."""
+    _, _, _, *free = map(int, text.split())
+    return (FreeText(bool(free[0]), *free[1:]),) if free else ()
 
 
 def mask_of(ids: list[int], words: int) -> Int32:
@@ -35,21 +44,22 @@ def mask_of(ids: list[int], words: int) -> Int32:
 class ToyMatcher:
     """Stands where a `Matcher` does."""
 
-    def __init__(self, number: int, fails_at: int) -> None:
-        self._state, self._left = number, fails_at
+    def __init__(self, number: int, fails_at: int, free: tuple[FreeText, ...]) -> None:
+        self._toy = ToyState(number, *((f.thinks, f.think_id, f.close_id, f.call_id) for f in free))
+        self._left = fails_at
 
     def take(self, tokens: list[int]) -> None:
         """A token that is not allowed is a bug of ours."""
         for token in tokens:
-            assert token in allowed(self._state), f"token {token} was not allowed"
-            self._state = extend(self._state, token)
+            assert token in self._toy.allowed, f"token {token} was not allowed"
+            self._toy.take(token)
             self._left -= 1
 
     def fill(self, out: Int32) -> None:
         """Fails where it was told to."""
         if not self._left:
             raise InvalidRequest(TOO_HARD)
-        out[:] = mask_of(allowed(self._state), len(out))
+        out[:] = mask_of(self._toy.allowed, len(out))
 
 
 class SimulatedGrammar(GrammarActor):
@@ -65,11 +75,18 @@ class SimulatedGrammar(GrammarActor):
 
     def _open(self, event: OpenGrammar) -> None:
         self._book.open(self.context.own(event))
-        number, fails_at, hangs = map(int, event.grammar.split())
+        number, fails_at, hangs = map(int, event.grammar.split()[:3])
         if hangs:
             return
         scenario = self._world.scenario
         mean = scenario.compile_steps * scenario.step_seconds
         delay = self._random.expovariate(1 / mean) if mean else 0.0
-        matcher = ToyMatcher(number, fails_at)
+        matcher = ToyMatcher(number, fails_at, free_text_of(event.grammar))
         self._world.loop.call_later(delay, self._note, event.uid, matcher, 0)
+
+
+class SimulatedTokenizer(TokenizerActor):
+    """`TokenizerActor` that knows the toys' free text."""
+
+    def _freed(self, event: Submit) -> tuple[str, tuple[FreeText, ...]]:
+        return event.grammar, free_text_of(event.grammar) if event.grammar else ()

@@ -132,14 +132,14 @@ MUTATIONS = [
     Mutation(
         "a result is dropped for a preempted sequence",
         OUTPUT,
-        "            if sequence.phase is Phase.FINISHED:\n",
-        "            if sequence.phase in (Phase.FINISHED, Phase.WAITING):\n",
+        "            if not sequence.takes(token):\n",
+        "            if sequence.phase is Phase.WAITING or not sequence.takes(token):\n",
     ),
     Mutation(
         "the result of an ended sequence is taken",
-        OUTPUT,
-        "                self._statistics.overruns += 1\n                continue\n",
-        "                self._statistics.overruns += 1\n",
+        SEQUENCE,
+        "        if self.phase is Phase.FINISHED or self.drops:\n",
+        "        if self.drops:\n",
     ),
     Mutation(
         "a hash takes its grandparent for its parent",
@@ -628,8 +628,8 @@ MUTATIONS = [
     Mutation(
         "a prompt is scored again after a preemption",
         SCHEDULER,
-        "        victim.last_step = max(rows_in, default=0)\n",
-        "        victim.last_step = max(rows_in, default=0)\n"
+        "        victim.preemptions += 1\n",
+        "        victim.preemptions += 1\n"
         "        victim.scored = min(victim.scored, 0 if victim.prompt_logprobs >= 0 else 10**9)\n",
     ),
     Mutation(
@@ -691,6 +691,42 @@ MUTATIONS = [
         CONSTRAINTS,
         "        return self.run is None and not self.is_held_by(ranks)\n",
         "        return not self.is_held_by(ranks)\n",
+    ),
+    Mutation(
+        "what was computed behind free text is taken",
+        SEQUENCE,
+        "        if self.phase is Phase.FINISHED or self.drops:\n",
+        "        if self.phase is Phase.FINISHED:\n",
+    ),
+    Mutation(
+        "a sequence whose free text is over goes on where it is",
+        "nanoactor.scheduling.turning",
+        "        if sequence.slot >= 0:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "the grammar is not told what ended the free text",
+        "nanoactor.scheduling.turning",
+        "            self._constraints.begin(sequence, [token])\n",
+        "            self._constraints.begin(sequence, [])\n",
+    ),
+    Mutation(
+        "thoughts may end an answer whose form is to come",
+        SEQUENCE,
+        "        if not must_go_on(self.free, self.gate) or token not in self.stopping.eos_ids:\n",
+        "        if True:\n",
+    ),
+    Mutation(
+        "text before a call may not end an answer",
+        "nanoactor.scheduling.free_text",
+        "gate != NO_GATE and free.call_id == NO_GATE",
+        "gate != NO_GATE",
+    ),
+    Mutation(
+        "an answer that comes back from free text drops all that follows",
+        SCHEDULER,
+        "        sequence.drops = False\n",
+        "",
     ),
     Mutation(
         "who wants log-probabilities is forced",
@@ -761,8 +797,8 @@ MUTATIONS = [
     Mutation(
         "forced tokens go on behind a sequence's end",
         OUTPUT,
-        "                return count, end\n",
-        "                pass\n",
+        "while count < len(run) and end is None:",
+        "while count < len(run):",
     ),
     Mutation(
         "a constrained output behind a picture is not turned",
@@ -855,7 +891,7 @@ MUTATIONS = [
     Mutation(
         "a preempted answer whose token is under way waits in the queue",
         SCHEDULER,
-        "Phase.HELD if victim.is_computed else Phase.WAITING",
+        "Phase.HELD if sequence.is_computed else Phase.WAITING",
         "Phase.WAITING",
     ),
     Mutation(

@@ -342,7 +342,10 @@ class Oracle:
             assert new.prompt_lengths[row] == answer.prompt_length
             rules = [r for at, r in zip(new.rule_rows, new.rules, strict=True) if at == row]
             assert list(map(str, rules)) == list(map(str, rules_of(position)))
-            assert (row in new.constrained) == (ask.grammar is not None)
+            known = int(self.manager._known[slot])
+            # An answer is free until its end-of-sequence token is refused.
+            told = row in new.constrained
+            assert told == answer.is_chosen(known) or known == answer.refused
             self._introduced[slot], masked = by_slot[slot], ends
         assert masked == len(new.masked_ids)
         for slot, uid in by_slot.items():
@@ -572,10 +575,10 @@ class Oracle:
             case StepDone():
                 self._began[message.step] = message.began
                 due = self.scheduler._in_flight[len(self.scheduler._held_back)]
-                samplers = {chunk.sequence.uid for chunk in due.last_chunks}
+                free = [chunk.sequence for chunk in due.last_chunks]
+                free += self.scheduler._running.owners(due.decode_batch.slots)
+                samplers = {s.uid for s in free if not self._is_behind_free_text(s)}
                 samplers |= {row.sequence.uid for row in due.deferred}
-                slots = due.decode_batch.slots
-                samplers |= {s.uid for s in self.scheduler._running.owners(slots)}
                 live = samplers & self.scheduler.live.keys()
                 self._due = live | (self._due if self.scheduler._held_back else set())
             case Stop():
@@ -604,6 +607,11 @@ class Oracle:
                 promised = self._promised.popleft()[1]
                 exact = self._scenario.prefix_caching or promised == freed
                 assert exact, f"slot {slot} was to give {promised} blocks back, not {freed}"
+
+    def _is_behind_free_text(self, sequence: Sequence) -> bool:
+        """Whether the next token must be chosen under a mask, so that what others bring is lost."""
+        answer = self.answers[sequence.uid]
+        return answer is not None and answer.is_chosen(sequence.length)
 
     def _check_delta(self, chunk: OutputDelta) -> None:
         for opened in chunk.opened:
@@ -986,4 +994,4 @@ def _positions_left(sequence: Sequence) -> int:
     """Steps that have a row of it, one after the other: a constrained one computes a position, then
     chooses a token."""
     left = max(0, sequence.limit - 1 - sequence.scheduled)
-    return 2 * left + 1 if sequence.is_constrained else left
+    return 2 * left + 1 if sequence.grammar else left

@@ -46,6 +46,76 @@ def allowed(state: int) -> list[int]:
     return found or [state % VOCABULARY]
 
 
+class ToyState:
+    """A toy grammar's way: tags, where free text was before them, then what `allowed` allows."""
+
+    def __init__(self, number: int, free: tuple[bool, int, int, int] | None = None) -> None:
+        thinks, self._think, close, call = free or (False, -1, -1, -1)
+        self._close = close
+        self._state = number
+        self._tags: list[int] = [call] if call >= 0 else [close] if thinks else []
+        if call >= 0:
+            self._think = -1
+
+    @property
+    def allowed(self) -> list[int]:
+        """The ids that may follow."""
+        if self._tags:
+            return self._tags[:1]
+        found = allowed(self._state)
+        return found if self._think < 0 else sorted({*found, self._think, 0, 1})
+
+    def take(self, token: int) -> None:
+        """Go on behind a token."""
+        think, self._think = self._think, -1
+        if self._tags:
+            self._tags.pop(0)
+        elif think == token:
+            self._tags = [self._close]
+        else:
+            self._state = extend(self._state, token)
+
+
+class Speech:
+    """How an answer with free text goes on, token by token."""
+
+    def __init__(self, ask: Ask, number: int) -> None:
+        assert ask.grammar is not None
+        self._free = ask.grammar.free
+        self._toy = ToyState(ask.grammar.number, self._free)
+        self._ask, self._number, self._index = ask, number, 0
+        thinks, _, close, call = self._free or (False, -1, -1, -1)
+        self._until = close if thinks else call
+        """What ends the free text; -1: the grammar holds."""
+        self.refused = -1
+        """The index of the end-of-sequence token that was not taken."""
+
+    def say(self, state: int) -> tuple[tuple[int, ...], int]:
+        """(what the grammar allows, nothing where the text is free; the token)."""
+        self._index += 1
+        _, think, close, call = self._free or (False, -1, -1, -1)
+        thinks = self._free is not None and self._free[0]
+        if self._until >= 0:
+            token = sample(state, self._number)
+            ends = token in self._ask.eos_ids and self._index >= self._ask.min_tokens
+            if ends and call < 0:
+                self._until, self.refused = -1, self._index - 1
+            else:
+                if self._index == 1 and not thinks and token == think:
+                    self._until = close
+                elif token == self._until:
+                    self._until = call if token == close else -1
+                    if self._until < 0:
+                        self._toy.take(token)
+                return (), token
+        mask = tuple(self._toy.allowed)
+        token = sample_allowed(state, list(mask), self._number)
+        self._toy.take(token)
+        if self._index == 1 and not thinks and token == think:
+            self._until = close
+        return mask, token
+
+
 def sample_allowed(state: int, ids: list[int], answer: int = 0) -> int:
     """The token that follows a context where these may."""
     return ids[((state >> 17) + 7 * answer) % len(ids)]
@@ -135,7 +205,14 @@ class Answer:
     reason: str
     stop_reason: int | str | None
     masks: tuple[tuple[int, ...], ...] = ()
-    """Of each token of output: what the grammar allows in its place."""
+    """Of each token of output: what the grammar allows in its place; nothing where it is free."""
+    refused: int = -1
+    """The position at which an end-of-sequence token was not taken."""
+
+    def is_chosen(self, position: int) -> bool:
+        """Whether the token at a position is chosen under a mask."""
+        at = position - self.prompt_length
+        return 0 <= at < len(self.masks) and bool(self.masks[at])
 
 
 def answer(
@@ -164,12 +241,12 @@ def answer(
         state = extend(state, token)
         states.append(state)
     masks: list[tuple[int, ...]] = []
-    grammar = ask.grammar.number if ask.grammar else 0
+    speech = Speech(ask, number) if ask.grammar else None
     for _ in range(min(ask.max_tokens, limit - len(prompt)) + scenario.depth + 2):
-        if ask.grammar:
-            masks.append(tuple(allowed(grammar)))
-            tokens.append(sample_allowed(state, allowed(grammar), number))
-            grammar = extend(grammar, tokens[-1])
+        if speech is not None:
+            mask, token = speech.say(state)
+            masks.append(mask)
+            tokens.append(token)
         else:
             tokens.append(sample(state, number))
         state = extend(state, tokens[-1])
@@ -194,6 +271,7 @@ def answer(
         reason,
         stop_reason,
         tuple(masks),
+        len(prompt) + speech.refused if speech is not None and speech.refused >= 0 else -1,
     )
 
 

@@ -100,6 +100,8 @@ class Toy:
     """The token of output for which it has no mask; -1: it always has one."""
     hangs: bool = False
     """Never says anything."""
+    free: tuple[bool, int, int, int] | None = None
+    """Of `FreeText`: what comes before it. Its own tokens are the tags, then those it allows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,6 +294,7 @@ def draw(seed: int) -> Scenario:
     scenario = _with_pictures(random.Random(f"{seed} pictures"), scenario)
     scenario = _with_answers(random.Random(f"{seed} answers"), scenario)
     scenario = _with_grammars(random.Random(f"{seed} grammars"), scenario)
+    scenario = _with_free_text(random.Random(f"{seed} free"), scenario)
     return _with_callers(random.Random(f"{seed} callers"), scenario)
 
 
@@ -352,6 +355,43 @@ def _with_grammars(rng: random.Random, scenario: Scenario) -> Scenario:
     return dataclasses.replace(
         scenario, asks=tuple(asks), grammars=True, compile_steps=rng.choice([0.0, 1.0, 30.0])
     )
+
+
+def _with_free_text(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same with free text before some grammars, in some seeds."""
+    if not scenario.grammars or rng.random() < 0.6:
+        return scenario
+    asks = [
+        _freed(rng, ask, scenario) if ask.grammar and rng.random() < 0.7 else ask
+        for ask in scenario.asks
+    ]
+    return dataclasses.replace(scenario, asks=tuple(asks))
+
+
+def _freed(rng: random.Random, ask: Ask, scenario: Scenario) -> Ask:
+    """With tags, and an end-of-sequence id, among what it would say by itself."""
+    from tests.simulation.reference import answer
+
+    plain = answer(dataclasses.replace(ask, grammar=None, caller=None), scenario)
+    assert ask.grammar is not None
+    if plain is None or ask.grammar.hangs or ask.grammar.fails_at >= 0:
+        return ask
+    said = [*plain.tokens[plain.prompt_length :]]
+    first, close = said[0], rng.choice(said[: rng.choice([1, 3, 8, 30])])
+    call = rng.choice([token for token in said if token != close] or [close ^ 1])
+    free = rng.choice(
+        [
+            (True, -1, close, -1),
+            (False, first, close, -1),
+            (False, rng.randrange(VOCABULARY), close, -1),
+            (True, -1, close, call),
+            (False, first, close, call),
+            (False, -1, -1, call),
+        ]
+    )
+    ends = (rng.choice(said),) if rng.random() < 0.4 else ask.eos_ids
+    grammar = dataclasses.replace(ask.grammar, free=free)
+    return dataclasses.replace(ask, grammar=grammar, eos_ids=ends)
 
 
 def _draw_toy(rng: random.Random, faults: float) -> Toy:

@@ -22,7 +22,6 @@ from nanoactor.actors.detokenizer import DetokenizerActor
 from nanoactor.actors.frontend import FrontendActor
 from nanoactor.actors.journal import Entry
 from nanoactor.actors.scheduler import SchedulerActor
-from nanoactor.actors.tokenizer import TokenizerActor
 from nanoactor.config import EngineConfig
 from nanoactor.errors import EngineOverloaded
 from nanoactor.messages import Stopping, Submit, TextOptions
@@ -38,7 +37,7 @@ from nanoactor.text.detokenizer import Detokenizer
 from nanoactor.topology import engine_topology
 from tests.simulation.callers import Callers
 from tests.simulation.device import SimulatedRunner
-from tests.simulation.grammar import SimulatedGrammar, text_of
+from tests.simulation.grammar import SimulatedGrammar, SimulatedTokenizer, text_of
 from tests.simulation.oracle import Oracle
 from tests.simulation.reference import SALT, LetterDecoders
 from tests.simulation.scenario import VOCABULARY, Ask, Scenario, rules_of, sampling_of
@@ -204,7 +203,7 @@ class World:
             name = f"vision.{index}"
             self.actors[name] = SimulatedVision(specs[name], self, index)
         for index in range(scenario.tokenizers):
-            self.actors[f"tokenizer.{index}"] = TokenizerActor(config)
+            self.actors[f"tokenizer.{index}"] = SimulatedTokenizer(config)
         self.entries: dict[int, Entry] = {}
         """By position in the scenario: what the journal has of each request."""
         self.refused: set[int] = set()

@@ -1,0 +1,37 @@
+"""The part of an answer that needs no grammar, and the tokens that end it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from nanoactor.grammar.check import parse_tools
+from nanoactor.grammar.spec import CALL_TAG, CLOSE_TAG, OPEN_TAG, GrammarSpec
+from nanoactor.messages import FreeText
+
+_NONE = -1
+
+
+def freed(text: str, id_of: Callable[[str], int | None]) -> tuple[str, FreeText | None]:
+    """Return a specification's text without its free part, and where this ends; the text as it is
+    where there is none, or where a tag is no single token.
+
+    `id_of` returns the id of a tag that is one token of its own.
+    """
+    spec = GrammarSpec.of_text(text)
+    has_text = spec.kind == "tools" and not parse_tools(spec.value).required
+    thoughts = spec.thoughts != "none"
+    if not has_text and not thoughts:
+        return text, None
+    wanted = {
+        OPEN_TAG: spec.thoughts == "optional",
+        CLOSE_TAG: thoughts,
+        CALL_TAG: has_text,
+    }
+    found = {tag: id_of(tag) if needed else _NONE for tag, needed in wanted.items()}
+    ids = [id_ for id_ in found.values() if id_ is not None]
+    if len(ids) < len(found):
+        return text, None
+    think, close, call = ids
+    free = FreeText(spec.thoughts == "open", think, close, call)
+    return dataclasses.replace(spec, free=True).to_text(), free

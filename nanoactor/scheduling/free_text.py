@@ -1,0 +1,42 @@
+"""Free text before a grammar holds: thoughts, and what comes before a call.
+
+An answer decodes like any other while its text is free. A *gate* is the id that ends the free text
+at hand. Behind the last one the grammar holds: what was computed further on is dropped, and the
+answer comes back as a constrained one.
+"""
+
+from __future__ import annotations
+
+from nanoactor.messages import FreeText
+
+NO_GATE = -1
+"""The grammar holds."""
+
+
+def first_gate(free: FreeText | None) -> int:
+    """Return what ends the text with which an answer begins."""
+    if free is None:
+        return NO_GATE
+    return free.close_id if free.thinks else free.call_id
+
+
+def next_gate(free: FreeText, gate: int, index: int, token: int) -> int:
+    """Return the gate behind a token, which is at an index of the output."""
+    if index == 0 and not free.thinks and token == free.think_id >= 0:
+        return free.close_id
+    if gate == NO_GATE or token != gate:
+        return gate
+    return free.call_id if gate == free.close_id else NO_GATE
+
+
+def watched_ids(free: FreeText | None) -> tuple[int, ...]:
+    """Return the ids that may change the gate."""
+    if free is None:
+        return ()
+    return tuple(i for i in (free.think_id, free.close_id, free.call_id) if i != NO_GATE)
+
+
+def must_go_on(free: FreeText | None, gate: int) -> bool:
+    """Tell whether free text may not end the answer, as its form is still to come. An
+    end-of-sequence token then ends the thoughts instead, and is not a part of the output."""
+    return free is not None and gate != NO_GATE and free.call_id == NO_GATE
