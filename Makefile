@@ -35,12 +35,14 @@ test: .venv/.ready
 		-m '$(USUAL) and alone'; echo $$? > $(LEFT)/alone/status
 	@! grep -vx 0 $(LEFT)/*/status
 
-# Hours on two cores; the soak test alone takes half an hour.
+# Hours on two cores; the soak test alone takes half an hour. Each part runs, whatever failed before.
 test-long: .venv/.ready .venv-clients/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
-	$(PYTEST) -n 2 --dist worksteal -m 'not gpu and not alone'
-	$(PYTEST) -m 'not gpu and alone'
-	.venv-clients/bin/python -m pytest -m 'not gpu' tests/server/test_clients.py
+	@failed=0; \
+	$(PYTEST) -n 2 --dist worksteal -m 'not gpu and not alone' || failed=1; \
+	$(PYTEST) -m 'not gpu and alone' || failed=1; \
+	.venv-clients/bin/python -m pytest -m 'not gpu' tests/server/test_clients.py || failed=1; \
+	exit $$failed
 
 # Apart, as some of the clients need an older `openai` than the one that tests/server is about.
 .venv-clients/.ready: pyproject.toml constraints.txt

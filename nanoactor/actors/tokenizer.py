@@ -42,6 +42,7 @@ class TokenizerActor(Actor):
         """None where the template is broken."""
         self._items = ItemGathering()
         self._tags: dict[str, int | None] = {}
+        """Ids of the tags that end free text, as far as they were asked for."""
         self._held: dict[int, tuple[Submit, Callable[[Submit], Int32]]] = {}
         """Requests that wait for what their pictures are."""
         self._workers: dict[int, int] = {}

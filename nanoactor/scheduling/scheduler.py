@@ -144,7 +144,7 @@ class Scheduler:
                 self._end(sequence, End("stop"))
 
     def _fail(self, sequence: Sequence, end: End) -> None:
-        if sequence.phase is Phase.FINISHED or sequence.drops:
+        if sequence.phase is Phase.FINISHED:
             self.statistics.overruns += 1
             return
         self.statistics.failed += end.reason == "failed"
@@ -386,7 +386,7 @@ class Scheduler:
         results = split_rows(planned, event, self._running)
         for sequence, error in zip(results.failed, event.errors, strict=True):
             self._fail(sequence, End("failed", error=error))
-        for sequence in results.choiceless:
+        for sequence in (s for s in results.choiceless if not s.drops):
             self._fail(sequence, ends.choiceless(sequence.is_constrained))
         self._unsettled += bool(results.failed)
         self._output.take_scores(planned, event)

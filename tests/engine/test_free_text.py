@@ -3,7 +3,6 @@ ends them, and from there on the likeliest of those that the grammar allows."""
 
 import asyncio
 import collections
-import dataclasses
 import json
 
 import numpy as np
@@ -208,9 +207,11 @@ def test_thoughts_take_a_step_for_each_token(model):
     async def steps(constraint):
         async with engine(model.directory, skip_tokenizer_init=False, pipeline_depth=2) as llm:
             params = SamplingParams(
-                structured_outputs=constraint, max_tokens=60, temperature=0, bad_words=[]
+                structured_outputs=constraint,
+                max_tokens=60,
+                temperature=0,
+                logit_bias={model.close: -100, model.end: -100},
             )
-            params = dataclasses.replace(params, logit_bias={model.close: -100, model.end: -100})
             output = await collect(llm, {"prompt_token_ids": model.prompts[0]}, params)
             assert output.outputs[0].finish_reason == "length"
             return (await llm.statistics())["scheduler"]["actor"]["steps"]

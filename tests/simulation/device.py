@@ -60,6 +60,8 @@ class SimulatedRunner(RunnerActor):
         self.features = np.full(world.scenario.encoder_pages * ENCODER_PAGE_ROWS, -1, np.int64)
         self._kept: dict[int, tuple[int, int]] = {}
         """By slot: whose last state is kept, and behind how many tokens."""
+        self._astray: set[int] = set()
+        """Requests whose row is behind the end of their free text: it may be anything."""
         self._last: dict[int, int] = {}
         """By request: which token of the step is the last of its row."""
 
@@ -195,6 +197,7 @@ class SimulatedRunner(RunnerActor):
         assert answer is not None
         if not answer.is_chosen(context - 1):
             return False
+        self._astray.add(uid)
         self._world.oracle.counts["rows behind free text"] += 1
         self.kv[mapping] = ASTRAY
         return True
@@ -293,6 +296,7 @@ class SimulatedRunner(RunnerActor):
     def _row(self, uid: int, context: int, blocks: Any, ids: Any, mapping: Any) -> None:
         answer = self._world.oracle.answers[uid]
         assert answer is not None
+        self._astray.discard(uid)
         begin = context - len(ids)
         size = self._world.scenario.block_size
         positions = np.arange(context)
@@ -338,7 +342,7 @@ class SimulatedRunner(RunnerActor):
         token = oracle.token_after(uid, end)
         if answer is not None and answer.is_chosen(end) and not masked:
             token = sample(int(answer.states[end - 1]), oracle.numbers[uid])
-        if oracle.fails(uid, end):
+        if oracle.fails(uid, end) and uid not in self._astray:
             return NO_TOKEN
         if oracle.is_choiceless(uid, end):
             return NOTHING_ALLOWED

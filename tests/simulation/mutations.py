@@ -295,8 +295,8 @@ MUTATIONS = [
     Mutation(
         "a request without a choice goes on",
         SCHEDULER,
-        "        for sequence in results.choiceless:\n",
-        "        for sequence in []:\n",
+        "in (s for s in results.choiceless if not s.drops):\n",
+        "in []:\n",
     ),
     Mutation(
         "what a request without a choice computed is not trusted",
