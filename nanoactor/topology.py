@@ -38,6 +38,8 @@ _BAD_WORDS = 4 * MAX_BAD_WORD_LENGTH * MAX_BAD_WORDS
 # Text may come a moment later, the next step may not: where cores are scarce, control and runner
 # go first. The detokenizer merges what it cannot say in time.
 _DETOKENIZER_NICE = 10
+# So may masks: where cores are scarce, nobody waits for those who have a grammar.
+_GRAMMAR_NICE = 15
 # Pictures may come a moment later still.
 _VISION_NICE = 19
 # Of what an edge for pieces of pictures or of pixels holds: so much is copied at once.
@@ -127,7 +129,7 @@ def _nodes(
         NodeSpec(
             "detokenizer", ("detokenizer",), LIGHT, _HEAVY, nice=_DETOKENIZER_NICE, roused=True
         ),
-        *(NodeSpec(name, (name,), LIGHT, _HEAVY) for name in grammar),
+        *(NodeSpec(name, (name,), LIGHT, _HEAVY, nice=_GRAMMAR_NICE) for name in grammar),
         *_runner_nodes(config, runner_blocks, rendezvous),
     )
 

@@ -340,10 +340,11 @@ class SimulatedRunner(RunnerActor):
         oracle, end = self._world.oracle, self._ends[uid]
         answer = oracle.answers[uid]
         token = oracle.token_after(uid, end)
-        if answer is not None and answer.is_chosen(end) and not masked:
+        dropped = answer is not None and answer.is_chosen(end) and not masked
+        if answer is not None and dropped:
             token = sample(int(answer.states[end - 1]), oracle.numbers[uid])
-        if oracle.fails(uid, end) and uid not in self._astray:
+        if uid not in self._astray and oracle.fails(uid, end):
             return NO_TOKEN
-        if oracle.is_choiceless(uid, end):
+        if oracle.is_choiceless(uid, end, dropped):
             return NOTHING_ALLOWED
         return (token + 1) % VOCABULARY if uid in self._spoilt else token

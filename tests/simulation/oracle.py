@@ -247,14 +247,16 @@ class Oracle:
         self._failed.setdefault(uid, position)
         return True
 
-    def is_choiceless(self, uid: int, position: int) -> bool:
-        """Whether the request's rules leave it no token after so many."""
+    def is_choiceless(self, uid: int, position: int, dropped: bool = False) -> bool:
+        """Whether the request's rules leave it no token after so many. A row that is dropped ends
+        nothing: forced tokens may come to stand in its place."""
         if not self._scenario.choiceless or not rules_of(self.positions[uid]):
             return False
         name = f"{self._scenario.seed} {self.positions[uid]} {position} choiceless"
         if random.Random(name).random() >= self._scenario.choiceless:
             return False
-        self._choiceless.setdefault(uid, position)
+        if not dropped:
+            self._choiceless.setdefault(uid, position)
         return True
 
     def seed_of(self, uid: int) -> int:
