@@ -12,6 +12,7 @@ from nanoactor.models.kernels.prefill_attention import prefill_attention, tokens
 from nanoactor.models.kernels.prefill_attention_tma import (
     NARROW,
     WIDE,
+    Parts,
     Variant,
     prefill_attention_tma,
 )
@@ -53,6 +54,8 @@ class PrefillAttention:
         self.capability = capability
         self._multiprocessors, self._variants = multiprocessors, variants
         self._ready: set[tuple[object, ...]] = set()
+        self._parts: dict[int, Parts] = {}
+        """By size of heads, of the narrow variant; captured steps refer to it."""
         self.refusal = functools.cache(functools.partial(refusal, capability))
 
     def __call__(
@@ -75,9 +78,14 @@ class PrefillAttention:
         if shape not in self._ready:
             # The first step compiles both: no prompt of another length is to wait for that.
             self._ready.add(shape)
-            for other in self._variants:
-                prefill_attention_tma(queries, cache, batch, scale, output, other)
-        prefill_attention_tma(queries, cache, batch, scale, output, chosen)
+            wide, narrow = self._variants
+            if size not in self._parts:
+                programs = Parts.wanted(self._multiprocessors)
+                self._parts[size] = Parts.empty(programs, narrow, size, queries.device)
+            prefill_attention_tma(queries, cache, batch, scale, output, wide)
+            prefill_attention_tma(queries, cache, batch, scale, output, narrow, self._parts[size])
+        parts = self._parts[size] if chosen is self._variants[1] else None
+        prefill_attention_tma(queries, cache, batch, scale, output, chosen, parts)
 
     def variant(self, tokens: int, heads: int, kv_heads: int) -> Variant:
         """The narrow one where wide programs are no more than multiprocessors.

@@ -33,10 +33,12 @@ from nanoactor.models.kernels import (
 POINTERS = {
     "K": "queries keys values output qkv q_weight k_weight cosines sines x residual weight total "
     "gate_up logits all_logits",
-    "fp32": "temperatures top_ps min_ps highest scores group_maxima all_maxima outputs weights",
+    "fp32": "temperatures top_ps min_ps highest scores group_maxima all_maxima outputs weights "
+    "part_sums part_totals",
     "i64": "slot_mapping all_scratch",
     "i32": "tables slots contexts item_rows item_numbers firsts plan rows tiles blocks lengths "
-    "last_tokens token_ids positions rope_deltas seeds highest_ids score_ids chosen top_ks",
+    "parts_done last_tokens token_ids positions rope_deltas seeds highest_ids score_ids chosen "
+    "top_ks",
 }
 SCALARS = {"scale": "fp32", "eps": "fp32"}
 TARGET = GPUTarget("cuda", 90, 32)
@@ -67,9 +69,13 @@ def build(kernel, kind, constants, changes=None, **options):
 
 def build_by_tma(kind, variant, heads=16, size=128, block_size=64):
     group = triton.next_power_of_2(heads // 8)
-    parts, tokens = 128 // variant.rows, variant.rows // group
+    halves, tokens = 128 // variant.rows, variant.rows // group
     constants = {"heads": heads, "kv_heads": 8, "size": size, "group": group, "tokens": tokens}
-    constants |= {"parts": parts, "block_size": block_size, "tile": variant.tile}
+    constants |= {"halves": halves, "block_size": block_size, "tile": variant.tile, "least": 16}
+    if variant == prefill_attention_tma.WIDE:
+        constants |= {"ways": 1, "part_sums": None, "part_totals": None, "parts_done": None}
+    else:
+        constants["ways"] = 4
     box = f"tensordesc<{kind}[{variant.tile},{size}]>"
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
     if variant.registers:

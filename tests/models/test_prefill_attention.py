@@ -21,17 +21,17 @@ from hypothesis import strategies as st
 
 from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.devices import open_device
-from nanoactor.models.kernels import prefill
+from nanoactor.models.kernels import prefill, prefill_attention_tma
 from nanoactor.models.kernels.prefill import NARROW, WIDE, PrefillAttention, refusal
 from nanoactor.models.kernels.prefill_attention import tokens_per_program
-from nanoactor.models.kernels.prefill_attention_tma import Variant
+from nanoactor.models.kernels.prefill_attention_tma import Parts, Variant
 from nanoactor.models.seq_lens import NO_SEQ_LENS
 from tests.models.interpreted import InterpretedDevice, by_tma
 from tests.models.test_device import HEADS, RAGGED, Case, Maker, assert_close
 
 # What is poisoned on purpose makes NumPy, in which the interpreter computes, warn.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-KINDS = ("before", "wide", "narrow")
+KINDS = ("before", "wide", "narrow", "divided")
 GUARDED = 3
 """Tokens behind the prompts', whose output stays as it was."""
 
@@ -40,8 +40,15 @@ def kernel(kind, tile):
     """One kernel in the interpreter, whatever the number of programs."""
     if kind == "before":
         return PrefillAttention((8, 0), 0)
-    rows = {"wide": 128, "narrow": 32}[kind]
-    return by_tma((dataclasses.replace(WIDE, rows=rows, tile=tile),) * 2)
+    rows, multiprocessors = {"wide": (128, 0), "narrow": (32, 0), "divided": (32, 64)}[kind]
+    return by_tma((dataclasses.replace(WIDE, rows=rows, tile=tile),) * 2, multiprocessors)
+
+
+@pytest.fixture(autouse=True)
+def divided_early(request, monkeypatch):
+    """Contexts of a few tiles are divided too, but on the card."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(prefill_attention_tma, "_LEAST_TILES", 1)
 
 
 class Prompts:
@@ -162,6 +169,30 @@ def test_float16_is_rounded_once():
         case.check(case.run(kernel(kind, 16)), allowed=2e-3)
 
 
+def test_contexts_are_divided_so_that_no_last_wave_is_nearly_empty():
+    """132 multiprocessors that hold two programs each."""
+    parts = Parts(torch.empty(0), torch.empty(0), torch.zeros(Parts.wanted(132)))
+    assert [parts.ways(n) for n in (1, 8, 16, 64, 128, 132)] == [14, 14, 14, 4, 2, 2]
+    assert parts.ways(144) == 9, "five full waves instead of two that are half empty"
+    assert [parts.ways(n) for n in (256, 264, 1320, 5000)] == [1, 1, 1, 1]
+
+
+def test_all_that_divide_a_context_count_and_nothing_else_does():
+    """Six tiles of 8 keys in parts of two; the counters are ready for the next step."""
+    where = torch.device("cpu")
+    attention = kernel("divided", 8)
+    variant = dataclasses.replace(WIDE, rows=32)
+    attention._parts[16] = parts = Parts.empty(40, variant, 16, where)
+    for seed in range(2):
+        case = Prompts(where, torch.float32, [(3, 48)], (4, 2, 16), 8, seed=seed)
+        parts.sums.fill_(math.nan), parts.totals.fill_(math.nan)
+        case.check(case.run(attention), allowed=4e-6)
+        written = parts.totals[:, 0, 0].isfinite().view(-1, 4)
+        assert written[:2].tolist() == [[True, True, True, False]] * 2
+        assert not written[2:].any()
+        assert not parts.done.any()
+
+
 # -- which kernel ------------------------------------------------------------------------------
 
 
@@ -213,7 +244,7 @@ def test_few_programs_are_narrow(heads, last):
 
 def test_the_first_prompt_compiles_both_variants_and_later_ones_none(monkeypatch):
     called = []
-    monkeypatch.setattr(prefill, "prefill_attention_tma", lambda *args: called.append(args[-1]))
+    monkeypatch.setattr(prefill, "prefill_attention_tma", lambda *args: called.append(args[5]))
     wide, narrow = Variant(128, 16, 8, 2, 128), Variant(64, 16, 4, 3, None)
     attention = by_tma((wide, narrow), multiprocessors=3)
     many = Prompts(torch.device("cpu"), torch.float16, [(200, 200)], block=16)
@@ -275,6 +306,24 @@ def test_ragged_prompts_on_the_card(hopper, variant, dtype, shape, block):
     case = Prompts(hopper.torch_device, dtype, MIX, shape, block, unused_programs=5)
     assert only(variant).refusal(dtype, block, shape[-1]) is None
     case.check(case.run(only(variant)), allowed=2 * torch.finfo(dtype).eps)
+
+
+LONG = [(40, 30_000), (300, 9_000), (1, 20_000), (64, 64), (90, 1_100)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(16, 8, 128), (32, 8, 128), (14, 2, 64)], ids=str)
+def test_contexts_that_programs_divide(hopper, shape):
+    """Twenty times in a row, since the last program to be done is another each time."""
+    attention = PrefillAttention((9, 0), 132)
+    case = Prompts(hopper.torch_device, torch.bfloat16, LONG, shape, unused_programs=9)
+    first = case.run(attention)
+    case.check(first, allowed=2 * torch.finfo(torch.bfloat16).eps)
+    parts = attention._parts[shape[-1]]
+    for _ in range(20):
+        parts.sums.fill_(math.nan), parts.totals.fill_(math.nan)
+        assert torch.equal(case.run(attention).nan_to_num(), first.nan_to_num())
+    assert not parts.done.any()
 
 
 @pytest.mark.gpu
