@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,6 +60,47 @@ class AttentionBatch:
     plan: Any = None
     """The device's own, which `Device.plan` makes: what the attention of all layers shares."""
     visual: VisualTokens | None = None
+    final: FinalRows | None = None
+    """None where all tokens' hidden states are wanted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FinalRows:
+    """The tokens whose hidden states somebody reads: the last layer stores the keys and values of
+    all, and computes the rest for these alone."""
+
+    index: torch.Tensor
+    """int32 (rows,): which tokens, those of the decode rows last."""
+    plan: Callable[[], AttentionBatch]
+    """Makes the batch in which each of them is a decode row; called behind all other layers, since
+    plans of one step may share memory."""
+
+
+def with_final_rows(
+    batch: AttentionBatch,
+    chunks: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lengths: HostSeqLens,
+    plan: Callable[[AttentionBatch], AttentionBatch],
+) -> AttentionBatch:
+    """Return the batch with final rows: tokens of the chunks, then all decode rows.
+
+    `chunks` are which tokens, int32 (rows,), and of all their tokens the slots and positions, int32
+    (prefill tokens,). `lengths` are those of the rows, where the device asks for them.
+    """
+    ends, slots, positions = chunks
+    first, tokens = batch.prefill_tokens, len(batch.slot_mapping)
+    decodes = torch.arange(first, tokens, dtype=ends.dtype, device=ends.device)
+    rows = dataclasses.replace(
+        batch,
+        prefill_tokens=0,
+        prefill_rows=batch.prefill_rows[:, :0],
+        prefill_tiles=batch.prefill_tiles[:, :0],
+        decode_slots=torch.cat((slots.index_select(0, ends), batch.decode_slots)),
+        decode_contexts=torch.cat((positions.index_select(0, ends) + 1, batch.decode_contexts)),
+        lengths=lengths,
+    )
+    final = FinalRows(torch.cat((ends, decodes)), functools.partial(plan, rows))
+    return dataclasses.replace(batch, final=final)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Decoder:
         batch: AttentionBatch,
     ) -> torch.Tensor:
         """Hidden states (tokens, hidden) of ids (tokens,) and positions (tokens,), or (3, tokens)
-        where some are of pictures; writes the caches."""
+        where some are of pictures; writes the caches. With `batch.final`, of its rows alone."""
         x = self._embedding(token_ids)
         rotation = self._device.rotation(*self._rope(positions))
         levels: tuple[torch.Tensor, ...] = ()
@@ -72,7 +72,10 @@ class Decoder:
             x[: len(seen)] = torch.where(seen, levels[0], x[: len(seen)])
         residual = None
         for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True), start=1):
-            x, residual = layer(x, residual, rotation, cache, batch)
+            final = batch.final if index == len(self._layers) else None
+            x, residual = layer(x, residual, rotation, cache, batch, final)
+            if final is not None and not len(x):
+                return x
             if index < len(levels):  # deepstack, arXiv:2406.04334
                 x, residual = residual + x, None
                 x[: len(levels[index])] += levels[index]

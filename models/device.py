@@ -79,10 +79,14 @@ class Device(Protocol):
     asynchronous: bool
     """Whether what is called is queued; else it is done when the call returns, and a maximal step
     may take minutes: the warm-up runs a smaller one."""
+    any_thread: bool
+    """Whether work may be queued from any thread, one at a time."""
     captures_graphs: bool
     """Whether `capture` gains anything, ..."""
     captures_prompts: bool
     """... for steps with prompts too."""
+    narrows_last_layer: bool
+    """Whether steps that are not captured may have `AttentionBatch.final`."""
     needs_host_seq_lens: bool
     """Whether `plan` reads `AttentionBatch.lengths`."""
     fused_sampling: FusedSampling

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch.nn import functional as F
 
-from nanoactor.models.batch import AttentionBatch, KVCache
+from nanoactor.models.batch import AttentionBatch, FinalRows, KVCache
 from nanoactor.models.collective import Group
 from nanoactor.models.config import ModelConfig
 from nanoactor.models.device import Device
@@ -148,13 +148,22 @@ class Attention:
         self._eps = config.rms_norm_eps
 
     def __call__(
-        self, x: torch.Tensor, rotation: Rotation, cache: KVCache, batch: AttentionBatch
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        cache: KVCache,
+        batch: AttentionBatch,
+        final: FinalRows | None,
     ) -> torch.Tensor:
-        """(tokens, hidden) to the same."""
+        """(tokens, hidden) to the same, or to (final rows, hidden)."""
         heads = self._qkv(x).view(len(x), self._heads + 2 * self._kv_heads, self._head_dim)
         q = self._device.norm_rotate_store(
             heads, self._norms, self._eps, rotation, cache, batch.slot_mapping
         )
+        if final is not None:
+            if not len(final.index):
+                return x[:0]
+            q, batch = q.index_select(0, final.index), final.plan()
         attended = self._device.attention(q, cache, batch, self._head_dim**-0.5)
         return self._out(attended.flatten(1))
 
@@ -195,12 +204,18 @@ class DecoderLayer:
         rotation: Rotation,
         cache: KVCache,
         batch: AttentionBatch,
+        final: FinalRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this layer's contribution, the residual stream without it)."""
+        """(this layer's contribution, the residual stream without it), of the final rows alone
+        where there are some."""
         if residual is None:
             x, residual = self._input_norm(x), x
         else:
             x, residual = self._input_norm.add(x, residual)
-        x = self._attention(x, rotation, cache, batch)
+        x = self._attention(x, rotation, cache, batch, final)
+        if final is not None:
+            residual = residual.index_select(0, final.index)
+            if not len(x):
+                return x, residual
         x, residual = self._post_norm.add(x, residual)
         return self._mlp(x), residual

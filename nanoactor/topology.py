@@ -11,6 +11,7 @@ from nanoactor.actors.config import (
     encoder_pages,
     has_grammars,
 )
+from nanoactor.admission import DIRECT_TOKENS
 from nanoactor.config import EngineConfig
 from nanoactor.grammar.messages import MAX_REASON, MAX_RUN
 from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES
@@ -190,6 +191,7 @@ def _edges(
     prompt = ring_capacity(2 * max_prompt_bytes(files) + 4 * length + rules + _BAD_WORDS + _MIB)
     # Ids, the hash of every block, stop strings.
     admitted = ring_capacity(4 * length + 16 * length + 64 * length * bool(vision) + rules + _MIB)
+    direct = ring_capacity(20 * min(length, DIRECT_TOKENS) + _MIB)
     # A step may admit every sequence with its whole block table, where prefixes are cached.
     table = 4 * -(-length // (config.block_size or _SMALLEST_DEFAULT_BLOCK))
     row = 192 + _RULES + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
@@ -211,7 +213,7 @@ def _edges(
     return (
         *(EdgeSpec("frontend", (t,), prompt) for t in tokenizers),
         *(EdgeSpec(t, ("scheduler",), admitted) for t in tokenizers),
-        EdgeSpec("frontend", ("scheduler",), small),
+        EdgeSpec("frontend", ("scheduler",), max(small, direct)),
         EdgeSpec("scheduler", ("blocks",), max(admitted, step)),
         EdgeSpec("blocks", ("scheduler",), ring_capacity(64 * 1024 + 64 * (seqs + pages)), bound=1),
         EdgeSpec("blocks", runners, step, name="runners"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from nanoactor.runtime.alarm import Alarm
@@ -166,6 +166,11 @@ class Actor:
         """Tell whether the loop, once roused, may look for messages instead of sleeping: not while
         threads of the actor's own want the interpreter."""
         return True
+
+    def rehearse(self) -> Iterator[object]:
+        """Run code that a message on its way will need, on doubles of the actor's state, a part at
+        a time; between two parts the loop looks for messages. Called where the node was roused."""
+        return iter(())
 
     def stop(self) -> None:
         """The system ends: stop threads, let go of what the process's end does not free."""

@@ -2,7 +2,8 @@
 
 A message that passes through five sleeping processes wakes one after the other, 0.05 to 0.2 ms
 each. Where the first of them rouses all the others, they wake at once, look for messages without
-going back to sleep for a moment, and each hop finds its receiver awake.
+going back to sleep for a moment, and each hop finds its receiver awake. Between two looks they may
+rehearse what is to come (`Actor.rehearse`), so that its code is in the caches.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 _PAUSE = 6
 """A node waits so many times as long as the others stay awake before it rouses them again."""
+_OVER = object()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,12 +58,19 @@ class Alarm:
     """Rouses other nodes, and keeps this one's loop awake for a moment after they did so."""
 
     def __init__(
-        self, plan: AlarmPlan, loop: asyncio.AbstractEventLoop, may_stay: Callable[[], bool]
+        self,
+        plan: AlarmPlan,
+        loop: asyncio.AbstractEventLoop,
+        may_stay: Callable[[], bool],
+        rehearse: Callable[[], Iterator[object]] = lambda: iter(()),
     ) -> None:
-        """`may_stay` is asked, on the loop, whether it may look again instead of sleeping."""
+        """`may_stay` is asked, on the loop, whether it may look again instead of sleeping.
+        `rehearse` is what it does between two looks, a part at a time."""
         self._plan = plan
         self._loop = loop
         self._may_stay = may_stay
+        self._rehearse = rehearse
+        self._parts: Iterator[object] | None = None
         self._until = self._not_before = 0.0
         self._ticks = False
         self._closed = False
@@ -92,9 +101,11 @@ class Alarm:
             os.eventfd_read(self._plan.bell)
         self.roused += 1
         self._until = time.monotonic() + self._plan.seconds
+        if self._parts is None:
+            self._parts = self._rehearse()
         if not self._ticks:
             self._ticks = True
-            self._tick()
+            self._loop.call_soon(self._tick)  # what has arrived meanwhile goes first
 
     def _tick(self) -> None:
         """Have the loop look at its descriptors without waiting for them."""
@@ -102,6 +113,8 @@ class Alarm:
         if self._ticks:
             self.looks += 1
             self._loop.call_soon(self._tick)
+            if self._parts is not None and next(self._parts, _OVER) is _OVER:
+                self._parts = None
 
     def close(self) -> None:
         """Let go of the descriptors; the loop may be gone."""

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -91,11 +91,19 @@ class Node:
 
     def _open_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
         if self.plan.alarm is not None:
-            self._alarm = Alarm(self.plan.alarm, loop, self._may_stay_awake)
+            self._alarm = Alarm(self.plan.alarm, loop, self._may_stay_awake, self._rehearse)
             self._unopened -= set(self.plan.alarm.descriptors)
 
     def _may_stay_awake(self) -> bool:
         return all(actor.may_stay_awake() for actor in self.actors.values())
+
+    def _rehearse(self) -> Iterator[object]:
+        for name, actor in self.actors.items():
+            try:
+                yield from actor.rehearse()
+            except BaseException as error:
+                self._fatal(name)(error)
+                return
 
     def _open_mailbox(
         self, spec: ActorSpec, loop: asyncio.AbstractEventLoop, ready: Mapping[str, ReadyInfo]

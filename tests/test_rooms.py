@@ -70,6 +70,7 @@ MAY_WAIT |= {
     "_capture_decode",
     "_capture_mixed",
     "_host_seq_lens",
+    "final_lengths",
     "_record",
 }
 

@@ -25,7 +25,7 @@ class CPUDevice(PortableOperators):
     collective_backend = "gloo"
     default_block_size = 16
     shared_memory = True
-    asynchronous = False
+    asynchronous = any_thread = False
     default_memory_utilization = 0.4
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ class PortableCUDADevice(PortableOperators):
     collective_backend = "nccl"
     default_block_size = 64
     shared_memory = False
-    asynchronous = True
+    asynchronous = any_thread = True
     default_memory_utilization = 0.9
 
     def __init__(self, index: int = 0) -> None:

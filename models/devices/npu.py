@@ -54,6 +54,7 @@ class NPUDevice(PortableOperators):
     fused_sampling: FusedSampling = "greedy"
     shared_memory = False
     asynchronous = True
+    any_thread = narrows_last_layer = False
     default_memory_utilization = 0.9
 
     def __init__(self, runtime: AscendRuntime, options: DeviceOptions) -> None:

@@ -70,7 +70,7 @@ class PortableOperators:
 
     torch_device: torch.device
     captures_graphs = captures_prompts = False
-    needs_host_seq_lens = True
+    narrows_last_layer = needs_host_seq_lens = True
     fused_sampling: FusedSampling = "none"
     fused_sampling_of_ranks: FusedSampling = "none"
 

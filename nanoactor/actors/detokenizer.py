@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from nanoactor.actors.config import DELTA_BYTES, ActorConfig
 from nanoactor.messages import Open, Stop, Tokens
+from nanoactor.rehearsal import text_messages
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
+from nanoactor.runtime.codec import encode
 from nanoactor.text.detokenizer import Detokenizer
+
+_made_up = functools.cache(text_messages)
 
 
 class DetokenizerActor(Actor):
@@ -30,7 +35,7 @@ class DetokenizerActor(Actor):
             from nanoactor.text.tokenizer import load_tokenizer
 
             decoders = DecoderFactory(load_tokenizer(self._directory))
-        self._detokenizer = Detokenizer(decoders)
+        self._detokenizer, self._double = Detokenizer(decoders), Detokenizer(decoders)
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Find the edges."""
@@ -73,6 +78,16 @@ class DetokenizerActor(Actor):
     def on_ready(self, outbox: Any) -> None:
         """An edge has room again."""
         self._report()
+
+    def rehearse(self) -> Iterator[object]:
+        """A request's only token, from its prompt to its text."""
+        for message in _made_up():
+            if isinstance(message, Open):
+                self._double.open(message)
+            else:
+                self._double.take(message)
+            encode(self._double.take_delta(self._delta_bytes))
+            yield message
 
     def statistics(self) -> dict[str, Any]:
         """Requests with decoding state, and with something to tell; when the latest step's tokens

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from nanoactor.actors.config import ActorConfig
+from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.actors.journal import Entry
+from nanoactor.admission import Admission
 from nanoactor.errors import EngineOverloaded, InvalidRequest, NanoactorError
 from nanoactor.messages import Abort, Continue, OutputDelta, Terminal
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
@@ -28,7 +29,7 @@ class FrontendActor(Actor):
     """Keeps the journal. The engine's public face calls it; it never waits."""
 
     def __init__(self, config: ActorConfig) -> None:
-        self._config = config.engine
+        self._config, self._files, self._salt = config.engine, config.files, config.salt
         self._sees = config.files.images is not None
         self._vocabulary = config.files.config.vocab_size
         self._entries: dict[int, Entry] = {}
@@ -41,6 +42,8 @@ class FrontendActor(Actor):
         """(tokenizer, bytes) of requests that no tokenizer has answered."""
         self._load = [0] * self._config.num_tokenizers
         self._next_uid = 0
+        self._direct = 0
+        """Requests that no tokenizer has seen."""
         self._step_at = 0
         self._sending: dict[int, deque[MediaPiece]] = {}
         """By vision worker: pieces of pictures for which its edge had no room; of each item the
@@ -57,6 +60,8 @@ class FrontendActor(Actor):
             context.outbox(f"tokenizer.{index}") for index in range(self._config.num_tokenizers)
         ]
         self._scheduler = context.outbox("scheduler")
+        block_size = RunnerReady.find(ready).block_size
+        self._admission = Admission(self._files, self._salt, block_size)
         workers = self._config.num_vision_workers if self._sees else 0
         self._vision = [context.outbox(f"vision.{index}") for index in range(workers)]
         self._submit_kind = context.track.kind("submit", "uid")
@@ -122,19 +127,29 @@ class FrontendActor(Actor):
 
     def _send(self, entry: Entry) -> None:
         uid, begin = entry.submit.uid, time.monotonic_ns()
-        tokenizer = self._choose_tokenizer(entry.charge)
-        self._tokenizers[tokenizer].send(entry.submit)
-        for item in range(len(entry.media)):
-            self._send_media(entry, uid, item, tokenizer)
+        # Where requests wait, a hop more costs nothing, and tokenizers have more time than the
+        # user's loop.
+        admit = None if self._waiting_requests else self._admission.direct(entry.submit)
+        if admit is not None:
+            self._direct += 1
+            self._scheduler.send(admit)
+        else:
+            self._send_to_tokenizer(entry)
         self._next_uid = entry.uids.stop
-        self._load[tokenizer] += entry.charge
-        self._untokenized[uid] = (tokenizer, entry.charge)
         self._entries |= dict.fromkeys(entry.uids, entry)
         self._by_id[entry.request_id] = entry
         self._waiting_requests.update(entry.places)
         self._waiting_tokens += entry.charge
         self._waiting_media_bytes += entry.media_bytes
         self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
+
+    def _send_to_tokenizer(self, entry: Entry) -> None:
+        uid, tokenizer = entry.submit.uid, self._choose_tokenizer(entry.charge)
+        self._tokenizers[tokenizer].send(entry.submit)
+        for item in range(len(entry.media)):
+            self._send_media(entry, uid, item, tokenizer)
+        self._load[tokenizer] += entry.charge
+        self._untokenized[uid] = (tokenizer, entry.charge)
 
     # -- pictures -------------------------------------------------------------------------
 
@@ -347,14 +362,15 @@ class FrontendActor(Actor):
             entry.end()
 
     def statistics(self) -> dict[str, Any]:
-        """Living answers, those without a first token; requests that no tokenizer has answered;
-        when news last came, in ns of the monotonic clock."""
+        """Living answers, those without a first token; requests that no tokenizer has answered, and
+        those that none was asked about; when news last came, in ns of the monotonic clock."""
         return {
             "entries": len(self._entries),
             "waiting_requests": len(self._waiting_requests),
             "waiting_tokens": self._waiting_tokens,
             "waiting_media_bytes": self._waiting_media_bytes,
             "untokenized": len(self._untokenized),
+            "direct": self._direct,
             "media_sending": len(self._data),
             "step_at": self._step_at,
         }

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -157,8 +157,13 @@ class RunnerActor(Actor):
         self._queued.append(len(step.token_ids) + self._decoding + budget)
         if len(step.token_ids) and self._config.rank == 0:
             self._prefilling.add(step.step)
-        self._prepared.put((step.step, prepared))
-        self.context.rest()  # from here on the device's thread wants the interpreter
+        self.context.rest()  # from here on other threads want the interpreter
+        if len(self._queued) == 1 and self._executor.any_thread:
+            # Everything before is done, so the device's thread sleeps, and the device idles: to
+            # wake the one would only take the other's time.
+            self._launch_step(self._executor, step.step, prepared)
+        else:
+            self._prepared.put((step.step, prepared))
 
     def _units_of(self, pixels: NDArray[np.uint8]) -> int:
         """Count the units in which an item is encoded."""
@@ -208,18 +213,22 @@ class RunnerActor(Actor):
         """The device's thread: it hands steps to the device, or is the device where that is the
         host."""
         while (prepared := self._prepared.get()) is not None and not self._stopping:
-            step, inputs = prepared
-            if not executor.asynchronous:
-                self._announce(step)
-            try:
-                launched = executor.launch(inputs)
-            except BaseException as error:
-                self.context.call_soon(self.context.fail, error)
+            if not self._launch_step(executor, *prepared):
                 return
-            if executor.asynchronous:
-                self._launched.put((step, launched))
-            elif not self._report_done(step, launched):
-                return
+
+    def _launch_step(self, executor: Executor, step: int, inputs: Any) -> bool:
+        """Hand a step to the device; False where it has failed."""
+        if not executor.asynchronous:
+            self._announce(step)
+        try:
+            launched = executor.launch(inputs)
+        except BaseException as error:
+            self.context.call_soon(self.context.fail, error)
+            return False
+        if not executor.asynchronous:
+            return self._report_done(step, launched)
+        self._launched.put((step, launched))
+        return True
 
     def _collect(self) -> None:
         """The thread that waits for a device with a queue of its own."""
@@ -240,10 +249,10 @@ class RunnerActor(Actor):
             self.context.call_soon(self.context.fail, error)
             return False
         if not self._stopping:  # else the loop may be gone
+            self.context.call_soon(self._done, step, computed)
             if step in self._prefilling:
                 self._prefilling.discard(step)
                 self.context.rouse()
-            self.context.call_soon(self._done, step, computed)
         return True
 
     def _begun(self, step: int) -> None:
@@ -307,6 +316,10 @@ class RunnerActor(Actor):
     def may_stay_awake(self) -> bool:
         """Not while a step is queued or running: its threads would wait for the interpreter."""
         return not self._queued
+
+    def rehearse(self) -> Iterator[object]:
+        """A step's layout, unless there are real ones."""
+        return self._executor.rehearse() if not self._queued else iter(())
 
     def progress(self) -> Progress | None:
         """Steps done, and what the one that the device is at may take."""

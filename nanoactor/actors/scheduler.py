@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nanoactor import messages as m
 from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits
 from nanoactor.grammar.messages import MaskClock
+from nanoactor.rehearsal import Rehearsal
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.scheduler import Scheduler
 
+# Turns of the loop in which a plan becomes a step on its way.
+_HOPS = 4
 LOAD, ENTERS, LEAVES, ENCODES = "load", "enters", "leaves", "encodes"
 """A track that tells when requests live, and, with `sent`, the step with which each comes and
 goes, and those that encode a picture."""
@@ -39,6 +43,7 @@ class SchedulerActor(Actor):
         self._hold_clock_runs = False
         """... and so are the callers of held answers."""
         self._scheduler = Scheduler(_limits(self._config, RunnerReady.find(ready)))
+        self._block_size = RunnerReady.find(ready).block_size
 
     def handlers(self) -> Mapping[type, Handler]:
         """Everything goes to the logic."""
@@ -108,6 +113,19 @@ class SchedulerActor(Actor):
         """Steps planned, where there are sequences but no step is under way: that cannot last."""
         scheduler = self._scheduler
         return (scheduler.statistics.steps, 0.0) if scheduler.is_waiting else None
+
+    def rehearse(self) -> Iterator[object]:
+        """A request's way through the scheduler and the block manager, mostly its neighbour; while
+        its first step runs, as it is here too soon for more."""
+        before = self._scheduler.statistics.steps
+        while self._scheduler.statistics.steps == before:
+            yield None
+        yield from (None,) * _HOPS
+        yield from self._rehearsal.play()
+
+    @functools.cached_property
+    def _rehearsal(self) -> Rehearsal:
+        return Rehearsal(self._block_size)
 
     def statistics(self) -> dict[str, Any]:
         """Counts of steps, tokens, preemptions and ends; what waits, runs and is held now; for how

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits, render_limits
+from nanoactor.admission import Admission
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.freeing import freed
 from nanoactor.kv.hashing import block_hashes
-from nanoactor.messages import Abort, Admit, FreeText, Int32, Reject, Stopping, Submit, TokenRules
+from nanoactor.messages import Abort, FreeText, Int32, Reject, Submit, TokenRules
 from nanoactor.models.columns import rows_of
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.text.bad_words import check_choice, with_words
@@ -28,6 +30,7 @@ log = logging.getLogger("nanoactor.tokenizer")
 
 # A template's complaint may quote the prompt.
 _LONGEST_REASON = 2000
+_MADE_UP = "Speak the speech, I pray you, as I pronounced it to you, trippingly on the tongue. " * 8
 
 
 class TokenizerActor(Actor):
@@ -73,7 +76,8 @@ class TokenizerActor(Actor):
         """Learn the block size, for the hashes."""
         super().start(context, ready)
         cache = RunnerReady.find(ready)
-        self._block_size = cache.block_size
+        files, salt = self._config.files, self._config.salt
+        self._admission = Admission(files, salt, cache.block_size)
         self._limits = encoder_limits(self._config, cache)
 
     def handlers(self) -> Mapping[type, Handler]:
@@ -157,7 +161,7 @@ class TokenizerActor(Actor):
             return
         try:
             tokens, items = self._place_items(event, tokenize(event)[-event.keep_last :])
-            stopping = self._check(tokens, event.stopping)
+            stopping = self._admission.check(tokens, event.stopping)
             rules = self._rules(event)
             grammar, free = self._freed(event)
         except Exception as error:  # nothing in a prompt may end the engine
@@ -168,28 +172,11 @@ class TokenizerActor(Actor):
         self._forget_items(event)
         self._requests += 1
         self._tokens += len(tokens)
-        extras = block_extras(items[0], self._block_size) if items else {}
-        hashes = block_hashes(tokens, self._block_size, self._config.salt, extras=extras)
-        self.context.outbox("scheduler").send(
-            Admit(
-                uid=event.uid,
-                epoch=event.epoch,
-                token_ids=tokens,
-                prompt_length=len(tokens),
-                hashes=hashes,
-                priority=event.priority,
-                sampling=event.sampling,
-                stopping=stopping,
-                text_options=event.text_options,
-                items=items,
-                rules=rules,
-                logprobs=event.logprobs,
-                prompt_logprobs=event.prompt_logprobs,
-                grammar=grammar,
-                free=free,
-                held=event.held,
-            )
+        extras = block_extras(items[0], self._admission.block_size) if items else {}
+        admit = self._admission.admit(
+            event, tokens, stopping, items, extras, rules=rules, grammar=grammar, free=free
         )
+        self.context.outbox("scheduler").send(admit)
 
     def _freed(self, event: Submit) -> tuple[str, tuple[FreeText, ...]]:
         """Return the grammar without the free text before it, and where that ends."""
@@ -261,35 +248,11 @@ class TokenizerActor(Actor):
             return self._encoder.encode_text(event.text)
         return event.token_ids.copy()
 
-    def _check(self, tokens: Int32, stopping: Stopping) -> Stopping:
-        """The limits with max_tokens filled in; `InvalidRequest` where the prompt breaks one."""
-        files = self._config.files
-        limit, vocabulary = files.max_model_len, files.config.vocab_size
-        if not len(tokens):
-            raise InvalidRequest("the prompt is empty: it must have at least one token")
-        if len(tokens) >= limit:
-            raise InvalidRequest(
-                f"the prompt has {len(tokens)} tokens, but max_model_len is {limit}: at most "
-                f"{limit - 1} leave room for one token of output"
-            )
-        if tokens.min() < 0 or tokens.max() >= vocabulary:
-            wrong = int(tokens[(tokens < 0) | (tokens >= vocabulary)][0])
-            raise InvalidRequest(
-                f"token id {wrong} is outside the vocabulary of {vocabulary} ids (0 to "
-                f"{vocabulary - 1})"
-            )
-        room = limit - len(tokens)
-        if stopping.max_tokens > room:
-            raise InvalidRequest(
-                f"max_tokens is {stopping.max_tokens}, but after a prompt of {len(tokens)} tokens "
-                f"max_model_len ({limit}) leaves {room}"
-            )
-        if stopping.min_tokens > room:
-            raise InvalidRequest(
-                f"min_tokens is {stopping.min_tokens}, but after a prompt of {len(tokens)} tokens "
-                f"max_model_len ({limit}) leaves {room}"
-            )
-        return dataclasses.replace(stopping, max_tokens=stopping.max_tokens or room)
+    def rehearse(self) -> Iterator[object]:
+        """A text's ids and hashes."""
+        if self._config.files.tokenizer_directory is not None:
+            yield self._encoder.encode_text(_MADE_UP)
+        yield block_hashes(np.zeros(512, np.int32), self._admission.block_size, bytes(16))
 
     def stop(self) -> None:
         """End the template's process."""

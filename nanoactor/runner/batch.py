@@ -168,6 +168,21 @@ class Update:
         return self.decode_rows + (len(self.prefill.token_ids) if self.prefill else 0)
 
     @property
+    def final_lengths(self) -> HostSeqLens | None:
+        """The rows that sample, as decode rows; None where somebody reads hidden states of other
+        tokens too, or where these are hardly fewer."""
+        if (prefill := self.prefill) is None or 2 * len(prefill.ends) > len(prefill.token_ids):
+            return None
+        if self.scores is not None and len(self.scores.prompt_rows):
+            return None
+        if self.deferred is not None and len(self.deferred.prompt_rows):
+            return None
+        if self.lengths is NO_SEQ_LENS:
+            return NO_SEQ_LENS
+        contexts = (prefill.positions[prefill.ends] + 1).tolist()
+        return HostSeqLens([], [], contexts + self.lengths.decode_contexts)
+
+    @property
     def words(self) -> int:
         """At most so many int32 numbers travel to the device."""
         words = 3 * len(self.indices) + 128

@@ -24,6 +24,7 @@ from nanoactor.models.batch import (
     KVCache,
     RowBuffers,
     SlotTables,
+    with_final_rows,
 )
 from nanoactor.models.columns import WORDS
 from nanoactor.models.device import Device, TimedEvent
@@ -40,12 +41,8 @@ from nanoactor.runner.choosing import TokenChooser
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.deferring import DeferredChoices
-from nanoactor.runner.graphs import (
-    CapturedSteps,
-    MixedSize,
-    MixedSizes,
-    decode_sizes,
-)
+from nanoactor.runner.double import BatchDouble
+from nanoactor.runner.graphs import CapturedSteps, MixedSize, MixedSizes, decode_sizes
 from nanoactor.runner.in_flight import InFlight
 from nanoactor.runner.mixed import MixedInputs
 from nanoactor.runner.model import LoadedModel, copy_blocks
@@ -95,6 +92,7 @@ class DeviceExecutor:
         alone = engine.tensor_parallel_size == 1
         self._fused = device.fused_sampling if alone else device.fused_sampling_of_ranks
         self._uses_graphs = device.captures_graphs and engine.device_options.graph_mode != "eager"
+        self.any_thread = device.any_thread and alone
         self.too_large = self.uncaptured = 0
         self._dropped: list[int] = []
         with device.stream():
@@ -136,6 +134,7 @@ class DeviceExecutor:
             FALLBACK_AT_ONCE if device.asynchronous else config.max_num_seqs,
         )
         self._batch = HostBatch(config.max_num_seqs, most, self._traits)
+        self._double = BatchDouble(self._traits, self.block_size)
         layout = self._batch.layout
         dummies = device.dummy_blocks(config.max_num_seqs, self.block_size)
         self._caches: list[KVCache] = model.allocate(blocks + dummies)
@@ -189,6 +188,8 @@ class DeviceExecutor:
             self._kept = device.zeros(*shape, dtype=self._model.dtype)
         self._nothing = device.zeros(4, 1, dtype=torch.int32)[:, :0]
         self._staging = Staging(device, config.pipeline_depth + 2)
+        self._packing: Staging | None = None
+        """For rehearsals."""
 
     # -- memory ---------------------------------------------------------------------------
 
@@ -345,6 +346,13 @@ class DeviceExecutor:
         """Have the next step forget what of these is half encoded; those before may add to it."""
         self._dropped += numbers
 
+    def rehearse(self) -> Iterator[object]:
+        """Lay out a made-up prompt, and pack it; nothing is sent."""
+        update = self._double.update()
+        yield update
+        self._packing = self._packing or Staging(self._device, in_flight=1)
+        yield self._packing.put_update(update, captured=bool(self._inputs.longest))
+
     def launch(self, prepared: Update) -> _Launched:
         """Queue a step, or compute it."""
         with self._device.stream():
@@ -395,7 +403,10 @@ class DeviceExecutor:
     ) -> torch.Tensor:
         """Hidden states of the rows that sample."""
         if staged.prefill is not None:
-            return self._mixed(staged.prefill, update.decode_rows, staged.seen, update.lengths)
+            narrows = self._device.narrows_last_layer and staged.seen is None
+            final = update.final_lengths if narrows else None
+            inputs = staged.prefill, update.decode_rows, staged.seen, update.lengths
+            return self._mixed(*inputs, final=final)
         if fits:
             return self._captured.mixed(fits)
         if not update.decode_rows:  # a step that encodes, or chooses from what is kept
@@ -431,10 +442,11 @@ class DeviceExecutor:
         seen: DeviceVision | None,
         lengths: HostSeqLens,
         kept: torch.Tensor | None = None,
+        final: HostSeqLens | None = None,
     ) -> torch.Tensor:
         """A step with prompt chunks; returns the hidden states of the rows that sample: prompts
         that end here, then the decode batch. Those of all prompts' tokens are left in `kept`, if
-        there is one, else in `_prompts`."""
+        there is one, else in `_prompts`; with `final` nobody wants them."""
         device, first = self._device, len(prefill.token_ids)
         every, decodes = self._sliced(0, first + rows), self._rows[:rows]
         every.token_ids[:first] = prefill.token_ids
@@ -455,18 +467,23 @@ class DeviceExecutor:
             lengths=lengths,
             visual=self._model.encoder.read(seen.rows) if seen and self._model.encoder else None,
         )
+        if final is not None:
+            plan = functools.partial(device.plan, self._chooser.scratch)
+            chunks = prefill.ends, prefill.slots, prefill.positions
+            batch = with_final_rows(batch, chunks, final, plan)
         positions = every.positions
         if seen is not None:
             after = buffers.positions.expand(3, -1)
             positions = torch.cat((seen.positions, after), dim=1)
-        hidden = self._forward(every, batch, positions)
-        if kept is None:
-            self._prompts = hidden[:first]
-        else:
-            kept[:first].copy_(hidden[:first])
-        sampling = hidden.index_select(0, prefill.ends)
-        if rows:
-            sampling = torch.cat((sampling, hidden[first:]))
+        hidden = sampling = self._forward(every, batch, positions)
+        if final is None:
+            if kept is None:
+                self._prompts = hidden[:first]
+            else:
+                kept[:first].copy_(hidden[:first])
+            sampling = hidden.index_select(0, prefill.ends)
+            if rows:
+                sampling = torch.cat((sampling, hidden[first:]))
         self._chooser.choose(sampling, torch.cat((prefill.sampling, decodes)))
         return sampling
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from nanoactor.messages import Int32, Step
@@ -45,6 +46,8 @@ class Executor(Protocol):
     device_name: str
     asynchronous: bool
     """Whether `launch` returns before the step is done: then another thread calls `wait`."""
+    any_thread: bool
+    """Whether `launch` may be called on other threads too, one call at a time."""
     too_large: int
     """Steps with prompts launched operator by operator as no captured one holds as much, and ..."""
     uncaptured: int
@@ -65,3 +68,6 @@ class Executor(Protocol):
 
     def launch(self, prepared: Any) -> Launched:
         """Queue, or compute, what `prepare` returned, in the same order."""
+
+    def rehearse(self) -> Iterator[object]:
+        """Lay out a made-up step on a double, in parts; see `Actor.rehearse`."""

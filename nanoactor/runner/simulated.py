@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from nanoactor.messages import Int32, Step
 from nanoactor.models.limits import NOTHING_ALLOWED
 from nanoactor.runner.batch import BatchTraits, HostBatch
 from nanoactor.runner.config import SIMULATED, RankConfig, check_cache
+from nanoactor.runner.double import BatchDouble
 from nanoactor.runner.pixels import PixelsOf
 from nanoactor.runner.protocol import Computed
 from nanoactor.runner.ruled_rows import Long
@@ -66,7 +68,7 @@ class SimulatedExecutor:
 
     dtype_name = "none"
     device_name = "a simulated device"
-    asynchronous = False
+    asynchronous = any_thread = False
     too_large = uncaptured = 0
 
     def __init__(self, config: RankConfig) -> None:
@@ -80,9 +82,9 @@ class SimulatedExecutor:
         check_cache(self.num_blocks, files, self.block_size, "num_kv_blocks")
         self._free_at = 0
         self.encoder_pages = encoder_pages(engine, files)
-        self._batch = HostBatch(
-            engine.max_num_seqs, each, BatchTraits(fallback_at_once=engine.max_num_seqs)
-        )
+        traits = BatchTraits(fallback_at_once=engine.max_num_seqs)
+        self._batch = HostBatch(engine.max_num_seqs, each, traits)
+        self._double = BatchDouble(traits, self.block_size)
 
     def drop_pixels(self, numbers: list[int]) -> None:
         """It keeps nothing of pictures."""
@@ -101,6 +103,10 @@ class SimulatedExecutor:
     def launch(self, prepared: _Promise) -> _Promise:
         """Its time runs already."""
         return prepared
+
+    def rehearse(self) -> Iterator[object]:
+        """Lay out a made-up step."""
+        yield self._double.update()
 
     def _scored(self, rows: ScoredRows) -> StepScores:
         """Say of every token that it is as likely as any other."""

@@ -7,6 +7,7 @@ import dataclasses
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
@@ -17,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanoactor.models.devices as devices
 from nanoactor import SamplingParams
+from nanoactor.actors.runner import RunnerActor
 from nanoactor.messages import Step
 from nanoactor.models.columns import pack
 from nanoactor.models.errors import NotEnoughMemory
 from nanoactor.models.kernels import batch as slots_kernels
 from nanoactor.models.seq_lens import NO_SEQ_LENS
 from nanoactor.runner import graphs
+from nanoactor.runner.executor import DeviceExecutor
 from nanoactor.runner.graphs import CapturedSteps
 from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.open import open_executor
@@ -105,6 +108,43 @@ def mixed_params(tokens):
     return [*sampled, masked, greedy(tokens), greedy(tokens + 3)]
 
 
+def rehearse_before_each_step(monkeypatch):
+    """How many parts the rehearsals had: they change nothing of what is computed."""
+    rehearsed, on_step = set(), RunnerActor._on_step
+
+    def rehearse_first(self, step):
+        if not self._queued:
+            rehearsed.add(sum(1 for _ in self.rehearse()))
+        on_step(self, step)
+
+    monkeypatch.setattr(RunnerActor, "_on_step", rehearse_first)
+    return rehearsed
+
+
+def test_a_step_is_launched_where_it_arrives_unless_others_are_under_way(
+    interpreted, monkeypatch, tmp_path
+):
+    launched, launch = [], DeviceExecutor.launch
+
+    def noted(self, prepared):
+        launched.append(threading.current_thread().name)
+        return launch(self, prepared)
+
+    monkeypatch.setattr(DeviceExecutor, "launch", noted)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
+    make_checkpoint(tmp_path, **CONFIGURATIONS["untied"], **heads)
+    limits = dict(max_num_seqs=4, max_num_batched_tokens=9, block_size=4, max_model_len=16)
+
+    async def main():
+        async with engine(tmp_path, placement="single", num_kv_blocks=8, **limits) as llm:
+            launched.clear()
+            await collect(llm, ids([1, 2, 3]), greedy(6))
+
+    asyncio.run(main())
+    assert launched[0] == "MainThread"
+    assert "device" in launched
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_prompts_beyond_a_sizes_rows_take_a_larger_one(interpreted, monkeypatch, tmp_path):
@@ -148,7 +188,9 @@ def test_the_executor_gives_the_cpus_tokens(interpreted, monkeypatch, tmp_path, 
             found = await asyncio.gather(*(collect(llm, ids(p), q) for p, q in requests))
             return [output.outputs[0] for output in found], await llm.statistics()
 
+    rehearsed = rehearse_before_each_step(monkeypatch)
     found, figures = asyncio.run(outputs(num_kv_blocks=4, enforce_eager=eager))
+    assert rehearsed == {2}, "a layout, and its packing"
     assert figures["scheduler"]["actor"]["mixed_steps"] > 0
     assert figures["scheduler"]["actor"]["preemptions"] > 0
     monkeypatch.undo()

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nanoactor.actors.config import ActorConfig
+from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.actors.frontend import FrontendActor
 from nanoactor.actors.journal import Entry
 from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidRequest
-from nanoactor.messages import Abort, OutputDelta, Stopping, Submit, Terminal, TextOptions
+from nanoactor.messages import Abort, Admit, OutputDelta, Stopping, Submit, Terminal, TextOptions
 from nanoactor.model_files import ModelFiles
 from nanoactor.outputs import RequestOutputKind
 
@@ -20,7 +20,7 @@ def frontend_of(tokenizers):
     engine = EngineConfig("any", num_tokenizers=tokenizers, max_waiting_tokens=10**9)
     files = ModelFiles(
         Path(),
-        SimpleNamespace(vocab_size=100),
+        SimpleNamespace(vocab_size=100, vision=None),
         defaults={},
         eos_token_ids=(),
         max_model_len=100,
@@ -58,7 +58,7 @@ def started(answers):
     frontend, outboxes = frontend_of(1), {}
     track = SimpleNamespace(kind=lambda *names: 0, add=lambda *span: None)
     context = SimpleNamespace(track=track, outbox=lambda name: outboxes.setdefault(name, Outbox()))
-    frontend.start(context, {})
+    frontend.start(context, {"runner.0": RunnerReady(8, 16, "float32", "cpu")})
     prompt = np.array([1, 2, 3], np.int32)
     options = Stopping(9, 0, (), ()), TextOptions((), False, True, 0)
 
@@ -82,7 +82,11 @@ def test_the_error_of_one_answer_ends_the_others():
     frontend, entry, outboxes = started(4)
     delivered(frontend, terminal(2, "length"), terminal(1, "error"))
     sent = outboxes["scheduler"].sent
-    assert [(type(message), message.uid) for message in sent] == [(Abort, 0), (Abort, 3)]
+    assert [(type(message), message.uid) for message in sent] == [
+        (Admit, 0),
+        (Abort, 0),
+        (Abort, 3),
+    ]
     with pytest.raises(InvalidRequest, match="because"):
         entry.raise_error()
     assert frontend.entry_of("one") is entry
@@ -90,7 +94,7 @@ def test_the_error_of_one_answer_ends_the_others():
     assert frontend.entry_of("one") is None
     assert not frontend.has_work
     assert frontend.statistics()["waiting_requests"] == frontend.statistics()["waiting_tokens"] == 0
-    assert len(sent) == 2
+    assert len(outboxes["scheduler"].sent) == 3
 
 
 def test_a_request_ends_with_its_last_answer():

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from nanoactor.models.batch import KVCache, VisualTokens
+from nanoactor.models.batch import FinalRows, KVCache, VisualTokens
 from nanoactor.models.config import RopeConfig, parse_config, read_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import open_device
@@ -62,8 +62,9 @@ class Driver:
         ]
         self.free = random.Random(seed).sample(range(blocks), blocks)
 
-    def step(self, prefills, decodes=()):
-        """Run one step: `prefills` are (sequence, tokens), `decodes` sequences."""
+    def step(self, prefills, decodes=(), final=False):
+        """Run one step: `prefills` are (sequence, tokens), `decodes` sequences. With `final` it
+        runs once more for the last token of each row alone, and says the same of these."""
         rows, tokens, positions, slots = [], [], [], []
         for sequence, count in [*prefills, *((sequence, 1) for sequence in decodes)]:
             begin, end = sequence.done, sequence.done + count
@@ -93,8 +94,33 @@ class Driver:
         with torch.inference_mode():
             hidden = self.model.forward(torch.tensor(tokens), places, self.caches, batch)
             logits = self.model.logits(hidden)
+            if final:
+                self.run_final(batch, rows, (torch.tensor(tokens), places), logits)
         for (sequence, _), part in zip(rows, logits.split([n for _, n in rows]), strict=True):
             sequence.logits.append(part)
+
+    def run_final(self, batch, rows, inputs, whole):
+        before = [(cache.keys.clone(), cache.values.clone()) for cache in self.caches]
+        ends = torch.tensor([count for _, count in rows]).cumsum(0).int() - 1
+        alone = attention_batch(
+            self.device,
+            [sequence.blocks for sequence, _ in rows],
+            [],
+            [sequence.done for sequence, _ in rows],
+            self.heads,
+            self.block_size,
+        )
+        narrowed = dataclasses.replace(batch, final=FinalRows(ends, lambda: alone))
+        hidden = self.model.forward(*inputs, self.caches, narrowed)
+        assert_close(self.model.logits(hidden), whole[ends])
+        for cache, kept in zip(self.caches, before, strict=True):
+            for now, then in zip((cache.keys, cache.values), kept, strict=True):
+                assert torch.equal(now, then)
+        nobody = FinalRows(ends[:0], lambda: pytest.fail("there is nothing to plan"))
+        assert (
+            len(self.model.forward(*inputs, self.caches, dataclasses.replace(batch, final=nobody)))
+            == 0
+        )
 
     def pictures(self, rows):
         """Positions, and the features of those tokens of these rows that are of pictures."""
@@ -159,6 +185,16 @@ def test_ragged_chunks_give_the_logits_of_transformers(checkpoint, sizes):
         driver.step([(sequence, min(sizes[steps % len(sizes)], sequence.left))])
         steps += 1
     assert_close(sequence.result(), reference(model, sequence.tokens))
+
+
+def test_a_last_layer_that_computes_final_rows_alone_gives_the_same(checkpoint):
+    """Chunks with and without a prefix, beside rows that decode; keys and values are all there."""
+    directory, _ = checkpoint
+    driver = Driver(directory)
+    first, second, third = (Sequence(random_tokens(n, n)) for n in (30, 41, 20))
+    driver.step([(first, 9), (second, 17)], final=True)
+    driver.step([(second, 24), (third, 20)], [first], final=True)
+    driver.step([(first, 20)], final=True)
 
 
 @pytest.mark.parametrize("prompt", [1, 8, 29])

@@ -18,10 +18,11 @@ LONG = 1000.0
 class Alarms:
     """Three of them on one loop."""
 
-    def __init__(self, seconds, may_stay=lambda: True):
+    def __init__(self, seconds, may_stay=lambda: True, rehearse=lambda: iter(())):
         self.plans = create_alarms("abc", seconds)
         loop = asyncio.get_running_loop()
-        self.a, self.b, self.c = (Alarm(plan, loop, may_stay) for plan in self.plans.values())
+        alarms = (Alarm(plan, loop, may_stay, rehearse) for plan in self.plans.values())
+        self.a, self.b, self.c = alarms
 
     def close(self):
         for alarm in (self.a, self.b, self.c):
@@ -117,6 +118,45 @@ def test_who_may_not_stay_awake_wakes_and_looks_at_nothing():
         assert alarms.b.looks == 0
 
     with_alarms(test, LONG, lambda: False)
+
+
+def test_who_is_roused_rehearses_a_part_between_two_looks():
+    """What was not played is played when it is roused again, before anything new."""
+    parts, begun = [], []
+
+    def rehearse():
+        begun.append(len(parts))
+        for part in range(3):
+            parts.append(part)
+            yield part
+
+    awake = [True]
+
+    async def test(alarms):
+        alarms.a.rouse()
+        await heard(alarms.b)
+        await heard(alarms.c)
+        while len(parts) < 6:
+            before = len(parts), alarms.b.looks + alarms.c.looks
+            await asyncio.sleep(0)
+            looks = alarms.b.looks + alarms.c.looks - before[1]
+            assert len(parts) - before[0] <= looks
+        await turns(20)
+        assert sorted(parts) == [0, 0, 1, 1, 2, 2]
+        assert len(begun) == 2
+        awake[0] = False
+        await turns(5)
+        alarms.b.rouse()
+        await heard(alarms.c, 2)
+        await turns(20)
+        assert len(parts) == 6
+        awake[0] = True
+        alarms.a._not_before = 0.0
+        alarms.a.rouse()
+        while len(parts) < 12:
+            await asyncio.sleep(0.001)
+
+    with_alarms(test, LONG, lambda: awake[0], rehearse)
 
 
 def test_a_bell_that_nobody_hears_holds_up_nobody_and_a_closed_one_writes_nowhere():

@@ -43,6 +43,7 @@ class SimulatedRunner(RunnerActor):
         self._world = world
         self._busy = False
         self._slow = random.Random(f"{world.scenario.seed} slow")
+        self.any_thread = False
         self.done = 0
         """The last step that the device has completed."""
         self.busy_seconds = 0.0

@@ -26,6 +26,7 @@ class Mutation:
 
 
 SCHEDULER = "nanoactor.scheduling.scheduler"
+ADMISSION = "nanoactor.admission"
 ARRIVALS = "nanoactor.scheduling.arrivals"
 HOLDING = "nanoactor.scheduling.holding"
 BUDGET = "nanoactor.scheduling.budget"
@@ -200,6 +201,34 @@ MUTATIONS = [
         SCHEDULER,
         "choose_chunks(self.config.max_num_batched_tokens - decodes)",
         "choose_chunks(self.config.max_num_batched_tokens)",
+    ),
+    Mutation(
+        "what the frontend admits goes to a tokenizer too",
+        FRONTEND,
+        "        else:\n            self._send_to_tokenizer(entry)\n",
+        "        self._send_to_tokenizer(entry)\n",
+    ),
+    Mutation(
+        "the frontend admits an answer without its grammar",
+        ADMISSION,
+        "submit.chat is not None or submit.grammar:",
+        "submit.chat is not None:",
+    ),
+    Mutation(
+        "the frontend admits a request without its rules",
+        ADMISSION,
+        "if submit.rules or submit.bad_words or submit.item_times",
+        "if submit.bad_words or submit.item_times",
+    ),
+    Mutation(
+        "the frontend admits a prompt whose pictures nobody has placed",
+        ADMISSION,
+        "submit.bad_words or submit.item_times or len(tokens) > DIRECT_TOKENS:\n"
+        "            return None\n"
+        "        if self._placeholders and np.isin(tokens, self._placeholders).any():\n",
+        "submit.bad_words or len(tokens) > DIRECT_TOKENS:\n"
+        "            return None\n"
+        "        if not len(tokens):\n",
     ),
     Mutation(
         "one step more is planned than the depth",

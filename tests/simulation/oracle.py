@@ -923,6 +923,7 @@ class Oracle:
         scheduler.check_idle()
         self.manager.check()
         journal = actors["frontend"].statistics()
+        self.counts["admitted by the frontend"] += journal.pop("direct")
         del journal["step_at"]  # a time, not something held
         held = {
             "live": len(scheduler.live),

@@ -49,6 +49,7 @@ FIRST = dict(
     refused=5,
 )
 FIRST |= {"sat out": 1, "aborts that overtook": 20, "stop strings": 2, "forks": 5}
+FIRST |= {"admitted by the frontend": 3}
 FIRST |= {"chosen under masks": 200, "rows behind free text": 2}
 
 

@@ -1,0 +1,102 @@
+"""Requests whose tokens are known: what they must fit, and the message that admits them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.kv.hashing import block_hashes
+from nanoactor.messages import Admit, FreeText, Int32, Stopping, Submit, TokenRules
+from nanoactor.model_files import ModelFiles
+from nanoactor.vision.messages import Items
+
+DIRECT_TOKENS = 4096
+"""The longest prompt that the frontend admits itself: to hash more would take the user's loop too
+long."""
+
+
+class Admission:
+    """Makes `Admit` of a `Submit`, for one engine."""
+
+    def __init__(self, files: ModelFiles, salt: bytes, block_size: int) -> None:
+        self._limit, self._vocabulary = files.max_model_len, files.config.vocab_size
+        vision = files.config.vision
+        self._placeholders = (vision.image_token_id, vision.video_token_id) if vision else ()
+        self._salt, self.block_size = salt, block_size
+
+    def direct(self, submit: Submit) -> Admit | None:
+        """Return what admits a request with which a tokenizer has nothing to do; None where it has,
+        if only to say what is wrong."""
+        tokens = submit.token_ids
+        if submit.text is not None or submit.chat is not None or submit.grammar:
+            return None
+        if submit.rules or submit.bad_words or submit.item_times or len(tokens) > DIRECT_TOKENS:
+            return None
+        if self._placeholders and np.isin(tokens, self._placeholders).any():
+            return None
+        try:
+            stopping = self.check(tokens, submit.stopping)
+        except InvalidRequest:
+            return None
+        return self.admit(submit, tokens, stopping)
+
+    def admit(
+        self,
+        submit: Submit,
+        tokens: Int32,
+        stopping: Stopping,
+        items: tuple[Items, ...] = (),
+        extras: Mapping[int, bytes] = MappingProxyType({}),
+        rules: tuple[TokenRules, ...] = (),
+        grammar: str = "",
+        free: tuple[FreeText, ...] = (),
+    ) -> Admit:
+        """Return what admits a request with these tokens, which were checked."""
+        return Admit(
+            uid=submit.uid,
+            epoch=submit.epoch,
+            token_ids=tokens,
+            prompt_length=len(tokens),
+            hashes=block_hashes(tokens, self.block_size, self._salt, extras=extras),
+            priority=submit.priority,
+            sampling=submit.sampling,
+            stopping=stopping,
+            text_options=submit.text_options,
+            items=items,
+            rules=rules,
+            logprobs=submit.logprobs,
+            prompt_logprobs=submit.prompt_logprobs,
+            grammar=grammar,
+            free=free,
+            held=submit.held,
+        )
+
+    def check(self, tokens: Int32, stopping: Stopping) -> Stopping:
+        """Return the limits with max_tokens filled in; raise `InvalidRequest` where the prompt
+        breaks one."""
+        limit = self._limit
+        if not len(tokens):
+            raise InvalidRequest("the prompt is empty: it must have at least one token")
+        if len(tokens) >= limit:
+            raise InvalidRequest(
+                f"the prompt has {len(tokens)} tokens, but max_model_len is {limit}: at most "
+                f"{limit - 1} leave room for one token of output"
+            )
+        if tokens.min() < 0 or tokens.max() >= self._vocabulary:
+            wrong = int(tokens[(tokens < 0) | (tokens >= self._vocabulary)][0])
+            raise InvalidRequest(
+                f"token id {wrong} is outside the vocabulary of {self._vocabulary} ids (0 to "
+                f"{self._vocabulary - 1})"
+            )
+        room = limit - len(tokens)
+        for name in ("max_tokens", "min_tokens"):
+            if (wanted := getattr(stopping, name)) > room:
+                raise InvalidRequest(
+                    f"{name} is {wanted}, but after a prompt of {len(tokens)} tokens "
+                    f"max_model_len ({limit}) leaves {room}"
+                )
+        return dataclasses.replace(stopping, max_tokens=stopping.max_tokens or room)

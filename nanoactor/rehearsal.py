@@ -1,0 +1,123 @@
+"""Doubles of the engine's logic that play made-up requests, to have its code in the caches.
+
+What a handler takes after a pause of some milliseconds is three to five times what it takes when
+called again at once: its code and the interpreter's have left the processor's caches. An actor that
+is told of a request before it arrives (`Context.rouse`) plays one on doubles of its own meanwhile.
+Doubles share code with the engine, and nothing else: no state, no numbers, no messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from nanoactor.kv.hashing import block_hashes
+from nanoactor.kv.manager import BlockManager
+from nanoactor.messages import (
+    Admit,
+    Free,
+    Match,
+    Open,
+    Plan,
+    SampledTokens,
+    Step,
+    StepDone,
+    Stopping,
+    TextOptions,
+    Tokens,
+)
+from nanoactor.models.columns import pack
+from nanoactor.runtime.codec import encode
+from nanoactor.scheduling.config import SchedulerConfig
+from nanoactor.scheduling.edges import TEXT
+from nanoactor.scheduling.scheduler import Scheduler
+
+_PROMPT, _SEQS = 512, 2
+_SALT = bytes(16)
+_SAMPLING = {"temperature": 0.7, "top_p": 0.9}
+_ONE_TOKEN = Stopping(max_tokens=1, min_tokens=0, eos_ids=(0,), stop_ids=())
+_PLAIN = TextOptions(stop=(), include_stop=False, skip_special=True, min_tokens=0)
+_NONE, _TOKEN = np.empty(0, np.int32), np.array([5], np.int32)
+
+
+class Rehearsal:
+    """A scheduler and a block manager that serve one made-up request of a token after the other."""
+
+    def __init__(self, block_size: int) -> None:
+        blocks, length = 4 * -(-_PROMPT // block_size), 2 * _PROMPT
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                blocks=blocks,
+                block_size=block_size,
+                max_num_seqs=_SEQS,
+                max_num_batched_tokens=_PROMPT,
+                max_model_len=length,
+            )
+        )
+        self._manager = BlockManager(blocks, block_size, _SEQS, length, _SALT)
+        self._block_size = block_size
+        self._uid = 0
+
+    def admit(self) -> Admit:
+        """Make the next request; no two have a block in common."""
+        tokens = np.arange(_PROMPT, dtype=np.int32) + 7 * self._uid
+        request = Admit(
+            uid=self._uid,
+            epoch=0,
+            token_ids=tokens,
+            prompt_length=_PROMPT,
+            hashes=block_hashes(tokens, self._block_size, _SALT, extras={}),
+            priority=0,
+            sampling=pack(_SAMPLING),
+            stopping=_ONE_TOKEN,
+            text_options=_PLAIN,
+        )
+        self._uid += 1
+        return request
+
+    def play(self) -> Iterator[Any]:
+        """Serve a request; yields each message that would travel to another process, encoded on
+        the way as it would be."""
+        yield from self._tell(self.admit())
+        yield from self._settle()
+        done = StepDone(
+            self._uid,
+            token_ids=_TOKEN,
+            seconds=0.001,
+            began=0,
+            failed=_NONE,
+            errors=[],
+            choiceless=_NONE,
+        )
+        yield from self._tell(done)
+        yield from self._settle()
+
+    def _settle(self) -> Iterator[Any]:
+        while (credits_ := self._manager.take_credits()) is not None:
+            yield from self._tell(credits_)
+
+    def _tell(self, event: Any) -> Iterator[Any]:
+        handlers: dict[type, Callable[[Any], Any]] = {
+            Match: self._manager.match,
+            Plan: self._manager.bind_blocks,
+            SampledTokens: self._manager.record_tokens,
+            Free: self._manager.free,
+        }
+        for edge, message in self._scheduler.handle(event):
+            sent = message if edge == TEXT else handlers[type(message)](message)
+            if sent is not None:
+                encode(sent)
+            yield sent
+
+
+def first_step(block_size: int) -> Step:
+    """Return the step that computes a made-up prompt."""
+    return next(sent for sent in Rehearsal(block_size).play() if type(sent) is Step)
+
+
+def text_messages() -> list[Open | Tokens]:
+    """Return what the detokenizer would hear of a made-up request, from its begin to its end."""
+    sent = Rehearsal(_PROMPT).play()
+    return [message for message in sent if isinstance(message, Open | Tokens)]

@@ -1,0 +1,30 @@
+"""A batch on which a runner rehearses: it lays out the same made-up step each time."""
+
+from __future__ import annotations
+
+import functools
+
+from nanoactor.messages import Step
+from nanoactor.rehearsal import first_step
+from nanoactor.runner.batch import BatchTraits, HostBatch, Update
+
+
+class BatchDouble:
+    """A small `HostBatch`, made when it is first wanted."""
+
+    def __init__(self, traits: BatchTraits, block_size: int) -> None:
+        self._traits, self._block_size = traits, block_size
+
+    @functools.cached_property
+    def _step(self) -> Step:
+        return first_step(self._block_size)
+
+    @functools.cached_property
+    def _batch(self) -> HostBatch:
+        return HostBatch(
+            int(self._step.slots.max()) + 1, len(self._step.table_blocks), self._traits
+        )
+
+    def update(self) -> Update:
+        """Lay out a prompt that ends in its step."""
+        return self._batch.update(self._step)
