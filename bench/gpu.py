@@ -8,7 +8,7 @@ workload: 256 prompts of 100 to 1,024 tokens, 100 to 1,024 tokens each, temperat
 one prompt of 512 tokens on an idle engine, 1 and 256 tokens. decode: prompts of 1,024 tokens, the
 time per step from two lengths of output; and in a window of full batches, what the device idled by
 its own clock (idle: that alone). recommended: top-k 20, top-p 0.95, temperature 0.6 beside greedy.
-prefill: 8 prompts of 8,192 tokens (raise --max-model-len). burst: 256 prompts of 560 tokens at
+prefill: 8 prompts of 8,192 tokens (raise --max-model-len), prompts: 16 of 4,000. burst: 256 prompts of 560 tokens at
 once, one token each; and 256 of 32 tokens. gap: the largest gap between two tokens
 of 63 streams while a prompt of 32,768 tokens is prefilled (raise it too; its chunks are as large as
 --max-num-batched-tokens). Every prompt is new, so nothing is cached.
@@ -70,7 +70,8 @@ MODELS = {
         **_SHARED,
     },
 }
-TESTS = ("workload", "latency", "decode", "idle", "recommended", "prefill", "burst", "gap")
+TESTS = ("workload", "latency", "decode", "idle", "recommended", "prefill", "prompts", "burst")
+TESTS += ("gap",)
 
 
 def prompts_of(lengths: list[int], seed: int) -> list[list[int]]:
@@ -249,6 +250,12 @@ class Bench:
             "tokens_meanwhile": len(gaps),
         }
 
+    async def prompts(self) -> dict:
+        """Sixteen prompts of 4,000 tokens."""
+        await self.generate([4000] * 16, [1] * 16, 0.0)
+        times = [await self.generate([4000] * 16, [1] * 16, 0.0) for _ in range(self.rounds)]
+        return {"tokens_per_s": [64000 / seconds for seconds in times]}
+
     async def burst(self) -> dict:
         results = {}
         for length in (560, 32):
@@ -341,7 +348,7 @@ def summary(results: dict) -> None:
     for run in results["runs"]:
         name = f"{results['engine']} {results['model']}"
         name += f" depth {run['depth']}" if "depth" in run else ""
-        for test in ("workload", "prefill"):
+        for test in ("workload", "prefill", "prompts"):
             if test in run:
                 rate = statistics.median(run[test]["tokens_per_s"])
                 print(f"{name} {test}: {rate:,.0f} tokens/s")

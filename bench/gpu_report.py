@@ -6,7 +6,8 @@ What stands between `<!-- gpu-tables -->` and `<!-- /gpu-tables -->` in FILE (do
 replaced by tables of medians from
 `bench/results/*-gpu-*.json`: nanoactor at depth 2 beside vLLM, a ratio
 above 1 meaning that nanoactor is faster, and depth 1 beside depth 2. Files are pooled by GPU,
-model, engine and depth; for each test (of decode: each batch) the latest date and file name count.
+model, engine and depth; for each test (of decode: each figure of a batch) the latest date and file
+name count.
 Files of runs with `--sync`, `--enforce-eager` or `--plan-lead` are left out, as are those of other
 benchmarks. `--check` writes nothing: its exit status is 1 if FILE would change. The status is 2
 where there are no markers or no results.
@@ -71,7 +72,9 @@ ROWS = [
     *DECODE,
     Row("TTFT, 512 tokens", "ms", ("latency", "ttft_ms"), ".2f"),
     Row("one request", "ms per token", ("latency", "ms_per_token"), ".3f"),
-    Row("prefill", "tokens/s", ("prefill", "tokens_per_s"), ",.0f", True),
+    Row("prefill, 8 x 8,192", "tokens/s", ("prefill", "tokens_per_s"), ",.0f", True),
+    Row("prefill, 16 x 4,000", "tokens/s", ("prompts", "tokens_per_s"), ",.0f", True),
+    Row("burst, 256 x 560", "tokens/s", ("burst", "560", "tokens_per_s"), ",.0f", True),
 ]
 
 
@@ -110,7 +113,9 @@ class Setup:
 def merge(tests: dict, run: dict) -> None:
     for name, found in run.items():
         if name == "decode":
-            tests.setdefault(name, {}).update(found)
+            batches = tests.setdefault(name, {})
+            for batch, figures in found.items():
+                batches.setdefault(batch, {}).update(figures)
         else:
             tests[name] = found
 

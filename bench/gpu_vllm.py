@@ -92,6 +92,19 @@ class Peer:
         times = [self.generate([8192] * 8, [1] * 8, 0.0) for _ in range(self.rounds)]
         return {"tokens_per_s": [65536 / seconds for seconds in times]}
 
+    def prompts(self) -> dict:
+        self.generate([4000] * 16, [1] * 16, 0.0)
+        times = [self.generate([4000] * 16, [1] * 16, 0.0) for _ in range(self.rounds)]
+        return {"tokens_per_s": [64000 / seconds for seconds in times]}
+
+    def burst(self) -> dict:
+        results = {}
+        for length in (560, 32):
+            self.generate([length] * 256, [1] * 256, 0.0)
+            times = [self.generate([length] * 256, [1] * 256, 0.0) for _ in range(3)]
+            results[str(length)] = {"tokens_per_s": [256 * length / each for each in times]}
+        return results
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

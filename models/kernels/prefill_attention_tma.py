@@ -50,7 +50,7 @@ _LEAST_TILES = 16
 _AT_ONCE, _WAVES = 2, 5
 """Programs that share a multiprocessor, and how many of these it has one after the other at most
 where contexts are divided."""
-_MOST_WAYS, _COST = 16, 0.005
+_MOST_WAYS, _COST = 16, 0.04
 """The most parts of a context, and what one more costs, as a share of the undivided time."""
 
 

@@ -100,7 +100,7 @@ def test_depth_1_beside_depth_2(tmp_path, write):
 def test_one_engine_alone(tmp_path, write):
     write("a-gpu-vllm", "vLLM", [{"prefill": {"tokens_per_s": [1234.5, 1233.5]}}])
     text = tables(tmp_path)
-    assert cells(text, "prefill: tokens/s") == ["-", "1,234", "-"]
+    assert cells(text, "prefill, 8 x 8,192: tokens/s") == ["-", "1,234", "-"]
     assert "depth 1" not in text
 
 
@@ -132,7 +132,9 @@ def test_files_are_pooled_and_the_latest_counts_for_each_test_and_batch(tmp_path
     text = tables(tmp_path)
     assert cells(text, "workload: output tokens/s") == ["500", "-", "-"]
     assert cells(text, "decode, batch 8: ms per step") == ["8.000", "-", "-"]
-    assert cells(text, "Qwen3-0.6B | 1") == ["-", "3.000", "-", "-", "-"]
+    assert cells(text, "Qwen3-0.6B | 1") == ["-", "3.000", "-", "-", "50.00 %"], (
+        "of the file before"
+    )
 
 
 def test_runs_with_other_settings_and_other_benchmarks_are_left_out(tmp_path, write, capsys):

@@ -172,8 +172,8 @@ def test_float16_is_rounded_once():
 def test_contexts_are_divided_so_that_no_last_wave_is_nearly_empty():
     """132 multiprocessors that hold two programs each."""
     parts = Parts(torch.empty(0), torch.empty(0), torch.zeros(Parts.wanted(132)))
-    assert [parts.ways(n) for n in (1, 8, 16, 64, 128, 132)] == [14, 14, 14, 4, 2, 2]
-    assert parts.ways(144) == 9, "five full waves instead of two that are half empty"
+    assert [parts.ways(n) for n in (1, 8, 16, 64, 128, 132)] == [5, 5, 5, 4, 2, 2]
+    assert parts.ways(144) == 3, "two waves of parts of a third, instead of two of halves"
     assert [parts.ways(n) for n in (256, 264, 1320, 5000)] == [1, 1, 1, 1]
 
 

@@ -126,7 +126,8 @@ def test_arrows_follow_every_step_and_every_request_through_all_tracks(tmp_path,
     assert set(names.values()) >= {*TRACKS, "runner.0 device"}
     work = {e["name"] for e in events if e["ph"] == "X"}
     assert work >= WORK
-    for category, tracks in (("step", TRACKS - {"tokenizer.0"}), ("request", TRACKS)):
+    through = TRACKS - {"tokenizer.0"}  # the first request is admitted by the frontend
+    for category in ("step", "request"):
         arrows = [e for e in events if e.get("cat") == category and e["ph"] in "stf"]
         numbers = {e["id"] for e in arrows}
         assert len(numbers) == (4 if category == "request" else trace.summary().steps)
@@ -134,9 +135,11 @@ def test_arrows_follow_every_step_and_every_request_through_all_tracks(tmp_path,
         told = sorted({e["id"] for e in arrows if names[e["pid"], e["tid"]] == "frontend"})
         for number in numbers if category == "request" else [told[len(told) // 2]]:
             mine = [e for e in arrows if e["id"] == number]
-            assert {names[e["pid"], e["tid"]] for e in mine} >= {*tracks, "runner.0 device"}
+            assert {names[e["pid"], e["tid"]] for e in mine} >= {*through, "runner.0 device"}
             assert [e["ph"] for e in mine] == ["s", *"t" * (len(mine) - 2), "f"]
             assert [e["ts"] for e in mine] == sorted(e["ts"] for e in mine)
+        tokenized = {e["id"] for e in arrows if names[e["pid"], e["tid"]] == "tokenizer.0"}
+        assert len(tokenized) == (3 if category == "request" else 0)
     slices = {place: [] for place in names}
     for event in events:
         if event["ph"] == "X":
