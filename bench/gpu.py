@@ -290,6 +290,7 @@ async def measure(args: argparse.Namespace, directory: Path, depth: int) -> dict
         pipeline_depth=depth,
         enforce_eager=args.enforce_eager,
         plan_lead=args.plan_lead,
+        decode_kernel=args.decode_kernel,
     )
     results = {"depth": depth}
     async with llm:
@@ -380,6 +381,7 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--plan-lead", default="eager")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--decode-kernel", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trace", type=Path)
     args = parser.parse_args()

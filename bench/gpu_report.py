@@ -8,9 +8,9 @@ replaced by tables of medians from
 above 1 meaning that nanoactor is faster, and depth 1 beside depth 2. Files are pooled by GPU,
 model, engine and depth; for each test (of decode: each figure of a batch) the latest date and file
 name count.
-Files of runs with `--sync`, `--enforce-eager` or `--plan-lead` are left out, as are those of other
-benchmarks. `--check` writes nothing: its exit status is 1 if FILE would change. The status is 2
-where there are no markers or no results.
+Files of runs with `--sync`, `--enforce-eager`, `--plan-lead` or `--decode-kernel` are left out,
+as are those of other benchmarks. `--check` writes nothing: its exit status is 1 if FILE would
+change. The status is 2 where there are no markers or no results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- gpu-tables -->", "<!-- /gpu-tables -->"
 MODELS = {"0.6b": "Qwen3-0.6B", "8b": "Qwen3-8B"}
 BATCHES = ("1", "8", "64", "256")
-VARIANTS = {"--sync", "--enforce-eager", "--plan-lead"}
+VARIANTS = {"--sync", "--enforce-eager", "--plan-lead", "--decode-kernel"}
 OURS, PEER = "nanoactor (depth 2)", "vLLM"
 DASH = "-"
 

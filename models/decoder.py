@@ -7,8 +7,9 @@ import torch
 from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.collective import Group, SingleRank
 from nanoactor.models.config import ModelConfig
-from nanoactor.models.device import Device
+from nanoactor.models.device import Device, Linear
 from nanoactor.models.layers import DecoderLayer, Embedding, LayerContext, RMSNorm
+from nanoactor.models.model_weights import ModelWeights
 from nanoactor.models.parallel import shard_of
 from nanoactor.models.registry import family_of
 from nanoactor.models.rope import RotaryEmbedding
@@ -80,6 +81,20 @@ class Decoder:
                 x, residual = residual + x, None
                 x[: len(levels[index])] += levels[index]
         return self._norm(x) if residual is None else self._norm.add(x, residual)[0]
+
+    def weights(self) -> ModelWeights | None:
+        """All tensors; None where the device keeps matrices in a layout of its own."""
+        layers = [layer.weights() for layer in self._layers]
+        if not isinstance(self._head, Linear):
+            return None
+        return ModelWeights(
+            layers=[layer for layer in layers if layer is not None],
+            embed=self._embedding.weight,
+            norm=self._norm.weight,
+            head=self._head.weight,
+            cos=self._rope.cos,
+            sin=self._rope.sin,
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden) to (rows, vocabulary), or to this rank's part of it, padding included."""

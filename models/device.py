@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch.nn import functional as F
 
 from nanoactor.models.batch import (
     AttentionBatch,
@@ -17,6 +18,8 @@ from nanoactor.models.batch import (
     SamplingBatch,
     SlotTables,
 )
+from nanoactor.models.config import ModelConfig
+from nanoactor.models.model_weights import ModelWeights
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.seq_lens import HostSeqLens
 
@@ -44,6 +47,37 @@ class TimedEvent(Protocol):
 
 LinearOperator = Callable[[torch.Tensor], torch.Tensor]
 """(tokens, inputs) to (tokens, outputs)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear operator that has its weight, (outputs, inputs), as it was given."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x Wᵀ + b."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class WholeSteps(Protocol):
+    """Decode steps that run as one operator, for some numbers of rows."""
+
+    def run(
+        self,
+        rows: RowBuffers,
+        slots: torch.Tensor,
+        tables: torch.Tensor,
+        caches: Sequence[KVCache],
+    ) -> torch.Tensor | None:
+        """Queue a step of rows that `Device.advance` has laid out, of slots int32 (rows,): hidden
+        states (rows, hidden) behind the final norm, rewritten by the next; None where there is no
+        operator for so many."""
+
+    def check(self) -> None:
+        """Raise what has stopped a step, where the device says that one has failed."""
+
 
 ForwardFunction = Callable[
     [torch.Tensor, torch.Tensor, list[KVCache], AttentionBatch], torch.Tensor
@@ -182,6 +216,12 @@ class Device(Protocol):
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Ids, int64 (rows,), chosen from logits (rows, vocabulary)."""
+
+    def whole_steps(
+        self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
+    ) -> WholeSteps | None:
+        """Make whole decode steps for those of these numbers of rows that have one; None where no
+        number has. A failure is logged, with what it costs."""
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
         """Return how many blocks so many padded rows may write to."""

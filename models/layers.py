@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from nanoactor.models.batch import AttentionBatch, FinalRows, KVCache
 from nanoactor.models.collective import Group
 from nanoactor.models.config import ModelConfig
-from nanoactor.models.device import Device
+from nanoactor.models.device import Device, Linear
+from nanoactor.models.model_weights import LayerWeights
 from nanoactor.models.parallel import Shard, Span
 from nanoactor.models.weights import Weights
 
@@ -48,11 +49,11 @@ class ColumnParallel:
         names_w, names_b = [f"{n}.weight" for n in names], [f"{n}.bias" for n in names]
         weight = weights.concatenated(names_w, outputs, inputs, rows=rows)
         added = weights.concatenated(names_b, outputs, rows=rows) if bias else None
-        self._operator = context.device.linear(weight, added)
+        self.operator = context.device.linear(weight, added)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, inputs) to (tokens, this rank's outputs)."""
-        return self._operator(x)
+        return self.operator(x)
 
 
 class RowParallel:
@@ -72,12 +73,12 @@ class RowParallel:
         weight = weights.load(f"{name}.weight", outputs, inputs, columns=None if whole else columns)
         self._group = group
         added = weights.load(f"{name}.bias", outputs) if bias else None
-        self._operator = context.device.linear(weight, added if group.size == 1 else None)
+        self.operator = context.device.linear(weight, added if group.size == 1 else None)
         self._bias = added if group.size > 1 else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, this rank's inputs) to (tokens, outputs)."""
-        y = self._group.all_reduce(self._operator(x))
+        y = self._group.all_reduce(self.operator(x))
         return y if self._bias is None else y + self._bias
 
 
@@ -105,17 +106,17 @@ class RMSNorm:
     """Root mean square normalisation, optionally with the residual sum before it."""
 
     def __init__(self, weights: Weights, name: str, size: int, eps: float, device: Device) -> None:
-        self._weight = weights.load(f"{name}.weight", size)
+        self.weight = weights.load(f"{name}.weight", size)
         self._eps = eps
         self._device = device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x over its last dimension."""
-        return self._device.rms_norm(x, self._weight, self._eps)
+        return self._device.rms_norm(x, self.weight, self._eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual)."""
-        return self._device.add_rms_norm(x, residual, self._weight, self._eps)
+        return self._device.add_rms_norm(x, residual, self.weight, self._eps)
 
 
 class Attention:
@@ -130,10 +131,8 @@ class Attention:
         kv = config.num_kv_heads * size
         qkv = [f"{prefix}.{name}_proj" for name in "qkv"]
         rows = [shard.heads.times(size), shard.kv_heads.times(size), shard.kv_heads.times(size)]
-        self._qkv = ColumnParallel(
-            context, qkv, hidden, [inner, kv, kv], rows, bias=config.qkv_bias
-        )
-        self._out = RowParallel(
+        self.qkv = ColumnParallel(context, qkv, hidden, [inner, kv, kv], rows, bias=config.qkv_bias)
+        self.out = RowParallel(
             context,
             f"{prefix}.o_proj",
             inner,
@@ -141,10 +140,10 @@ class Attention:
             hidden,
             bias=config.output_bias,
         )
-        self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.norms: tuple[torch.Tensor, torch.Tensor] | None = None
         if config.qk_norm:
             names = [f"{prefix}.{name}_norm.weight" for name in "qk"]
-            self._norms = weights.load(names[0], size), weights.load(names[1], size)
+            self.norms = weights.load(names[0], size), weights.load(names[1], size)
         self._eps = config.rms_norm_eps
 
     def __call__(
@@ -156,16 +155,16 @@ class Attention:
         final: FinalRows | None,
     ) -> torch.Tensor:
         """(tokens, hidden) to the same, or to (final rows, hidden)."""
-        heads = self._qkv(x).view(len(x), self._heads + 2 * self._kv_heads, self._head_dim)
+        heads = self.qkv(x).view(len(x), self._heads + 2 * self._kv_heads, self._head_dim)
         q = self._device.norm_rotate_store(
-            heads, self._norms, self._eps, rotation, cache, batch.slot_mapping
+            heads, self.norms, self._eps, rotation, cache, batch.slot_mapping
         )
         if final is not None:
             if not len(final.index):
                 return x[:0]
             q, batch = q.index_select(0, final.index), final.plan()
         attended = self._device.attention(q, cache, batch, self._head_dim**-0.5)
-        return self._out(attended.flatten(1))
+        return self.out(attended.flatten(1))
 
 
 class MLP:
@@ -175,15 +174,15 @@ class MLP:
         config, mine = context.config, context.shard.inner
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self._gate_up = ColumnParallel(
+        self.gate_up = ColumnParallel(
             context, names, hidden, [inner, inner], [mine, mine], bias=bias
         )
-        self._down = RowParallel(context, f"{prefix}.down_proj", inner, mine, hidden, bias=bias)
+        self.down = RowParallel(context, f"{prefix}.down_proj", inner, mine, hidden, bias=bias)
         self._device = context.device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, hidden) to the same."""
-        return self._down(self._device.swiglu(self._gate_up(x)))
+        return self.down(self._device.swiglu(self.gate_up(x)))
 
 
 class DecoderLayer:
@@ -219,3 +218,26 @@ class DecoderLayer:
                 return x, residual
         x, residual = self._post_norm.add(x, residual)
         return self._mlp(x), residual
+
+    def weights(self) -> LayerWeights | None:
+        """Its tensors; None where the device keeps matrices in a layout of its own."""
+        attention, mlp = self._attention, self._mlp
+        found = [layer.operator for layer in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
+        matrices = [each.weight for each in found if isinstance(each, Linear)]
+        if len(matrices) < len(found):
+            return None
+        qkv, o, gate_up, down = matrices
+        q_norm, k_norm = attention.norms or (None, None)
+        bias = found[0].bias if isinstance(found[0], Linear) else None
+        norm1, norm2 = self._input_norm.weight, self._post_norm.weight
+        return LayerWeights(
+            norm1=norm1,
+            qkv=qkv,
+            bias=bias,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            o=o,
+            norm2=norm2,
+            gate_up=gate_up,
+            down=down,
+        )

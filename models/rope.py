@@ -20,16 +20,16 @@ class RotaryEmbedding:
     ) -> None:
         frequencies, scale = _frequencies(config, head_dim)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-        self._cos = angles.cos() * scale
-        self._sin = angles.sin() * scale
+        self.cos = angles.cos() * scale
+        self.sin = angles.sin() * scale
         self._axes = None
         if config.sections is not None:
             self._axes = interleaved_axes(config.sections, head_dim // 2)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> RotaryEmbedding:
         """Move the tables; angles are computed in float32 whatever the dtype."""
-        self._cos = self._cos.to(device, dtype)
-        self._sin = self._sin.to(device, dtype)
+        self.cos = self.cos.to(device, dtype)
+        self.sin = self.sin.to(device, dtype)
         self._axes = None if self._axes is None else self._axes.to(device)
         return self
 
@@ -37,10 +37,10 @@ class RotaryEmbedding:
         """(cos, sin), each (tokens, head_dim / 2), for integer positions (tokens,) or, where
         the configuration has sections, (3, tokens)."""
         if positions.dim() == 1:
-            return self._cos[positions], self._sin[positions]
+            return self.cos[positions], self.sin[positions]
         assert self._axes is not None
         of_frequencies = positions.index_select(0, self._axes).T  # (tokens, head_dim / 2)
-        return self._cos.gather(0, of_frequencies), self._sin.gather(0, of_frequencies)
+        return self.cos.gather(0, of_frequencies), self.sin.gather(0, of_frequencies)
 
 
 def interleaved_axes(sections: tuple[int, int, int], frequencies: int) -> torch.Tensor:

@@ -68,6 +68,9 @@ class EngineConfig:
     """Keep KV blocks after a request ends, so that a common beginning is computed once."""
     enforce_eager: bool = False
     """Capture no graphs on a GPU or an NPU: starts faster, runs slower; for debugging."""
+    decode_kernel: bool = False
+    """On a Hopper GPU, run decode steps of few rows as one kernel. Experimental: it has run by
+    itself on a GPU, and not yet in an engine."""
     graph_mode: str = "auto"
     """On an NPU, how decode steps run: "npugraph" (recorded natively; the default), "max-autotune"
     (compiled by torchair's graph engine), "reduce-overhead" (recorded by torchair) or "eager"."""
@@ -152,6 +155,7 @@ class EngineConfig:
             "check_weights",
             "enable_prefix_caching",
             "enforce_eager",
+            "decode_kernel",
             "skip_tokenizer_init",
         )
         for name in (*flags, "debug"):

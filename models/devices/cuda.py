@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,12 @@ from nanoactor.models.batch import (
     RowBuffers,
     SlotTables,
 )
-from nanoactor.models.device import CapturedFunction, Memory
+from nanoactor.models.config import ModelConfig
+from nanoactor.models.device import CapturedFunction, Memory, WholeSteps
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.kernels.decode_step.steps import DecodeSteps
+from nanoactor.models.model_weights import ModelWeights
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.seq_lens import HostSeqLens
 
@@ -200,6 +203,13 @@ class CUDADevice(PortableCUDADevice):
             result = function(lengths)
         self._pool = graph.pool()
         return CapturedGraph(graph, result)
+
+    def whole_steps(
+        self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
+    ) -> WholeSteps | None:
+        """One persistent kernel for each number of rows, on Hopper GPUs in bfloat16."""
+        steps = DecodeSteps.load(config, weights, sizes, block_size)
+        return steps if steps.steps else None
 
     # -- the batch ------------------------------------------------------------------------
 

@@ -19,7 +19,16 @@ from nanoactor.models.batch import (
     SamplingBatch,
     SlotTables,
 )
-from nanoactor.models.device import Captured, CapturedFunction, ForwardFunction, LinearOperator
+from nanoactor.models.config import ModelConfig
+from nanoactor.models.device import (
+    Captured,
+    CapturedFunction,
+    ForwardFunction,
+    Linear,
+    LinearOperator,
+    WholeSteps,
+)
+from nanoactor.models.model_weights import ModelWeights
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.sampling import sample
 from nanoactor.models.seq_lens import HostSeqLens
@@ -95,6 +104,12 @@ class PortableOperators:
         """Raises RuntimeError: there is nothing to record with."""
         raise RuntimeError("steps run operator by operator")
 
+    def whole_steps(
+        self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
+    ) -> WholeSteps | None:
+        """None."""
+        return None
+
     def dummy_blocks(self, rows: int, block_size: int) -> int:
         """One: all may write to the same place."""
         return 1
@@ -169,7 +184,7 @@ class PortableOperators:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
         """The weight as it is."""
-        return lambda x: F.linear(x, weight, bias)
+        return Linear(weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Normalise in float32, as transformers does, and return the type of x."""

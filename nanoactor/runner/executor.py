@@ -267,6 +267,7 @@ class DeviceExecutor:
 
     def _capture(self) -> None:
         """Largest first, so that the smaller ones find room in what it took."""
+        self._model.make_whole_steps(self._sizes)
         begin, before = time.monotonic(), self._device.memory().free
         work = [*self._mixed_captures()]
         work += [functools.partial(self._capture_decode, rows) for rows in self._sizes[::-1]]
@@ -304,18 +305,20 @@ class DeviceExecutor:
         buffers = self._sliced(0, rows)
         device.advance(self._tables, slots, buffers)
         self._tokens.write(buffers.slot_mapping, buffers.token_ids)
-        batch = AttentionBatch(
-            buffers.slot_mapping,
-            self._tables.blocks,
-            self.block_size,
-            prefill_tokens=0,
-            prefill_rows=self._nothing,
-            prefill_tiles=self._nothing[:2],
-            decode_slots=slots,
-            decode_contexts=buffers.contexts,
-            lengths=lengths,
-        )
-        hidden = self._forward(buffers, batch, buffers.positions)
+        hidden = self._model.whole_step(buffers, slots, self._tables.blocks, self._caches)
+        if hidden is None:
+            batch = AttentionBatch(
+                buffers.slot_mapping,
+                self._tables.blocks,
+                self.block_size,
+                prefill_tokens=0,
+                prefill_rows=self._nothing,
+                prefill_tiles=self._nothing[:2],
+                decode_slots=slots,
+                decode_contexts=buffers.contexts,
+                lengths=lengths,
+            )
+            hidden = self._forward(buffers, batch, buffers.positions)
         self._chooser.choose(hidden, slots)
         return hidden
 
@@ -489,7 +492,8 @@ class DeviceExecutor:
 
     def collect(self, buffers: InFlight) -> Computed:
         """Wait for a step."""
-        computed = buffers.collect(self._clock, split=not self.asynchronous)
+        with self._model.explaining():
+            computed = buffers.collect(self._clock, split=not self.asynchronous)
         if self._last is not None:
             self._free_buffers.append(self._last)
         self._last = buffers

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from nanoactor.actors.config import encoder_pages
-from nanoactor.models.batch import KVCache, SamplingBatch
+from nanoactor.models.batch import KVCache, RowBuffers, SamplingBatch
 from nanoactor.models.collective import Group, RankGroup, SingleRank
 from nanoactor.models.config import ModelConfig
 from nanoactor.models.decoder import Decoder
-from nanoactor.models.device import Device
+from nanoactor.models.device import Device, WholeSteps
 from nanoactor.models.errors import RanksDisagree
 from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.registry import family_of
@@ -52,10 +54,42 @@ class LoadedModel:
             self.encoder = self._load_encoder(weights)
             if config.rank == 0:
                 weights.warn_of_unused(self._spare())
+        self._whole: WholeSteps | None = None
         self._sample = device.sample if self.group.size == 1 else self._sharded_sampler()
         device.synchronize()
         seconds = time.monotonic() - begin
         log.info("loaded %s as %s in %.1f s", files.directory, self.dtype, seconds)
+
+    def make_whole_steps(self, sizes: Sequence[int]) -> None:
+        """Have decode steps of so many rows run as one operator, where the device has one."""
+        engine = self._config.engine
+        weights = self.network.weights()
+        if weights is None or self.group.size > 1 or not engine.decode_kernel:
+            return
+        begin = time.monotonic()
+        self._whole = self.device.whole_steps(self.config, weights, sizes, self.block_size)
+        if self._whole is not None:
+            log.info("made whole decode steps in %.1f s", time.monotonic() - begin)
+
+    def whole_step(
+        self,
+        rows: RowBuffers,
+        slots: torch.Tensor,
+        tables: torch.Tensor,
+        caches: list[KVCache],
+    ) -> torch.Tensor | None:
+        """Queue a decode step as one operator, see `WholeSteps.run`; None where there is none."""
+        return None if self._whole is None else self._whole.run(rows, slots, tables, caches)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Have a failure of the device say which operator has stopped, where one has told."""
+        try:
+            yield
+        except RuntimeError:
+            if self._whole is not None:
+                self._whole.check()
+            raise
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Ids, int64 (rows,), from this rank's logits."""

@@ -184,6 +184,7 @@ BAD_OPTIONS = {
     "device": ["", None, 5],
     "load_format": ["random", None],
     "enforce_eager": FLAG,
+    "decode_kernel": FLAG,
     "dtype": ["int8", None, "fp16", 16],
     "max_model_len": WHOLE,
     "max_num_seqs": [*WHOLE, None],

@@ -1,0 +1,176 @@
+"""A decode step in float64 on the same bfloat16 weights, and random models to run it on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from nanoactor.models.batch import KVCache
+from nanoactor.models.kernels.decode_step.arguments import StepInputs
+from nanoactor.models.kernels.decode_step.table import Shape
+from nanoactor.models.model_weights import LayerWeights, ModelWeights
+
+EPS = 1e-6
+
+
+def random_weights(shape: Shape, generator: torch.Generator, positions: int = 4096) -> ModelWeights:
+    """Draw a model whose activations stay of the order of 1."""
+    device = generator.device
+
+    def normal(*size: int, scale: float) -> torch.Tensor:
+        out = torch.empty(*size, dtype=torch.bfloat16, device=device)
+        return out.normal_(0, scale, generator=generator)
+
+    def norm(size: int) -> torch.Tensor:
+        drawn = torch.randn(size, device=device, generator=generator)
+        return (1 + 0.1 * drawn).bfloat16()
+
+    def layer() -> LayerWeights:
+        s = shape
+        return LayerWeights(
+            norm(s.hidden),
+            normal(s.qkv, s.hidden, scale=s.hidden**-0.5),
+            normal(s.qkv, scale=0.5) if s.qkv_bias else None,
+            norm(s.head_dim) if s.qk_norm else None,
+            norm(s.head_dim) if s.qk_norm else None,
+            normal(s.hidden, s.width, scale=s.width**-0.5),
+            norm(s.hidden),
+            normal(2 * s.inter, s.hidden, scale=s.hidden**-0.5),
+            normal(s.hidden, s.inter, scale=s.inter**-0.5),
+        )
+
+    layers = [layer() for _ in range(shape.layers)]
+    embed = normal(shape.vocab, shape.hidden, scale=0.5)
+    half = shape.head_dim // 2
+    frequency = 1e6 ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+    angle = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequency
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    return ModelWeights(layers, embed, norm(shape.hidden), embed, cos, sin)
+
+
+def random_caches(
+    shape: Shape, pages: int, used: torch.Tensor, generator: torch.Generator
+) -> list[KVCache]:
+    """Draw pages; those that are not `used` are NaN."""
+    size = (pages, shape.block_size, shape.kv_heads, shape.head_dim)
+    device = generator.device
+
+    def one() -> torch.Tensor:
+        drawn = torch.randn(size, device=device, generator=generator, dtype=torch.bfloat16)
+        unused = torch.ones(pages, dtype=torch.bool, device=device)
+        unused[used] = False
+        drawn[unused] = torch.nan
+        return drawn
+
+    return [KVCache(one(), one()) for _ in range(shape.layers)]
+
+
+def random_inputs(
+    shape: Shape, contexts: list[int], generator: torch.Generator
+) -> tuple[StepInputs, int, torch.Tensor]:
+    """Deal pages out at random: (inputs, pages of the cache, those in use)."""
+    device, size = generator.device, shape.block_size
+    each = [-(-context // size) for context in contexts]
+    pages = sum(each) + 3
+    order = torch.randperm(pages, generator=generator, device=device)
+    widest = max(each) + 1
+    tables = torch.zeros(len(contexts) + 2, widest, dtype=torch.int32, device=device)
+    slots = torch.randperm(len(contexts) + 1, generator=generator, device=device)[: len(contexts)]
+    begin, places = 0, []
+    for slot, context, count in zip(slots.tolist(), contexts, each, strict=True):
+        tables[slot, :count] = order[begin : begin + count].int()
+        last = context - 1
+        places.append(int(tables[slot, last // size]) * size + last % size)
+        begin += count
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    tokens = torch.randint(shape.vocab, (len(contexts),), generator=generator, device=device)
+    inputs = StepInputs(
+        tokens.int(),
+        ints([context - 1 for context in contexts]),
+        ints(contexts),
+        slots.int(),
+        torch.tensor(places, device=device),
+        tables,
+    )
+    return inputs, pages, order[:begin]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expected:
+    """The results that a step should give."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    keys: list[torch.Tensor]
+    """Of the new tokens, (rows, kv_heads, head_dim) in each layer."""
+    values: list[torch.Tensor]
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.to(x.dtype)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _attend(
+    shape: Shape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCache,
+    table,
+    past: int,
+) -> torch.Tensor:
+    """Attend with one row's heads."""
+    pages = table[: -(-max(past, 1) // shape.block_size)].long()
+    keys = torch.cat([cache.keys[pages].flatten(0, 1)[:past].to(q.dtype), k[None]])
+    values = torch.cat([cache.values[pages].flatten(0, 1)[:past].to(q.dtype), v[None]])
+    group = shape.heads // shape.kv_heads
+    score = torch.einsum("hd,thd->ht", q, keys.repeat_interleave(group, 1)) * shape.head_dim**-0.5
+    return torch.einsum("ht,thd->hd", score.softmax(-1), values.repeat_interleave(group, 1))
+
+
+def expected_of(
+    shape: Shape,
+    weights: ModelWeights,
+    caches: list[KVCache],
+    inputs: StepInputs,
+    dtype: torch.dtype = torch.float64,
+) -> Expected:
+    """Compute a step; `caches` as they are before it. New keys and values are rounded as stored."""
+    x = weights.embed[inputs.token_ids.long()].to(dtype)
+    positions = inputs.positions.long()
+    cos = weights.cos[positions].to(dtype)[:, None]
+    sin = weights.sin[positions].to(dtype)[:, None]
+    all_keys, all_values = [], []
+    for layer, cache in zip(weights.layers, caches, strict=True):
+        qkv = _norm(x, layer.norm1) @ layer.qkv.to(dtype).T
+        if layer.bias is not None:
+            qkv = qkv + layer.bias.to(dtype)
+        heads = qkv.view(len(x), -1, shape.head_dim)
+        q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = _norm(q, layer.q_norm), _norm(k, layer.k_norm)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        all_keys.append(k)
+        all_values.append(v)
+        rows = [
+            _attend(
+                shape, q[r], k[r], v[r], cache, inputs.tables[int(inputs.slots[r])],
+                int(inputs.contexts[r]) - 1,
+            ).flatten()
+            for r in range(len(x))
+        ]  # fmt: skip
+        x = x + torch.stack(rows) @ layer.o.to(dtype).T
+        gate, up = (_norm(x, layer.norm2) @ layer.gate_up.to(dtype).T).chunk(2, -1)
+        x = x + (torch.nn.functional.silu(gate) * up) @ layer.down.to(dtype).T
+    hidden = _norm(x, weights.norm)
+    logits = torch.cat([hidden @ part.to(dtype).T for part in weights.head.split(16384)], -1)
+    return Expected(hidden, logits, all_keys, all_values)

@@ -1,0 +1,185 @@
+// The instructions of sm_90a that the step is made of; nothing else in this folder has assembly.
+// Tests have a second version of this file, in plain C++, to run the step on a CPU.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+// -- threads ----------------------------------------------------------------------------------
+
+DEVICE int thread_index() { return threadIdx.x; }
+DEVICE int block_index() { return blockIdx.x; }
+DEVICE void sync_block() { __syncthreads(); }
+DEVICE void sync_warp() { __syncwarp(); }
+// Named barrier 1: the consumer warps alone.
+template <int THREADS> DEVICE void sync_consumers() {
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
+template <int COUNT> DEVICE void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> DEVICE void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <class T> DEVICE T shuffle_xor(T value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
+template <class T> DEVICE T shuffle(T value, int lane) { return __shfl_sync(~0u, value, lane); }
+DEVICE u32 ballot(bool vote) { return __ballot_sync(~0u, vote); }
+DEVICE u32 count_bits(u32 bits) { return __popc(bits); }
+
+// -- global memory shared by blocks -----------------------------------------------------------
+// .relaxed.gpu: one access, answered by L2; `volatile` would go to the system's scope.
+
+DEVICE uint4 get16(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+DEVICE uint2 get8(const void* p) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void put16(void* p, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};"
+               ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE void put8(void* p, uint2 v) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
+DEVICE void put4(void* p, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE u32 get4_acquire(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void add_release(u32* p, u32 v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE u32 add_acquire_release(u32* p, u32 v) {
+  u32 old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+DEVICE u32 add_relaxed(u32* p, u32 v) {
+  u32 old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+
+// -- global memory that nobody writes meanwhile -----------------------------------------------
+// volatile: loads stay where they are written, before the wait that hides them.
+
+DEVICE uint4 load16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+DEVICE void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// -- shared memory, by its 32-bit address -----------------------------------------------------
+
+DEVICE u8* dynamic_shared() {
+  extern __shared__ u8 memory[];
+  return memory;
+}
+DEVICE u32 address_of(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE uint4 get_shared16(u32 at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+DEVICE void put_shared16(u32 at, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE int get_shared4(const int* p) { return *(const volatile int*)p; }
+DEVICE void put_shared4(int* p, int v) { *(volatile int*)p = v; }
+
+DEVICE void barrier_init(u32 bar, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+DEVICE void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Between ordinary writes and copies into the same shared memory.
+DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void barrier_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+DEVICE void barrier_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+DEVICE bool barrier_passed(u32 bar, u32 parity) {
+  u32 done;
+  asm volatile("{ .reg .pred P; mbarrier.try_wait.parity.shared::cta.b64 P, [%1], %2; selp.u32 %0, 1, 0, P; }"
+               : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  return done;
+}
+// A box of a matrix: `column` in units of 64, rows from `row`. Weights are read once: evict first.
+DEVICE void copy_box(u32 to, const TensorMap* map, int row, int column, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;"
+      ::"r"(to), "l"(map), "r"(0), "r"(row), "r"(column), "r"(bar), "l"(0x12F0000000000000ull) : "memory");
+}
+
+// -- arithmetic -------------------------------------------------------------------------------
+
+DEVICE float from_bits(u32 v) { return __uint_as_float(v); }
+DEVICE u32 bits_of(float v) { return __float_as_uint(v); }
+// Two floats as bf16, `low` in the low half.
+DEVICE u32 pack(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+DEVICE float exp2_of(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+DEVICE float rsqrt_of(float x) { return rsqrtf(x); }
+DEVICE float greater(float a, float b) { return fmaxf(a, b); }
+template <u32 SELECT> DEVICE u32 bytes_of(u32 a, u32 b) { return __byte_perm(a, b, SELECT); }
+DEVICE u32 bytes_of(u32 a, u32 b, u32 select) { return __byte_perm(a, b, select); }
+// c (16 x 8) += a (16 x 16) b (16 x 8). Of thread (g, t) = (lane / 4, lane % 4): a0 and a2 belong to
+// row g, a1 and a3 to row g + 8, b to column g, c0 and c1 to (g, 2t and 2t + 1), c2 and c3 to g + 8.
+DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// The same where rows 8 to 15 are zero and nobody looks at what they give.
+DEVICE void mma_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b1) {
+  [[maybe_unused]] float c2, c3;
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%0,%1,%9,%9};"
+      : "+f"(c0), "+f"(c1), "=f"(c2), "=f"(c3) : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
+}
+
+// -- time and failure -------------------------------------------------------------------------
+
+DEVICE u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+DEVICE u64 cycles() { return clock64(); }
+DEVICE void sleep(u32 nanoseconds) { __nanosleep(nanoseconds); }
+// `word` is in page-locked memory of the host, which outlives the context that the fault destroys. A store
+// to address 0 and no `trap`: where there is one, the compiler gives consumers no more registers than the
+// kernel begins with, whatever setmaxnreg says. Who stops first has waited longest: it alone writes.
+DEVICE void stop(u32* word, u32 first, u32 second) {
+  if (*(volatile u32*)word) return;
+  asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1,%2};" ::"l"(word), "r"(first), "r"(second) : "memory");
+  __threadfence_system();
+  sleep(100000);
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(first) : "memory");
+}

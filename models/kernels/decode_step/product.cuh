@@ -1,0 +1,323 @@
+// A phase's matrix product: receive the source's rows into shared memory, multiply this block's tiles
+// by them, add what the warps have, hand the outputs to the epilogue.
+//
+// Activations are a product's 16 rows (of which 8 are zero with up to 8 rows), a tile's outputs its 8
+// columns. Columns of 64 are dealt out to the warps in turn; a thread (g, t) reads the chunks t and
+// t + 4 of 16 bytes, of activations and weights alike: the order of inputs in a product is free.
+
+struct Consumer {
+  const Args& a;
+  Ring ring;
+  u32 xs;         // shared address of the rows: ROWS of PITCH columns of bf16
+  float* work;    // two groups of sums; or attention's partial results
+  float* squares; // [ROWS][WARPS]: sums of squares by the warps of a row
+  u32 flag;       // of this layer's first hand-over
+  u32 target;     // arrivals when all blocks have begun this layer
+  int layer;
+  int warp, lane;
+  int flip = 0;   // which group of sums is written next
+
+  DEVICE int where(int phase) const { return place(layer, phase); }
+};
+
+constexpr int PITCH = XS_COLUMNS + 32;  // columns; 64 bytes more than a multiple of 128: no bank twice
+constexpr int TILE_FLOATS = WARPS * ROWS * 8;
+constexpr int GROUP_FLOATS = GROUP * TILE_FLOATS;
+constexpr int WARPS_OF_ROW = ROWS == 1 ? 8 : ROWS == 2 ? 4 : ROWS <= 4 ? 2 : 1;
+constexpr int ROWS_AT_ONCE = WARPS / WARPS_OF_ROW;
+
+// -- receive ----------------------------------------------------------------------------------
+
+DEVICE float low_of(u32 v) { return from_bits(v << 16); }
+DEVICE float high_of(u32 v) { return from_bits(v & 0xffff0000u); }
+DEVICE float widen(u16 v) { return from_bits((u32)v << 16); }
+
+// Two values times two weights; adds to the sum of squares.
+DEVICE u32 weigh(u32 x, u32 weight, float& squares) {
+  const float low = low_of(x), high = high_of(x);
+  squares += low * low + high * high;
+  return pack(low * low_of(weight), high * high_of(weight));
+}
+
+// Where rows come from: words of a hand-over, or the embedding's rows of the tokens.
+struct Source {
+  const u32* words;
+  u32 flag;
+  const u16* embed;  // nullptr: words
+};
+
+// N blocks of 256 columns of a row, every `stride`-th, before any of them is used.
+template <int N, int COLUMNS>
+DEVICE void receive_blocks(const Consumer& k, uint4 (&v)[N], const Source& from, int row, int first, int count, int where) {
+  const u16* embed = from.embed ? from.embed + (u64)k.a.tokens[row] * COLUMNS : nullptr;
+  const int at = first * 256 + k.lane * 8;
+  if (embed) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (i < count) v[i] = load16(embed + at + i * WARPS_OF_ROW * 256);
+    return;
+  }
+  if (!FLAGGED) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (i < count) v[i] = get16(from.words + (row * COLUMNS + at + i * WARPS_OF_ROW * 256) / 2);
+    return;
+  }
+  const uint4* words = (const uint4*)from.words + (row * COLUMNS + at) / 4;
+  Patience patience;
+  while (true) {
+    bool good = true;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (i < count) {
+        const uint4 low = get16(words + i * WARPS_OF_ROW * 64), high = get16(words + i * WARPS_OF_ROW * 64 + 1);
+        v[i] = uint4{low.x, low.z, high.x, high.z};
+        good = good && is_there(low, from.flag) && is_there(high, from.flag);
+      }
+    if (good) return;
+    patience.poll(k.a, WAIT_WORDS, where);
+  }
+}
+
+// A piece of the rows into shared memory. With `norm`, columns are multiplied by its weights and sums
+// of squares are kept; the scale that follows from them is left to the epilogue. In one block's life
+// the rows are read again only behind a barrier, so that nobody multiplies by what is overwritten.
+template <int P, bool NORM>
+DEVICE void receive(Consumer& k, const Source& from, int piece, u32 target, const u16* norm) {
+  constexpr Product p = PRODUCTS[P];
+  constexpr int MOST = p.piece_boxes * p.box * 64 < p.columns ? p.piece_boxes * p.box * 64 : p.columns;
+  constexpr int EACH = (MOST / 256 + WARPS_OF_ROW - 1) / WARPS_OF_ROW;  // blocks of 256 for a warp
+  constexpr int MOST_AT_ONCE = ROWS <= 2 ? 2 : 4;  // as registers allow
+  constexpr int N = EACH < MOST_AT_ONCE ? EACH : MOST_AT_ONCE;
+  const int first = piece * (MOST / 256);
+  const int blocks = p.pieces == 1 ? MOST / 256 : (p.columns / 256 - first < MOST / 256 ? p.columns / 256 - first : MOST / 256);
+  const int mine = k.warp % WARPS_OF_ROW, where = k.where(P);
+  uint4 weight[N];
+  if (NORM && EACH == N) {  // before the wait
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (mine + i * WARPS_OF_ROW < blocks) weight[i] = load16(norm + (mine + i * WARPS_OF_ROW) * 256 + k.lane * 8);
+  }
+  perhaps_delay();
+  if (piece > 0)
+    sync_consumers<THREADS>();
+  else if (!from.embed)
+    await_arrivals(k.a, target, where);
+#pragma unroll 1
+  for (int row = k.warp / WARPS_OF_ROW; row < ROWS; row += ROWS_AT_ONCE) {
+    float squares = 0;
+#pragma unroll 1
+    for (int b = mine; b < blocks; b += N * WARPS_OF_ROW) {
+      const int count = (blocks - b + WARPS_OF_ROW - 1) / WARPS_OF_ROW;
+      uint4 v[N];
+      if (NORM && EACH > N) {
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+          if (i < count) weight[i] = load16(norm + (b + i * WARPS_OF_ROW) * 256 + k.lane * 8);
+      }
+      receive_blocks<N, p.columns>(k, v, from, row, first + b, count, where);
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        if (i < count) {
+          if (NORM) {
+            v[i].x = weigh(v[i].x, weight[i].x, squares);
+            v[i].y = weigh(v[i].y, weight[i].y, squares);
+            v[i].z = weigh(v[i].z, weight[i].z, squares);
+            v[i].w = weigh(v[i].w, weight[i].w, squares);
+          }
+          put_shared16(k.xs + (row * PITCH + (b + i * WARPS_OF_ROW) * 256 + k.lane * 8) * 2, v[i]);
+        }
+    }
+    if (NORM) {
+#pragma unroll
+      for (int i = 16; i; i >>= 1) squares += shuffle_xor(squares, i);
+      if (k.lane == 0) k.squares[row * WARPS + mine] = squares;
+    }
+  }
+  sync_consumers<THREADS>();
+  mark(k.a, k.layer, P, 0);
+}
+
+// The norm's scale of a row.
+DEVICE float scale_of(const Consumer& k, int row) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < WARPS_OF_ROW; ++i) sum += k.squares[row * WARPS + i];
+  return rsqrt_of(sum / HIDDEN + k.a.eps);
+}
+
+// -- multiply ---------------------------------------------------------------------------------
+
+// A thread's activations of 64 columns: chunks t and t + 4 of rows g and g + 8.
+struct Inputs { uint4 upper[2], lower[2]; };
+// A tile's sums: of both chunks, so that two products need not wait for each other.
+struct Sums { float near[4], far[4]; };
+
+DEVICE Inputs load_inputs(const Consumer& k, int column) {
+  const int g = k.lane / 4, t = k.lane % 4;
+  Inputs x;
+  const u32 at = k.xs + ((g < ROWS ? g : ROWS - 1) * PITCH + column * 64 + t * 8) * 2;
+  x.upper[0] = get_shared16(at);
+  x.upper[1] = get_shared16(at + 64);
+  if (ROWS > 8) {
+    const u32 below = k.xs + ((g + 8 < ROWS ? g + 8 : ROWS - 1) * PITCH + column * 64 + t * 8) * 2;
+    x.lower[0] = get_shared16(below);
+    x.lower[1] = get_shared16(below + 64);
+  }
+  return x;
+}
+
+DEVICE void multiply_add(float (&c)[4], const uint4& x, const uint4& below, const uint4& w) {
+  if (ROWS > 8) {
+    mma(c, x.x, below.x, x.y, below.y, w.x, w.y);
+    mma(c, x.z, below.z, x.w, below.w, w.z, w.w);
+  } else {
+    mma_upper(c[0], c[1], x.x, x.y, w.x, w.y);
+    mma_upper(c[0], c[1], x.z, x.w, w.z, w.w);
+  }
+}
+
+// Which of a tile's rows a thread's g reads: bits 0 and 2 are exchanged, so that the eight threads of
+// two g's, whose accesses go together, find their chunks (chunk ^ row) in different banks.
+DEVICE int tile_row(int g) { return (g & 2) | (g & 1) << 2 | g >> 2; }
+
+DEVICE void multiply_column(const Consumer& k, Sums& c, const Inputs& x, u32 column) {
+  const int row = tile_row(k.lane / 4);
+  const u32 at = column + row * 128 + ((k.lane % 4) ^ row) * 16;
+  const uint4 near = get_shared16(at), far = get_shared16(at ^ 64);
+  multiply_add(c.near, x.upper[0], x.lower[0], near);
+  multiply_add(c.far, x.upper[1], x.lower[1], far);
+}
+
+// This warp's sums of a tile, added to what earlier pieces have left.
+DEVICE void keep_sums(const Consumer& k, const Sums& c, float* sums, bool add) {
+  const int g = k.lane / 4, row = tile_row(k.lane % 4 * 2);
+#pragma unroll
+  for (int half = 0; half < (ROWS > 8 ? 2 : 1); ++half)
+    if (g + half * 8 < ROWS) {
+      float* to = sums + (k.warp * ROWS + g + half * 8) * 8 + row;
+      const float first = c.near[half * 2] + c.far[half * 2], second = c.near[half * 2 + 1] + c.far[half * 2 + 1];
+      to[0] = add ? to[0] + first : first;
+      to[4] = add ? to[4] + second : second;
+    }
+}
+
+DEVICE void free_slot(Consumer& k) {
+  sync_warp();  // all lanes have read
+  if (k.lane == 0) barrier_arrive(k.ring.empty + 8 * k.ring.at.slot);
+  k.ring.at.next();
+}
+
+// N tiles of one box each at once: inputs are read once, and the tiles' products overlap.
+template <int P, int N>
+DEVICE void take_tiles(Consumer& k, float* sums) {
+  constexpr Product p = PRODUCTS[P];
+  Sums c[N] = {};
+  u32 data[N];
+  Cursor ahead = k.ring.at;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    k.ring.wait_full(k.a, ahead, k.where(P));
+    data[j] = k.ring.data + ahead.slot * SLOT;
+    ahead.next();
+  }
+#pragma unroll
+  for (int i = 0; i < (p.box + WARPS - 1) / WARPS; ++i) {
+    const int column = k.warp + i * WARPS;
+    if (p.box % WARPS == 0 || column < p.box) {
+      const Inputs x = load_inputs(k, column);
+#pragma unroll
+      for (int j = 0; j < N; ++j) multiply_column(k, c[j], x, data[j] + column * COLUMN);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) free_slot(k);
+#pragma unroll
+  for (int j = 0; j < N; ++j) keep_sums(k, c[j], sums + j * TILE_FLOATS, false);
+}
+
+// The boxes of a piece of one tile.
+template <int P>
+DEVICE void take_boxes(Consumer& k, int piece, float* sums) {
+  constexpr Product p = PRODUCTS[P];
+  Sums c = {};
+  const int first = piece * p.piece_boxes;
+  const int end = p.pieces == 1 || first + p.piece_boxes > p.boxes ? p.boxes : first + p.piece_boxes;
+#pragma unroll 1
+  for (int box = first; box < end; ++box) {
+    k.ring.wait_full(k.a, k.ring.at, k.where(P));
+    const u32 data = k.ring.data + k.ring.at.slot * SLOT;
+    // The last box may stand out of the matrix: those columns are zero, and nobody has inputs for them.
+    const int columns = p.columns / 64 - box * p.box;
+#pragma unroll
+    for (int i = 0; i < (p.box + WARPS - 1) / WARPS; ++i) {
+      const int column = k.warp + i * WARPS;
+      if (column < p.box && column < columns) {
+        const Inputs x = load_inputs(k, (box - first) * p.box + column);
+        multiply_column(k, c, x, data + column * COLUMN);
+      }
+    }
+    free_slot(k);
+  }
+  keep_sums(k, c, sums, piece > 0);
+}
+
+// `count` tiles (gate and up counted apart) of a group.
+template <int P>
+DEVICE void take_group(Consumer& k, int count, int piece, float* sums) {
+  constexpr Product p = PRODUCTS[P];
+  int i = 0;
+  if (p.boxes == 1) {
+    if (TOGETHER >= 4)
+#pragma unroll 1
+      for (; i + 4 <= count; i += 4) take_tiles<P, 4>(k, sums + i * TILE_FLOATS);
+#pragma unroll 1
+    for (; i + 2 <= count; i += 2) take_tiles<P, 2>(k, sums + i * TILE_FLOATS);
+    if (i < count) take_tiles<P, 1>(k, sums + i * TILE_FLOATS);
+  } else {
+#pragma unroll 1
+    for (; i < count; ++i) take_boxes<P>(k, piece, sums + i * TILE_FLOATS);
+  }
+}
+
+// Outputs 2 `pair` and 2 `pair` + 1 of tile i of a group, of a row: the warps' sums added.
+DEVICE float2 total(const float* sums, int i, int row, int pair) {
+  float2 sum = {0, 0};
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    const float2 part = *(const float2*)(sums + i * TILE_FLOATS + (w * ROWS + row) * 8 + pair * 2);
+    sum.x += part.x;
+    sum.y += part.y;
+  }
+  return sum;
+}
+
+// Hand a group's outputs to `finish(i, row, pair)`, which adds them up.
+template <class Finish>
+DEVICE void for_outputs(int tiles, Finish finish) {
+  for (int e = thread_index(); e < tiles * ROWS * 4; e += THREADS) finish(e / (4 * ROWS), e / 4 % ROWS, e % 4);
+}
+
+// This block's tiles of a phase by one piece of the rows. `finish(tile, i, row, pair, sums)`: tile is
+// the block's own count, i its place in the group; after the last piece alone.
+template <int P, class Finish>
+DEVICE void multiply(Consumer& k, int piece, Finish finish) {
+  constexpr Product p = PRODUCTS[P];
+  constexpr int EACH = (p.pieces > 1 ? 2 * GROUP : GROUP) / p.stacked;  // tiles of a group
+  static_assert(p.pieces == 1 || (p.tiles + BLOCKS - 1) / BLOCKS <= EACH, "sums of all tiles stay between pieces");
+  const int tiles = tiles_of(p, block_index());
+#pragma unroll 1
+  for (int first = 0; first < tiles; first += EACH) {
+    const int count = tiles - first < EACH ? tiles - first : EACH;
+    float* sums = k.work + (p.pieces > 1 ? 0 : k.flip * GROUP_FLOATS);
+    take_group<P>(k, count * p.stacked, piece, sums);
+    if (piece + 1 < p.pieces) continue;
+    // Sums of the group after this one go elsewhere, those of the next but one wait at its barrier.
+    sync_consumers<THREADS>();
+    for_outputs(count, [&](int i, int row, int pair) { finish(first + i, i, row, pair, sums); });
+    k.flip ^= 1;
+  }
+}
+
+// The first output of a tile of ours.
+DEVICE int output_of(int tile) { return (block_index() + tile * BLOCKS) * 8; }

@@ -1,0 +1,143 @@
+// The ring of tiles in shared memory. One producer thread copies this block's boxes of weights in the
+// order of the table, waiting for nothing but room; eight consumer warps take them in the same order.
+//
+// A *tile* is 8 outputs of a matrix with all their columns. It comes in *boxes* of 8 rows and up to
+// 1,024 columns, one to a slot of the ring. A box is made of columns of 64: 8 rows of 128 bytes, in
+// which the copy engine has exchanged 16-byte chunks (chunk ^ row), so that eight threads that read
+// chunks of two rows meet no bank twice.
+//
+// The hand-over of a slot is a pair of mbarriers: `full` completes when the copy's bytes have arrived,
+// `empty` when all consumer warps have read them.
+
+constexpr int SLOT = 16384;  // bytes
+constexpr int COLUMN = 1024;  // bytes of 64 columns of a tile
+constexpr u32 END_OF_HEAD = 0xffffffffu;
+
+// Where producer or consumer stands; both walk alike.
+struct Cursor {
+  int slot = 0;
+  u32 parity = 0;
+  DEVICE void next() {
+    if (++slot == SLOTS) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+struct Ring {
+  u32 data, full, empty;  // shared addresses
+  int* chunks;            // of the head: what a slot begins
+  Cursor at;
+
+  DEVICE void wait(const Args& a, u32 bar, u32 parity, Wait kind, int where) {
+    if (barrier_passed(bar, parity)) return;
+    Patience patience;
+    while (!barrier_passed(bar, parity)) patience.poll(a, kind, where);
+  }
+  // Consumers: until the slot's bytes are there.
+  DEVICE void wait_full(const Args& a, const Cursor& c, int where) {
+    wait(a, full + 8 * c.slot, c.parity, WAIT_TILE, where);
+  }
+  // Producer: until the slot's last bytes have been read; true at once in the first round.
+  DEVICE void wait_empty(const Args& a, int where) {
+    wait(a, empty + 8 * at.slot, at.parity ^ 1, WAIT_ROOM, where);
+  }
+};
+
+DEVICE void make_ring(Ring& ring) {
+  for (int i = 0; i < SLOTS; ++i) {
+    barrier_init(ring.full + 8 * i, 1);
+    barrier_init(ring.empty + 8 * i, WARPS);
+  }
+  barriers_are_ready();
+}
+
+// -- which tiles are ours ---------------------------------------------------------------------
+
+// Tiles are dealt out in turn: tile i of a block is `block + i * BLOCKS`.
+DEVICE int tiles_of(const Product& p, int block) {
+  return block < p.tiles ? (p.tiles - block + BLOCKS - 1) / BLOCKS : 0;
+}
+
+// -- producer ---------------------------------------------------------------------------------
+
+struct Producer {
+  const Args& a;
+  Ring& ring;
+  u32 sent = 0;  // boxes
+
+  // No more than IN_FLIGHT boxes on their way: a deeper queue gains no bandwidth, and what blocks hand
+  // to each other would wait in it.
+  DEVICE void bound_flight(int where) {
+    if (IN_FLIGHT >= SLOTS || sent < IN_FLIGHT) return;
+    const bool wrapped = ring.at.slot < IN_FLIGHT;
+    const int slot = wrapped ? ring.at.slot - IN_FLIGHT + SLOTS : ring.at.slot - IN_FLIGHT;
+    ring.wait(a, ring.full + 8 * slot, ring.at.parity ^ wrapped, WAIT_FLIGHT, where);
+  }
+
+  DEVICE void send(const Product& p, const TensorMap* map, int row, int box, int where, u32 chunk) {
+    ring.wait_empty(a, where);
+    bound_flight(where);
+    const u32 bar = ring.full + 8 * ring.at.slot;
+    if (HEAD) put_shared4(ring.chunks + ring.at.slot, chunk);
+    // A box is counted whole, though what lies outside of the matrix is not read but zero.
+    barrier_expect(bar, p.box * COLUMN);
+    copy_box(ring.data + ring.at.slot * SLOT, map, row, box * p.box, bar);
+    ring.at.next();
+    ++sent;
+  }
+
+  // A phase of a layer: pieces of the columns, tiles, gate and up of a tile, boxes of a piece.
+  template <int P>
+  DEVICE void stream(int layer) {
+    constexpr Product p = PRODUCTS[P];
+    const TensorMap* map = a.maps + layer * MAPS + p.map;
+    prefetch_map(map + 1);  // there is always one more: the head's
+    const int tiles = tiles_of(p, block_index()), where = place(layer, P);
+#pragma unroll 1
+    for (int piece = 0; piece < p.pieces; ++piece)
+#pragma unroll 1
+      for (int i = 0; i < tiles; ++i)
+#pragma unroll 1
+        for (int half = 0; half < p.stacked; ++half)
+#pragma unroll 1
+          for (int box = piece * p.piece_boxes; box < p.boxes && box < (piece + 1) * p.piece_boxes; ++box)
+            send(p, map, (half * p.tiles + block_index() + i * BLOCKS) * 8, box, where, 0);
+  }
+
+  // The phases of the table that have a matrix, in its order.
+  template <int P>
+  DEVICE void stream_layer(int layer) {
+    if constexpr (P < LAYER_PHASES) {
+      if constexpr (PRODUCTS[P].tiles > 0) stream<P>(layer);
+      stream_layer<P + 1>(layer);
+    }
+  }
+
+  // The head is dealt out as blocks come to it, as some have slower ways to memory than others.
+  DEVICE void stream_head(const TensorMap* map) {
+    constexpr Product p = PRODUCTS[LOGITS];
+    const int where = place(LAYERS, LOGITS);
+    const u32 chunks = (p.tiles + HEAD_TILES - 1) / HEAD_TILES;
+    u32 chunk = add_relaxed(&a.control->ticket, 1);
+    while (chunk < chunks) {
+      const u32 next = add_relaxed(&a.control->ticket, 1);  // on its way while this chunk is sent
+      // Past the last row boxes are zero.
+      for (int i = 0; i < HEAD_TILES; ++i)
+        for (int box = 0; box < p.boxes; ++box)
+          send(p, map, (chunk * HEAD_TILES + i) * 8, box, where, chunk);
+      chunk = next;
+    }
+    ring.wait_empty(a, where);
+    put_shared4(ring.chunks + ring.at.slot, END_OF_HEAD);
+    barrier_arrive(ring.full + 8 * ring.at.slot);
+  }
+};
+
+DEVICE void produce(const Args& a, Ring ring) {
+  Producer producer{a, ring};
+#pragma unroll 1
+  for (int layer = 0; layer < LAYERS; ++layer) producer.stream_layer<0>(layer);
+  if (HEAD) producer.stream_head(a.maps + LAYERS * MAPS);
+}

@@ -1,0 +1,240 @@
+// A whole decode step in one kernel: embedding, layers, final norm and, with HEAD, the logits.
+//
+// One block on each multiprocessor, all resident at once. A producer thread streams the block's tiles of
+// weights through a ring in shared memory and waits for nothing but room, so that loads run ahead over
+// all phases; eight consumer warps do everything else. The phases and their matrices are the table of
+// table.py, from which both take their order. The residual stays in float32 in the shared memory of the
+// block that has its outputs.
+
+struct Shared {
+  u64 full[SLOTS], empty[SLOTS];
+  int chunks[SLOTS];
+  float squares[ROWS * WARPS];
+  alignas(16) float residual[HIDDEN_TILES * ROWS * 8];
+  alignas(16) Plan plan;
+  bool last;
+  alignas(16) Attention attention;
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "table.py reserves too little");
+static_assert(GROUP_HEADS <= WARPS && HEAD_DIM % 64 == 0 && HIDDEN % 256 == 0 && BLOCK_SIZE % 16 == 0, "");
+constexpr int WORK_FLOATS_NEEDED =
+    2 * GROUP_FLOATS > WARPS * GROUP_HEADS * HEAD_DIM ? 2 * GROUP_FLOATS : WARPS * GROUP_HEADS * HEAD_DIM;
+static_assert(WORK_FLOATS_NEEDED * 4 <= WORK_BYTES, "table.py reserves too little");
+
+// -- phases -----------------------------------------------------------------------------------
+
+DEVICE Source source_of(const u32* words, u32 flag) { return Source{words, flag, nullptr}; }
+
+// A block without outputs of a phase reads nothing; but it must not arrive again before all others have
+// arrived, as the counter does not tell whose arrivals it has.
+DEVICE void skip_source(const Consumer& k, int phase, u32 target) { await_arrivals(k.a, target, k.where(phase)); }
+
+// Norm; queries, keys and values of all rows to the blocks that attend.
+DEVICE void run_qkv(Consumer& k) {
+  const LayerArgs& layer = k.a.layers[k.layer];
+  if (tiles_of(PRODUCTS[PROJECT], block_index()) == 0) {
+    if (k.layer) skip_source(k, PROJECT, k.target);
+    return;
+  }
+  const Source from{k.a.x1, k.flag, k.layer ? nullptr : k.a.embed};
+  receive<PROJECT, true>(k, from, 0, k.target, layer.norm1);
+  multiply<PROJECT>(k, 0, [&](int tile, int i, int row, int pair, float* sums) {
+    const float scale = scale_of(k, row);
+    const int at = output_of(tile) + 2 * pair;
+    float2 y = total(sums, i, row, pair);
+    y.x *= scale;
+    y.y *= scale;
+    if (QKV_BIAS) {
+      y.x += widen(layer.bias[at]);
+      y.y += widen(layer.bias[at + 1]);
+    }
+    put_pair(k.a.queries + (row * QKV + at) / 2, bits_of(y.x), bits_of(y.y), k.flag + QUERIES);
+  });
+}
+
+// Outputs of `o` or `down` to the residual, and rounded to who reads them.
+template <int P>
+DEVICE void run_residual(Consumer& k, Shared& m, const u32* source, u32 source_flag, u32 target, u32* sink, u32 flag) {
+  constexpr Product p = PRODUCTS[P];
+  if (tiles_of(p, block_index()) == 0) {
+    skip_source(k, P, target);
+    return;
+  }
+#pragma unroll 1
+  for (int piece = 0; piece < p.pieces; ++piece) {
+    receive<P, false>(k, source_of(source, source_flag), piece, target, nullptr);
+    multiply<P>(k, piece, [&](int tile, int i, int row, int pair, float* sums) {
+      float2* residual = (float2*)(m.residual + (tile * ROWS + row) * 8 + 2 * pair);
+      const float2 y = total(sums, i, row, pair);
+      const float2 x = {residual->x + y.x, residual->y + y.y};
+      *residual = x;
+      publish(sink, (row * HIDDEN + output_of(tile)) / 2 + pair, pack(x.x, x.y), flag);
+    });
+  }
+}
+
+DEVICE float silu(float x) { return x / (1.f + exp2_of(-1.4426950408889634f * x)); }
+
+// Norm; gate and up; SwiGLU.
+DEVICE void run_gate_up(Consumer& k) {
+  const u32 target = k.target + ARRIVED_X2 * BLOCKS;
+  if (tiles_of(PRODUCTS[GATE_UP], block_index()) == 0) {
+    skip_source(k, GATE_UP, target);
+    return;
+  }
+  receive<GATE_UP, true>(k, source_of(k.a.x2, k.flag + X2), 0, target, k.a.layers[k.layer].norm2);
+  multiply<GATE_UP>(k, 0, [&](int tile, int i, int row, int pair, float* sums) {
+    const float scale = scale_of(k, row);
+    const float2 gate = total(sums, 2 * i, row, pair), up = total(sums, 2 * i + 1, row, pair);
+    const float first = silu(scale * gate.x) * (scale * up.x), second = silu(scale * gate.y) * (scale * up.y);
+    publish(k.a.activated, (row * INTER + output_of(tile)) / 2 + pair, pack(first, second), k.flag + ACTIVATED);
+  });
+}
+
+// The phases of a layer in the table's order.
+template <int P>
+DEVICE void run_layer(Consumer& k, Shared& m) {
+  if constexpr (P < LAYER_PHASES) {
+    if constexpr (P == PROJECT) run_qkv(k);
+    if constexpr (P == ATTENTION) attend(k, m.attention, m.plan);
+    if constexpr (P == COMBINE) arrive(k.a);  // attend() has combined
+    if constexpr (P == OUTPUT) {
+      run_residual<P>(k, m, k.a.attended, k.flag + ATTENDED, k.target + ARRIVED_ATTENDED * BLOCKS, k.a.x2, k.flag + X2);
+      arrive(k.a);
+    }
+    if constexpr (P == GATE_UP) {
+      run_gate_up(k);
+      arrive(k.a);
+    }
+    if constexpr (P == DOWN) {
+      run_residual<P>(k, m, k.a.activated, k.flag + ACTIVATED, k.target + ARRIVED_ACTIVATED * BLOCKS, k.a.x1, k.flag + X1);
+      arrive(k.a);
+    }
+    if (P != ATTENTION) mark(k.a, k.layer, P, 1);
+    run_layer<P + 1>(k, m);
+  }
+}
+
+// -- begin and end ----------------------------------------------------------------------------
+
+DEVICE void begin_residual(const Args& a, Shared& m) {
+  const int tiles = tiles_of(PRODUCTS[OUTPUT], block_index());
+  for (int i = thread_index(); i < tiles * ROWS * 8; i += THREADS) {
+    const int tile = i / (8 * ROWS), row = i / 8 % ROWS;
+    m.residual[i] = widen(a.embed[(u64)a.tokens[row] * HIDDEN + output_of(tile) + i % 8]);
+  }
+}
+
+// The final norm of this block's columns, from the residual.
+DEVICE void write_hidden(const Consumer& k, const Shared& m) {
+  const int tiles = tiles_of(PRODUCTS[OUTPUT], block_index());
+  for (int i = thread_index(); i < tiles * ROWS * 4; i += THREADS) {
+    const int tile = i / (4 * ROWS), row = i / 4 % ROWS, at = output_of(tile) + i % 4 * 2;
+    const float scale = scale_of(k, row);
+    const float first = m.residual[i * 2] * scale * widen(k.a.norm[at]);
+    const float second = m.residual[i * 2 + 1] * scale * widen(k.a.norm[at + 1]);
+    *(u32*)(k.a.hidden + row * HIDDEN + at) = pack(first, second);
+  }
+}
+
+DEVICE void write_logits(const Consumer& k, int row, int at, float2 y) {
+  if (HEAD == HEAD_FLOAT) {
+    float* to = (float*)k.a.logits + (u64)row * VOCAB + at;
+    if (at < VOCAB) to[0] = y.x;
+    if (at + 1 < VOCAB) to[1] = y.y;
+  } else {
+    u16* to = (u16*)k.a.logits + (u64)row * VOCAB + at;
+    if (at < VOCAB) to[0] = (u16)pack(y.x, 0);
+    if (at + 1 < VOCAB) to[1] = (u16)pack(y.y, 0);
+  }
+}
+
+// Chunks of the head as the producer has drawn them.
+DEVICE void run_head(Consumer& k) {
+  constexpr int TILES = GROUP < HEAD_TILES ? GROUP : HEAD_TILES;
+  while (true) {
+    k.ring.wait_full(k.a, k.ring.at, place(LAYERS, LOGITS));
+    const u32 chunk = get_shared4(k.ring.chunks + k.ring.at.slot);
+    if (chunk == END_OF_HEAD) return;
+#pragma unroll 1
+    for (int first = 0; first < HEAD_TILES; first += TILES) {
+      float* sums = k.work + k.flip * GROUP_FLOATS;
+      take_group<LOGITS>(k, TILES, 0, sums);
+      sync_consumers<THREADS>();
+      for_outputs(TILES, [&](int i, int row, int pair) {
+        const float scale = scale_of(k, row);
+        const float2 y = total(sums, i, row, pair);
+        write_logits(k, row, (chunk * HEAD_TILES + first + i) * 8 + 2 * pair, float2{scale * y.x, scale * y.y});
+      });
+      k.flip ^= 1;
+    }
+  }
+}
+
+// The last block to end prepares the next step. All others have read what it writes.
+DEVICE void end_step(const Args& a, Shared& m) {
+  sync_consumers<THREADS>();
+  if (thread_index() == 0) m.last = add_acquire_release(&a.control->done, 1) == BLOCKS - 1;
+  sync_consumers<THREADS>();
+  if (!m.last) return;
+  const u32 next = a.control->step + 1;
+  const bool wrap = next >= 0xffffffffu / STEP_FLAGS - 1;
+  // Flags begin again: no word may have one of long ago.
+  if (wrap)
+    for (u64 i = thread_index(); i < a.scratch_words; i += THREADS) a.scratch[i] = uint4{0, 0, 0, 0};
+  sync_consumers<THREADS>();
+  if (thread_index() == 0) {
+    a.control->arrivals = 0;
+    a.control->ticket = 0;
+    a.control->done = 0;
+    a.control->step = wrap ? 1 : next;
+  }
+}
+
+DEVICE void consume(const Args& a, Shared& m, Ring ring, float* work, u32 xs) {
+  const int thread = thread_index();
+  const u32 step = a.control->step;
+  Consumer k{a, ring, xs, work, m.squares, step * STEP_FLAGS, 0, 0, thread / 32, thread % 32};
+  for (int i = thread; i < 8 * QUERY_PITCH; i += THREADS) m.attention.queries[i] = 0;
+  if (k.warp == 0) {
+    make_plan(a, m.plan, k.lane);
+    sync_warp();
+    if (k.lane == 0) find_first(m.plan);
+  }
+  begin_residual(a, m);
+  sync_consumers<THREADS>();
+#pragma unroll 1
+  for (k.layer = 0; k.layer < LAYERS; ++k.layer) {
+    if (m.plan.begin < m.plan.end) prefetch_segment(a, m.plan.first, k.layer);
+    run_layer<0>(k, m);
+    k.flag += LAYER_FLAGS;
+    k.target += LAYER_ARRIVALS * BLOCKS;
+  }
+  receive<LOGITS, true>(k, source_of(a.x1, k.flag), 0, k.target, a.norm);
+  write_hidden(k, m);
+  if (HEAD) run_head(k);
+  mark(a, LAYERS, LOGITS, 1);
+  end_step(a, m);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decode_step(const __grid_constant__ Args a) {
+  u8* memory = dynamic_shared();
+  memory += (1024 - (address_of(memory) & 1023)) & 1023;  // as the exchange of chunks wants it
+  Shared& m = *(Shared*)(memory + SLOTS * SLOT + WORK_BYTES + XS_BYTES);
+  const int thread = thread_index();
+  if (POISON)
+    for (int i = thread * 4; i < SLOTS * SLOT + WORK_BYTES + XS_BYTES + SHARED_BYTES; i += (THREADS + 128) * 4)
+      *(u32*)(memory + i) = 0x7fc07fc1;  // NaN
+  if (POISON) fence_copies();
+  sync_block();
+  Ring ring{address_of(memory), address_of(m.full), address_of(m.empty), m.chunks, Cursor{}};
+  if (thread == 0) make_ring(ring);
+  sync_block();
+  if (thread >= THREADS) {  // a warp group, for its registers' sake; one thread of it works
+    fewer_registers<40>();
+    if (thread == THREADS) produce(a, ring);
+    return;
+  }
+  more_registers<232>();
+  consume(a, m, ring, (float*)(memory + SLOTS * SLOT), address_of(memory + SLOTS * SLOT + WORK_BYTES));
+}

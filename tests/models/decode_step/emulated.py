@@ -1,0 +1,91 @@
+"""The kernel's own source, compiled for the CPU: a fiber for each thread of the GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from bench.decode_step_reference import EPS
+from nanoactor.models.batch import KVCache
+from nanoactor.models.kernels.decode_step.arguments import Scratch, StepInputs, arguments_of
+from nanoactor.models.kernels.decode_step.sources import source_of
+from nanoactor.models.kernels.decode_step.table import LOGITS, PHASES, Shape, product_of
+from nanoactor.models.model_weights import ModelWeights
+
+FOLDER = Path(__file__).parent
+
+
+@functools.cache
+def build(shape: Shape, edits: tuple[tuple[str, str], ...] = ()) -> ctypes.CDLL:
+    """Compile; `edits` plant bugs: (text, what it becomes)."""
+    source = source_of(shape, FOLDER / "machine.h")
+    for old, new in edits:
+        assert source.count(old) >= 1, old
+        source = source.replace(old, new)
+    # A round of all fibers is a poll: be less patient.
+    source = source.replace("(++polls & 0xffff)", "(++polls & 0xfff)")
+    source += (FOLDER / "run.h").read_text()
+    # What lies askew is told on standard error; a GPU would stop.
+    flags = "-std=c++17 -O1 -w -Wno-psabi -shared -fPIC -fsanitize=alignment -static-libubsan"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "step.cpp").write_text(source)
+        command = ["g++", *flags.split(), "step.cpp", "-o", "step.so"]
+        subprocess.run(command, cwd=folder, check=True)
+        return ctypes.CDLL(str(folder / "step.so"))
+
+
+def map_of(matrix: torch.Tensor, box: int) -> bytes:
+    """Describe a matrix to the emulated copy engine."""
+    assert matrix.is_contiguous()
+    rows, columns = matrix.shape
+    return struct.pack("16Q", matrix.data_ptr(), rows, columns // 64, box, *[0] * 12)
+
+
+class Emulated:
+    """A step that can be run again and again."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        weights: ModelWeights,
+        caches: list[KVCache],
+        inputs: StepInputs,
+        edits: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        self._library = build(shape, edits)
+        self.scratch = Scratch(shape, torch.device("cpu"))
+        self.scratch.hidden.fill_(torch.nan)
+        self.scratch.logits.fill_(torch.nan)
+        self.status = torch.zeros(2, dtype=torch.int32)
+        boxes = {p.matrix: product_of(shape, p).box for p in (*PHASES, LOGITS) if p.matrix}
+        maps = [
+            map_of(getattr(layer, p.matrix), boxes[p.matrix])
+            for layer in weights.layers
+            for p in PHASES
+            if p.matrix
+        ]
+        maps.append(map_of(weights.head, boxes["head"]))
+        self._keep = weights, caches, inputs
+        self._args = arguments_of(
+            shape, weights, caches, inputs, self.scratch, maps, self.status, EPS, patience=2e-5
+        )
+
+    def __call__(self, seed: int = 0) -> bool:
+        """Run a step; returns whether it ended."""
+        return not self._library.run_step(ctypes.byref(self._aligned()), seed)
+
+    def _aligned(self) -> ctypes.Array[ctypes.c_ubyte]:
+        """Return the parameters where the struct's alignment wants them."""
+        size = ctypes.sizeof(self._args)
+        self._room = (ctypes.c_ubyte * (size + 64))()
+        offset = -ctypes.addressof(self._room) % 64
+        room = (ctypes.c_ubyte * size).from_buffer(self._room, offset)
+        ctypes.memmove(room, ctypes.addressof(self._args), size)
+        return room

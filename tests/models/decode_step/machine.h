@@ -1,0 +1,249 @@
+// What machine.cuh offers, on a CPU: each thread of the GPU is a fiber, and fibers change wherever
+// threads wait for each other or read what others write. Copies arrive late, in any order. Memory is
+// sequentially consistent, so that what is tested is who waits for whom, and every index; no fence.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+
+#define DEVICE inline
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct TensorMap { alignas(64) u64 opaque[16]; };  // address, rows, columns of 64, columns of a box
+
+// -- fibers -----------------------------------------------------------------------------------
+
+struct Warp {
+  u32 words[4][32][6];
+  int count[4] = {};
+};
+struct Meeting { int count = 0, round = 0; };
+struct Block {
+  u8* shared;
+  std::vector<Warp> warps;
+  Meeting whole, consumers;
+  int threads;
+};
+struct Fiber {
+  void* stack;
+  void* memory;
+  Block* block;
+  int thread, block_index, phase = 0;
+  bool done = false;
+};
+struct Copy { u64 due; std::function<void()> run; };
+
+static Fiber* now;
+static void* home;
+static std::vector<Copy> copies;
+static std::mt19937 dice;
+static u64 rounds;
+
+extern "C" void change_stack(void** from, void* to);
+asm(R"(
+.text
+.globl change_stack
+change_stack:
+  pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
+  ret
+)");
+static void yield() { change_stack(&now->stack, home); }
+
+DEVICE int thread_index() { return now->thread; }
+DEVICE int block_index() { return now->block_index; }
+static void meet(Meeting& m, int threads) {
+  const int round = m.round;
+  if (++m.count == threads) {
+    m.count = 0;
+    ++m.round;
+  }
+  while (m.round == round) yield();
+}
+DEVICE void sync_block() { meet(now->block->whole, now->block->threads); }
+template <int THREADS> DEVICE void sync_consumers() { meet(now->block->consumers, THREADS); }
+template <int COUNT> DEVICE void more_registers() {}
+template <int COUNT> DEVICE void fewer_registers() {}
+
+// All lanes bring words; afterwards each may look at all.
+static u32 (*exchange(const u32* mine, int count))[6] {
+  Warp& w = now->block->warps[now->thread / 32];
+  const int phase = now->phase++ & 3;
+  memcpy(w.words[phase][now->thread & 31], mine, count * 4);
+  if (++w.count[phase] == 32) w.count[(phase + 2) & 3] = 0;
+  while (w.count[phase] != 32) yield();
+  return w.words[phase];
+}
+DEVICE void sync_warp() {
+  const u32 none = 0;
+  exchange(&none, 1);
+}
+template <class T> DEVICE T shuffle(T value, int lane) {
+  u32 bits;
+  memcpy(&bits, &value, 4);
+  bits = exchange(&bits, 1)[lane & 31][0];
+  memcpy(&value, &bits, 4);
+  return value;
+}
+template <class T> DEVICE T shuffle_xor(T value, int mask) { return shuffle(value, (now->thread & 31) ^ mask); }
+
+// -- global memory ----------------------------------------------------------------------------
+
+template <class T> static T get(const void* p) {
+  yield();
+  T v;
+  memcpy(&v, p, sizeof(T));
+  return v;
+}
+DEVICE uint4 get16(const void* p) { return get<uint4>(p); }
+DEVICE uint2 get8(const void* p) { return get<uint2>(p); }
+DEVICE void put16(void* p, uint4 v) { memcpy(p, &v, 16); }
+DEVICE void put8(void* p, uint2 v) { memcpy(p, &v, 8); }
+DEVICE void put4(void* p, u32 v) { memcpy(p, &v, 4); }
+DEVICE u32 get4_acquire(const u32* p) { return get<u32>(p); }
+DEVICE void add_release(u32* p, u32 v) { *p += v; }
+DEVICE u32 add_acquire_release(u32* p, u32 v) {
+  *p += v;
+  return *p - v;
+}
+DEVICE u32 add_relaxed(u32* p, u32 v) { return add_acquire_release(p, v); }
+DEVICE uint4 load16(const void* p) {
+  uint4 v;
+  memcpy(&v, p, 16);
+  return v;
+}
+DEVICE void prefetch(const void*) {}
+DEVICE void prefetch_map(const TensorMap*) {}
+
+// -- shared memory ----------------------------------------------------------------------------
+
+DEVICE u8* dynamic_shared() { return now->block->shared; }
+DEVICE u32 address_of(const void* p) { return (const u8*)p - now->block->shared; }
+DEVICE uint4 get_shared16(u32 at) { return load16(now->block->shared + at); }
+DEVICE void put_shared16(u32 at, uint4 v) { memcpy(now->block->shared + at, &v, 16); }
+DEVICE int get_shared4(const int* p) { return *p; }
+DEVICE void put_shared4(int* p, int v) { *p = v; }
+
+struct Mbarrier { short expected, pending; int bytes : 31; u32 parity : 1; };
+static_assert(sizeof(Mbarrier) == 8, "");
+static Mbarrier& barrier_at(Block* block, u32 bar) { return *(Mbarrier*)(block->shared + bar); }
+static void settle(Mbarrier& b) {
+  if (b.pending || b.bytes) return;
+  b.pending = b.expected;
+  b.parity ^= 1;
+}
+DEVICE void barrier_init(u32 bar, u32 arrivals) { barrier_at(now->block, bar) = {(short)arrivals, (short)arrivals, 0, 0}; }
+DEVICE void barriers_are_ready() {}
+DEVICE void fence_copies() {}
+DEVICE void barrier_arrive(u32 bar) {
+  Mbarrier& b = barrier_at(now->block, bar);
+  --b.pending;
+  settle(b);
+}
+DEVICE void barrier_expect(u32 bar, u32 bytes) {
+  Mbarrier& b = barrier_at(now->block, bar);
+  --b.pending;
+  b.bytes += bytes;
+}
+DEVICE bool barrier_passed(u32 bar, u32 parity) {
+  yield();
+  return barrier_at(now->block, bar).parity != parity;
+}
+DEVICE void copy_box(u32 to, const TensorMap* map, int row, int column, u32 bar) {
+  Block* block = now->block;
+  const TensorMap m = *map;
+  copies.push_back({rounds + dice() % 40, [=] {
+    const u8* matrix = (const u8*)m.opaque[0];
+    const long rows = m.opaque[1], columns = m.opaque[2], box = m.opaque[3];
+    for (long c = 0; c < box; ++c)
+      for (long r = 0; r < 8; ++r)
+        for (long chunk = 0; chunk < 8; ++chunk) {
+          u8* at = block->shared + to + c * 1024 + r * 128 + (chunk ^ r) * 16;
+          if (row + r < rows && column + c < columns)
+            memcpy(at, matrix + ((row + r) * columns + column + c) * 128 + chunk * 16, 16);
+          else
+            memset(at, 0, 16);
+        }
+    Mbarrier& b = barrier_at(block, bar);
+    b.bytes -= box * 1024;
+    settle(b);
+  }});
+}
+
+// -- arithmetic -------------------------------------------------------------------------------
+
+DEVICE float from_bits(u32 v) {
+  float f;
+  memcpy(&f, &v, 4);
+  return f;
+}
+DEVICE u32 bits_of(float v) {
+  u32 b;
+  memcpy(&b, &v, 4);
+  return b;
+}
+static u32 rounded(float v) {
+  if (v != v) return 0x7fff;
+  const u32 b = bits_of(v);
+  return (b + 0x7fff + (b >> 16 & 1)) >> 16;
+}
+DEVICE u32 pack(float low, float high) { return rounded(low) | rounded(high) << 16; }
+DEVICE float exp2_of(float x) { return exp2f(x); }
+DEVICE float rsqrt_of(float x) { return 1 / sqrtf(x); }
+DEVICE float greater(float a, float b) { return fmaxf(a, b); }
+DEVICE u32 bytes_of(u32 a, u32 b, u32 select) {
+  const u64 both = a | (u64)b << 32;
+  u32 out = 0;
+  for (int i = 0; i < 4; ++i) out |= (u32)(both >> 8 * (select >> 4 * i & 7) & 0xff) << 8 * i;
+  return out;
+}
+template <u32 SELECT> DEVICE u32 bytes_of(u32 a, u32 b) { return bytes_of(a, b, SELECT); }
+static float half_of(u32 word, int which) { return from_bits(which ? word & 0xffff0000u : word << 16); }
+DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const u32 mine[6] = {a0, a1, a2, a3, b0, b1};
+  const u32(*all)[6] = exchange(mine, 6);
+  const int lane = now->thread & 31, g = lane / 4, t = lane % 4;
+  for (int i = 0; i < 4; ++i)
+    for (int k = 0; k < 16; ++k) {
+      const int of = k % 8 / 2, far = k / 8, column = 2 * t + i % 2;
+      c[i] += half_of(all[g * 4 + of][far * 2 + i / 2], k % 2) * half_of(all[column * 4 + of][4 + far], k % 2);
+    }
+}
+DEVICE void mma_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b1) {
+  float c[4] = {c0, c1, 0, 0};
+  mma(c, a0, 0, a2, 0, b0, b1);
+  c0 = c[0];
+  c1 = c[1];
+}
+
+// -- time and failure -------------------------------------------------------------------------
+
+DEVICE u64 nanoseconds() { return rounds; }
+DEVICE u64 cycles() { return rounds * 7 + now->thread; }
+DEVICE void sleep(u32 nanoseconds) {
+  for (u32 i = 0; i < nanoseconds / 50; ++i) yield();
+}
+static void give_up(u32 first, u32 second);
+DEVICE void stop(u32* word, u32 first, u32 second) {
+  if (word[0]) return;
+  word[0] = first;
+  word[1] = second;
+  give_up(first, second);
+}
