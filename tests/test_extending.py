@@ -19,11 +19,14 @@ NEEDED = {
     "models/sampling.py",
     "nanoactor/runner/sampling_table.py",
 }
+KERNEL = "models/kernels/decode_step"
 # Train the demo models, on whatever there is.
 APART = {
     "models/demo/train.py",
     *(f"models/demo_vl/{name}.py" for name in ("ablate", "evaluate", "train")),
 }
+# One kernel in parts, of which the walk names the folder.
+APART |= {f"{KERNEL}/{p.name}" for p in (ROOT / KERNEL).glob("*.py")}
 
 
 def listed(title):
