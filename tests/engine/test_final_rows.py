@@ -6,7 +6,8 @@ import pytest
 
 from nanoactor import SamplingParams
 from nanoactor.models.decoder import Decoder
-from tests.engine.harness import Reference, collect, engine, greedy, ids, ragged_prompts
+from tests.engine.harness import Reference, collect, engine, ids, ragged_prompts
+from tests.engine.test_logprobs import ScoredReference
 from tests.models.checkpoints import make_checkpoint
 
 VOCABULARY = 211
@@ -35,13 +36,15 @@ def run(directory, requests, **changes):
 
 
 def test_chunks_of_prompts_compute_what_samples_alone(tmp_path, rows):
-    """A chunk that does not end its prompt has no final row; decode rows have one each."""
-    reference = Reference(make_checkpoint(tmp_path))
+    """A chunk that does not end its prompt has no final row; decode rows have one each. Greedy
+    tokens alone would not tell that a row does not see itself: log-probabilities do."""
+    reference = ScoredReference(make_checkpoint(tmp_path))
     prompts = ragged_prompts(VOCABULARY, [50, 30, 9])
-    found = run(tmp_path, [(p, greedy(4)) for p in prompts], max_num_batched_tokens=32)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+    found = run(tmp_path, [(p, params) for p in prompts], max_num_batched_tokens=32)
     for prompt, output in zip(prompts, found, strict=True):
         reference.check(prompt, output.outputs[0].token_ids)
-    reference.conclude()
+        reference.check_output(output, params)
     prefills = [(tokens, final) for tokens, final in rows if tokens > 8]
     assert (32, 0) in prefills, "the first 32 tokens of 50"
     assert any(0 < final < tokens // 2 for tokens, final in prefills)
