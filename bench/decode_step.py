@@ -38,6 +38,7 @@ from bench.decode_step_reference import (
     random_inputs,
     random_weights,
 )
+from bench.decode_step_walk import LONGEST, Walk
 from bench.gpu import arguments
 from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.config import ModelConfig, RopeConfig
@@ -65,6 +66,9 @@ SIZES: dict[str, dict[str, Any]] = {
         "layers": 16, "hidden": 2048, "inter": 8192, "heads": 32, "kv_heads": 8, "head_dim": 64,
         "qk_norm": False, "vocab": 128256,
     },
+    "small": {
+        "layers": 2, "hidden": 1024, "inter": 2048, "heads": 8, "kv_heads": 4, "vocab": 4096,
+    },
 }  # fmt: skip
 MIX = [1, 1030, 17, 64, 700, 333, 2, 129, 65, 1500, 16, 900, 48, 255, 1024, 511]
 """Contexts of the rows of a ragged batch."""
@@ -85,6 +89,13 @@ def shape_of(case: Case, blocks: int = 132) -> Shape:
         head=1,
         **case.get("options", {}),
     )
+
+
+def shapes_of(case: Case, blocks: int) -> list[Shape]:
+    """All that a case compiles."""
+    shape = shape_of(case, blocks)
+    sizes = (1, 2, 4, 8, 16) if case["kind"] == "walk" else (shape.rows,)
+    return [dataclasses.replace(shape, rows=rows) for rows in sizes]
 
 
 # -- cases ----------------------------------------------------------------------------------------
@@ -131,6 +142,20 @@ def repeats(model: str) -> Iterator[Case]:
         }  # fmt: skip
 
 
+def walks(model: str) -> Iterator[Case]:
+    for page in (64, 16):
+        yield {
+            "kind": "walk", "model": model, "layers": 2, "contexts": same(16), "block_size": page,
+            "steps": 10_000 if page == 64 else 1_000,
+        }  # fmt: skip
+
+
+def sanitized() -> Iterator[Case]:
+    """Cases that `compute-sanitizer` gets through in a minute, with `--worker 0 --patience 120`."""
+    for rows in (1, 8, 16):
+        yield {"kind": "check", "model": "small", "contexts": MIX[:rows], "alone": True}
+
+
 def variants(model: str) -> Iterator[Case]:
     for rows in (1, 8):
         yield {
@@ -149,6 +174,8 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
         "time": lambda: times(args.model),
         "others": others,
         "repeat": lambda: repeats(args.model),
+        "walk": lambda: walks(args.model),
+        "sanitized": sanitized,
         "variants": lambda: variants(args.model),
     }
     return [case for kind in args.only for case in kinds[kind]()]
@@ -232,7 +259,8 @@ class Operators:
         self.device = CUDADevice()
         self.device.prepare_thread(1)
         self.shape = shape
-        self.decoder = Decoder(config_of(shape), GivenWeights(shape, weights), self.device, 16384)
+        given, longest = GivenWeights(shape, weights), LONGEST + 512
+        self.decoder = Decoder(config_of(shape), given, self.device, longest)
         self.hidden = self.logits = torch.empty(0)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -305,8 +333,8 @@ class Worker:
         model = self.model(case, shape)
         self.step = DecodeStep(shape, model.weights, EPS, self.patience, model.maps)
         generator = torch.Generator(DEVICE).manual_seed(seed)
-        method = {"check": self.check, "time": self.time, "repeat": self.repeat}[case["kind"]]
-        return method(case, shape, model, generator)
+        methods = {"check": self.check, "time": self.time, "repeat": self.repeat, "walk": self.walk}
+        return methods[case["kind"]](case, shape, model, generator)
 
     def inputs(
         self, case: Case, shape: Shape, generator: torch.Generator
@@ -426,6 +454,45 @@ class Worker:
         good = unlike == 0 and worst < 0.1
         return {"good": good, "unlike": unlike, "worst": worst, "count": count}
 
+    def walk(self, case: Case, shape: Shape, model: Model, g: torch.Generator) -> dict[str, Any]:
+        """Thousands of steps of a batch that changes, all logits beside the operators', and one
+        step in 97 beside float64."""
+        sizes = (1, 2, 4, 8, 16)
+        shapes = {rows: dataclasses.replace(shape, rows=rows) for rows in sizes}
+        steps = {
+            rows: DecodeStep(of, model.weights, EPS, self.patience, model.maps)
+            for rows, of in shapes.items()
+        }
+        walk = Walk(shape, g, seed=1)
+        worst, ours, theirs, count, begin = 0.0, 0.0, 0.0, 0, time.monotonic()
+        while count < case["steps"] and time.monotonic() - begin < 45:
+            slots, inputs = walk.step()
+            rows = len(slots)
+            size = next(size for size in sizes if size >= rows)
+            self.step, count = steps[size], count + 1
+            exact = None
+            if count % 97 == 0:
+                one = dataclasses.replace(shape, rows=rows)
+                exact = [
+                    expected_of(one, model.weights, caches, inputs, torch.float64).logits
+                    for caches in (walk.ours, walk.theirs)
+                ]
+            self.step.scratch.logits.fill_(torch.nan)
+            self.step(walk.padded(slots, inputs, size), walk.ours)
+            model.operators.step(dataclasses.replace(shape, rows=rows), inputs, walk.theirs)()
+            got, other = self.step.logits[:rows], model.operators.logits
+            apart = difference(got, other)
+            worst = apart if apart != apart else max(worst, apart)
+            if exact is not None:
+                ours += difference(got, exact[0])
+                theirs += difference(other, exact[1])
+        return {
+            "good": worst < 0.1 and 0 < ours < 1.05 * theirs,
+            "count": count, "worst": worst, "unlike": 0, "error": ours / theirs,
+            "joined": walk.joined, "left": walk.left, "page ends": walk.page_ends,
+            "longest": walk.longest,
+        }  # fmt: skip
+
 
 def bytes_of(shape: Shape, contexts: list[int]) -> int:
     """Bytes that a step must read: weights and cache, once."""
@@ -526,7 +593,7 @@ def compile_one(shape: Shape) -> str:
 
 def prepare(cases: list[Case], blocks: int) -> None:
     """Compile all kernels side by side (NVRTC has one lock in a process)."""
-    shapes = list(dict.fromkeys(shape_of(case, blocks) for case in cases))
+    shapes = list(dict.fromkeys(shape for case in cases for shape in shapes_of(case, blocks)))
     begin = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     most = max(1, min(12, (os.cpu_count() or 1) - 2, len(shapes)))
@@ -542,7 +609,7 @@ def summary(found: dict[str, Any]) -> str:
     if "refused" in found:
         return f"refused: {found['refused']}"
     verdict = "ok  " if found.get("good") else "BAD "
-    if "error" in found:
+    if "stopped" in found:
         return f"{verdict}{found['stopped'] or '(no phase)'} | {found['error']}"
     parts = []
     if "ms" in found:
@@ -564,6 +631,10 @@ def summary(found: dict[str, Any]) -> str:
         parts.append(
             f"{found['count']} times, {found['unlike']} unlike, worst {found['worst']:.2e}"
         )
+    if "joined" in found:
+        told = ("joined", "left", "page ends", "longest")
+        parts.append(f"error {found['error']:.2f} of the operators'")
+        parts.append(", ".join(f"{name} {found[name]}" for name in told))
     if found.get("trace"):
         parts.append("\n       " + ", ".join(f"{k} {v}" for k, v in found["trace"].items()))
     return verdict + "; ".join(parts)
@@ -638,9 +709,9 @@ class Parent:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    kinds = ("check", "time", "others", "repeat", "variants")
+    kinds = ("check", "time", "others", "repeat", "walk", "variants", "sanitized")
     parser.add_argument("--model", choices=SIZES, default="0.6b")
-    parser.add_argument("--only", nargs="+", choices=kinds, default=list(kinds))
+    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds[:-1])
     parser.add_argument("--out", help="a file for all results, as JSON")
     parser.add_argument("--limit", type=float, default=140, help="seconds for all")
     parser.add_argument("--patience", type=float, default=2, help="seconds until a hang ends")

@@ -290,7 +290,8 @@ async def measure(args: argparse.Namespace, directory: Path, depth: int) -> dict
         pipeline_depth=depth,
         enforce_eager=args.enforce_eager,
         plan_lead=args.plan_lead,
-        decode_kernel=args.decode_kernel,
+        decode_kernel=not args.no_decode_kernel,
+        max_pipeline_depth=None if args.max_depth is None else max(depth, args.max_depth),
     )
     results = {"depth": depth}
     async with llm:
@@ -381,7 +382,8 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--plan-lead", default="eager")
     parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--decode-kernel", action="store_true")
+    parser.add_argument("--max-depth", type=int, help="steps in flight while they are short")
+    parser.add_argument("--no-decode-kernel", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trace", type=Path)
     args = parser.parse_args()

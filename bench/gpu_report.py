@@ -7,10 +7,10 @@ replaced by tables of medians from
 `bench/results/*-gpu-*.json`: nanoactor at depth 2 beside vLLM, a ratio
 above 1 meaning that nanoactor is faster, and depth 1 beside depth 2. Files are pooled by GPU,
 model, engine and depth; for each test (of decode: each figure of a batch) the latest date and file
-name count.
-Files of runs with `--sync`, `--enforce-eager`, `--plan-lead` or `--decode-kernel` are left out,
-as are those of other benchmarks. `--check` writes nothing: its exit status is 1 if FILE would
-change. The status is 2 where there are no markers or no results.
+name count. Depths are compared within a day.
+Files of runs with `--sync`, `--enforce-eager`, `--plan-lead`, `--max-depth` or
+`--no-decode-kernel` are left out, as are those of other benchmarks. `--check` writes nothing: its
+exit status is 1 if FILE would change. The status is 2 where there are no markers or no results.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- gpu-tables -->", "<!-- /gpu-tables -->"
 MODELS = {"0.6b": "Qwen3-0.6B", "8b": "Qwen3-8B"}
-BATCHES = ("1", "8", "64", "256")
-VARIANTS = {"--sync", "--enforce-eager", "--plan-lead", "--decode-kernel"}
-OURS, PEER = "nanoactor (depth 2)", "vLLM"
+BATCHES = ("1", "2", "4", "8", "16", "64", "256")
+VARIANTS = {"--sync", "--enforce-eager", "--plan-lead", "--max-depth", "--no-decode-kernel"}
+SINGLE, OURS, PEER = "nanoactor (depth 1)", "nanoactor (depth 2)", "vLLM"
 DASH = "-"
 
 
@@ -86,6 +86,8 @@ class Setup:
     model: str
     engines: set[str] = dataclasses.field(default_factory=set)
     runs: dict[str, dict] = dataclasses.field(default_factory=dict)
+    days: dict[str, dict[str, dict]] = dataclasses.field(default_factory=dict)
+    """The same by date, ascending."""
 
     def add(self, results: dict) -> None:
         engine = results["engine"]
@@ -94,6 +96,16 @@ class Setup:
         for run in results["runs"]:
             name = f"{engine.split()[0]} (depth {run['depth']})" if "depth" in run else engine
             merge(self.runs.setdefault(name, {}), run)
+            merge(self.days.setdefault(results["date"], {}).setdefault(name, {}), run)
+
+    def depths(self, row: Row) -> tuple[dict, dict]:
+        """Tests at depth 1 and 2, of the last day on which a row was measured at depth 1, if any:
+        between days more has changed than the depth."""
+        pooled = self.runs
+        for runs in self.days.values():
+            if row.of(runs.get(SINGLE, {})) is not None:
+                pooled = runs
+        return pooled.get(SINGLE, {}), pooled.get(OURS, {})
 
     def tests(self, name: str) -> dict:
         return self.runs.get(name, {})
@@ -189,9 +201,8 @@ def peer_table(setup: Setup) -> str | None:
 
 
 def overlap_rows(setup: Setup) -> Iterable[list[str]]:
-    one, two = (setup.tests(f"nanoactor (depth {depth})") for depth in (1, 2))
     for row in OVERLAP:
-        batch = row.keys[1]
+        batch, (one, two) = row.keys[1], setup.depths(row)
         times = row.of(one), row.of(two)
         idle = [value(tests, "decode", batch, "device_idle_share") for tests in (one, two)]
         if any(number is not None for number in (*times, *idle)):

@@ -123,6 +123,8 @@ class Device(Protocol):
     """Whether steps that are not captured may have `AttentionBatch.final`."""
     needs_host_seq_lens: bool
     """Whether `plan` reads `AttentionBatch.lengths`."""
+    deepens: bool
+    """Whether one more step in flight costs no memory to speak of."""
     fused_sampling: FusedSampling
     fused_sampling_of_ranks: FusedSampling
     """The same where ranks share a vocabulary: each chooses from all their logits."""

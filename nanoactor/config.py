@@ -18,6 +18,8 @@ from nanoactor.models.options import (
 from nanoactor.params import make_numbers_plain
 
 _LEAST_STALL_TIMEOUT = 1.0
+_SHORT_STEPS = 4
+"""Steps in flight while a step takes the host longer than the device: half a millisecond, say."""
 _MOST_LOGPROBS = 1000
 """What a step says of its tokens must fit into one message."""
 Placement = Literal["default", "split", "single"]
@@ -68,9 +70,8 @@ class EngineConfig:
     """Keep KV blocks after a request ends, so that a common beginning is computed once."""
     enforce_eager: bool = False
     """Capture no graphs on a GPU or an NPU: starts faster, runs slower; for debugging."""
-    decode_kernel: bool = False
-    """On a Hopper GPU, run decode steps of few rows as one kernel. Experimental: it has run by
-    itself on a GPU, and not yet in an engine."""
+    decode_kernel: bool = True
+    """On a Hopper GPU, run decode steps of up to 16 rows as one kernel, where the model allows."""
     graph_mode: str = "auto"
     """On an NPU, how decode steps run: "npugraph" (recorded natively; the default), "max-autotune"
     (compiled by torchair's graph engine), "reduce-overhead" (recorded by torchair) or "eager"."""
@@ -83,6 +84,9 @@ class EngineConfig:
     pipeline_depth: int = 2
     """Steps planned and not finished. 1 plans a step when the one before is processed; 2 overlaps
     the two."""
+    max_pipeline_depth: int | None = None
+    """Steps planned and not finished at most, while they are shorter than what the host takes for
+    one. Default: 4 on NVIDIA GPUs, unless `pipeline_depth` is 1; elsewhere `pipeline_depth`."""
     plan_lead: Literal["eager", "late"] = "eager"
     """"eager" plans the next step as soon as the depth allows. "late" waits until the runner is
     about to run dry, so that requests that arrive meanwhile join it."""
@@ -164,6 +168,7 @@ class EngineConfig:
         for name in ("max_model_len", "block_size", "num_kv_blocks", "threads"):
             self._check_whole(name, optional=True)
         self._check_whole("encoder_cache_tokens", optional=True)
+        self._check_whole("max_pipeline_depth", optional=True)
         self._check_whole("num_vision_workers")
         self._check_whole("max_image_pixels")
         self._check_media_limits()
@@ -261,6 +266,11 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}), so that every sequence fits into a step"
             )
+        if self.max_pipeline_depth is not None and self.max_pipeline_depth < self.pipeline_depth:
+            raise InvalidConfig(
+                f"max_pipeline_depth ({self.max_pipeline_depth}) must be at least pipeline_depth "
+                f"({self.pipeline_depth})"
+            )
         if self.memory_utilization is not None:
             self._check_number("memory_utilization", 1.0)
             if not self.memory_utilization:
@@ -292,6 +302,14 @@ class EngineConfig:
         """The options for each kind of device."""
         mode = "eager" if self.enforce_eager else self.graph_mode
         return DeviceOptions(mode, self.attention_layout, self.weight_format, self.graph_cache_dir)
+
+    def steps_in_flight(self, *, deepens: bool) -> int:
+        """Return how many steps are in flight at most; `deepens`: short steps may be followed by
+        more than `pipeline_depth` says, without cost."""
+        if self.max_pipeline_depth is not None:
+            return self.max_pipeline_depth
+        deeper = deepens and self.pipeline_depth > 1
+        return max(self.pipeline_depth, _SHORT_STEPS) if deeper else self.pipeline_depth
 
     def _check_whole(self, name: str, optional: bool = False) -> None:
         value = getattr(self, name)

@@ -48,6 +48,8 @@ class RunnerReady:
     """For people: what computes."""
     encoder_pages: int = 0
     """Pages of the encoder cache; 0 for a model that sees nothing."""
+    max_depth: int = 0
+    """Steps that may be in flight at once while they are short; 0: as many as ever."""
 
     @classmethod
     def find(cls, ready: Mapping[str, ReadyInfo]) -> RunnerReady:

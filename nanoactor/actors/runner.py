@@ -84,6 +84,7 @@ class RunnerActor(Actor):
             dtype=self._executor.dtype_name,
             device=self._executor.device_name,
             encoder_pages=self._executor.encoder_pages,
+            max_depth=self._executor.max_depth,
         )
 
     def _open_on_thread(self) -> Executor:

@@ -153,6 +153,7 @@ def _limits(config: ActorConfig, cache: RunnerReady) -> SchedulerConfig:
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=config.files.max_model_len,
         depth=engine.pipeline_depth,
+        max_depth=cache.max_depth,
         plan_lead=engine.plan_lead,
         prefix_caching=engine.enable_prefix_caching,
         priority_window=engine.priority_window,

@@ -93,6 +93,7 @@ class DeviceExecutor:
         self._fused = device.fused_sampling if alone else device.fused_sampling_of_ranks
         self._uses_graphs = device.captures_graphs and engine.device_options.graph_mode != "eager"
         self.any_thread = device.any_thread and alone
+        self.max_depth = engine.steps_in_flight(deepens=device.deepens)
         self.too_large = self.uncaptured = 0
         self._dropped: list[int] = []
         with device.stream():
@@ -106,14 +107,13 @@ class DeviceExecutor:
             if device.captures_prompts:
                 limits = engine.max_num_batched_tokens, engine.max_num_seqs
                 self._mixed_sizes = MixedSizes.of(*limits, sees=self._model.encoder is not None)
-            self._captured = CapturedSteps(device, self._model.group, engine.pipeline_depth)
+            self._captured = CapturedSteps(device, self._model.group, self.max_depth)
             self._clock = DeviceClock.started(device)
             # What a rank measures while it waits for the others is theirs.
             alone = engine.tensor_parallel_size == 1 and not engine.threads
             measures = alone and not device.asynchronous
             self._threads = ThreadChoice(self._model.threads) if measures else None
-            used, peak = self._warm_up()
-            self.num_blocks = self._model.size_cache(used, peak)
+            self.num_blocks = self._model.size_cache(*self._warm_up())
             self.encoder_pages = self._model.encoder.pages if self._model.encoder else 0
             self._make_state(self.num_blocks)
             if self._uses_graphs:
@@ -177,7 +177,7 @@ class DeviceExecutor:
             device.zeros(tokens + rows, dtype=torch.int64),
             device.zeros(rows, dtype=torch.int32),
         )
-        self._inputs = MixedInputs(device, self._mixed_sizes, config.pipeline_depth + 2)
+        self._inputs = MixedInputs(device, self._mixed_sizes, self.max_depth + 2)
         self._prompts: torch.Tensor | None = None
         """Hidden states of the prompts' tokens of the step at hand; of captured steps, which all
         write them to the same place, ..."""
@@ -187,7 +187,7 @@ class DeviceExecutor:
             shape = sizes[-1], self._model.config.hidden_size
             self._kept = device.zeros(*shape, dtype=self._model.dtype)
         self._nothing = device.zeros(4, 1, dtype=torch.int32)[:, :0]
-        self._staging = Staging(device, config.pipeline_depth + 2)
+        self._staging = Staging(device, self.max_depth + 2)
         self._packing: Staging | None = None
         """For rehearsals."""
 
@@ -250,7 +250,7 @@ class DeviceExecutor:
 
     def _count_captures(self) -> int:
         # Lengths that the host writes into a graph: one graph for each step under way.
-        in_flight = self._config.pipeline_depth if self._device.needs_host_seq_lens else 1
+        in_flight = self.max_depth if self._device.needs_host_seq_lens else 1
         return in_flight * len(self._sizes) + len(self._mixed_sizes)
 
     def _run_once(self, step: Step) -> None:

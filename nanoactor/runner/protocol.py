@@ -52,6 +52,8 @@ class Executor(Protocol):
     """Steps with prompts launched operator by operator as no captured one holds as much, and ..."""
     uncaptured: int
     """... steps launched so because they could not be captured."""
+    max_depth: int
+    """Steps that may be in flight at once."""
     warmed_up: tuple[tuple[int, float], ...]
     """(tokens, seconds) of steps that ran before the first."""
 

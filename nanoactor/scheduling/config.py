@@ -19,7 +19,9 @@ class SchedulerConfig:
     """At least `max_num_seqs`, so that every running sequence fits into every step."""
     max_model_len: int
     depth: int = 2
-    """How many steps may be planned and not done."""
+    """How many steps may be planned and not done, ..."""
+    max_depth: int = 0
+    """... and how many while they are short; at least `depth`."""
     plan_lead: Literal["eager", "late"] = "eager"
     """Plan as soon as the depth allows, or when the runner says that it is about to run dry."""
     prefix_caching: bool = True
@@ -30,3 +32,7 @@ class SchedulerConfig:
     """Whether tokens that a grammar forces are known without being chosen."""
     ranks: int = 1
     """Runners, each of which must hold a mask before a step may name it."""
+
+    def __post_init__(self) -> None:
+        """Without a `max_depth` steps are never so short."""
+        object.__setattr__(self, "max_depth", max(self.depth, self.max_depth))

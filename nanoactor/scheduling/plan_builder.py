@@ -75,6 +75,11 @@ class PlannedStep:
         return [chunk for chunk in self.beginners if chunk.samples]
 
     @property
+    def only_decodes(self) -> bool:
+        """Tell whether it has rows that decode, and nothing else."""
+        return not self.chunks and self.slices is None and not self.deferred
+
+    @property
     def sampling(self) -> int:
         """Return how many tokens it brings."""
         return len(self.last_chunks) + len(self.decode_batch.slots) + len(self.deferred)

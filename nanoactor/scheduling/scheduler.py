@@ -47,6 +47,7 @@ from nanoactor.scheduling.arrivals import Arrivals
 from nanoactor.scheduling.budget import BlockBudget
 from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.constraints import Constraints
+from nanoactor.scheduling.depth import PipelineDepth
 from nanoactor.scheduling.edges import BLOCKS, TEXT, Send
 from nanoactor.scheduling.ends import End
 from nanoactor.scheduling.forking import Forking
@@ -83,10 +84,10 @@ class Scheduler:
         )
         self.holds = HeldAnswers(self.budget, self._running, self._waiting, config.block_size)
         self.arrivals = Arrivals(self._output, self.statistics)
-        self._planned = self._completed = 0
-        self._preempted_at = self._wanted = 0
-        """The steps for which somebody was last preempted, and that the runner asks for."""
+        self._planned = self._completed = self._preempted_at = self._wanted = 0
+        """The last steps planned, done, with somebody preempted for them, and asked for."""
         self._in_flight: deque[PlannedStep] = deque()
+        self._depth = PipelineDepth(config.depth, config.max_depth)
         self._unsettled = 0
         """Failures of which the block manager has not said whom else they concern; ..."""
         self._held_back: deque[StepDone] = deque()
@@ -321,16 +322,14 @@ class Scheduler:
     # -- steps ----------------------------------------------------------------------------
 
     def _may_plan(self) -> bool:
-        depth = self.config.depth
-        if len(self._in_flight) >= depth:
+        if not self._depth.has_room(self._in_flight):
             return False
         # What a preemption gave back is known within `depth` steps, however slow the edge is.
         unanswered = self.budget.oldest_unanswered
-        if unanswered is not None and self._planned >= unanswered + depth:
+        if unanswered is not None and self._planned >= unanswered + self.config.depth:
             return False
-        if self.config.plan_lead == "eager" or not self._in_flight:
-            return True
-        return self._wanted > self._planned
+        at_once = self.config.plan_lead == "eager" or not self._in_flight
+        return at_once or self._wanted > self._planned
 
     def _on_step_wanted(self, event: StepWanted) -> None:
         self._wanted = max(self._wanted, event.step)
@@ -379,6 +378,7 @@ class Scheduler:
         due = self._in_flight.popleft() if self._in_flight else None
         planned = check_due(due, event, self._running)
         planned.note_begin(event.began)
+        self._depth.note(planned, event.seconds)
         self._completed = event.step
         self.budget.complete(event.step)
         self.items.budget.complete(event.step)

@@ -185,6 +185,7 @@ BAD_OPTIONS = {
     "load_format": ["random", None],
     "enforce_eager": FLAG,
     "decode_kernel": FLAG,
+    "max_pipeline_depth": [*WHOLE, 1],
     "dtype": ["int8", None, "fp16", 16],
     "max_model_len": WHOLE,
     "max_num_seqs": [*WHOLE, None],

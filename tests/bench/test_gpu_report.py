@@ -97,6 +97,15 @@ def test_depth_1_beside_depth_2(tmp_path, write):
     assert "| Qwen3-0.6B | 256 |" not in text
 
 
+def test_depths_are_compared_within_a_day(tmp_path, write):
+    write_both(write)
+    later = [{"depth": 2, "decode": {"1": decode(0.6, 0.1)}}]
+    write("b-gpu-new", "nanoactor 0.1.0", later, date="2026-02-01")
+    text = tables(tmp_path)
+    assert cells(text, "decode, batch 1: ms per step")[0] == "0.600"
+    assert cells(text, "Qwen3-0.6B | 1")[:2] == ["3.000", "2.400"]
+
+
 def test_one_engine_alone(tmp_path, write):
     write("a-gpu-vllm", "vLLM", [{"prefill": {"tokens_per_s": [1234.5, 1233.5]}}])
     text = tables(tmp_path)

@@ -88,15 +88,18 @@ VISION_IDS = dict(
 ALONE = {"llama": dict(family="Llama"), **CONFIGURATIONS}
 
 
-def make_checkpoint(directory, seed=0, dtype=torch.float32, shard=None, family="Qwen3", **config):
+def make_checkpoint(
+    directory, seed=0, dtype=torch.float32, shard=None, family="Qwen3", scale=0.3, **config
+):
     """Save random weights of `dtype`; returns transformers' model of them, in float32.
 
-    `shard` is a `max_shard_size` such as "40KB"; `config` changes the family's configuration.
+    `scale` is their standard deviation, `shard` a `max_shard_size` such as "40KB"; `config` changes
+    the family's configuration.
     """
     model = _make_model(family, copy.deepcopy(config)).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
-        noise = torch.randn(parameter.shape, generator=generator) * 0.3
+        noise = torch.randn(parameter.shape, generator=generator) * scale
         # Rounded now, so that what is stored and what is returned are the same numbers.
         parameter.copy_((noise + ("norm" in name)).to(dtype))
         if name == "lm_head.weight" and family == "Qwen3VL":

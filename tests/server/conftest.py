@@ -16,7 +16,7 @@ def demo_server():
 @pytest.fixture(scope="session")
 def fast_server():
     """The demo's tokenizer on a device that computes nothing."""
-    with served(*IN_ONE, "--idle-timeout", "1.5", "--body-timeout", "1.5") as server:
+    with served(*IN_ONE, "--idle-timeout", "4", "--body-timeout", "4") as server:
         yield server
 
 

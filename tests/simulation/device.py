@@ -78,6 +78,7 @@ class SimulatedRunner(RunnerActor):
             "float32",
             "simulated",
             encoder_pages=scenario.encoder_pages,
+            max_depth=scenario.max_depth,
         )
 
     def start(self, context: Context, ready: Any) -> None:

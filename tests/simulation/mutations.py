@@ -27,6 +27,7 @@ class Mutation:
 
 SCHEDULER = "nanoactor.scheduling.scheduler"
 ADMISSION = "nanoactor.admission"
+DEPTH = "nanoactor.scheduling.depth"
 ARRIVALS = "nanoactor.scheduling.arrivals"
 HOLDING = "nanoactor.scheduling.holding"
 BUDGET = "nanoactor.scheduling.budget"
@@ -232,9 +233,27 @@ MUTATIONS = [
     ),
     Mutation(
         "one step more is planned than the depth",
-        SCHEDULER,
-        "if len(self._in_flight) >= depth:",
-        "if len(self._in_flight) > depth:",
+        DEPTH,
+        "if steps < self._least or steps >= self._most:\n            return steps < self._least\n",
+        "if steps < self._least or steps >= self._most:\n            return steps <= self._least\n",
+    ),
+    Mutation(
+        "steps are planned deep however long they are",
+        DEPTH,
+        "return short and all(",
+        "return all(",
+    ),
+    Mutation(
+        "steps are planned deep behind prompts",
+        DEPTH,
+        "return short and all(planned.only_decodes for planned in in_flight)",
+        "return short",
+    ),
+    Mutation(
+        "steps that are planned deep know no limit",
+        DEPTH,
+        "if steps < self._least or steps >= self._most:\n            return steps < self._least\n",
+        "if steps < self._least:\n            return True\n",
     ),
     Mutation(
         "a slot that leaves the decode batch stays in it",
@@ -294,14 +313,14 @@ MUTATIONS = [
     Mutation(
         "a late answer does not hold up the plans",
         SCHEDULER,
-        "if unanswered is not None and self._planned >= unanswered + depth:",
+        "if unanswered is not None and self._planned >= unanswered + self.config.depth:",
         "if False:",
     ),
     Mutation(
         "a step is planned before it is wanted",
         SCHEDULER,
-        "return self._wanted > self._planned",
-        "return self._wanted >= self._planned",
+        "return at_once or self._wanted > self._planned",
+        "return at_once or self._wanted >= self._planned",
     ),
     Mutation(
         "a credits message is sent although its edge is full",

@@ -28,6 +28,7 @@ from nanoactor.messages import (
     Terminal,
     Tokens,
 )
+from nanoactor.scheduling.depth import AHEAD_SECONDS
 from nanoactor.scheduling.plan_builder import PlannedStep
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.vision.messages import VisionStep
@@ -371,7 +372,16 @@ class Oracle:
         used = set(plan.slots.tolist()) | copies | late
         self._planned_slots[plan.step] = self._decode_slots | used
         in_flight = plan.step - self.scheduler._completed
-        assert in_flight <= self._scenario.depth, f"{in_flight} steps in flight"
+        assert in_flight <= self._scenario.most_in_flight, f"{in_flight} steps in flight"
+        if in_flight > self._scenario.depth:
+            self._check_short(list(self.scheduler._in_flight)[: in_flight - 1])
+
+    def _check_short(self, before: list[PlannedStep]) -> None:
+        """One more than usual is planned only behind steps that decode, and are short."""
+        self.counts["planned deep"] += 1
+        assert all(not step.chunks for step in before), "planned behind a prompt"
+        least = len(before) * self._scenario.step_seconds
+        assert least < AHEAD_SECONDS, f"the device has work for {least} s, and gets more"
 
     def _matched(self, match: Match) -> None:
         self._check_slot(match.slot)
@@ -482,7 +492,7 @@ class Oracle:
                 steps, since = self._sat_out.get(uid, (0, preemptions))
                 self._sat_out[uid] = (steps + 1, since)
                 self.counts["sat out"] += 1
-                most = self._scenario.depth * (2 + preemptions - since)
+                most = self._scenario.most_in_flight * (2 + preemptions - since)
                 assert steps + 1 <= most, (
                     f"request {uid} has sat out {steps + 1} steps, {preemptions - since} "
                     f"preemptions were made meanwhile: at most {most}"
@@ -499,7 +509,7 @@ class Oracle:
             works = scheduler.items.works.values()
             left += sum(work.units.count for work in works)
             left += sum(map(_unanswered_units, scheduler._running))
-            self._head = (key, steps, left + self._scenario.depth)
+            self._head = (key, steps, left + self._scenario.most_in_flight)
         elif key is not None:
             _, since, bound = self._head
             assert steps - since <= bound, (

@@ -242,7 +242,7 @@ def answer(
         states.append(state)
     masks: list[tuple[int, ...]] = []
     speech = Speech(ask, number) if ask.grammar else None
-    for _ in range(min(ask.max_tokens, limit - len(prompt)) + scenario.depth + 2):
+    for _ in range(min(ask.max_tokens, limit - len(prompt)) + scenario.most_in_flight + 2):
         if speech is not None:
             mask, token = speech.say(state)
             masks.append(mask)

@@ -168,6 +168,8 @@ class Scenario:
     max_num_batched_tokens: int = 32
     max_model_len: int = 64
     depth: int = 2
+    max_depth: int = 0
+    """Steps in flight while they are short; 0: `depth`."""
     plan_lead: str = "eager"
     prefix_caching: bool = True
     priority_window: int = 1000
@@ -205,6 +207,11 @@ class Scenario:
     """How long callers may think."""
     wire: bool = False
     """Whether messages travel as bytes, overwritten as soon as they were handled."""
+
+    @property
+    def most_in_flight(self) -> int:
+        """Steps planned and not done, however short they are."""
+        return max(self.depth, self.max_depth)
 
     @property
     def tokens(self) -> int:
@@ -295,7 +302,17 @@ def draw(seed: int) -> Scenario:
     scenario = _with_answers(random.Random(f"{seed} answers"), scenario)
     scenario = _with_grammars(random.Random(f"{seed} grammars"), scenario)
     scenario = _with_free_text(random.Random(f"{seed} free"), scenario)
-    return _with_callers(random.Random(f"{seed} callers"), scenario)
+    scenario = _with_callers(random.Random(f"{seed} callers"), scenario)
+    return _with_short_steps(random.Random(f"{seed} short"), scenario)
+
+
+def _with_short_steps(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same with a deeper pipeline for short steps, in some seeds; not all have short ones."""
+    if rng.random() < 0.85:
+        return scenario
+    deeper = scenario.depth + rng.choice([1, 2])
+    seconds = rng.choice([0.0002, 0.0004, 0.001])
+    return dataclasses.replace(scenario, max_depth=deeper, step_seconds=seconds)
 
 
 def _with_callers(rng: random.Random, scenario: Scenario) -> Scenario:

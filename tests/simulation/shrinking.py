@@ -22,6 +22,7 @@ _CALM = dict(
     tokenizers=1,
     plan_lead="eager",
     depth=1,
+    max_depth=0,
     chunk_bytes=1 << 16,
     max_num_seqs=2,
     max_waiting_requests=1000,

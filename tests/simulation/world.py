@@ -316,6 +316,7 @@ def _config(scenario: Scenario) -> EngineConfig:
         max_num_seqs=scenario.max_num_seqs,
         max_num_batched_tokens=scenario.max_num_batched_tokens,
         pipeline_depth=scenario.depth,
+        max_pipeline_depth=scenario.most_in_flight,
         plan_lead=scenario.plan_lead,  # type: ignore[arg-type]
         enable_prefix_caching=scenario.prefix_caching,
         priority_window=scenario.priority_window,
