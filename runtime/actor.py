@@ -9,6 +9,7 @@ result back with `Context.call_soon`.
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,15 @@ from nanoactor.runtime.outbox import Outbox
 from nanoactor.runtime.tracing import Track
 
 M = TypeVar("M")
+
+
+class Fresh(enum.Enum):
+    """The answer of an actor that keeps nothing."""
+
+    FRESH = enum.auto()
+
+
+FRESH = Fresh.FRESH
 Handler = Callable[[Any], None]
 ReadyInfo = object
 """What an actor tells all others when it is ready: a picklable record, or None. The runtime only
@@ -49,6 +59,7 @@ class Context:
         self.tracks = [self.track]
         self._outboxes = outboxes
         self._fail = fail
+        self._retired = False
         self._lease: Lease | None = None
         self.alarm: Alarm | None = None
         """Of the node, where loops stay awake for what is on its way."""
@@ -98,7 +109,15 @@ class Context:
         this on the loop."""
         self.call_later(seconds, lambda: self.remind(message))
 
+    def retire(self) -> None:
+        """The system was cut: calls that are under way come to nothing."""
+        self._retired = True
+        self.alarm = None
+        self.remind = lambda message: None
+
     def _guarded(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if self._retired:
+            return
         try:
             function(*arguments)
         except BaseException as error:
@@ -171,6 +190,13 @@ class Actor:
         """Run code that a message on its way will need, on doubles of the actor's state, a part at
         a time; between two parts the loop looks for messages. Called where the node was roused."""
         return iter(())
+
+    def renew(self) -> ReadyInfo | Fresh:
+        """The system was cut: nothing that was sent before arrives any more, and everybody begins
+        anew. Forget all work, keep what is dear (a model, a tokenizer), and return what others
+        need; work that is under way elsewhere must be over when this returns. `start` follows,
+        with another context. The default has a new actor made instead."""
+        return FRESH
 
     def stop(self) -> None:
         """The system ends: stop threads, let go of what the process's end does not free."""

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _PAUSE = 6
 """A node waits so many times as long as the others stay awake before it rouses them again."""
@@ -33,6 +33,11 @@ class AlarmPlan:
     def descriptors(self) -> tuple[int, ...]:
         """The file descriptors that the node's process must inherit."""
         return (self.bell, *self.others)
+
+    def moved(self, places: Mapping[int, int]) -> AlarmPlan:
+        """Return the same plan under the numbers that its descriptors have in another process."""
+        others = tuple(places[other] for other in self.others)
+        return dataclasses.replace(self, bell=places[self.bell], others=others)
 
 
 def create_alarms(nodes: Sequence[str], seconds: float) -> dict[str, AlarmPlan]:

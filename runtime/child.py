@@ -20,7 +20,7 @@ import uvloop
 
 from nanoactor.runtime import control
 from nanoactor.runtime.codec import schema_hashes
-from nanoactor.runtime.node import Node
+from nanoactor.runtime.node import Node, NodePlan
 from nanoactor.runtime.process import (
     EXIT_ORPHANED,
     die_with_parent,
@@ -114,13 +114,32 @@ class _Child:
                 message = self._connection.recv()
             except (EOFError, OSError):
                 os._exit(EXIT_ORPHANED)
+            if isinstance(message, control.Cut):
+                message = self._receive_edges(message)
             if isinstance(message, control.TellStacks):  # here, as the loop may be what hangs
                 self._send(control.Log.of_stacks(self._name))
             else:
                 self._loop.call_soon_threadsafe(self._obey, message)
 
+    def _receive_edges(self, message: control.Cut) -> control.Cut:
+        numbers = message.plan.descriptors
+        try:
+            found = control.receive_descriptors(self._connection, len(numbers))
+        except (EOFError, OSError):
+            os._exit(EXIT_ORPHANED)
+        return control.Cut(message.plan.moved(dict(zip(numbers, found, strict=True))))
+
+    def _cut(self, plan: NodePlan) -> None:
+        try:
+            ready = self._node.cut(plan, self._note_culprit)
+        except BaseException as error:
+            self._fail(self._culprit, error)
+        self._send(control.Ready(ready, schema_hashes()))
+
     def _obey(self, message: Any) -> None:
         match message:
+            case control.Cut(plan):
+                self._cut(plan)
             case control.Start(ready):
                 try:
                     self._node.start(self._loop, ready)

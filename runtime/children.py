@@ -51,6 +51,11 @@ class Children:
         self._open: dict[Any, ChildProcess] = {}
         """By connection: those that may have more to say."""
         self._replaying_since = 0.0
+        self._wake: tuple[socket.socket, ...] = ()
+        """Tells the thread that there is somebody to start, or that the end has come."""
+        self._to_start: deque[ChildProcess] = deque()
+        self._to_bury: deque[ChildProcess] = deque()
+        self._ending = False
 
     def __iter__(self) -> Iterator[ChildProcess]:
         """Iterate in the order in which they are started."""
@@ -65,8 +70,9 @@ class Children:
         """Start a process for each plan."""
         self._loop, self._gone = loop, loop.create_future()
         self.by_name = {name: ChildProcess(specs[name], plan, loop) for name, plan in plans.items()}
-        self._open = {child.connection: child for child in self}
+        self._to_start.extend(self)
         if self.by_name:
+            self._wake = socket.socketpair()
             # A daemon: where the user's program ends without close(), the children end with it.
             self._thread = threading.Thread(
                 target=self._run, name="nanoactor-supervisor", daemon=True
@@ -74,21 +80,50 @@ class Children:
             self._thread.start()
 
     def _run(self) -> None:
-        """Start, then listen until every channel is closed, then reap."""
+        """Start, then listen until the end has come and every channel is closed, then reap."""
         # Children inherit the mask: nothing can reach them before they ignore it.
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         try:
-            for child in self:
-                child.spawn()
-            while self._open:
-                for connection in wait(list(self._open)):
-                    self._receive(self._open[connection])
+            self._start_all()
+            while self._open or not self._ending:
+                for connection in wait([*self._open, self._wake[1]]):
+                    if connection is self._wake[1]:
+                        self._wake[1].recv(64)
+                    elif connection in self._open:
+                        self._receive(self._open[connection])
+                self._start_all()
         finally:
             for child in self:
                 if self._open:  # this thread failed, and without it nobody hears them
                     child.kill()
                 child.reap(None)
             self._tell(_resolve, self._gone, None)
+
+    def _start_all(self) -> None:
+        while self._to_bury:
+            child = self._to_bury.popleft()
+            self._open.pop(child.connection, None)
+            child.reap(None)
+            child.close()
+        while self._to_start:
+            child = self._to_start.popleft()
+            self._open[child.connection] = child
+            child.spawn()
+
+    def _rouse(self) -> None:
+        if self._wake:
+            with contextlib.suppress(OSError):
+                self._wake[0].send(b"!")
+
+    def replace(self, spec: NodeSpec, plan: NodePlan) -> ChildProcess:
+        """Start a process in the place of one that has died, or is to."""
+        old, new = self.by_name[spec.name], ChildProcess(spec, plan, self._loop)
+        old.kill()
+        self.by_name[spec.name] = new
+        self._to_bury.append(old)
+        self._to_start.append(new)
+        self._rouse()
+        return new
 
     def _receive(self, child: ChildProcess) -> None:
         try:
@@ -121,10 +156,16 @@ class Children:
 
     def kill(self) -> None:
         """End all of them now."""
+        self._end_thread()
         for child in self:
             child.kill()
 
+    def _end_thread(self) -> None:
+        self._ending = True
+        self._rouse()
+
     def _stop(self) -> None:
+        self._end_thread()
         for child in reversed(self.by_name.values()):
             child.send(control.Stop())
 
@@ -152,6 +193,9 @@ class Children:
         """Let go of descriptors."""
         for child in self:
             child.close()
+        for end in self._wake:
+            end.close()
+        self._wake = ()
 
 
 class ChildProcess:
@@ -162,6 +206,8 @@ class ChildProcess:
         self.ready: asyncio.Future[control.Ready] = loop.create_future()
         self.started: asyncio.Future[None] = loop.create_future()
         self.failure: control.Failed | None = None
+        self.is_over = False
+        """Whether its end was taken note of: its channel and the kernel both tell."""
         self.pidfd = -1
         self.process: subprocess.Popen[bytes] | None = None
         self._asked: deque[asyncio.Future[Any]] = deque()
@@ -223,6 +269,18 @@ class ChildProcess:
                 _resolve(self._asked.popleft(), answer)
             case control.Failed():
                 self.failure = message
+
+    def cut(self, plan: NodePlan) -> None:
+        """Have it begin anew on other edges; `ready` and `started` tell of that from now on."""
+        loop = asyncio.get_running_loop()
+        self.ready, self.started = loop.create_future(), loop.create_future()
+        try:
+            with self._lock, contextlib.suppress(OSError):
+                self.connection.send(control.Cut(plan))
+                control.send_descriptors(self.connection, plan.descriptors)
+        finally:
+            for descriptor in plan.descriptors:
+                os.close(descriptor)
 
     def ask(self, query: control.Query) -> asyncio.Future[Any] | None:
         """Send a query; None where it has left too many unanswered: a node that hangs is not asked

@@ -10,12 +10,14 @@ import dataclasses
 import logging
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recvfds, sendfds
 from typing import Any, Literal
 
 from nanoactor.runtime.actor import Progress, ReadyInfo
@@ -65,6 +67,14 @@ class Pong:
 @dataclasses.dataclass(frozen=True, slots=True)
 class TellStacks:
     """Parent to child: log the stacks of all your threads."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """Parent to child: another node has died; begin anew on other edges. As many descriptors follow
+    as the plan has, in its order."""
+
+    plan: NodePlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,6 +146,28 @@ class Log:
             parts.append(f"thread {names.get(ident, ident)}:\n{stack}")
         text = "\n".join(parts)
         return cls(f"nanoactor.{node}", logging.ERROR, text, time.time(), os.getpid())
+
+
+_AT_ONCE = 200
+"""Descriptors that one message of the kernel's carries: it allows 253."""
+
+
+def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None:
+    """Send copies of descriptors behind what was sent before."""
+    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
+        for at in range(0, len(descriptors), _AT_ONCE):
+            sendfds(channel, list(descriptors[at : at + _AT_ONCE]))
+
+
+def receive_descriptors(connection: Connection, count: int) -> list[int]:
+    """Take what `send_descriptors` sent. Raises `EOFError` where the sender has gone."""
+    found: list[int] = []
+    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
+        while len(found) < count:
+            found += recvfds(channel, min(_AT_ONCE, count - len(found)))
+    for descriptor in found:
+        os.set_inheritable(descriptor, False)
+    return found
 
 
 class ChannelHandler(logging.Handler):

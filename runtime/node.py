@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.runtime.actor import Actor, Context, Progress, ReadyInfo
+from nanoactor.runtime.actor import FRESH, Actor, Context, Progress, ReadyInfo
 from nanoactor.runtime.alarm import Alarm, AlarmPlan
 from nanoactor.runtime.mailbox import DelayedDelivery, Mailbox
 from nanoactor.runtime.outbox import LocalOutbox, Outbox, RemoteOutbox
@@ -47,6 +47,16 @@ class NodePlan:
         alarm = self.alarm.descriptors if self.alarm else ()
         return (*(fd for end in ends for fd in end.descriptors), *alarm)
 
+    def moved(self, places: Mapping[int, int]) -> NodePlan:
+        """Return the same plan under the numbers that its descriptors have in another process."""
+        receivers = [(edge, name, end.moved(places)) for edge, name, end in self.receivers]
+        return dataclasses.replace(
+            self,
+            senders={edge: end.moved(places) for edge, end in self.senders.items()},
+            receivers=receivers,
+            alarm=self.alarm.moved(places) if self.alarm else None,
+        )
+
 
 class Node:
     """Builds the actors, then opens the edges, then lets messages flow."""
@@ -66,16 +76,37 @@ class Node:
         self._cpu_before = 0.0
         self._unopened = set(plan.descriptors)
         """Descriptors that no sender or receiver has taken over."""
+        self._ready: dict[str, ReadyInfo] = {}
 
     def setup(self, on_culprit: Callable[[str], None] = lambda name: None) -> dict[str, ReadyInfo]:
         """Import, make and set up every actor; return what each tells the others."""
-        ready = {}
         for spec in self.plan.actors:
             on_culprit(spec.name)
             actor = spec.create()
             self.actors[spec.name] = actor
-            ready[spec.name] = actor.setup()
-        return ready
+            self._ready[spec.name] = actor.setup()
+        return self._ready
+
+    def cut(
+        self, plan: NodePlan, on_culprit: Callable[[str], None] = lambda name: None
+    ) -> dict[str, ReadyInfo]:
+        """Begin anew on other edges, after a death elsewhere: close all there are, and have every
+        actor forget its work. Returns what each tells the others; `start` is next."""
+        for actor in self.actors.values():
+            if hasattr(actor, "context"):
+                actor.context.retire()
+        self._close_edges()
+        self._failed = False
+        self.plan, self._unopened = plan, set(plan.descriptors)
+        for spec in plan.actors:
+            on_culprit(spec.name)
+            ready = self.actors[spec.name].renew()
+            if ready is FRESH:
+                self.actors[spec.name].stop()
+                self.actors[spec.name] = spec.create()
+                ready = self.actors[spec.name].setup()
+            self._ready[spec.name] = ready
+        return self._ready
 
     def start(self, loop: asyncio.AbstractEventLoop, ready: Mapping[str, ReadyInfo]) -> None:
         """Open the edges, start the actors, then begin to receive."""
@@ -243,6 +274,9 @@ class Node:
         self._failed = True
         for actor in reversed(self.actors.values()):
             actor.stop()
+        self._close_edges()
+
+    def _close_edges(self) -> None:
         for _, outbox in self._remote:
             outbox.close()
         for _, _, receiver in self._receivers:
@@ -257,3 +291,5 @@ class Node:
         for descriptor in self._unopened:
             os.close(descriptor)
         self._unopened.clear()
+        self._remote, self._receivers, self._alarm = [], [], None
+        self._mailboxes, self._outboxes, self._recorders = {}, {}, {}

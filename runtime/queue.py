@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
 from nanoactor.runtime.codec import HEADER, INLINE_BYTES, KIND_ARRAYS, Encoded, decode
@@ -37,6 +37,10 @@ class QueueSenderEnd:
         """The pipes' writing ends."""
         return self.pipes
 
+    def moved(self, places: Mapping[int, int]) -> QueueSenderEnd:
+        """Return the same end under the numbers that its descriptors have in another process."""
+        return dataclasses.replace(self, pipes=tuple(places[pipe] for pipe in self.pipes))
+
     def open(self) -> QueueSender:
         """Start the writing threads; the descriptors now belong to the sender."""
         return QueueSender(self)
@@ -53,6 +57,10 @@ class QueueReceiverEnd:
     def descriptors(self) -> tuple[int, ...]:
         """The pipe's reading end."""
         return (self.pipe,)
+
+    def moved(self, places: Mapping[int, int]) -> QueueReceiverEnd:
+        """Return the same end under the numbers that its descriptors have in another process."""
+        return dataclasses.replace(self, pipe=places[self.pipe])
 
     def open(self) -> QueueReceiver:
         """Take over the descriptor."""

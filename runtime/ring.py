@@ -23,7 +23,7 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanoactor.runtime.codec import (
@@ -62,6 +62,11 @@ class RingSenderEnd:
         """The memory's descriptor and every reader's items and space eventfd."""
         return (self.memory, *(fd for pair in self.events for fd in pair))
 
+    def moved(self, places: Mapping[int, int]) -> RingSenderEnd:
+        """Return the same end under the numbers that its descriptors have in another process."""
+        events = tuple((places[items], places[space]) for items, space in self.events)
+        return dataclasses.replace(self, memory=places[self.memory], events=events)
+
     def open(self) -> RingSender:
         """Map the memory; the descriptors now belong to the sender."""
         return RingSender(self)
@@ -82,6 +87,11 @@ class RingReceiverEnd:
     def descriptors(self) -> tuple[int, ...]:
         """The memory's descriptor and this reader's items and space eventfd."""
         return (self.memory, self.items, self.space)
+
+    def moved(self, places: Mapping[int, int]) -> RingReceiverEnd:
+        """Return the same end under the numbers that its descriptors have in another process."""
+        memory, items, space = (places[number] for number in self.descriptors)
+        return dataclasses.replace(self, memory=memory, items=items, space=space)
 
     def open(self) -> RingReceiver:
         """Map the memory; the descriptors now belong to the receiver."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,8 @@ from nanoactor.runtime.codec import schema_hashes
 from nanoactor.runtime.errors import NotUsableHere, RuntimeFault, SchemaMismatch, StartupFailed
 from nanoactor.runtime.node import Node
 from nanoactor.runtime.process import occupy_standard_descriptors
-from nanoactor.runtime.topology import Topology
+from nanoactor.runtime.recovery import RestartBudget
+from nanoactor.runtime.topology import NodeSpec, Topology
 from nanoactor.runtime.tracing import NodeTrace
 from nanoactor.runtime.watchdog import Watchdog
 from nanoactor.runtime.wiring import Options, wire
@@ -42,14 +45,31 @@ class System:
         options: Options,
         on_death: Callable[[BaseException], None],
         has_work: Callable[[], bool] = lambda: False,
+        on_cut: Callable[[], None] = lambda: None,
+        on_recovered: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_death` is called once, on the loop, when the running system has become useless;
-        nodes are watched, with the `stall_timeout` of the options, while `has_work` says so."""
+        nodes are watched, with the `stall_timeout` of the options, while `has_work` says so.
+
+        Where a death is made good, `on_cut` is called, perhaps again, and then `on_recovered`:
+        between the two nothing can be sent, and what was sent before has not arrived."""
         topology.validate()
         self._topology = topology
         self._options = options
         self._on_death = on_death
         self._has_work = has_work
+        self._on_cut, self._on_recovered = on_cut, on_recovered
+        self._budget = RestartBudget(options.max_restarts, options.restart_window)
+        self._victims: dict[str, BaseException] = {}
+        """Nodes that have died, and are not replaced yet."""
+        self._recovery: asyncio.Task[None] | None = None
+        self.recovering: tuple[str, float] | None = None
+        """Who has died, and when by the monotonic clock, while that is made good."""
+        self.restarts: Counter[str] = Counter()
+        """By node: how often it was replaced."""
+        self.restart_seconds = 0.0
+        """How long it took, in all."""
+        self._runs = False
         self._watchdog: Watchdog | None = None
         self._children = Children(self._hear)
         self._node: Node | None = None
@@ -91,10 +111,14 @@ class System:
             raise
         finally:
             late.cancel()
+        self._runs = True
+        self._watch()
+
+    def _watch(self) -> None:
         timeout = self._options.stall_timeout
         if timeout is not None and self._dead is None and not self._closing:
             self._watchdog = Watchdog(
-                self._children, self._running_node, timeout, self._has_work, self._die
+                self._children, self._running_node, timeout, self._has_work, self._stalled
             )
 
     def _late(self) -> str:
@@ -118,19 +142,90 @@ class System:
         plans = wire(self._topology, self._options)
         local = plans.pop(self._topology.local)
         self._node = Node(local, self._local_failed)
-        specs = {node.name: node for node in self._topology.nodes}
-        self._children.launch(specs, plans, self._loop)
+        self._children.launch(self._specs, plans, self._loop)
         self.ready |= self._node.setup()
-        for child in self._children:
-            report = await child.ready
+        await self._begin(list(self._children))
+
+    @property
+    def _specs(self) -> dict[str, NodeSpec]:
+        return {node.name: node for node in self._topology.nodes}
+
+    async def _begin(self, new: Sequence[ChildProcess]) -> None:
+        """Wait until all are ready, and let messages flow; `new` have just been started."""
+        assert self._loop is not None
+        waiting = list(self._children)
+        reports = await asyncio.gather(*(child.ready for child in waiting))
+        for child, report in zip(waiting, reports, strict=True):
             _check_schema(child.name, report.schema)
             self.ready |= report.actors
-        for child in self._children:
+        for child in new:
             self._loop.add_reader(child.pidfd, self._child_died, child)
-            child.send(control.Start(self.ready))
-        self._node.start(self._loop, self.ready)
-        for child in self._children:
-            await child.started
+        self._children.send(control.Start(self.ready))
+        self._running_node.start(self._loop, self.ready)
+        await asyncio.gather(*(child.started for child in self._children))
+
+    # -- deaths ---------------------------------------------------------------------------
+
+    async def _recover(self) -> None:
+        """Replace who has died, until nobody has; everybody begins anew on other edges."""
+        begin = time.monotonic()
+        while self._victims and self._dead is None:
+            victims, self._victims = self._victims, {}
+            self.recovering = ", ".join(victims), begin
+            for name, error in victims.items():
+                log.warning("node %s has died and is replaced: %s", name, error)
+                self.restarts[name] += 1
+            self._on_cut()
+            await asyncio.sleep(self._budget.pause())
+            try:
+                async with asyncio.timeout(self._options.start_timeout):
+                    await self._begin_anew(victims)
+            except Exception as error:
+                if self._closing:
+                    return
+                if not self._victims:  # nobody else has died: it will not be better
+                    self._die(error)
+        self._recovery, self.recovering = None, None
+        if self._dead is None:
+            seconds = time.monotonic() - begin
+            self.restart_seconds += seconds
+            log.warning("all nodes run again after %.1f s", seconds)
+            self._on_recovered()
+            self._watch()
+
+    async def _begin_anew(self, victims: Collection[str]) -> None:
+        plans = wire(self._topology, self._options)
+        self.ready |= self._running_node.cut(plans.pop(self._topology.local))
+        specs, new = self._specs, []
+        for child in list(self._children):
+            if child.name in victims:
+                self._forget(child)
+                new.append(self._children.replace(specs[child.name], plans[child.name]))
+            else:
+                child.cut(plans[child.name])
+        await self._begin(new)
+
+    def _forget(self, child: ChildProcess) -> None:
+        if child.pidfd >= 0 and self._loop is not None:
+            self._loop.remove_reader(child.pidfd)
+
+    def _stalled(self, error: BaseException, node: str) -> None:
+        """The watchdog gives a node up."""
+        child = self._children.by_name.get(node)
+        if child is None or not self._options.max_restarts:
+            self._die(error)
+        else:
+            child.kill()  # and its death is made good
+
+    def _is_made_good(self, child: ChildProcess, error: BaseException) -> bool:
+        """Note a death, and begin to recover from it, where that may be."""
+        if not self._runs or not self._budget.spend(time.monotonic()):
+            return False
+        self._victims[child.name] = error
+        self._stop_watching()
+        if self._recovery is None:
+            self._recovery = asyncio.ensure_future(self._recover())
+        return True
 
     def actor(self, name: str) -> Actor:
         """An actor of the local node."""
@@ -211,6 +306,8 @@ class System:
     def _hear(self, child: ChildProcess, message: Any) -> None:
         """Take a control message, on the loop."""
         match message:
+            case _ if self._children.by_name.get(child.name) is not child:
+                pass  # it was replaced
             case control.Pong(progress):
                 if self._watchdog is not None:
                     self._watchdog.heard(child.name, progress)
@@ -220,12 +317,17 @@ class System:
                 child.hear(message)
 
     def _child_ended(self, child: ChildProcess) -> None:
-        self._die(child.give_up())
+        if child.is_over or self._children.by_name.get(child.name) is not child:
+            return  # that is known
+        child.is_over = True
+        error = child.give_up()
+        if self._dead is None and not self._closing and not self._is_made_good(child, error):
+            self._die(error)
 
     def _child_died(self, child: ChildProcess) -> None:
         """The pidfd is readable: the process is gone, perhaps with a last word in its channel."""
         assert self._loop is not None
-        self._loop.remove_reader(child.pidfd)
+        self._forget(child)
         if not self._closing:
             self._loop.call_later(0.02, self._child_ended, child)
 
@@ -287,11 +389,11 @@ class System:
         self._abandoned = asyncio.ensure_future(self.close())
 
     async def _close(self) -> None:
-        assert self._loop is not None
+        if self._recovery is not None:
+            self._recovery.cancel()
         self._stop_watching()
         for child in self._children:
-            if child.pidfd >= 0:
-                self._loop.remove_reader(child.pidfd)
+            self._forget(child)
         await self._children.end(self._options.stop_timeout)
         self._stop_node()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from nanoactor.runtime.codec import Encoded
@@ -96,6 +96,9 @@ class SenderEnd(Protocol):
     def descriptors(self) -> tuple[int, ...]:
         """The file descriptors that the opening process must inherit."""
 
+    def moved(self, places: Mapping[int, int]) -> SenderEnd:
+        """Return the same end under the numbers that its descriptors have in another process."""
+
     def open(self) -> Sender:
         """Open it in this process, which takes over the descriptors."""
 
@@ -106,6 +109,9 @@ class ReceiverEnd(Protocol):
     @property
     def descriptors(self) -> tuple[int, ...]:
         """The file descriptors that the opening process must inherit."""
+
+    def moved(self, places: Mapping[int, int]) -> ReceiverEnd:
+        """Return the same end under the numbers that its descriptors have in another process."""
 
     def open(self) -> Receiver:
         """Open it in this process, which takes over the descriptors."""

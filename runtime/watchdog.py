@@ -32,11 +32,12 @@ class Watchdog:
         node: Node,
         timeout: float,
         has_work: Callable[[], bool],
-        give_up: Callable[[NodeStalled], None],
+        give_up: Callable[[NodeStalled, str], None],
     ) -> None:
         """`node` is this process's own; `timeout` in seconds; stalls count while `has_work`.
 
-        `give_up` is called once, when the stacks of all nodes have had time to reach the log.
+        `give_up` is called once, when the stacks of all nodes have had time to reach the log, with
+        the name of the node that has stalled, empty where it is this process's own.
         """
         self._children = children
         self._node = node
@@ -62,7 +63,7 @@ class Watchdog:
         else:
             error = self._report(stall)
             last_words = _LAST_WORDS * self._timeout
-            self._timer = self._loop.call_later(last_words, self._give_up, error)
+            self._timer = self._loop.call_later(last_words, self._give_up, error, stall.node)
 
     def _judge(self) -> Stall | None:
         """Judge by what was heard, then ask again."""

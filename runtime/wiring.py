@@ -38,6 +38,10 @@ class Options:
     """Seconds that a node may take to end before it is killed."""
     stall_timeout: float | None = None
     """Seconds without a sign of life, while there is work, after which the system is given up."""
+    max_restarts: int = 0
+    """Deaths of nodes within `restart_window` seconds that are made good; 0: the first is the
+    system's."""
+    restart_window: float = 300.0
 
 
 def wire(topology: Topology, options: Options) -> dict[str, NodePlan]:

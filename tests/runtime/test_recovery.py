@@ -1,0 +1,330 @@
+"""Nodes that die are replaced: everybody else begins anew, on other edges."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoactor.runtime.actor import Actor
+from nanoactor.runtime.errors import NodeDied, NodeStalled
+from nanoactor.runtime.recovery import RestartBudget
+from nanoactor.runtime.system import System
+from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
+from nanoactor.runtime.wiring import Options
+from tests.conftest import children, descriptors
+from tests.runtime.actors import Do, Ping, Pong
+
+NODES = "near", "far"
+
+
+class User(Actor):
+    """Lives in the test's process, and goes on after a cut."""
+
+    def __init__(self, config):
+        self.pongs = []
+        self.renewed = 0
+
+    def renew(self):
+        self.renewed += 1
+
+    def handlers(self):
+        return {Pong: self.pongs.append}
+
+
+class Near(Actor):
+    """Passes numbers on; keeps its process's id, and counts what it saw since it began anew."""
+
+    def __init__(self, config):
+        self.seen = 0
+        self.born = time.monotonic_ns()
+
+    def setup(self):
+        return "made"
+
+    def renew(self):
+        self.seen = 0
+        return "renewed"
+
+    def start(self, context, ready):
+        super().start(context, ready)
+        self.ready = ready
+
+    def handlers(self):
+        return {Ping: self.ping, Do: self.do}
+
+    def ping(self, ping):
+        self.seen += 1
+        self.context.outbox("far").send(self.context.own(ping))
+
+    def do(self, do):
+        if do.what == "raise":
+            raise ValueError("asked to")
+        if do.what == "hang":
+            time.sleep(600)
+        if do.what == "later":  # of a call that is under way when everything begins anew
+            self.context.call_later(0.2, lambda: os._exit(9))
+
+    def statistics(self):
+        return {"seen": self.seen, "born": self.born, "ready": dict(self.ready)}
+
+
+class Far(Actor):
+    """Is made anew each time."""
+
+    def __init__(self, config):
+        self.seen = 0
+        self.delay = config
+
+    def setup(self):
+        time.sleep(self.delay)
+
+    def handlers(self):
+        return {Ping: self.ping}
+
+    def ping(self, ping):
+        self.seen += 1
+        pong = Pong(ping.number, int(ping.data.sum()), os.getpid())
+        self.context.outbox("user").send(pong)
+
+    def statistics(self):
+        return {"seen": self.seen}
+
+
+def topology(delay=0.0):
+    here = "tests.runtime.test_recovery"
+    return Topology(
+        (
+            ActorSpec("user", f"{here}:User", None),
+            ActorSpec("near", f"{here}:Near", None),
+            ActorSpec("far", f"{here}:Far", delay),
+        ),
+        (
+            NodeSpec("user", ("user",), roused=True),
+            *(NodeSpec(n, (n,), roused=True) for n in NODES),
+        ),
+        (
+            EdgeSpec("user", ("near",)),
+            EdgeSpec("near", ("far",)),
+            EdgeSpec("far", ("user",), bound=1000),
+        ),
+        "user",
+    )
+
+
+class Running:
+    """A started system, and what it told."""
+
+    def __init__(self, delay=0.0, **options):
+        self.deaths, self.told = [], []
+        values = dict(debug=True, max_restarts=100, restart_window=0.01, awake_seconds=0.001)
+        values |= options
+        self.system = System(
+            topology(delay),
+            Options(**values),
+            self.deaths.append,
+            lambda: True,
+            on_cut=lambda: self.told.append("cut"),
+            on_recovered=lambda: self.told.append("recovered"),
+        )
+
+    async def __aenter__(self):
+        await self.system.start()
+        self.user = self.system.actor("user")
+        return self
+
+    async def __aexit__(self, *_):
+        await self.system.close()
+
+    def kill(self, name, how=signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):  # it is dead already
+            os.kill(self.system.pids[name], how)
+
+    async def until(self, condition, seconds=60.0):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "nothing happened"
+            await asyncio.sleep(0.002)
+
+    async def recovered(self, times=1):
+        await self.until(lambda: self.told.count("recovered") >= times or self.deaths)
+        assert not self.deaths
+
+    async def echo(self, numbers):
+        """All of these come back, once, and in order."""
+        self.user.pongs.clear()
+        for number in numbers:
+            data = np.full(10, number, np.int32)
+            self.user.context.outbox("near").send(Ping(number, data))
+        await self.until(lambda: len(self.user.pongs) >= len(numbers))
+        assert [pong.number for pong in self.user.pongs] == list(numbers)
+        assert [pong.total for pong in self.user.pongs] == [10 * number for number in numbers]
+
+
+@pytest.mark.parametrize("transport", ["ring", "queue"])
+@pytest.mark.parametrize("victim", NODES)
+def test_whoever_dies_is_replaced_and_messages_flow_again(victim, transport):
+    async def main():
+        async with Running(transport=transport) as run:
+            await run.echo(range(50))
+            before = dict(run.system.pids)
+            figures = await run.system.statistics()
+            run.kill(victim)
+            await run.recovered()
+            assert run.told == ["cut", "recovered"]
+            assert run.user.renewed == 1
+            changed = {name for name in NODES if run.system.pids[name] != before[name]}
+            assert changed == {victim} == set(run.system.restarts)
+            await run.echo(range(100, 150))
+            after = await run.system.statistics()
+            assert after["near"]["actor"]["seen"] == 50
+            assert after["far"]["actor"]["seen"] == 50
+            told = after["near"]["actor"]["ready"]["near"]
+            assert told == ("made" if victim == "near" else "renewed")
+            same = after["near"]["actor"]["born"] == figures["near"]["actor"]["born"]
+            assert same == (victim != "near")
+            assert run.system.recovering is None
+            assert run.system.restart_seconds > 0
+
+    asyncio.run(main())
+    assert not children()
+
+
+def test_messages_under_way_never_arrive_after_the_cut():
+    async def main():
+        async with Running() as run:
+            for turn in range(3):
+                for number in range(40):
+                    data = np.full(10, number, np.int32)
+                    run.user.context.outbox("near").send(Ping(number, data))
+                run.kill("far")
+                await run.until(lambda turn=turn: run.told.count("cut") > turn)
+                run.user.pongs.clear()
+                await run.recovered(turn + 1)
+                await asyncio.sleep(0.05)
+                assert not run.user.pongs
+                await run.echo(range(1000, 1010))
+
+    asyncio.run(main())
+
+
+def test_calls_under_way_come_to_nothing():
+    async def main():
+        async with Running() as run:
+            run.user.context.outbox("near").send(Do("later"))
+            await run.echo([1])
+            run.kill("far")
+            await run.recovered()
+            await asyncio.sleep(0.4)
+            await run.echo([2])
+            assert run.told == ["cut", "recovered"]
+
+    asyncio.run(main())
+
+
+def test_deaths_one_after_the_other_and_at_once():
+    async def main():
+        async with Running(delay=0.3) as run:
+            run.kill("near")
+            run.kill("far")
+            await run.until(lambda: "cut" in run.told)
+            await asyncio.sleep(0.1)
+            run.kill("near")  # while another is on its way
+            await run.until(lambda: run.system.recovering is None)
+            assert run.told[-1] == "recovered"
+            await run.echo(range(20))
+
+    asyncio.run(main())
+    assert not children()
+
+
+def test_an_exception_and_a_stall_are_deaths_too(caplog):
+    async def main():
+        async with Running(stall_timeout=1.0) as run:
+            run.user.context.outbox("near").send(Do("raise"))
+            await run.recovered()
+            await run.echo(range(5))
+            run.user.context.outbox("near").send(Do("hang"))
+            await run.recovered(2)
+            await run.echo(range(5))
+            run.kill("far", signal.SIGSTOP)
+            await run.recovered(3)
+            await run.echo(range(5))
+
+    asyncio.run(main())
+    assert "has stalled" in caplog.text
+    assert "asked to" in caplog.text
+
+
+def test_nothing_is_left_behind_however_often_somebody_dies():
+    async def main():
+        async with Running() as run:
+            counts = []
+            for turn in range(6):
+                run.kill(NODES[turn % 2])
+                await run.recovered(turn + 1)
+                await run.echo(range(10))
+                pids = [os.getpid(), *run.system.pids.values()]
+                counts.append([len(os.listdir(f"/proc/{pid}/fd")) for pid in pids])
+                assert len(children()) == 2
+            assert counts[1:] == counts[:1] * 5, counts
+
+    before = descriptors()
+    asyncio.run(main())
+    assert descriptors() == before
+    assert not children()
+
+
+def test_one_death_too_many_is_the_systems():
+    async def main():
+        async with Running(max_restarts=2, restart_window=60.0) as run:
+            for turn in range(2):
+                run.kill("near")
+                await run.recovered(turn + 1)
+            run.kill("near")
+            await run.until(lambda: run.deaths)
+            assert isinstance(run.deaths[0], NodeDied)
+            assert "near" in str(run.deaths[0])
+        assert not children()
+
+    asyncio.run(main())
+
+
+def test_without_a_budget_a_stall_is_the_end():
+    async def main():
+        async with Running(max_restarts=0, stall_timeout=1.0) as run:
+            run.kill("far", signal.SIGSTOP)
+            await run.until(lambda: run.deaths)
+            assert isinstance(run.deaths[0], NodeStalled)
+
+    asyncio.run(main())
+
+
+def test_closing_in_the_middle_leaves_nothing():
+    async def main():
+        async with Running(delay=0.5) as run:
+            run.kill("far")
+            await run.until(lambda: "cut" in run.told)
+        assert not children()
+        assert run.told == ["cut"]
+
+    before = descriptors()
+    asyncio.run(main())
+    assert descriptors() == before
+
+
+@given(st.lists(st.floats(0, 100), max_size=30), st.integers(0, 5), st.floats(0.1, 50))
+def test_no_window_holds_more_deaths_than_the_budget_allows(moments, most, window):
+    budget, allowed = RestartBudget(most, window), []
+    for moment in sorted(moments):
+        recent = [one for one in allowed if one > moment - window]
+        assert budget.spend(moment) == (len(recent) < most)
+        if len(recent) < most:
+            allowed.append(moment)
+            assert budget.spent == len(recent) + 1
+            assert budget.pause() == (0.0 if not recent else min(5.0, 0.05 * 2 ** len(recent)))
