@@ -141,6 +141,12 @@ class RowBuffers:
     contexts: torch.Tensor
     """int32 (rows,)."""
 
+    @classmethod
+    def zeros(cls, zeros: Callable[..., torch.Tensor], tokens: int, rows: int) -> RowBuffers:
+        """Make them for so many tokens, of which so many rows decode, by a device's `zeros`."""
+        ids, positions = (zeros(tokens, dtype=torch.int32) for _ in range(2))
+        return cls(ids, positions, zeros(tokens, dtype=torch.int64), zeros(rows, dtype=torch.int32))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingGroups:

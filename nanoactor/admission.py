@@ -34,7 +34,9 @@ class Admission:
         tokens = submit.token_ids
         if submit.text is not None or submit.chat is not None or submit.grammar:
             return None
-        if submit.rules or submit.bad_words or submit.item_times or len(tokens) > DIRECT_TOKENS:
+        if submit.rules or submit.bad_words or submit.item_times:
+            return None
+        if len(tokens) + sum(len(part.token_ids) for part in submit.output) > DIRECT_TOKENS:
             return None
         if self._placeholders and np.isin(tokens, self._placeholders).any():
             return None
@@ -59,7 +61,7 @@ class Admission:
         return Admit(
             uid=submit.uid,
             epoch=submit.epoch,
-            token_ids=tokens,
+            token_ids=np.concatenate((tokens, *(part.token_ids for part in submit.output))),
             prompt_length=len(tokens),
             hashes=block_hashes(tokens, self.block_size, self._salt, extras=extras),
             priority=submit.priority,

@@ -138,8 +138,14 @@ class EngineConfig:
     stop_timeout: float = 5.0
     """Seconds that a process may take to end before it is killed."""
     stall_timeout: float | None = 60.0
-    """Seconds without progress, while there are requests, after which the engine is given up: the
-    log has all stacks, and requests raise `EngineDead` with the culprit. None: never."""
+    """Seconds without progress, while there are requests, after which the culprit is ended: the log
+    has all stacks. None: never."""
+    max_restarts: int = 5
+    """Deaths of processes within `restart_window` that are made good: the process is replaced, and
+    streams go on. One more is the engine's, and requests raise `EngineDead`. 0: the first is, as
+    with several ranks."""
+    restart_window: float = 300.0
+    """Seconds."""
     debug: bool = False
     """Check every record's checksum and overwrite released memory. Slow."""
     debug_delay_ms: float = 0.0
@@ -183,7 +189,7 @@ class EngineConfig:
             self._check_number(f"{name}_timeout", 1e9)
         self._check_number("debug_delay_ms", 1e9)
         self._check_number("awake_ms", 1000, optional=True)
-        self._check_stall_timeout()
+        self._check_deaths()
         self._check_choice("dtype", ("auto", *DTYPES))
         self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("plan_lead", ("eager", "late"))
@@ -217,7 +223,10 @@ class EngineConfig:
                     f"limit_mm_per_prompt: a limit must be a whole number, got {count!r:.50}"
                 )
 
-    def _check_stall_timeout(self) -> None:
+    def _check_deaths(self) -> None:
+        if self.max_restarts != 0 or isinstance(self.max_restarts, bool):
+            self._check_whole("max_restarts")
+        self._check_number("restart_window", 1e9)
         if self.stall_timeout is not None:
             self._check_number("stall_timeout", 1e9)
             if self.stall_timeout < _LEAST_STALL_TIMEOUT:

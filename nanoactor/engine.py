@@ -110,11 +110,14 @@ class AsyncLLM:
         # The loop and a thread refer to the system. They must not keep an engine alive that its
         # user has dropped.
         on_death, has_work = weakref.WeakMethod(self._on_death), weakref.WeakMethod(self._has_work)
+        on_cut = weakref.WeakMethod(self._on_cut)
         self._system = System(
             topology,
             self._options(),
             lambda error: (found := on_death()) and found(error),
             lambda: bool((found := has_work()) and found()),
+            lambda: (found := on_cut()) and found(False),
+            lambda: (found := on_cut()) and found(True),
         )
 
     def __del__(self) -> None:
@@ -144,6 +147,8 @@ class AsyncLLM:
             start_timeout=config.start_timeout,
             stop_timeout=config.stop_timeout,
             stall_timeout=config.stall_timeout,
+            max_restarts=0 if config.tensor_parallel_size > 1 else config.max_restarts,
+            restart_window=config.restart_window,
         )
 
     async def start(self) -> AsyncLLM:
@@ -200,6 +205,21 @@ class AsyncLLM:
         self._died.set()
         if self._frontend is not None:
             self._frontend.fail_all(_dead(error))
+
+    def _on_cut(self, over: bool) -> None:
+        if self._frontend is not None:
+            (self._frontend.resume if over else self._frontend.pause)()
+
+    @property
+    def recovering(self) -> tuple[str, float] | None:
+        """Return which processes have died, and when by the monotonic clock, while they are
+        replaced and requests wait."""
+        return self._system.recovering
+
+    @property
+    def restarts(self) -> tuple[Mapping[str, int], float]:
+        """Return how often each process was replaced, and the seconds that took in all."""
+        return dict(self._system.restarts), self._system.restart_seconds
 
     @property
     def dead(self) -> EngineDead | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoactor.continuing import OutputSoFar
 from nanoactor.grammar.messages import DeferredSamples
 from nanoactor.runtime.codec import message
 from nanoactor.scores import RequestScores, ScoredChunks, ScoreRequests, StepScores, ToldScores
@@ -40,6 +41,9 @@ class TextOptions:
     min_tokens: int
     detokenize: bool = True
     """Without it there is no text."""
+    delivered: int = -1
+    """Characters of the output that were told before everybody began anew; -1: all it has let out.
+    """
 
 
 @message(6)
@@ -109,6 +113,8 @@ class Submit:
     """What the answers must look like, as `GrammarSpec.to_text` writes it; empty: anything."""
     held: bool = False
     """Whether each answer is held behind every token: `Continue` says what they go on with."""
+    output: tuple[OutputSoFar, ...] = ()
+    """At most one, where an answer goes on after everybody began anew. Then it has one answer."""
 
 
 @message(11, by="uid")

@@ -59,7 +59,8 @@ class Context:
         self.tracks = [self.track]
         self._outboxes = outboxes
         self._fail = fail
-        self._retired = False
+        self.retired = False
+        """Whether the system was cut since: what is under way comes to nothing."""
         self._lease: Lease | None = None
         self.alarm: Alarm | None = None
         """Of the node, where loops stay awake for what is on its way."""
@@ -111,12 +112,12 @@ class Context:
 
     def retire(self) -> None:
         """The system was cut: calls that are under way come to nothing."""
-        self._retired = True
+        self.retired = True
         self.alarm = None
         self.remind = lambda message: None
 
     def _guarded(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        if self._retired:
+        if self.retired:
             return
         try:
             function(*arguments)

@@ -51,7 +51,7 @@ class Children:
         self._open: dict[Any, ChildProcess] = {}
         """By connection: those that may have more to say."""
         self._replaying_since = 0.0
-        self._wake: tuple[socket.socket, ...] = ()
+        self._wake: tuple[Connection, ...] = ()
         """Tells the thread that there is somebody to start, or that the end has come."""
         self._to_start: deque[ChildProcess] = deque()
         self._to_bury: deque[ChildProcess] = deque()
@@ -72,7 +72,7 @@ class Children:
         self.by_name = {name: ChildProcess(specs[name], plan, loop) for name, plan in plans.items()}
         self._to_start.extend(self)
         if self.by_name:
-            self._wake = socket.socketpair()
+            self._wake = tuple(Connection(end.detach()) for end in socket.socketpair())
             # A daemon: where the user's program ends without close(), the children end with it.
             self._thread = threading.Thread(
                 target=self._run, name="nanoactor-supervisor", daemon=True
@@ -88,7 +88,7 @@ class Children:
             while self._open or not self._ending:
                 for connection in wait([*self._open, self._wake[1]]):
                     if connection is self._wake[1]:
-                        self._wake[1].recv(64)
+                        self._wake[1].recv_bytes()
                     elif connection in self._open:
                         self._receive(self._open[connection])
                 self._start_all()
@@ -109,11 +109,12 @@ class Children:
             child = self._to_start.popleft()
             self._open[child.connection] = child
             child.spawn()
+            self._tell(_resolve, child.introduced, None)
 
     def _rouse(self) -> None:
         if self._wake:
             with contextlib.suppress(OSError):
-                self._wake[0].send(b"!")
+                self._wake[0].send_bytes(b"!")
 
     def replace(self, spec: NodeSpec, plan: NodePlan) -> ChildProcess:
         """Start a process in the place of one that has died, or is to."""
@@ -210,6 +211,8 @@ class ChildProcess:
         """Whether its end was taken note of: its channel and the kernel both tell."""
         self.pidfd = -1
         self.process: subprocess.Popen[bytes] | None = None
+        self.introduced: asyncio.Future[None] = loop.create_future()
+        """Done once it was told what to become: nothing else may come before."""
         self._asked: deque[asyncio.Future[Any]] = deque()
         """Where the answers go, which come in the order of the queries."""
         self._spec = spec
@@ -285,7 +288,7 @@ class ChildProcess:
     def ask(self, query: control.Query) -> asyncio.Future[Any] | None:
         """Send a query; None where it has left too many unanswered: a node that hangs is not asked
         again and again, for its channel would fill up and hold up this process too."""
-        if len(self._asked) >= _MOST_UNANSWERED:
+        if len(self._asked) >= _MOST_UNANSWERED or not self.introduced.done():
             return None
         answer = asyncio.get_running_loop().create_future()
         self._asked.append(answer)

@@ -76,6 +76,8 @@ class Mailbox:
 
     def handle(self, port: Port, message: Any, sent: int) -> None:
         """Call the handler, and remember when."""
+        if self._context.retired:  # the system was cut: whom it was for knows nothing any more
+            return
         self._handled += 1
         handler = self._handlers.get(type(message))
         if handler is None:

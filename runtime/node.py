@@ -77,6 +77,8 @@ class Node:
         self._unopened = set(plan.descriptors)
         """Descriptors that no sender or receiver has taken over."""
         self._ready: dict[str, ReadyInfo] = {}
+        self._runs = False
+        """Whether its actors have been started: else there is nothing to be told of them."""
 
     def setup(self, on_culprit: Callable[[str], None] = lambda name: None) -> dict[str, ReadyInfo]:
         """Import, make and set up every actor; return what each tells the others."""
@@ -96,7 +98,7 @@ class Node:
             if hasattr(actor, "context"):
                 actor.context.retire()
         self._close_edges()
-        self._failed = False
+        self._failed = self._runs = False
         self.plan, self._unopened = plan, set(plan.descriptors)
         for spec in plan.actors:
             on_culprit(spec.name)
@@ -118,6 +120,7 @@ class Node:
         self._cpu_before = time.process_time()
         for actor in self.actors.values():
             actor.start(actor.context, ready)
+        self._runs = True
         self._receive(loop)
 
     def _open_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -214,8 +217,10 @@ class Node:
         return DelayedDelivery(deliver, loop, self._fatal(target), delay, seed)
 
     def _fatal(self, actor: str) -> Callable[[BaseException], None]:
+        plan = self.plan
+
         def fail(error: BaseException) -> None:
-            if not self._failed:
+            if not self._failed and self.plan is plan:  # else of what was before a cut
                 self._failed = True
                 self._on_failure(actor, error)
 
@@ -233,7 +238,7 @@ class Node:
         node = {"name": self.plan.name, "cpu_seconds": time.process_time()}
         if self._alarm is not None:
             node |= {"roused": self._alarm.roused, "looks": self._alarm.looks}
-        for name, actor in self.actors.items():
+        for name, actor in self._running:
             outboxes = self._outboxes.get(name, {})
             figures[name] = {
                 "node": node,
@@ -250,7 +255,7 @@ class Node:
 
     def progress(self) -> dict[str, Progress]:
         """By actor: how far it is, where it has work that nobody else can see it do."""
-        found = {name: actor.progress() for name, actor in self.actors.items()}
+        found = {name: actor.progress() for name, actor in self._running}
         return {name: progress for name, progress in found.items() if progress is not None}
 
     def trace(self, since: int = 0) -> NodeTrace:
@@ -265,9 +270,13 @@ class Node:
 
     def _tracks(self) -> list[Track]:
         """All of them, up to date."""
-        for actor in self.actors.values():
+        for _, actor in self._running:
             actor.before_trace()
-        return [track for actor in self.actors.values() for track in actor.context.tracks]
+        return [track for _, actor in self._running for track in actor.context.tracks]
+
+    @property
+    def _running(self) -> list[tuple[str, Actor]]:
+        return list(self.actors.items()) if self._runs else []
 
     def stop(self) -> None:
         """Stop the actors, latest first, then close the edges."""

@@ -1,4 +1,4 @@
-"""How often nodes may die."""
+"""A budget of deaths."""
 
 from __future__ import annotations
 

@@ -34,6 +34,9 @@ log = logging.getLogger("nanoactor.system")
 
 _LATE = 30.0
 """Seconds after which the log tells for whom a start waits."""
+_PATIENCE, _STALLED = 2.0, 60.0
+"""Who lives may take so many times `stall_timeout` to begin anew, or so many seconds where there is
+none."""
 
 
 class System:
@@ -170,13 +173,13 @@ class System:
         """Replace who has died, until nobody has; everybody begins anew on other edges."""
         begin = time.monotonic()
         while self._victims and self._dead is None:
-            victims, self._victims = self._victims, {}
-            self.recovering = ", ".join(victims), begin
+            self.recovering = ", ".join(self._victims), begin
+            self._on_cut()
+            await asyncio.sleep(self._budget.pause())
+            victims, self._victims = self._victims, {}  # with those that died meanwhile
             for name, error in victims.items():
                 log.warning("node %s has died and is replaced: %s", name, error)
                 self.restarts[name] += 1
-            self._on_cut()
-            await asyncio.sleep(self._budget.pause())
             try:
                 async with asyncio.timeout(self._options.start_timeout):
                     await self._begin_anew(victims)
@@ -190,20 +193,39 @@ class System:
             seconds = time.monotonic() - begin
             self.restart_seconds += seconds
             log.warning("all nodes run again after %.1f s", seconds)
-            self._on_recovered()
+            try:
+                self._on_recovered()
+            except Exception as error:
+                self._die(error)
             self._watch()
 
     async def _begin_anew(self, victims: Collection[str]) -> None:
+        await asyncio.gather(*(child.introduced for child in self._children))
         plans = wire(self._topology, self._options)
         self.ready |= self._running_node.cut(plans.pop(self._topology.local))
-        specs, new = self._specs, []
+        specs, new, old = self._specs, [], []
         for child in list(self._children):
             if child.name in victims:
                 self._forget(child)
                 new.append(self._children.replace(specs[child.name], plans[child.name]))
             else:
                 child.cut(plans[child.name])
-        await self._begin(new)
+                old.append(child)
+        assert self._loop is not None
+        patience = _PATIENCE * (self._options.stall_timeout or _STALLED)
+        late = self._loop.call_later(patience, self._end_late, old)
+        try:
+            await self._begin(new)
+        finally:
+            late.cancel()
+
+    def _end_late(self, children: Sequence[ChildProcess]) -> None:
+        """End those that do not begin anew: they hang, and nobody else watches them now."""
+        for child in children:
+            if not child.ready.done():
+                log.error("node %s (%s) does not begin anew", child.name, child.condition())
+                child.send(control.TellStacks())
+                child.kill()
 
     def _forget(self, child: ChildProcess) -> None:
         if child.pidfd >= 0 and self._loop is not None:

@@ -29,13 +29,18 @@ class DetokenizerActor(Actor):
 
     def setup(self) -> None:
         """Read the tokenizer and build its tables."""
-        decoders = None
+        self._decoders = None
         if self._directory is not None:
             from nanoactor.text.decoding import DecoderFactory
             from nanoactor.text.tokenizer import load_tokenizer
 
-            decoders = DecoderFactory(load_tokenizer(self._directory))
-        self._detokenizer, self._double = Detokenizer(decoders), Detokenizer(decoders)
+            self._decoders = DecoderFactory(load_tokenizer(self._directory))
+        self.renew()
+
+    def renew(self) -> None:
+        """Keep the tables."""
+        self._detokenizer = Detokenizer(self._decoders)
+        self._double = Detokenizer(self._decoders)
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Find the edges."""

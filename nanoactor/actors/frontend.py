@@ -13,14 +13,29 @@ import numpy as np
 
 from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.actors.journal import Entry
+from nanoactor.actors.resuming import resumed
 from nanoactor.admission import Admission
-from nanoactor.errors import EngineOverloaded, InvalidRequest, NanoactorError
-from nanoactor.messages import Abort, Continue, OutputDelta, Terminal
+from nanoactor.continuing import Resume
+from nanoactor.errors import (
+    ComputationFailed,
+    EngineOverloaded,
+    InvalidRequest,
+    NanoactorError,
+)
+from nanoactor.messages import Abort, Continue, OutputDelta, Submit, Terminal
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.text.scores import ToldRun, told_runs
 from nanoactor.vision.media import PIECE_BYTES
 from nanoactor.vision.messages import MediaPiece, ResendMedia
 
+_LOST = (
+    "a process of the engine has died, and answers that their caller leads (beam search) do not go "
+    "on: ask again"
+)
+_CHANGED = (
+    "a process of the engine has died, and the chat template renders the conversation differently "
+    "now: the answer cannot go on"
+)
 # A tokenizer other than the first takes prompts longer than this, where there are several.
 _LONG_PROMPT_BYTES = 64 * 1024
 
@@ -42,6 +57,8 @@ class FrontendActor(Actor):
         """(tokenizer, bytes) of requests that no tokenizer has answered."""
         self._load = [0] * self._config.num_tokenizers
         self._next_uid = 0
+        self._paused = False
+        """Whether everybody is beginning anew: nothing can be sent."""
         self._direct = 0
         """Requests that no tokenizer has seen."""
         self._step_at = 0
@@ -65,6 +82,41 @@ class FrontendActor(Actor):
         workers = self._config.num_vision_workers if self._sees else 0
         self._vision = [context.outbox(f"vision.{index}") for index in range(workers)]
         self._submit_kind = context.track.kind("submit", "uid")
+
+    def pause(self) -> None:
+        """Everybody is about to begin anew: keep what comes meanwhile."""
+        self._paused = True
+
+    def renew(self) -> None:
+        """Keep the journal."""
+        self._untokenized, self._load = {}, [0] * self._config.num_tokenizers
+        self._sending, self._data = {}, {}
+
+    def resume(self) -> None:
+        """Everybody runs again: send all that is not over."""
+        self._paused = False
+        entries = list({id(entry): entry for entry in self._entries.values()}.values())
+        for entry in entries:
+            if entry.aborted:
+                self._end_aborted(entry)
+            elif entry.submit.held:
+                self._lose(entry)
+            else:
+                entry.forget_some()
+        self._scheduler.send(Resume(self._next_uid, np.array([*self._entries], np.int64)))
+        for entry in entries:
+            for submit in [] if entry.over else resumed(entry):
+                self._dispatch(entry, submit, direct=bool(submit.output))
+
+    def _end_aborted(self, entry: Entry) -> None:
+        """Nobody else knows of it any more."""
+        for uid in [uid for uid in entry.uids if self._entries.get(uid) is entry]:
+            self._terminal(_own_terminal(entry, uid, "abort"))
+
+    def _lose(self, entry: Entry) -> None:
+        entry.aborted = True
+        for uid in [uid for uid in entry.uids if self._entries.get(uid) is entry]:
+            self._terminal(_own_terminal(entry, uid, "failed", _LOST))
 
     def handlers(self) -> Mapping[type, Handler]:
         """News from the detokenizer, and what vision workers lack."""
@@ -127,14 +179,10 @@ class FrontendActor(Actor):
 
     def _send(self, entry: Entry) -> None:
         uid, begin = entry.submit.uid, time.monotonic_ns()
-        # Where requests wait, a hop more costs nothing, and tokenizers have more time than the
-        # user's loop.
-        admit = None if self._waiting_requests else self._admission.direct(entry.submit)
-        if admit is not None:
-            self._direct += 1
-            self._scheduler.send(admit)
-        else:
-            self._send_to_tokenizer(entry)
+        if not self._paused:
+            # Where requests wait, a hop more costs nothing, and tokenizers have more time than the
+            # user's loop.
+            self._dispatch(entry, entry.submit, direct=not self._waiting_requests)
         self._next_uid = entry.uids.stop
         self._entries |= dict.fromkeys(entry.uids, entry)
         self._by_id[entry.request_id] = entry
@@ -143,9 +191,18 @@ class FrontendActor(Actor):
         self._waiting_media_bytes += entry.media_bytes
         self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
 
-    def _send_to_tokenizer(self, entry: Entry) -> None:
-        uid, tokenizer = entry.submit.uid, self._choose_tokenizer(entry.charge)
-        self._tokenizers[tokenizer].send(entry.submit)
+    def _dispatch(self, entry: Entry, submit: Submit, direct: bool) -> None:
+        """Send a request, or what goes on of it: `direct`, where it needs no tokenizer."""
+        admit = self._admission.direct(submit) if direct else None
+        if admit is not None:
+            self._direct += 1
+            self._scheduler.send(admit)
+        else:
+            self._send_to_tokenizer(entry, submit)
+
+    def _send_to_tokenizer(self, entry: Entry, submit: Submit) -> None:
+        uid, tokenizer = submit.uid, self._choose_tokenizer(entry.charge)
+        self._tokenizers[tokenizer].send(submit)
         for item in range(len(entry.media)):
             self._send_media(entry, uid, item, tokenizer)
         self._load[tokenizer] += entry.charge
@@ -219,19 +276,25 @@ class FrontendActor(Actor):
         if entry.aborted:
             return
         entry.aborted = True
+        if self._paused:
+            self._end_aborted(entry)
+            return
         living = [uid for uid in entry.uids if self._entries.get(uid) is entry]
         for uid in living:
             self._scheduler.send(Abort(uid))
-        first = entry.submit.uid
         waits = entry.submit.chat is not None or entry.media
-        if living and waits and first in self._untokenized:
-            self._tokenizers[self._untokenized[first][0]].send(Abort(first))
+        for uid in living:
+            if waits and uid in self._untokenized:
+                self._tokenizers[self._untokenized[uid][0]].send(Abort(uid))
 
     def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Have each answer of a held request become a copy of what `parents` names, and go on with
         a token; those of parent -1 end. Raises what ended the request, and `InvalidRequest` where
         that cannot be."""
         entry.raise_error()
+        if self._paused:
+            self._lose(entry)
+            entry.raise_error()
         self._check_turn(entry, parents, tokens)
         entry.continued += 1
         rows = np.array(parents, np.int32), np.array(tokens, np.int32)
@@ -301,6 +364,10 @@ class FrontendActor(Actor):
         self._tokenized(uid)
         entry = self._entries.get(uid)
         if entry is not None and prompt:  # one of several answers tells it
+            if entry.accepted.is_set() and prompt != entry.prompt_token_ids:
+                entry.error = ComputationFailed(_CHANGED)
+                self.abort(entry)
+                return
             entry.prompt_token_ids = prompt
             entry.accepted.set()
             if not entry.is_counted_out:
@@ -353,7 +420,8 @@ class FrontendActor(Actor):
         metrics = entry.answer(terminal.uid).metrics
         metrics.finished_time = time.monotonic()
         if terminal.began >= 0:
-            metrics.first_scheduled_time = terminal.began * 1e-9
+            began = terminal.began * 1e-9  # of those that went on after a death, when they did
+            metrics.first_scheduled_time = min(began, metrics.first_token_time or began)
         entry.note_end(terminal.uid, terminal)
         if entry.error is not None:
             self.abort(entry)
@@ -374,3 +442,19 @@ class FrontendActor(Actor):
             "media_sending": len(self._data),
             "step_at": self._step_at,
         }
+
+
+def _own_terminal(entry: Entry, uid: int, reason: str, error: str = "") -> Terminal:
+    """Return the last word on an answer of which nobody else knows."""
+    answer = entry.answer(uid)
+    return Terminal(
+        uid,
+        reason=reason,
+        stop_reason=None,
+        error=error,
+        tokens=len(answer.token_ids),
+        characters=sum(map(len, answer.text)),
+        cached_tokens=0,
+        preemptions=0,
+        began=-1,
+    )

@@ -25,9 +25,8 @@ class GrammarActor(Actor):
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
-        files = config.files
-        self._book = GrammarBook(-(-files.config.vocab_size // 32), files.eos_token_ids)
-        self._work: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        self._book = self._new_book()
+        self._work: queue.SimpleQueue[tuple[GrammarBook, int, str] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._masks = 0
@@ -35,12 +34,22 @@ class GrammarActor(Actor):
         self._compiled = 0
         self._compile_ns = 0
 
+    def _new_book(self) -> GrammarBook:
+        files = self._config.files
+        return GrammarBook(-(-files.config.vocab_size // 32), files.eos_token_ids)
+
+    def renew(self) -> None:
+        """Keep what was read of the vocabulary, and compiled grammars."""
+        fill, self._book = self._book.fill, self._new_book()
+        self._book.fill = fill
+
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Find the edges; begin to read the vocabulary."""
         super().start(context, ready)
         self._runners = context.outbox("runners")
         self._scheduler = context.outbox("scheduler")
-        self._start_thread()
+        if self._thread is None:
+            self._start_thread()
 
     def _start_thread(self) -> None:
         self._thread = threading.Thread(target=self._compile_all, name="compile", daemon=True)
@@ -66,7 +75,7 @@ class GrammarActor(Actor):
 
     def _open(self, event: OpenGrammar) -> None:
         self._book.open(event)
-        self._work.put((event.uid, event.grammar))
+        self._work.put((self._book, event.uid, event.grammar))
 
     def _begin(self, event: BeginGrammar) -> None:
         self._book.begin(event)
@@ -95,7 +104,9 @@ class GrammarActor(Actor):
         if fill := compiler.parallel_fill(len(os.sched_getaffinity(0))):
             self._book.fill = fill
         while (work := self._work.get()) is not None and not self._stopping:
-            uid, text = work
+            book, uid, text = work
+            if book is not self._book:  # everybody began anew
+                continue
             begin = time.monotonic_ns()
             try:
                 found: AnswerMatcher | InvalidRequest = compiler.matcher(text)
@@ -105,12 +116,16 @@ class GrammarActor(Actor):
                 self.context.call_soon(self.context.fail, error)
                 return
             if not self._stopping:
-                self.context.call_soon(self._note, uid, found, time.monotonic_ns() - begin)
+                took = time.monotonic_ns() - begin
+                self.context.call_soon(self._note, book, uid, found, took)
 
-    def _note(self, uid: int, found: AnswerMatcher | InvalidRequest, took: int) -> None:
+    def _note(
+        self, book: GrammarBook, uid: int, found: AnswerMatcher | InvalidRequest, took: int
+    ) -> None:
         self._compiled += 1
         self._compile_ns += took
-        self._book.note_compiled(uid, found)
+        if book is self._book:
+            self._book.note_compiled(uid, found)
         self._report()
 
     # -- the edges ------------------------------------------------------------------------

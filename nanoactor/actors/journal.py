@@ -154,10 +154,15 @@ class Entry:
         """Tell whether the reader is to wait although there are news."""
         if self.over:
             return False
-        return self.kind is RequestOutputKind.FINAL_ONLY or not self._has_prompt_logprobs
+        return self.kind is RequestOutputKind.FINAL_ONLY or not self.has_prompt_logprobs
+
+    def forget_some(self) -> None:
+        """Everybody begins anew: what was told of the prompt in part is told again."""
+        if not self.has_prompt_logprobs:
+            self._prompt_logprobs = [None]
 
     @property
-    def _has_prompt_logprobs(self) -> bool:
+    def has_prompt_logprobs(self) -> bool:
         """Tell whether those of the prompt are complete; where nobody wants any, they are."""
         wanted = self.submit.prompt_logprobs >= 0
         return not wanted or len(self._prompt_logprobs) == len(self.prompt_token_ids)
@@ -172,7 +177,7 @@ class Entry:
         known = self._prompt_logprobs
         for own, likeliest in run.logprobs:
             known.append({self.prompt_token_ids[len(known)]: own} | likeliest)
-        if self._has_prompt_logprobs and self._news:  # which have waited for it
+        if self.has_prompt_logprobs and self._news:  # which have waited for it
             self.wake()
 
     def _output(self) -> RequestOutput:
@@ -181,7 +186,7 @@ class Entry:
         outputs = [answer.output(delta) for answer in self.answers if whole or answer.has_news]
         first = self.answers[0].terminal
         wanted = self.submit.prompt_logprobs >= 0 and not (delta and self._told_prompt)
-        told = self._prompt_logprobs if wanted and self._has_prompt_logprobs else None
+        told = self._prompt_logprobs if wanted and self.has_prompt_logprobs else None
         self._told_prompt = True
         return RequestOutput(
             request_id=self.request_id,

@@ -39,6 +39,14 @@ _NOT_FINITE = (
 _LEAD_MARGIN = 0.0005
 
 
+class Pause:
+    """Passes through a runner's threads behind all that was launched."""
+
+    def __init__(self) -> None:
+        self.collected, self.over = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+
+
 class RunnerActor(Actor):
     """One rank. Rank 0 alone reports what it sampled."""
 
@@ -46,26 +54,30 @@ class RunnerActor(Actor):
         self._config = config
         # Whether the scheduler waits to be asked for steps.
         self._asks = config.rank == 0 and config.engine.plan_lead == "late"
-        self._prepared: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[tuple[int, Launched] | None] = queue.SimpleQueue()
-        self._prefilling: set[int] = set()
-        """Steps with prompts: what they end with may be a first token."""
+        self._prepared: queue.SimpleQueue[tuple[int, Any] | Pause | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[tuple[int, Launched] | Pause | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._stopping = False
-        self._queued: deque[int] = deque()
-        """Tokens of each step that is queued or running."""
-        self._decoding = 0
-        """Rows of the decode batch."""
+        self._stopping = self._discards = False
         self._deadline = StepDeadline()
-        self._received = self._completed = 0
         self._ahead = 0
         """Steps that were laid out while one before was computed or waited to be."""
         self._lead = 0.001
         """Seconds from asking for a step to having it prepared: a running average."""
         self._step_seconds = 0.0
+        self._busy_ns = self._idle_ns = self._device_free_at = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with no work."""
+        self._prefilling: set[int] = set()
+        """Steps with prompts: what they end with may be a first token."""
+        self._queued: deque[int] = deque()
+        """Tokens of each step that is queued or running."""
+        self._decoding = 0
+        """Rows of the decode batch."""
+        self._received = self._completed = 0
         self._asked_at = 0.0
         self._asked_for = 0
-        self._busy_ns = self._idle_ns = self._device_free_at = 0
         self._pixels = PixelStore()
         self._ready: list[int] = []
         """Pixels that are there, and of which the scheduler is not told."""
@@ -78,6 +90,9 @@ class RunnerActor(Actor):
         self._executor = self._open_on_thread()
         for tokens, seconds in self._executor.warmed_up:
             self._deadline.note(tokens, seconds)
+        return self._what_is_ready()
+
+    def _what_is_ready(self) -> RunnerReady:
         return RunnerReady(
             num_blocks=self._executor.num_blocks,
             block_size=self._executor.block_size,
@@ -86,6 +101,19 @@ class RunnerActor(Actor):
             encoder_pages=self._executor.encoder_pages,
             max_depth=self._executor.max_depth,
         )
+
+    def renew(self) -> RunnerReady:
+        """Keep the model and the cache's memory; return once the device has nothing to do, and
+        has forgotten whose blocks are whose."""
+        self._discards = True
+        pause = Pause()
+        self._prepared.put(pause)
+        pause.over.wait()
+        if pause.error is not None:
+            raise pause.error
+        self._discards = False
+        self._forget()
+        return self._what_is_ready()
 
     def _open_on_thread(self) -> Executor:
         """Start the device's thread: the model is loaded on it, and steps are launched from it.
@@ -214,8 +242,21 @@ class RunnerActor(Actor):
         """The device's thread: it hands steps to the device, or is the device where that is the
         host."""
         while (prepared := self._prepared.get()) is not None and not self._stopping:
-            if not self._launch_step(executor, *prepared):
+            if isinstance(prepared, Pause):
+                self._pause(executor, prepared)
+            elif not self._discards and not self._launch_step(executor, *prepared):
                 return
+
+    def _pause(self, executor: Executor, pause: Pause) -> None:
+        """The device's thread: what was launched is waited for, and then forgotten."""
+        if executor.asynchronous:
+            self._launched.put(pause)
+            pause.collected.wait()
+        try:
+            executor.renew()
+        except BaseException as error:
+            pause.error = error
+        pause.over.set()
 
     def _launch_step(self, executor: Executor, step: int, inputs: Any) -> bool:
         """Hand a step to the device; False where it has failed."""
@@ -234,6 +275,9 @@ class RunnerActor(Actor):
     def _collect(self) -> None:
         """The thread that waits for a device with a queue of its own."""
         while (launched := self._launched.get()) is not None and not self._stopping:
+            if isinstance(launched, Pause):
+                launched.collected.set()
+                continue
             self._announce(launched[0])
             if not self._report_done(*launched):
                 return

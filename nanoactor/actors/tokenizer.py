@@ -72,6 +72,12 @@ class TokenizerActor(Actor):
         if problem:
             log.warning("conversations that need a chat template will be refused: %s", problem)
 
+    def renew(self) -> None:
+        """Keep the tokenizer, and the template's process."""
+        if self._templates is not None:
+            self._templates.cancel_all()
+        self._items, self._held, self._workers = ItemGathering(), {}, {}
+
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Learn the block size, for the hashes."""
         super().start(context, ready)

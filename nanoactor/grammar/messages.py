@@ -28,10 +28,10 @@ class OpenGrammar:
     grammar: str
     """As `GrammarSpec.to_text` writes it."""
     position: int
-    """Of its first token of output; -1: the answer begins with free text, `BeginGrammar` tells when
-    that ends."""
+    """Of the token that is chosen next, less the number of `token_ids`; -1: its text is free,
+    `BeginGrammar` tells when that ends."""
     token_ids: Int32
-    """The output so far, where the request continues after a restart."""
+    """The grammar's tokens so far, where the answer goes on after everybody began anew."""
     jumps: bool
     """Whether ids that are the only ones allowed are told as `ForcedTokens`."""
 

@@ -64,6 +64,10 @@ class Encoder:
         for task in vision.tasks:
             self.run(task)
 
+    def forget(self) -> None:
+        """Forget what is half encoded."""
+        self._half.clear()
+
     def largest(self, longest: int) -> int:
         """Return how many rows a picture, or what of a video is encoded at once, has at most, in a
         sequence of so many tokens."""

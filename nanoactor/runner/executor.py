@@ -31,9 +31,7 @@ from nanoactor.models.device import Device, TimedEvent
 from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.runner.batch import (
-    FALLBACK_AT_ONCE,
     NO_MASKS,
-    BatchTraits,
     HostBatch,
     Update,
 )
@@ -126,14 +124,9 @@ class DeviceExecutor:
         """Tables, buffers and a cache of so many blocks, and more that padded rows write to."""
         config, model, device = self._config, self._model, self._device
         most = -(-self._longest // self.block_size)
-        heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
-        self._traits = BatchTraits(
-            device.tokens_per_program(heads, kv_heads),
-            device.needs_host_seq_lens,
-            self._fused,
-            FALLBACK_AT_ONCE if device.asynchronous else config.max_num_seqs,
-        )
-        self._batch = HostBatch(config.max_num_seqs, most, self._traits)
+        self._traits = model.batch_traits(self._fused, config.max_num_seqs)
+        self._new_batch = functools.partial(HostBatch, config.max_num_seqs, most, self._traits)
+        self._batch = self._new_batch()
         self._double = BatchDouble(self._traits, self.block_size)
         layout = self._batch.layout
         dummies = device.dummy_blocks(config.max_num_seqs, self.block_size)
@@ -151,7 +144,6 @@ class DeviceExecutor:
             column(layout.sampling, WORDS).view(WORDS, layout.slots),
             self.block_size,
         )
-        self._tables.blocks[layout.dummy] = blocks
         ids = device.zeros((blocks + dummies) * self.block_size, dtype=torch.int32)
         self._tokens = TokenIds(ids, column(layout.prompt_lengths), self._tables)
         self._chooser = TokenChooser(
@@ -165,18 +157,26 @@ class DeviceExecutor:
         self._scorer = StepScorer(model)
         self._choices = StepChoices(device, self._chooser, self._deferred, self._scorer)
         self._rows = column(layout.rows)
-        self._rows.fill_(layout.dummy)
         self._make_buffers()
+        self._point_to_dummy(blocks)
+
+    def _point_to_dummy(self, blocks: int) -> None:
+        self._tables.blocks[self._batch.layout.dummy] = blocks
+        self._rows.fill_(self._batch.layout.dummy)
+
+    def renew(self) -> None:
+        """Forget all sequences; nothing is under way."""
+        with self._device.stream():
+            self._batch, self._dropped = self._new_batch(), []
+            self._state.zero_()
+            self._point_to_dummy(self.num_blocks)
+            if self._model.encoder is not None:
+                self._model.encoder.forget()
 
     def _make_buffers(self) -> None:
         config, device = self._config, self._device
         tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
-        self._buffers = RowBuffers(
-            device.zeros(tokens + rows, dtype=torch.int32),
-            device.zeros(tokens + rows, dtype=torch.int32),
-            device.zeros(tokens + rows, dtype=torch.int64),
-            device.zeros(rows, dtype=torch.int32),
-        )
+        self._buffers = RowBuffers.zeros(device.zeros, tokens + rows, rows)
         self._inputs = MixedInputs(device, self._mixed_sizes, self.max_depth + 2)
         self._prompts: torch.Tensor | None = None
         """Hidden states of the prompts' tokens of the step at hand; of captured steps, which all

@@ -17,10 +17,12 @@ from nanoactor.models.decoder import Decoder
 from nanoactor.models.device import Device, WholeSteps
 from nanoactor.models.errors import RanksDisagree
 from nanoactor.models.logit_rules import TokenIds
+from nanoactor.models.options import FusedSampling
 from nanoactor.models.registry import family_of
 from nanoactor.models.sharded_sampling import ShardedSampler, whole_logits
 from nanoactor.models.vision_tower import VisionTower
 from nanoactor.models.weights import RandomWeights, Weights
+from nanoactor.runner.batch import FALLBACK_AT_ONCE, BatchTraits
 from nanoactor.runner.config import RankConfig, check_cache
 from nanoactor.runner.encoder import Encoder
 from nanoactor.runner.threads import usable_cores
@@ -59,6 +61,16 @@ class LoadedModel:
         device.synchronize()
         seconds = time.monotonic() - begin
         log.info("loaded %s as %s in %.1f s", files.directory, self.dtype, seconds)
+
+    def batch_traits(self, fused: FusedSampling, rows: int) -> BatchTraits:
+        """Return how steps of at most so many decode rows are laid out."""
+        heads, kv_heads = self.network.shard.heads.size, self.network.shard.kv_heads.size
+        return BatchTraits(
+            self.device.tokens_per_program(heads, kv_heads),
+            self.device.needs_host_seq_lens,
+            fused,
+            FALLBACK_AT_ONCE if self.device.asynchronous else rows,
+        )
 
     def make_whole_steps(self, sizes: Sequence[int]) -> None:
         """Have decode steps of so many rows run as one operator, where the device has one."""

@@ -68,6 +68,9 @@ class Executor(Protocol):
     def drop_pixels(self, numbers: list[int]) -> None:
         """Forget what of these is half encoded: no later step goes on with it."""
 
+    def renew(self) -> None:
+        """Forget all sequences; nothing that was launched is unfinished. On the device's thread."""
+
     def launch(self, prepared: Any) -> Launched:
         """Queue, or compute, what `prepare` returned, in the same order."""
 

@@ -8,6 +8,7 @@ a step; that the host was late to submit the next one shows as idle time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -81,11 +82,15 @@ class SimulatedExecutor:
         each = -(-files.max_model_len // self.block_size)
         self.num_blocks = engine.num_kv_blocks or engine.max_num_seqs * each
         check_cache(self.num_blocks, files, self.block_size, "num_kv_blocks")
-        self._free_at = 0
         self.encoder_pages = encoder_pages(engine, files)
         traits = BatchTraits(fallback_at_once=engine.max_num_seqs)
-        self._batch = HostBatch(engine.max_num_seqs, each, traits)
+        self._new_batch = functools.partial(HostBatch, engine.max_num_seqs, each, traits)
         self._double = BatchDouble(traits, self.block_size)
+        self.renew()
+
+    def renew(self) -> None:
+        """Nobody runs."""
+        self._free_at, self._batch = 0, self._new_batch()
 
     def drop_pixels(self, numbers: list[int]) -> None:
         """It keeps nothing of pictures."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nanoactor.continuing import Resume
 from nanoactor.messages import Abort, Admit, Open, Reject
 from nanoactor.scheduling.edges import TEXT, Send
 from nanoactor.scheduling.ends import End
@@ -43,6 +44,10 @@ class Arrivals:
                 self._statistics.aborted += not event.text
                 end = End("error", error=event.text) if event.text else End("abort")
                 self._output.finish(uid, end)
+
+    def resume(self, event: Resume) -> None:
+        """Everybody began anew: those that are over do not arrive again."""
+        self.seen.fill(event.below, event.living.tolist())
 
     def _swallowed(self, uid: int) -> bool:
         """Note that a request has arrived; True where its abort was here first."""

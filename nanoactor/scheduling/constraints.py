@@ -24,6 +24,7 @@ from nanoactor.grammar.messages import (
 )
 from nanoactor.messages import Int32
 from nanoactor.scheduling.edges import BLOCKS, GRAMMAR, Send
+from nanoactor.scheduling.free_text import restored
 from nanoactor.scheduling.plan_builder import Deferred, as_int32, as_int64
 from nanoactor.scheduling.sequence import Phase, Sequence
 
@@ -89,14 +90,15 @@ class Constraints:
         if not sequence.grammar or uid in self._awaited or uid in self._later:
             return
         free = not sequence.is_constrained
-        output = sequence.tokens[sequence.prompt_length :].copy()
-        first = -1 if free else sequence.prompt_length
+        _, told = restored(sequence.free, sequence.tokens[sequence.prompt_length :].tolist())
+        output = as_int32(() if free else told)
+        first = -1 if free else sequence.length - len(told)
         # Log-probabilities come from choosing, and those of a prompt before the output ends.
         jumps = self._jumps and max(sequence.logprobs, sequence.prompt_logprobs) < 0
-        message = OpenGrammar(uid, 0, sequence.grammar, first, output[: 0 if free else None], jumps)
+        message = OpenGrammar(uid, 0, sequence.grammar, first, output, jumps)
         self._out.append((GRAMMAR, message))
         if free:
-            self._later[uid] = []
+            self._later[uid] = told
         else:
             self._await(sequence)
 

@@ -7,6 +7,8 @@ answer comes back as a constrained one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from nanoactor.messages import FreeText
 
 NO_GATE = -1
@@ -27,6 +29,19 @@ def next_gate(free: FreeText, gate: int, index: int, token: int) -> int:
     if gate == NO_GATE or token != gate:
         return gate
     return free.call_id if gate == free.close_id else NO_GATE
+
+
+def restored(free: FreeText | None, output: Iterable[int]) -> tuple[int, list[int]]:
+    """Return where an answer is that goes on: (its gate, those of its tokens that its grammar has
+    to be told)."""
+    gate, told = first_gate(free), list[int]()
+    for index, token in enumerate(output):
+        before = gate
+        if free is not None:
+            gate = next_gate(free, gate, index, token)
+        if NO_GATE in (before, gate):  # chosen under the grammar, or ends what is free
+            told.append(token)
+    return gate, told
 
 
 def watched_ids(free: FreeText | None) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,22 @@ class SeenNumbers:
     def add(self, number: int) -> None:
         """Remember a number."""
         self._above.add(number)
+        self._close_gap()
+
+    def _close_gap(self) -> None:
         while self._below in self._above:
             self._above.remove(self._below)
             self._below += 1
+
+    def fill(self, below: int, missing: Collection[int]) -> None:
+        """Remember all numbers below one, but for those that are missing."""
+        kept = {number for number in missing if number not in self}
+        first = min(kept, default=below)
+        if first > self._below:
+            self._above = {number for number in self._above if number >= first}
+            self._below = first
+        self._above.update(n for n in range(self._below, below) if n not in kept)
+        self._close_gap()
 
     def __contains__(self, number: int) -> bool:
         """Tell whether a number was added."""

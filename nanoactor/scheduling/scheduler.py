@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from nanoactor.continuing import Resume
 from nanoactor.grammar.messages import (
     ForcedTokens,
     GrammarsFailed,
@@ -123,14 +124,14 @@ class Scheduler:
     # -- requests come and go -------------------------------------------------------------
 
     def _on_admit(self, event: Admit) -> None:
-        config = self.config
-        answers = Sequence.answers(
-            event, self._table, config.max_model_len, config.priority_window, config.encoder
-        )
+        answers = Sequence.answers(event, self._table, self.config)
         living, opened = self.arrivals.admit(event, answers)
         self.live |= {sequence.uid: sequence for sequence in living}
         self._out += opened
         self._forking.admit(living)
+        for sequence in living:
+            if (end := sequence.end_restored()) is not None:  # nobody had been told
+                self._end(sequence, end)
 
     def _on_abort(self, event: Abort) -> None:
         if self.arrivals.overtaken(event):
@@ -475,14 +476,13 @@ class Scheduler:
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if anything is held although no request lives."""
         if not self.live and not self._in_flight and self.budget.oldest_unanswered is None:
-            self.budget.check_idle()
-            self.items.check_idle()
-            self.constraints.check_idle()
-            self.holds.check_idle()
+            for part in (self.budget, self.items, self.constraints, self.holds):
+                part.check_idle()
 
     HANDLERS: ClassVar[Mapping[type, Callable[[Scheduler, Any], None]]] = {
         Admit: _on_admit,
         Reject: lambda self, event: self.arrivals.reject(event),
+        Resume: lambda self, event: self.arrivals.resume(event),
         Abort: _on_abort,
         Continue: _on_continue,
         HoldClock: _on_hold_clock,

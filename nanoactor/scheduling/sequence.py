@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 from nanoactor.messages import Admit, FreeText, Int32, Stopping, TokenRules
 from nanoactor.models.columns import rows_of
 from nanoactor.runtime.codec import copied
+from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.ends import End
 from nanoactor.scheduling.family import Family
 from nanoactor.scheduling.free_text import (
     NO_GATE,
-    first_gate,
     must_go_on,
     next_gate,
+    restored,
     watched_ids,
 )
 from nanoactor.scheduling.items import SequenceItems
 from nanoactor.scheduling.table import RunningTable
-from nanoactor.vision.units import EncoderLimits
 
 _ALL = 2**31 - 1
 
@@ -114,9 +114,7 @@ class Sequence:
         cls,
         event: Admit,
         table: RunningTable,
-        max_model_len: int,
-        priority_window: int,
-        limits: EncoderLimits,
+        config: SchedulerConfig,
     ) -> list[Sequence]:
         """Make the sequences of a request as the tokenizer admitted it, one for each answer.
 
@@ -127,14 +125,16 @@ class Sequence:
         samplings = rows_of(event.sampling)
         family: Family[Sequence] = Family(range(event.uid, event.uid + len(samplings)))
         rules, last = tuple(map(copied, event.rules)), event.prompt_length - 1
+        free = event.free[0] if event.free else None
+        gate, _ = restored(free, tokens[event.prompt_length :].tolist())
         return [
             cls(
                 uid=uid,
-                priority_key=(uid + event.priority * priority_window, uid),
+                priority_key=(uid + event.priority * config.priority_window, uid),
                 table=table,
                 kept=tokens,
                 prompt_length=event.prompt_length,
-                limit=min(event.prompt_length + event.stopping.max_tokens, max_model_len),
+                limit=min(event.prompt_length + event.stopping.max_tokens, config.max_model_len),
                 hashes=hashes,
                 sampling=sampling,
                 stopping=event.stopping,
@@ -144,10 +144,10 @@ class Sequence:
                 scored=0 if event.prompt_logprobs >= 0 and uid == event.uid else last,
                 rules=rules,
                 grammar=event.grammar,
-                free=event.free[0] if event.free else None,
-                gate=first_gate(event.free[0] if event.free else None),
+                free=free,
+                gate=gate,
                 holds=event.held,
-                items=SequenceItems.of(event.items[0], limits) if event.items else None,
+                items=SequenceItems.of(event.items[0], config.encoder) if event.items else None,
             )
             for uid, sampling in zip(family.uids, samplings, strict=True)
         ]
@@ -306,6 +306,11 @@ class Sequence:
             if token in stopping.stop_ids:
                 return End("stop", token, hide_last=True)
         return End("length") if len(tokens) >= self.limit else None
+
+    def end_restored(self) -> End | None:
+        """Return how the last token of an answer that goes on has ended it before; None where it
+        has not, or has no token."""
+        return self.end_reached() if self.length > self.prompt_length else None
 
     def describe(self) -> str:
         """Return its counters, for error messages."""

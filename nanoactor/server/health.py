@@ -19,7 +19,7 @@ class Health:
     """The content of /health."""
 
     status: str
-    """"ok", "stalled" or "dead"."""
+    """"ok", "recovering", "stalled" or "dead"."""
     culprit: str
     """The actor that lags most, where there is one."""
     work_pending: bool
@@ -73,6 +73,11 @@ def _culprit(
         if worst and ages[worst] > limit:
             return worst
     return ""
+
+
+def recovering(victims: str, seconds: float) -> Health:
+    """Processes have died, and are replaced; requests wait."""
+    return Health("recovering", victims, True, seconds, {})
 
 
 def dead(reason: str) -> Health:

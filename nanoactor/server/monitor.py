@@ -18,7 +18,7 @@ from nanoactor.actors.runner import DEVICE
 from nanoactor.actors.scheduler import LOAD
 from nanoactor.engine import AsyncLLM
 from nanoactor.errors import NanoactorError
-from nanoactor.server.health import Health, assess, dead
+from nanoactor.server.health import Health, assess, dead, recovering
 from nanoactor.server.metrics import Metrics
 
 log = logging.getLogger("nanoactor.server")
@@ -211,8 +211,22 @@ class Monitor:
         """As of now."""
         if self._dead:
             return dead(self._dead)
+        if (recovery := self._llm.recovering) is not None:
+            return recovering(recovery[0], time.monotonic() - recovery[1])
         now = time.monotonic_ns()
         return assess(self._figures, self._heard_at, now, self._limit)
+
+    def _restarts(self) -> Iterator[Metric]:
+        counts, seconds = self._llm.restarts
+        name = "nanoactor_process_restarts"
+        family = CounterMetricFamily(
+            name, "Processes that died and were replaced.", labels=["node"]
+        )
+        for node in self._llm.pids:
+            family.add_metric([node], counts.get(node, 0))
+        yield family
+        text = "Time in which requests waited for them."
+        yield CounterMetricFamily("nanoactor_restart_seconds", text, value=seconds)
 
     def since(self, number: int) -> dict[str, Any]:
         """The looks after one with this number, for the page."""
@@ -257,6 +271,7 @@ class Monitor:
         for name, text, actor, key in _COUNTERS:
             count = self._of(actor).get(key, 0)
             yield CounterMetricFamily(f"nanoactor_{name}", text, value=count)
+        yield from self._restarts()
         workers = [f"vision.{number}" for number in range(self._llm.config.num_vision_workers)]
         for name, text, key in _PICTURES:
             count = sum(self._of(worker).get(key, 0) for worker in workers)

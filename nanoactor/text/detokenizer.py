@@ -44,6 +44,8 @@ class _Entry:
     decoded: int = 0
     """Characters of the output so far, held ones included; where log-probabilities are wanted."""
     characters: int = 0
+    ahead: int = 0
+    """Characters that were told before everybody began anew, and come again."""
     ended: bool = False
     """A stop string was found: what follows is dropped. The scheduler's `Finish`, which its
     blocks' release comes with, is waited for before the terminal goes out."""
@@ -94,11 +96,15 @@ class Detokenizer:
         prompt = event.token_ids[: event.prompt_length].copy()
         entry = _Entry(event.options, decoder, matcher, plain, 0, prompt)
         self._entries[event.uid] = entry
+        pending = self._pending_of(event.uid)
+        delivered = event.options.delivered
+        entry.ahead = sys.maxsize if delivered < 0 else delivered
         for token in event.token_ids[event.prompt_length :].tolist():
             if not entry.ended:
-                entry.characters += len(self._decode(entry, token))
+                self._emit(entry, pending, self._decode(entry, token))
                 self._note_stop(event.uid, entry)
-        self._pending_of(event.uid).opened = prompt
+        entry.ahead = 0 if delivered < 0 else entry.ahead
+        pending.opened = prompt
 
     def take(self, event: Tokens) -> None:
         """A step's tokens, then the ends that they bring."""
@@ -117,6 +123,7 @@ class Detokenizer:
                 or entry is None
                 or index != entry.tokens
                 or (entry.decoder is not None and entry.decoder.holding)
+                or entry.ahead
                 or hidden.get(uid) == index
                 or uid in scored
             ):
@@ -180,9 +187,13 @@ class Detokenizer:
         return text if early else entry.matcher.push(text)
 
     def _emit(self, entry: _Entry, pending: _Pending, text: str) -> None:
+        entry.characters += len(text)
+        if entry.ahead:
+            known = min(entry.ahead, len(text))
+            entry.ahead -= known
+            text = text[known:]
         if text:
             pending.text.append(text)
-            entry.characters += len(text)
 
     def _finish(self, finish: Finish) -> None:
         """The scheduler's last word: the terminal, unless a stop string has decided it before."""

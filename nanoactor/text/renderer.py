@@ -280,6 +280,17 @@ class RenderQueue:
                 if self._current == number:
                     self._renderer.cancel()
 
+    def cancel_all(self) -> None:
+        """Have every conversation end with `Cancelled`; numbers may be used again."""
+        with self._lock:
+            for number in [*self._known]:
+                self._known.remove(number)
+                if self._current == number:
+                    self._renderer.cancel()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait().done(Cancelled())
+
     def _run(self) -> None:
         try:
             self._described.put(self._renderer.describe())

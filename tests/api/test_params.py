@@ -186,6 +186,8 @@ BAD_OPTIONS = {
     "enforce_eager": FLAG,
     "decode_kernel": FLAG,
     "max_pipeline_depth": [*WHOLE, 1],
+    "max_restarts": [-1, 1.0, "8", True, NAN, None],
+    "restart_window": SECONDS,
     "dtype": ["int8", None, "fp16", 16],
     "max_model_len": WHOLE,
     "max_num_seqs": [*WHOLE, None],

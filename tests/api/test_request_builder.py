@@ -102,6 +102,7 @@ def test_how_text_is_made(demo):
         True,
         0,
         True,
+        -1,
     )
     params = SamplingParams(
         stop=["a", "b"], include_stop_str_in_output=True, skip_special_tokens=False, min_tokens=4
@@ -112,6 +113,7 @@ def test_how_text_is_made(demo):
         False,
         4,
         True,
+        -1,
     )
     assert not build("x", SamplingParams(detokenize=False)).text_options.detokenize
 

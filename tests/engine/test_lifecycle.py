@@ -72,9 +72,10 @@ def test_an_idle_engine_uses_no_processor():
 
 
 @pytest.mark.parametrize("name", ["tokenizer.0", "control", "detokenizer", "grammar", "runner.0"])
-def test_the_death_of_any_process_reaches_every_request_within_100_ms(name):
+def test_a_death_that_is_not_made_good_reaches_every_request_within_100_ms(name):
     async def death():
-        async with AsyncLLM("demo", device="simulated:2", max_num_seqs=4) as llm:
+        options = dict(device="simulated:2", max_num_seqs=4, max_restarts=0)
+        async with AsyncLLM("demo", **options) as llm:
             streams = [llm.generate("ROMEO:", LONG) for _ in range(6)]
             await asyncio.gather(*(anext(stream) for stream in streams[:4]))
             waiting = [asyncio.ensure_future(exhaust(stream)) for stream in streams]

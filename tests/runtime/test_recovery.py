@@ -213,6 +213,21 @@ def test_messages_under_way_never_arrive_after_the_cut():
     asyncio.run(main())
 
 
+def test_questions_that_come_meanwhile_do_no_harm():
+    async def main():
+        async with Running(delay=0.3) as run:
+            run.kill("near")
+            await run.until(lambda: "cut" in run.told)
+            while run.system.recovering is not None:
+                await run.system.statistics()
+                await run.system.activity(time.monotonic_ns(), 1000, 4)
+                await run.system.trace()
+            await run.echo(range(5))
+            assert run.system.restarts == {"near": 1}
+
+    asyncio.run(main())
+
+
 def test_calls_under_way_come_to_nothing():
     async def main():
         async with Running() as run:
@@ -243,6 +258,22 @@ def test_deaths_one_after_the_other_and_at_once():
     assert not children()
 
 
+def test_a_death_in_the_pause_before_a_start():
+    async def main():
+        async with Running(max_restarts=10, restart_window=60.0) as run:
+            for turn in range(3):  # so that there is a pause
+                run.kill("far")
+                await run.recovered(turn + 1)
+            run.kill("far")
+            await run.until(lambda: run.told.count("cut") == 4)
+            run.kill("near")
+            await run.recovered(4)
+            await run.echo(range(20))
+            assert run.system.restarts == {"far": 4, "near": 1}
+
+    asyncio.run(main())
+
+
 def test_an_exception_and_a_stall_are_deaths_too(caplog):
     async def main():
         async with Running(stall_timeout=1.0) as run:
@@ -259,6 +290,19 @@ def test_an_exception_and_a_stall_are_deaths_too(caplog):
     asyncio.run(main())
     assert "has stalled" in caplog.text
     assert "asked to" in caplog.text
+
+
+def test_who_hangs_while_another_dies_is_replaced_too(caplog):
+    async def main():
+        async with Running(stall_timeout=1.0) as run:
+            run.kill("near", signal.SIGSTOP)
+            run.kill("far")
+            await run.recovered()
+            await run.echo(range(5))
+            assert run.system.restarts == {"near": 1, "far": 1}
+
+    asyncio.run(main())
+    assert "does not begin anew" in caplog.text
 
 
 def test_nothing_is_left_behind_however_often_somebody_dies():

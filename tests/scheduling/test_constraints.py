@@ -12,6 +12,7 @@ from nanoactor.grammar.messages import (
     MasksReady,
     OpenGrammar,
 )
+from nanoactor.messages import FreeText
 from nanoactor.scheduling.constraints import Constraints
 from nanoactor.scheduling.sequence import Phase
 
@@ -32,6 +33,10 @@ class Answer:
     phase: Phase = Phase.RUNNING
 
     is_constrained: bool = True
+
+    @property
+    def free(self):
+        return None if self.is_constrained else FreeText(True, -1, close_id=99, call_id=-1)
 
     @property
     def length(self):

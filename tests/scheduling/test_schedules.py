@@ -9,9 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.messages import Abort, Match, Plan, StepDone, StepWanted
+from nanoactor.messages import (
+    Abort,
+    Admit,
+    Match,
+    Plan,
+    StepDone,
+    StepWanted,
+    Stopping,
+    TextOptions,
+    Tokens,
+)
+from nanoactor.models.columns import pack
 from nanoactor.scheduling.config import SchedulerConfig
+from nanoactor.scheduling.edges import TEXT
 from nanoactor.scheduling.ids import SeenNumbers
+from nanoactor.scheduling.scheduler import Scheduler
 from tests.scheduling.simulation import Simulation
 
 
@@ -320,6 +333,54 @@ def test_seen_numbers_are_remembered_in_bounded_memory(order):
     assert len(seen) == 0
     assert 49 in seen
     assert 50 not in seen
+
+
+@given(st.sets(st.integers(0, 60)), st.integers(0, 60), st.sets(st.integers(0, 80)))
+def test_who_lives_behind_a_death_is_told_from_who_is_over(arrived, below, living):
+    """In whatever order: requests may arrive before it is told who is to come."""
+    living = {number for number in living if number < below}
+    arrived &= living
+    seen = SeenNumbers()
+    for number in sorted(arrived):
+        seen.add(number)
+    seen.fill(below, living)
+    for number in range(below):
+        assert (number in seen) == (number not in living or number in arrived)
+    for number in living - arrived:
+        seen.add(number)
+    assert all(number in seen for number in range(below))
+    assert len(seen) == 0
+
+
+@pytest.mark.parametrize(
+    ("output", "reason", "stop_reason"),
+    [
+        ([5, 7], "stop", None),
+        ([5, 9], "stop", 9),
+        ([5, 6, 8], "length", None),
+        ([7, 5], None, None),
+    ],
+)
+def test_an_answer_that_goes_on_behind_its_end_ends_at_once(output, reason, stop_reason):
+    scheduler = Scheduler(config(depth=2))
+    stopping = Stopping(max_tokens=3, min_tokens=0, eos_ids=(7,), stop_ids=(9,))
+    admit = Admit(
+        0,
+        0,
+        np.array([1, 2, *output], np.int32),
+        prompt_length=2,
+        hashes=np.empty((0, 16), np.uint8),
+        priority=0,
+        sampling=pack({"temperature": 0.0}),
+        stopping=stopping,
+        text_options=TextOptions((), False, True, 0),
+    )
+    sent = [message for edge, message in scheduler.handle(admit) if edge == TEXT]
+    ends = [
+        finish for message in sent if isinstance(message, Tokens) for finish in message.finishes
+    ]
+    assert [(end.reason, end.stop_reason) for end in ends] == [(reason, stop_reason)] * bool(reason)
+    assert bool(scheduler.live) == (reason is None)
 
 
 def test_the_plan_leaves_before_the_tokens_are_forwarded():

@@ -457,6 +457,9 @@ def test_an_actor_that_hangs_is_named_while_work_is_pending(patient, title, culp
     assert len([line for line in server.lines[told:] if "stalled" in line]) == 1
 
 
+MORTAL = ("--max-restarts", "0")
+
+
 def dies(server):
     """It says that its engine is dead, and then ends by itself, as one that has failed."""
     assert server.process.wait(30) == 1, server.lines
@@ -464,8 +467,8 @@ def dies(server):
     assert "the engine has died" in server.lines[-1]
 
 
-def test_a_death_ends_streams_with_an_error_and_the_server_says_so():
-    server = Served(*SIMULATED)
+def test_a_death_that_is_not_made_good_ends_streams_and_the_server_says_so():
+    server = Served(*SIMULATED, *MORTAL)
     stream = Stream(server, max_tokens=1000)
     (pid,) = [p for p in server.family if comm(p) == "na:runner.0"]
     os.kill(pid, signal.SIGKILL)
@@ -486,8 +489,33 @@ def test_a_death_ends_streams_with_an_error_and_the_server_says_so():
     dies(server)
 
 
+@pytest.mark.parametrize("name", ["runner.0", "control", "detokenizer", "tokenizer.0"])
+def test_a_death_is_made_good_while_streams_and_requests_wait(name):
+    with served(*SIMULATED) as server:
+        asked = {"model": "demo", "prompt": "a", "seed": 5, "max_tokens": 300, "ignore_eos": True}
+        whole = server.post(PATH, asked).json()["choices"][0]["text"]
+        stream = Stream(server, max_tokens=300, seed=5, prompt="a", ignore_eos=True)
+        (pid,) = [p for p in server.family if comm(p) == f"na:{name}"]
+        os.kill(pid, signal.SIGKILL)
+        health = until(lambda: (a := server.get("/health")).status_code == 503 and a.json())
+        assert health["status"] == "recovering"
+        assert health["culprit"] == name
+        assert server.get("/ready").status_code == 503
+        assert server.get("/live").status_code == 200
+        assert server.post(PATH, asked).json()["choices"][0]["text"] == whole
+        values = stream.rest()
+        assert values[-1] == "[DONE]"
+        told = "".join(v["choices"][0]["text"] for v in values[:-1])
+        assert whole.endswith(told)
+        until(lambda: server.get("/health").status_code == 200)
+        figures = server.get("/metrics").text
+        counts = [line for line in figures.splitlines() if "restarts_total{" in line]
+        assert f'nanoactor_process_restarts_total{{node="{name}"}} 1.0' in counts, counts
+        assert len([line for line in server.lines if "has died and is replaced" in line]) == 1
+
+
 def test_an_actor_that_hangs_for_good_ends_the_engine():
-    server = Served(*SIMULATED, "--stall-timeout", "2")
+    server = Served(*SIMULATED, *MORTAL, "--stall-timeout", "2")
     stream = Stream(server, max_tokens=1000)
     (pid,) = [p for p in server.family if comm(p) == "na:control"]
     os.kill(pid, signal.SIGSTOP)
@@ -513,7 +541,7 @@ def test_a_signal_to_the_whole_group_lets_running_streams_end(number):
 
 
 def test_an_engine_that_dies_while_streams_end_makes_the_exit_status():
-    server = Served(*SIMULATED)
+    server = Served(*SIMULATED, *MORTAL)
     stream = Stream(server, max_tokens=1000)
     server.process.send_signal(signal.SIGTERM)
     until(lambda: any("shutting down" in line for line in server.lines))

@@ -42,6 +42,8 @@ class SimulatedRunner(RunnerActor):
         super().__init__(config)
         self._world = world
         self._busy = False
+        self._life = 0
+        """How often everybody began anew."""
         self._slow = random.Random(f"{world.scenario.seed} slow")
         self.any_thread = False
         self.done = 0
@@ -72,6 +74,10 @@ class SimulatedRunner(RunnerActor):
         most = -(-scenario.max_model_len // scenario.block_size)
         self._executor: Any = self
         self._resident = ResidentState(scenario.max_num_seqs, most, scenario.block_size)
+        return self._what_is_ready()
+
+    def _what_is_ready(self) -> RunnerReady:
+        scenario = self._world.scenario
         return RunnerReady(
             scenario.blocks,
             scenario.block_size,
@@ -85,6 +91,21 @@ class SimulatedRunner(RunnerActor):
         """No thread."""
         Actor.start(self, context, ready)
         self._open_tracks()
+
+    def renew(self) -> RunnerReady:
+        """What the device computes comes to nothing; what is in the cache stays there."""
+        while not self._prepared.empty():
+            self._prepared.get()
+        self._forget()
+        scenario = self._world.scenario
+        most = -(-scenario.max_model_len // scenario.block_size)
+        self._resident = ResidentState(scenario.max_num_seqs, most, scenario.block_size)
+        self._busy, self.done, self.dropped, self._half = False, 0, [], {}
+        self._next_token[:] = -1
+        self._kept, self._ends, self._last = {}, {}, {}
+        self._spoilt, self._astray = set(), set()
+        self._life += 1
+        return self._what_is_ready()
 
     def _on_step(self, step: Any) -> None:
         super()._on_step(step)
@@ -133,9 +154,11 @@ class SimulatedRunner(RunnerActor):
         scenario = self._world.scenario
         seconds = scenario.step_seconds + scenario.token_seconds * len(inputs.token_ids)
         seconds *= 20.0 if self._slow.random() < scenario.slow_chance else 1.0
-        self._world.loop.call_later(seconds, self._end, inputs, seconds)
+        self._world.loop.call_later(seconds, self._end, inputs, seconds, self._life)
 
-    def _end(self, inputs: StepInputs, seconds: float) -> None:
+    def _end(self, inputs: StepInputs, seconds: float, life: int) -> None:
+        if life != self._life or self.context.retired:
+            return
         ids = self._run(inputs)
         scores = self._score(inputs, ids)
         self.done = inputs.step

@@ -10,6 +10,7 @@ import numpy as np
 from nanoactor.actors.grammar import GrammarActor
 from nanoactor.actors.tokenizer import TokenizerActor
 from nanoactor.errors import InvalidRequest
+from nanoactor.grammar.book import GrammarBook
 from nanoactor.grammar.messages import Int32, OpenGrammar
 from nanoactor.messages import FreeText, Submit
 from tests.simulation.reference import ToyState
@@ -82,7 +83,13 @@ class SimulatedGrammar(GrammarActor):
         mean = scenario.compile_steps * scenario.step_seconds
         delay = self._random.expovariate(1 / mean) if mean else 0.0
         matcher = ToyMatcher(number, fails_at, free_text_of(event.grammar))
-        self._world.loop.call_later(delay, self._note, event.uid, matcher, 0)
+        book = self._book
+        self._world.loop.call_later(delay, self._told, book, event.uid, matcher)
+
+    def _told(self, book: GrammarBook, uid: int, matcher: ToyMatcher) -> None:
+        """As the thread does, unless everybody began anew."""
+        if book is self._book and not self.context.retired:
+            self._note(book, uid, matcher, 0)
 
 
 class SimulatedTokenizer(TokenizerActor):

@@ -27,6 +27,14 @@ class Mutation:
 
 SCHEDULER = "nanoactor.scheduling.scheduler"
 ADMISSION = "nanoactor.admission"
+RESUMING = "nanoactor.actors.resuming"
+JOURNAL = "nanoactor.actors.journal"
+DETOKENIZING = "nanoactor.actors.detokenizer"
+TOKENIZING = "nanoactor.actors.tokenizer"
+RUNNING = "nanoactor.actors.runner"
+FREE_TEXT = "nanoactor.scheduling.free_text"
+IDS = "nanoactor.scheduling.ids"
+CONTEXT = "nanoactor.runtime.actor"
 DEPTH = "nanoactor.scheduling.depth"
 ARRIVALS = "nanoactor.scheduling.arrivals"
 HOLDING = "nanoactor.scheduling.holding"
@@ -206,8 +214,8 @@ MUTATIONS = [
     Mutation(
         "what the frontend admits goes to a tokenizer too",
         FRONTEND,
-        "        else:\n            self._send_to_tokenizer(entry)\n",
-        "        self._send_to_tokenizer(entry)\n",
+        "        else:\n            self._send_to_tokenizer(entry, submit)\n",
+        "        self._send_to_tokenizer(entry, submit)\n",
     ),
     Mutation(
         "the frontend admits an answer without its grammar",
@@ -224,12 +232,13 @@ MUTATIONS = [
     Mutation(
         "the frontend admits a prompt whose pictures nobody has placed",
         ADMISSION,
-        "submit.bad_words or submit.item_times or len(tokens) > DIRECT_TOKENS:\n"
+        " or submit.item_times:\n"
+        "            return None\n"
+        "        if len(tokens) + sum(len(part.token_ids) "
+        "for part in submit.output) > DIRECT_TOKENS:\n"
         "            return None\n"
         "        if self._placeholders and np.isin(tokens, self._placeholders).any():\n",
-        "submit.bad_words or len(tokens) > DIRECT_TOKENS:\n"
-        "            return None\n"
-        "        if not len(tokens):\n",
+        ":\n            return None\n        if not len(tokens):\n",
     ),
     Mutation(
         "one step more is planned than the depth",
@@ -959,6 +968,110 @@ MUTATIONS = [
         HOLDING,
         "                known.append((sequence.slot, token))\n",
         "                known[:0] = [(sequence.slot, token)] if sequence.preemptions else []\n",
+    ),
+    # -- deaths: everybody begins anew --
+    Mutation(
+        "what was aborted before a death goes on behind it",
+        FRONTEND,
+        "            if entry.aborted:\n                self._end_aborted(entry)",
+        "            if False:\n                self._end_aborted(entry)",
+    ),
+    Mutation(
+        "nobody is told who lives behind a death",
+        FRONTEND,
+        "self._scheduler.send(Resume(self._next_uid, np.array([*self._entries], np.int64)))",
+        "self._scheduler.send(Resume(self._next_uid, np.array([], np.int64)))",
+    ),
+    Mutation(
+        "who is over is awaited behind a death",
+        IDS,
+        "        self._above.update(n for n in range(self._below, below) if n not in kept)\n",
+        "",
+    ),
+    Mutation(
+        "an answer begins again behind a death",
+        RESUMING,
+        "output=(OutputSoFar(np.array(answer.token_ids, np.int32)),) if answer.token_ids else (),",
+        "output=(),",
+    ),
+    Mutation(
+        "the last token is lost in a death",
+        RESUMING,
+        "np.array(answer.token_ids, np.int32)),)",
+        "np.array(answer.token_ids[:-1], np.int32)),)",
+    ),
+    Mutation(
+        "text is told again behind a death",
+        RESUMING,
+        "delivered=characters),",
+        "delivered=0),",
+    ),
+    Mutation(
+        "answers change their random numbers in a death",
+        RESUMING,
+        "sampling=rows_of(submit.sampling)[answer.index],",
+        "sampling=rows_of(submit.sampling)[0],",
+    ),
+    Mutation(
+        "answers that are over go on behind a death",
+        RESUMING,
+        "living = [uid for uid in entry.uids if entry.answer(uid).terminal is None]",
+        "living = list(entry.uids)",
+    ),
+    Mutation(
+        "what was told of a prompt is told again behind a death",
+        JOURNAL,
+        "        if not self.has_prompt_logprobs:\n            self._prompt_logprobs = [None]",
+        "        if False:\n            self._prompt_logprobs = [None]",
+    ),
+    Mutation(
+        "a grammar is told nothing of an answer that goes on",
+        FREE_TEXT,
+        "        if NO_GATE in (before, gate):",
+        "        if before == 0:",
+    ),
+    Mutation(
+        "free text has no end behind a death",
+        FREE_TEXT,
+        "        if free is not None:\n            gate = next_gate(free, gate, index, token)\n",
+        "",
+    ),
+    Mutation(
+        "a detokenizer keeps what it knew before a death",
+        DETOKENIZING,
+        "        self._detokenizer = Detokenizer(self._decoders)\n",
+        "        if not hasattr(self, '_detokenizer'):\n"
+        "            self._detokenizer = Detokenizer(self._decoders)\n",
+    ),
+    Mutation(
+        "a tokenizer keeps what it knew before a death",
+        TOKENIZING,
+        "        self._items, self._held, self._workers = ItemGathering(), {}, {}\n",
+        "",
+    ),
+    Mutation(
+        "pieces of pictures go on behind a death where they were",
+        FRONTEND,
+        "        self._sending, self._data = {}, {}\n\n    def resume",
+        "        pass\n\n    def resume",
+    ),
+    Mutation(
+        "a runner keeps masks and pixels from before a death",
+        RUNNING,
+        "        self._pixels = PixelStore()\n",
+        "        self._pixels = getattr(self, '_pixels', None) or PixelStore()\n",
+    ),
+    Mutation(
+        "a call from before a death is made behind it",
+        CONTEXT,
+        "        if self.retired:\n            return\n",
+        "",
+    ),
+    Mutation(
+        "requests are sent while nobody can hear them",
+        FRONTEND,
+        "        if not self._paused:\n            # Where",
+        "        if True:\n            # Where",
     ),
 ]
 

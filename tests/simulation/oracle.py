@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter, defaultdict, deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from nanoactor.actors.config import ENCODER_PAGE_ROWS
 from nanoactor.messages import (
     Abort,
+    Admit,
     Continue,
     Credits,
     Fork,
@@ -25,6 +26,7 @@ from nanoactor.messages import (
     StepDone,
     StepWanted,
     Stop,
+    Submit,
     Terminal,
     Tokens,
 )
@@ -52,6 +54,16 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
+class Facts(NamedTuple):
+    """What a request's last life was like."""
+
+    preemptions: int
+    began: int | None
+    first_hit: int
+    must_abort: bool
+    opened: bool
+
+
 class Oracle:
     """The invariants of one world. Every method raises `AssertionError` where one is broken."""
 
@@ -71,6 +83,17 @@ class Oracle:
         self.terminals: dict[int, Terminal] = {}
         self.counts: Counter[str] = Counter()
         self.stories = Stories(record)
+        self._failed: dict[int, int] = {}
+        self._choiceless: dict[int, int] = {}
+        """By request: the first position at which its logits were not finite."""
+        self._told_prompts: set[int] = set()
+        """Positions of requests whose prompts' log-probabilities were complete before a death."""
+        self._facts: dict[int, Facts] = {}
+        """By request that is over: what its terminal must say."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """What is known since everybody began anew."""
         self._rows: dict[int, tuple[list[int], dict[int, int]]] = {}
         """By stamped step: the requests of its rows in order, and by slot."""
         self._first_steps: dict[int, int] = {}
@@ -80,7 +103,7 @@ class Oracle:
         self._planned_slots: dict[int, set[int]] = {}
         """By step that is planned and not computed: the slots with a row in it."""
         self._decode_slots: set[int] = set()
-        self._last_use = np.zeros(world.scenario.blocks, np.int64)
+        self._last_use = np.zeros(self._scenario.blocks, np.int64)
         """By block: the last step that reads or writes it."""
         self._indexed: defaultdict[int, list[tuple[int, bytes]]] = defaultdict(list)
         """By step after which they must be true: (block, content) that were indexed."""
@@ -110,9 +133,17 @@ class Oracle:
         self._steps_before = 0
         self._held_since: dict[int, float] = {}
         """By request of which all living answers are held: since when."""
-        self._failed: dict[int, int] = {}
-        self._choiceless: dict[int, int] = {}
-        """By request: the first position at which its logits were not finite."""
+
+    def cut(self) -> None:
+        """Somebody has died: nothing of what was under way counts any more."""
+        self.counts["deaths"] += 1
+        self._note_facts()
+        self._begin()
+
+    def resumes(self) -> None:
+        """The journal is about to send what is not over."""
+        entries = self._world.entries.items()
+        self._told_prompts = {at for at, entry in entries if entry.has_prompt_logprobs}
 
     def attach(self) -> None:
         """The actors are there: take a look at every block that is handed out or indexed."""
@@ -321,6 +352,10 @@ class Oracle:
         self.manager.check()
         self.stories.step(step, by_slot)
 
+    def _has_prompt_logprobs(self, position: int) -> bool:
+        """Whether all were told before everybody began anew."""
+        return position in self._told_prompts
+
     def _check_introduced(self, step: Step, by_slot: dict[int, int]) -> None:
         """The runner has the sampling parameters of every row's own request."""
         new, masked = step.admissions, 0
@@ -330,7 +365,10 @@ class Oracle:
             ends = masked + int(new.masked_counts[row])
             number = self.numbers[by_slot[slot]]
             assert new.sampling[row].tobytes() == sampling_of(position, number)
-            wanted = ask.logprobs, -1 if number else ask.prompt_logprobs
+            of_prompt = -1 if number else ask.prompt_logprobs
+            if self._world.cuts and self._has_prompt_logprobs(position):
+                of_prompt = -1
+            wanted = ask.logprobs, of_prompt
             asked = [
                 (int(scores.output[at]), int(scores.prompt[at]))
                 for scores in new.scores
@@ -547,6 +585,9 @@ class Oracle:
         """A message leaves its actor."""
         self.stories.message(self._world.loop.time(), source, message)
         match message:
+            case Submit() | Admit() if source == "frontend":
+                entry = self._world.entries.get(self.positions[message.uid])
+                assert entry is None or not entry.aborted, f"{message.uid} was aborted"
             case Plan():
                 self._planned(message)
             case Match():
@@ -643,6 +684,15 @@ class Oracle:
             assert terminal.uid not in self.terminals, f"a second terminal of {terminal.uid}"
             self.terminals[terminal.uid] = terminal
 
+    def _note_facts(self) -> None:
+        for uid in self.terminals.keys() - self._facts.keys():
+            self._facts[uid] = self._facts_of(uid)
+
+    def _facts_of(self, uid: int) -> Facts:
+        began = self._began.get(self._first_steps.get(uid, 0))
+        aborts, opened = uid in self._must_abort, uid in self._opened
+        return Facts(self._preemptions[uid], began, self._first_hit.get(uid, 0), aborts, opened)
+
     def handled(self, target: str, message: Any) -> None:
         """A message was handled."""
         if target not in ("scheduler", "blocks"):
@@ -709,8 +759,11 @@ class Oracle:
 
     def conclude(self) -> None:
         """Everything is over: every answer is right, and nothing is held anywhere."""
+        self._note_facts()
         for position, entry in self._world.entries.items():
             for uid in entry.uids:
+                if uid not in self.terminals and self._is_abandoned(position, entry, uid):
+                    continue
                 assert uid in self.terminals, f"request {uid} got no end"
                 self._check_answer(position, entry, self.terminals[uid])
             self._check_prompt_scores(entry)
@@ -718,20 +771,34 @@ class Oracle:
         self._check_nothing_spoilt()
         self._count()
 
+    def _is_abandoned(self, position: int, entry: Any, uid: int) -> bool:
+        """Whether it was aborted while nobody but its journal knew of it: then what it was told is
+        right as far as it goes."""
+        own, expected = entry.answer(uid), self.answers[uid]
+        if not self._scenario.deaths or own.terminal is None:
+            return False
+        assert own.terminal.reason == "abort"
+        assert self._scenario.asks[position].aborts or entry.error
+        if expected is not None and not self._scenario.asks[position].grammar:
+            assert tuple(own.token_ids) == expected.output[: len(own.token_ids)]
+        self.counts["aborted between lives"] += 1
+        return True
+
     def _check_answer(self, position: int, entry: Any, terminal: Terminal) -> None:
         ask, expected = self._scenario.asks[position], self.answers[terminal.uid]
         own = entry.answer(terminal.uid)
         ids, text = list(own.token_ids), "".join(own.text)
-        who = f"request {terminal.uid}"
+        who, facts = f"request {terminal.uid}", self._facts[terminal.uid]
         # By its user, or because another answer to the same request has failed.
         given_up = bool(ask.aborts or entry.error)
         assert own.terminal is terminal
         self._check_scores(ask, own, self._told_states(ask, terminal.uid))
         assert (terminal.tokens, terminal.characters) == (len(ids), len(text)), who
-        assert terminal.preemptions == self._preemptions[terminal.uid], who
-        began = self._began.get(self._first_steps.get(terminal.uid, 0))
-        # Forced tokens may end it before its first step has.
-        assert terminal.began == began or (terminal.began == -1 and (not ids or ask.grammar)), who
+        assert terminal.preemptions == facts.preemptions, who
+        began = facts.began
+        # Forced tokens may end it before its first step has, and it may be of an earlier life.
+        never = not ids or ask.grammar or self._world.cuts
+        assert terminal.began == began or (terminal.began == -1 and never), who
         if expected is not None and expected.undecodable:
             assert terminal.reason in ("error", "abort")
             assert not ids, f"{who} was answered without its picture"
@@ -747,16 +814,16 @@ class Oracle:
         if self._check_error(terminal, ids, text, expected):
             return
         self._check_nothing_hidden(terminal, expected)
-        if not self._preemptions[terminal.uid] and terminal.reason != "abort":
-            assert terminal.cached_tokens == self._first_hit.get(terminal.uid, 0), who
-        assert terminal.reason == "abort" or terminal.uid not in self._must_abort, who
+        if not facts.preemptions and terminal.reason != "abort":
+            assert terminal.cached_tokens == facts.first_hit, who
+        assert terminal.reason == "abort" or not facts.must_abort, who
         if terminal.reason == "abort":
             assert given_up, f"{who} was aborted by nobody"
             self.counts["aborted"] += 1
             if not ids:
                 return
-        refused = expected is None or terminal.uid in self._must_abort
-        assert (terminal.uid in self._opened) != refused, who
+        refused = expected is None or facts.must_abort
+        assert facts.opened != refused, who
         if expected is None:
             assert terminal.reason in ("error", "abort")
             assert terminal.error or terminal.reason == "abort"
@@ -974,7 +1041,7 @@ class Oracle:
     def _count(self) -> None:
         statistics = self.scheduler.statistics
         computed = statistics.prefill_tokens + statistics.decode_tokens
-        assert computed == self.counts["tokens"]
+        assert computed == self.counts["tokens"] or self._world.cuts
         for name in ("preemptions", "overruns", "mixed_steps"):
             self.counts[name] += getattr(statistics, name)
         self.counts["hits"] += self.manager.hit_tokens

@@ -156,6 +156,16 @@ class Ask:
 
 
 @dataclasses.dataclass(frozen=True)
+class Death:
+    """Some actors die together; everybody begins anew."""
+
+    at: float
+    victims: tuple[str, ...]
+    after: float
+    """How long it takes until they are there again."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Scenario:
     """The engine's options, how slow everything is, and all requests."""
 
@@ -207,6 +217,7 @@ class Scenario:
     """How long callers may think."""
     wire: bool = False
     """Whether messages travel as bytes, overwritten as soon as they were handled."""
+    deaths: tuple[Death, ...] = ()
 
     @property
     def most_in_flight(self) -> int:
@@ -303,7 +314,24 @@ def draw(seed: int) -> Scenario:
     scenario = _with_grammars(random.Random(f"{seed} grammars"), scenario)
     scenario = _with_free_text(random.Random(f"{seed} free"), scenario)
     scenario = _with_callers(random.Random(f"{seed} callers"), scenario)
-    return _with_short_steps(random.Random(f"{seed} short"), scenario)
+    scenario = _with_short_steps(random.Random(f"{seed} short"), scenario)
+    return _with_deaths(random.Random(f"{seed} deaths"), scenario)
+
+
+def _with_deaths(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same with actors that die, in some seeds; answers that a caller leads do not survive."""
+    if rng.random() < 0.85 or any(ask.caller is not None for ask in scenario.asks):
+        return scenario
+    names = ["scheduler", "blocks", "runner.0", "detokenizer", "tokenizer.0"]
+    names += ["grammar"] * scenario.grammars + ["vision.0"] * (scenario.encoder_pages > 0)
+    step = scenario.step_seconds
+    last = max(ask.at for ask in scenario.asks)
+    deaths = []
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        victims = rng.sample(names, rng.choice([1, 1, 1, 2, 3]))
+        at = rng.uniform(0, last) + rng.uniform(0, rng.choice([10, 100, 400])) * step
+        deaths.append(Death(at, tuple(victims), rng.choice([0.0, 3.0, 100.0]) * step))
+    return dataclasses.replace(scenario, deaths=tuple(sorted(deaths, key=lambda one: one.at)))
 
 
 def _with_short_steps(rng: random.Random, scenario: Scenario) -> Scenario:

@@ -23,6 +23,7 @@ _CALM = dict(
     plan_lead="eager",
     depth=1,
     max_depth=0,
+    deaths=(),
     chunk_bytes=1 << 16,
     max_num_seqs=2,
     max_waiting_requests=1000,

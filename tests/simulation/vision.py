@@ -105,6 +105,8 @@ class SimulatedVision(VisionActor):
         loop.call_at(self._free_at, self._done, number, media)
 
     def _done(self, number: int, media: Media) -> None:
+        if self.context.retired:
+            return
         self._world.oracle.counts["pictures decoded"] += number in self._wants
         try:
             result: Any = self._reader.decode(media)

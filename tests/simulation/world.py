@@ -28,19 +28,18 @@ from nanoactor.messages import Stopping, Submit, TextOptions
 from nanoactor.model_files import ModelFiles
 from nanoactor.models.columns import DEFAULTS
 from nanoactor.outputs import RequestOutputKind
-from nanoactor.runtime.actor import Actor, Context
+from nanoactor.runtime.actor import FRESH, Actor, Context
 from nanoactor.runtime.codec import copied, decode, encode
-from nanoactor.runtime.errors import OutboxOverflow
+from nanoactor.runtime.errors import OutboxOverflow, PeerBroken
 from nanoactor.runtime.topology import EdgeSpec
 from nanoactor.scheduling.plan_builder import as_int32
-from nanoactor.text.detokenizer import Detokenizer
 from nanoactor.topology import engine_topology
 from tests.simulation.callers import Callers
 from tests.simulation.device import SimulatedRunner
 from tests.simulation.grammar import SimulatedGrammar, SimulatedTokenizer, text_of
 from tests.simulation.oracle import Oracle
 from tests.simulation.reference import SALT, LetterDecoders
-from tests.simulation.scenario import VOCABULARY, Ask, Scenario, rules_of, sampling_of
+from tests.simulation.scenario import VOCABULARY, Ask, Death, Scenario, rules_of, sampling_of
 from tests.simulation.vision import IMAGES, Letters, SimulatedVision, media_of, vision_config
 
 M = TypeVar("M")
@@ -122,11 +121,15 @@ class Edge:
         slow = 10.0 if world.scenario.uneven and self._random.random() < 0.25 else 1.0
         self._mean = world.scenario.delay * slow * world.scenario.step_seconds
         self._last_due = 0.0
+        self.is_cut = False
+        """Whether somebody has died since: nothing arrives."""
         self._transit: deque[Any] = deque()
         self._waiting: deque[Any] = deque()
 
     def send(self, message: Any) -> None:
         """Send, or wait for room, within the edge's bound."""
+        if self.is_cut:
+            raise PeerBroken(f"{self.source} -> {self.label} was cut")
         self._world.oracle.sent(self.source, message)
         if self._world.scenario.wire:
             message = _Record(message)
@@ -156,6 +159,8 @@ class Edge:
         loop.call_at(self._last_due, self._arrive)
 
     def _arrive(self) -> None:
+        if self.is_cut:
+            return
         message = self._transit.popleft()
         if isinstance(message, _Record):
             self._world.deliver(self.source, self._target, message.message)
@@ -190,20 +195,25 @@ class World:
         config = ActorConfig(_config(scenario), _files(scenario), SALT)
         topology = engine_topology(self._with_tokenizer(config) if scenario.grammars else config)
         specs = {spec.name: spec.config for spec in topology.actors}
-        self.actors: dict[str, Actor] = {
-            "frontend": FrontendActor(specs["frontend"]),
-            "scheduler": SchedulerActor(specs["scheduler"]),
-            "blocks": BlockManagerActor(specs["blocks"]),
-            "runner.0": SimulatedRunner(specs["runner.0"], self),
-            "detokenizer": DetokenizerActor(config),
+        make = functools.partial
+        self._makers: dict[str, Callable[[], Actor]] = {
+            "frontend": make(FrontendActor, specs["frontend"]),
+            "scheduler": make(SchedulerActor, specs["scheduler"]),
+            "blocks": make(BlockManagerActor, specs["blocks"]),
+            "runner.0": make(SimulatedRunner, specs["runner.0"], self),
+            "detokenizer": make(DetokenizerActor, config),
         }
         if scenario.grammars:
-            self.actors["grammar"] = SimulatedGrammar(specs["grammar"], self)
+            self._makers["grammar"] = make(SimulatedGrammar, specs["grammar"], self)
         for index in range(scenario.vision_workers if scenario.encoder_pages else 0):
             name = f"vision.{index}"
-            self.actors[name] = SimulatedVision(specs[name], self, index)
+            self._makers[name] = make(SimulatedVision, specs[name], self, index)
         for index in range(scenario.tokenizers):
-            self.actors[f"tokenizer.{index}"] = SimulatedTokenizer(config)
+            self._makers[f"tokenizer.{index}"] = make(SimulatedTokenizer, config)
+        self.actors: dict[str, Actor] = {}
+        self._ready: dict[str, Any] = {}
+        self._edge_specs = topology.edges
+        self.cuts = 0
         self.entries: dict[int, Entry] = {}
         """By position in the scenario: what the journal has of each request."""
         self.refused: set[int] = set()
@@ -211,7 +221,11 @@ class World:
         self.uid_of: dict[int, int] = {}
         self.oracle = Oracle(self, record)
         self._callers = Callers(self)
-        self._start(topology.edges)
+        for name in self._makers:
+            self._set_up(name)
+        self._start()
+        for death in scenario.deaths:
+            self.loop.call_at(death.at, self._die, death)
         for position, ask in enumerate(scenario.asks):
             self.loop.call_at(ask.at, self._submit, position, ask)
 
@@ -220,16 +234,48 @@ class World:
         files = dataclasses.replace(config.files, tokenizer_directory=Path())
         return dataclasses.replace(config, files=files)
 
-    def _start(self, specs: tuple[EdgeSpec, ...]) -> None:
-        ready = {name: actor.setup() for name, actor in self.actors.items()}
-        detokenizer: Any = self.actors["detokenizer"]
-        detokenizer._detokenizer = Detokenizer(LetterDecoders())  # type: ignore[arg-type]
-        detokenizer._delta_bytes = self.scenario.chunk_bytes
-        for index in range(self.scenario.tokenizers):
-            tokenizer: Any = self.actors[f"tokenizer.{index}"]
-            tokenizer._encoder = Letters()
+    def _set_up(self, name: str) -> None:
+        actor: Any = self._makers[name]()
+        self.actors[name], self._ready[name] = actor, actor.setup()
+        if isinstance(actor, DetokenizerActor):
+            actor._decoders = LetterDecoders()  # type: ignore[assignment]
+            actor._delta_bytes = self.scenario.chunk_bytes
+            actor.renew()
+        if isinstance(actor, SimulatedTokenizer):
+            actor._encoder = Letters()  # type: ignore[assignment]
+
+    def _die(self, death: Death) -> None:
+        """Some actors are gone, and with them all that was under way; the others are told."""
+        self.cuts += 1
+        for actor in self.actors.values():
+            actor.context.retire()
+        for edge in self.edges.values():
+            edge.is_cut = True
+        self.oracle.cut()
+        frontend: Any = self.actors["frontend"]
+        frontend.pause()
+        self.loop.call_later(death.after, self._begin_anew, death.victims, self.cuts)
+        self._dead |= set(death.victims)
+
+    def _begin_anew(self, victims: tuple[str, ...], cuts: int) -> None:
+        """As a node does, unless somebody else has died meanwhile."""
+        if cuts != self.cuts:
+            return
+        for name, actor in list(self.actors.items()):
+            ready = FRESH if name in self._dead else actor.renew()
+            self._ready[name] = ready
+            if ready is FRESH:
+                self._set_up(name)
+        self._dead.clear()
+        self._start()
+        self.oracle.resumes()
+        frontend: Any = self.actors["frontend"]
+        frontend.resume()
+
+    def _start(self) -> None:
+        self._dead: set[str] = set()
         self.edges: dict[tuple[str, str], Edge] = {}
-        for spec in specs:
+        for spec in self._edge_specs:
             between = {spec.source, *spec.targets}
             # By default these two share a node, where nothing waits.
             same_node = between == {"scheduler", "blocks"} and self.scenario.seed % 2 == 0
@@ -240,7 +286,7 @@ class World:
             outboxes = {label: edge for (who, label), edge in self.edges.items() if who == name}
             context = SimulatedContext(name, self.loop, outboxes)
             context.remind = functools.partial(self.deliver, name, name)
-            actor.start(context, ready)
+            actor.start(context, self._ready)
             self._handlers[name] = actor.handlers()
         self.oracle.attach()
 

@@ -386,6 +386,21 @@ def test_a_continuing_request_gives_the_text_that_an_uninterrupted_one_would(
     assert begin > 3
 
 
+@pytest.mark.parametrize("stop", [(), ("zz",)])
+@pytest.mark.parametrize("name", EVERY)
+def test_text_that_was_told_in_part_goes_on_where_it_was(name, stop):
+    """Deltas may be cut anywhere: text may be ahead of the tokens, or behind them."""
+    tokenizer = EVERY[name]()
+    ids = tokenizer.encode("to be 和é or not", add_special_tokens=False).ids
+    whole = Driver(tokenizer).open(stop=stop).feed(ids, finish()).end().text[0]
+    for begin in (1, len(ids) // 2, len(ids)):
+        for delivered in range(len(whole) + 1):
+            driver = Driver(tokenizer).open(output=ids[:begin], stop=stop, delivered=delivered)
+            driver.feed(ids[begin:], finish()).read_all()
+            assert whole[:delivered] + driver.text.get(0, "") == whole
+            assert driver.terminals[0].characters == len(whole)
+
+
 def test_a_continuing_requests_terminal_counts_its_whole_text():
     driver = Driver(single_bytes()).open(output=byte_ids(b"abc")).say("de", finish()).read_all()
     assert (driver.text[0], driver.terminals[0].tokens) == ("de", 5)

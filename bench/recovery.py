@@ -1,0 +1,141 @@
+"""The pause of streams when a process dies: the time from its death to each stream's next token.
+
+    python bench/recovery.py [--model demo|0.6b|8b] [--device auto] [--streams 16] [--context 256]
+                             [--rounds 3] [--victims runner.0 control ...] [--out FILE]
+
+Streams run all at once; a process is killed once all have some tokens, and what each of them waits
+is taken. `restart` is the part of it in which processes were replaced; the rest is the prefill of
+all streams and the tokens' way. Then the next victim, in the same engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import nanoactor
+from bench.gpu import MODELS, arguments
+from nanoactor import AsyncLLM, SamplingParams
+
+_FIRST = 8
+"""Tokens that every stream has when somebody dies."""
+_TOKENS = 400
+_PATIENCE = 300.0
+
+
+class Stream:
+    """One request, and when its tokens came."""
+
+    def __init__(self, llm: AsyncLLM, number: int, context: int) -> None:
+        self.times: list[float] = []
+        prompt = {"prompt_token_ids": [(7 * number + at) % 1000 + 3 for at in range(context)]}
+        params = SamplingParams(max_tokens=_TOKENS, ignore_eos=True, seed=number)
+        self.task = asyncio.ensure_future(self._read(llm, prompt, params))
+
+    async def _read(self, llm: AsyncLLM, prompt: dict, params: SamplingParams) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            async for _ in llm.generate(prompt, params):
+                self.times.append(time.monotonic())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + _PATIENCE
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("nothing happened")
+        await asyncio.sleep(0.0005)
+
+
+async def pauses(llm: AsyncLLM, victim: str, streams: int, context: int) -> tuple[list, float]:
+    """Seconds until the next token of each stream, and those of the restart."""
+    running = [Stream(llm, number, context) for number in range(streams)]
+    await until(lambda: min(len(stream.times) for stream in running) >= _FIRST)
+    before = llm.restarts[1]
+    at = time.monotonic()
+    os.kill(llm.pids[victim], signal.SIGKILL)
+    # What was on its way when it died still comes: a token counts once the engine has noticed.
+    await until(lambda: llm.recovering is not None)
+    known = [len(stream.times) for stream in running]
+    found = []
+    for stream, count in zip(running, known, strict=True):
+        await until(lambda stream=stream, count=count: len(stream.times) > count)
+        found.append(stream.times[count] - at)
+    for stream in running:
+        stream.task.cancel()
+    await asyncio.gather(*(stream.task for stream in running))
+    return found, llm.restarts[1] - before
+
+
+async def measure(args: argparse.Namespace, model: str, options: dict) -> dict:
+    results = {}
+    llm = AsyncLLM(
+        model,
+        device=args.device,
+        max_num_seqs=max(8, args.streams),
+        max_restarts=10_000,
+        restart_window=0.01,
+        **options,
+    )
+    begin = time.monotonic()
+    async with llm:
+        started = time.monotonic() - begin
+        for victim in args.victims or llm.pids:
+            waits, restarts = [], []
+            for _ in range(args.rounds):
+                some, restart = await pauses(llm, victim, args.streams, args.context)
+                waits += some
+                restarts.append(restart)
+            waits.sort()
+            results[victim] = {
+                "pause_p50_s": statistics.median(waits),
+                "pause_p99_s": waits[min(len(waits) - 1, len(waits) * 99 // 100)],
+                "restart_s": statistics.median(restarts),
+            }
+            print(victim, json.dumps(results[victim]), flush=True)
+    return {"start_s": started, "victims": results}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=["demo", *MODELS], default="demo")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--victims", nargs="+")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        model, options = "demo", {}
+        if args.model != "demo":
+            (Path(name) / "config.json").write_text(json.dumps(MODELS[args.model]))
+            model, options = name, {"load_format": "dummy", "skip_tokenizer_init": True}
+        found = asyncio.run(measure(args, model, options))
+    results = {
+        "question": "how long do streams pause when a process dies?",
+        "command": "python bench/recovery.py " + " ".join(arguments()),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {"python": platform.python_version(), "nanoactor": nanoactor.__version__},
+        "cores": len(os.sched_getaffinity(0)),
+        **found,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

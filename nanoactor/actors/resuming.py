@@ -1,0 +1,44 @@
+"""Requests that go on after everybody began anew: the journal says where they were."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from nanoactor.actors.journal import Entry
+from nanoactor.continuing import OutputSoFar
+from nanoactor.messages import Submit
+from nanoactor.models.columns import rows_of
+
+
+def resumed(entry: Entry) -> list[Submit]:
+    """Return what is to be sent of a request that is not over.
+
+    Where nothing of it was told, that is what it was. Else each of its answers goes on by itself,
+    behind the tokens that were told, with the random numbers that belong to their positions.
+    """
+    wanted = -1 if entry.has_prompt_logprobs else entry.submit.prompt_logprobs
+    if not any(answer.token_ids or answer.terminal for answer in entry.answers):
+        return [dataclasses.replace(entry.submit, prompt_logprobs=wanted)]
+    living = [uid for uid in entry.uids if entry.answer(uid).terminal is None]
+    return [_going_on(entry, uid, wanted if uid == living[0] else -1) for uid in living]
+
+
+def _going_on(entry: Entry, uid: int, prompt_logprobs: int) -> Submit:
+    submit, answer = entry.submit, entry.answer(uid)
+    characters = sum(map(len, answer.text))
+    found = dataclasses.replace(
+        submit,
+        uid=uid,
+        sampling=rows_of(submit.sampling)[answer.index],
+        text_options=dataclasses.replace(submit.text_options, delivered=characters),
+        prompt_logprobs=prompt_logprobs,
+        output=(OutputSoFar(np.array(answer.token_ids, np.int32)),) if answer.token_ids else (),
+    )
+    if entry.media:  # pictures are placed where the text has them
+        return found
+    prompt = np.array(entry.prompt_token_ids, np.int32)
+    return dataclasses.replace(
+        found, text=None, chat=None, chat_options="", token_ids=prompt, keep_last=0
+    )

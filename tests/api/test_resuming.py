@@ -1,0 +1,78 @@
+"""Requests that are sent again, as far as they were told."""
+
+import numpy as np
+import pytest
+
+from nanoactor.actors.journal import Entry
+from nanoactor.actors.resuming import resumed
+from nanoactor.admission import Admission
+from nanoactor.messages import Terminal
+from nanoactor.models.columns import WORDS
+from nanoactor.outputs import RequestOutputKind
+from tests.api.test_admission import SALT, files, submit  # noqa: F401 - a fixture
+
+
+def entry(answers=1, **changes):
+    rows = b"".join(bytes([number]) * (4 * WORDS) for number in range(answers))
+    values = dict(sampling=rows, prompt_logprobs=-1, held=False) | changes
+    return Entry("name", submit(**values), RequestOutputKind.DELTA, answers=answers)
+
+
+def over(uid):
+    return Terminal(uid, "stop", None, "", 1, 1, 0, 0, -1)
+
+
+def test_a_request_of_which_nothing_was_told_is_sent_as_it_was():
+    asked = entry(answers=3, text="to be", token_ids=np.empty(0, np.int32))
+    assert list(map(str, resumed(asked))) == [str(asked.submit)]
+
+
+def test_each_answer_goes_on_by_itself_behind_what_was_told():
+    asked = entry(answers=3)
+    asked.accepted.set()
+    first, second, _ = asked.answers
+    first.token_ids += [7, 8]
+    first.text += ["to ", "be"]
+    second.token_ids.append(9)
+    second.terminal = over(4)
+    found = resumed(asked)
+    assert [one.uid for one in found] == [3, 5]
+    assert [[p.token_ids.tolist() for p in one.output] for one in found] == [[[7, 8]], []]
+    assert [one.sampling[:1] for one in found] == [b"\0", b"\2"]
+    assert [one.text_options.delivered for one in found] == [5, 0]
+    for one in found:
+        assert one.token_ids.tolist() == [5, 6, 7]
+        assert (one.text, one.chat, one.keep_last) == (None, None, 0)
+        assert one.stopping == asked.submit.stopping
+
+
+def test_a_prompt_whose_log_probabilities_are_complete_is_not_scored_again():
+    asked = entry(prompt_logprobs=1)
+    assert resumed(asked)[0].prompt_logprobs == 1
+    asked._prompt_logprobs = [None, {}, {}]
+    asked.forget_some()
+    assert resumed(asked)[0].prompt_logprobs == -1
+    asked._prompt_logprobs = [None, {}]
+    asked.forget_some()
+    assert asked._prompt_logprobs == [None]
+    assert resumed(asked)[0].prompt_logprobs == 1
+
+
+def test_only_one_answer_has_the_prompt_scored():
+    asked = entry(answers=3, prompt_logprobs=1)
+    asked.accepted.set()
+    asked.answers[2].token_ids.append(9)
+    assert [one.prompt_logprobs for one in resumed(asked)] == [1, -1, -1]
+
+
+@pytest.mark.parametrize("output", [[], [7], [7, 8, 9]])
+def test_it_is_admitted_with_its_output_behind_its_prompt(files, output):  # noqa: F811
+    asked = entry()
+    asked.accepted.set()
+    asked.answers[0].token_ids += output
+    (found,) = resumed(asked)
+    admit = Admission(files, SALT, 2).direct(found)
+    assert admit.token_ids.tolist() == [5, 6, 7, *output]
+    assert admit.prompt_length == 3
+    assert len(admit.hashes) == 1
+    assert admit.stopping.max_tokens == 8192 - 3

@@ -1,0 +1,296 @@
+"""Any process may die: streams go on, and say what an undisturbed run says."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import random
+import signal
+
+import pytest
+
+from nanoactor import AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
+from nanoactor.errors import ComputationFailed, EngineDead, EngineOverloaded
+from nanoactor.structured_outputs import StructuredOutputsParams
+from tests.conftest import children, descriptors
+from tests.engine.harness import settled
+
+TEXT = "ROMEO:\nBut soft, what light through yonder window breaks? "
+CHAT = [{"role": "user", "content": "Speak the speech, I pray you"}]
+WAYS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV)
+
+
+def asks():
+    """(prompt, parameters) of every kind of request; long enough to be met by a death."""
+    long = dict(max_tokens=120, ignore_eos=True)
+    return [
+        (TEXT, SamplingParams(temperature=0, seed=0, **long)),
+        (TEXT + "It is the east", SamplingParams(temperature=0.9, seed=1, top_p=0.9, **long)),
+        (CHAT, SamplingParams(temperature=0.7, seed=2, max_tokens=90, min_tokens=30)),
+        ({"prompt_token_ids": list(range(40, 240))}, SamplingParams(seed=3, **long)),
+        (TEXT, SamplingParams(seed=4, stop=["the ", "\n\n"], max_tokens=120)),
+        (TEXT, SamplingParams(seed=5, stop=["zzzzzz"], include_stop_str_in_output=True, **long)),
+        (TEXT, SamplingParams(seed=6, logprobs=2, **long)),
+        (TEXT, SamplingParams(seed=7, logprobs=0, prompt_logprobs=1, max_tokens=60)),
+        (TEXT, SamplingParams(seed=8, n=3, max_tokens=80, ignore_eos=True)),
+        (TEXT, SamplingParams(seed=9, n=2, logprobs=1, stop=["and"], max_tokens=80)),
+        (TEXT, SamplingParams(seed=10, presence_penalty=1.2, frequency_penalty=0.4, **long)),
+        (TEXT, SamplingParams(seed=11, bad_words=["the", "And"], logit_bias={40: 2.0}, **long)),
+        (TEXT, constrained(12, regex=r"([a-z]{2,8} ){6,12}\d{3}")),
+        (TEXT, constrained(13, json={"type": "array", "items": {"enum": ["king", "fool"]}})),
+        (TEXT, SamplingParams(seed=14, detokenize=False, **long)),
+        (TEXT, SamplingParams(seed=15, output_kind=RequestOutputKind.FINAL_ONLY, **long)),
+    ]
+
+
+def constrained(seed, **what):
+    return SamplingParams(
+        seed=seed, max_tokens=90, structured_outputs=StructuredOutputsParams(**what)
+    )
+
+
+@dataclasses.dataclass
+class Told:
+    """All that a stream of deltas has said of one answer."""
+
+    text: str = ""
+    ids: list = dataclasses.field(default_factory=list)
+    logprobs: list = dataclasses.field(default_factory=list)
+    reason: object = None
+    ends: int = 0
+
+
+async def read(llm, prompt, params):
+    """What a stream says, delta by delta: (answers, log-probabilities of the prompt)."""
+    if params.output_kind is not RequestOutputKind.FINAL_ONLY:
+        params = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)
+    found, of_prompt = [Told() for _ in range(params.n)], None
+    async for output in llm.generate(prompt, params):
+        of_prompt = output.prompt_logprobs or of_prompt
+        for delta in output.outputs:
+            told = found[delta.index]
+            assert not told.ends or not (delta.text or delta.token_ids)
+            told.text += delta.text
+            told.ids += delta.token_ids
+            told.logprobs += delta.logprobs or []
+            if delta.finish_reason is not None and not told.ends:
+                told.ends, told.reason = 1, (delta.finish_reason, delta.stop_reason)
+    assert all(told.ends == 1 for told in found)
+    return found, of_prompt
+
+
+def compare(found, wanted):
+    """The same texts and tokens; log-probabilities that round differently at most."""
+    for told, right in zip(found[0], wanted[0], strict=True):
+        assert told.text == right.text
+        assert told.ids == right.ids
+        assert told.reason == right.reason
+        compare_logprobs(told.logprobs, right.logprobs)
+    compare_logprobs((found[1] or [None])[1:], (wanted[1] or [None])[1:])
+
+
+def compare_logprobs(found, wanted):
+    assert len(found) == len(wanted)
+    for mine, other in zip(found, wanted, strict=True):
+        assert list(mine) == list(other)
+        for token, one in mine.items():
+            assert one.logprob == pytest.approx(other[token].logprob, abs=1e-5)
+            assert one.rank == other[token].rank
+
+
+class Tortured:
+    """An engine whose processes are killed while it serves."""
+
+    def __init__(self, llm, seed):
+        self.llm, self.draw, self.kills, self.busy = llm, random.Random(seed), 0, 0
+
+    async def kill(self, *names):
+        for name in names:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.llm.pids[name], self.draw.choice(WAYS))
+                self.kills += 1
+        if (await self.llm.statistics())["frontend"]["actor"]["entries"]:
+            self.busy += len(names)
+
+    async def whole(self):
+        """Wait until all processes run."""
+        await asyncio.sleep(0.05)
+        while self.llm.recovering is not None:
+            await asyncio.sleep(0.01)
+
+
+async def torture(llm, names, turns, seed, pauses):
+    tortured, requests = Tortured(llm, seed), asks()
+    wanted = await asyncio.gather(*(read(llm, *request) for request in requests))
+    for turn in range(turns):
+        streams = [asyncio.ensure_future(read(llm, *request)) for request in requests]
+        doomed = [asyncio.ensure_future(aborted(llm, tortured.draw)) for _ in range(4)]
+        victims = [names[turn % len(names)]]
+        if turn % 5 == 4:
+            victims.append(tortured.draw.choice(names))
+        await asyncio.sleep(tortured.draw.choice(pauses))
+        await tortured.kill(*victims)
+        if turn % 4 == 3:  # during another recovery
+            await asyncio.sleep(tortured.draw.uniform(0.05, 0.4))
+            await tortured.kill(tortured.draw.choice(names))
+        for found, right in zip(await asyncio.gather(*streams), wanted, strict=True):
+            compare(found, right)
+        await asyncio.gather(*doomed)
+        await tortured.whole()
+    await settled(llm)
+    return tortured
+
+
+async def aborted(llm, draw):
+    """A request that is aborted at some moment, perhaps while nobody hears it."""
+    params = SamplingParams(seed=draw.randrange(99), max_tokens=150, ignore_eos=True)
+    stream = llm.generate(TEXT, params, request_id=f"doomed {draw.random()}")
+    wait, last = draw.uniform(0, 0.6), None
+    task = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(wait)
+    with contextlib.suppress(StopAsyncIteration):
+        last = await task
+    await stream.aclose()
+    return last
+
+
+def options(**changes):
+    values = dict(max_num_seqs=12, max_num_batched_tokens=256, seed=3, debug=True)
+    return values | dict(max_restarts=10_000, restart_window=0.01) | changes
+
+
+def run(names, turns, seed, pauses, **changes):
+    async def main():
+        async with AsyncLLM("demo", **options(**changes)) as llm:
+            return await torture(llm, names, turns, seed, pauses)
+
+    before = descriptors()
+    tortured = asyncio.run(main())
+    assert not children()
+    assert descriptors() <= before
+    return tortured
+
+
+NAMES = "tokenizer.0", "control", "detokenizer", "grammar", "runner.0"
+
+
+@pytest.mark.timeout(300)
+def test_a_torturer_on_a_simulated_device():
+    tortured = run(NAMES, 30, 1, (0.0, 0.01, 0.03, 0.1), device="simulated:1")
+    assert tortured.kills >= 40
+    assert tortured.busy > 0.5 * tortured.kills
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_process_of_an_engine_that_computes(name):
+    run((name,), 2, 2, (0.1, 0.3), dtype="float32", threads=1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(device="simulated:1", num_tokenizers=2),
+        dict(device="simulated:0.3", num_kv_blocks=40, max_num_batched_tokens=40),
+        dict(device="simulated:2", transport="queue"),
+        dict(device="simulated:1", placement="split"),
+        dict(dtype="float32", threads=1, num_kv_blocks=60),
+        dict(dtype="float32", threads=1, enable_prefix_caching=False, pipeline_depth=3),
+    ],
+    ids=str,
+)
+def test_a_torturer_for_hours(changes):
+    names = [*NAMES, *(["tokenizer.1"] if "num_tokenizers" in changes else [])]
+    if changes.get("placement") == "split":
+        names = [*names, "scheduler", "blocks"]
+        names.remove("control")
+    pauses = (0.0, 0.003, 0.02, 0.1, 0.4)
+    run(names, 150, 7, pauses, **changes)
+
+
+def test_a_process_that_hangs_is_replaced_too():
+    async def main():
+        async with AsyncLLM("demo", **options(device="simulated:1", stall_timeout=1.0)) as llm:
+            prompt, params = asks()[0]
+            wanted = await read(llm, prompt, params)
+            for name in ("control", "detokenizer"):
+                stream = asyncio.ensure_future(read(llm, prompt, params))
+                await asyncio.sleep(0.05)
+                os.kill(llm.pids[name], signal.SIGSTOP)
+                compare(await stream, wanted)
+            assert set(llm.restarts[0]) == {"control", "detokenizer"}
+
+    asyncio.run(main())
+    assert not children()
+
+
+def test_requests_and_aborts_that_come_meanwhile():
+    async def main():
+        async with AsyncLLM("demo", **options(device="simulated:1")) as llm:
+            prompt, params = asks()[1]
+            wanted = await read(llm, prompt, params)
+            going = asyncio.ensure_future(anext(llm.generate(prompt, params, request_id="going")))
+            await going
+            os.kill(llm.pids["control"], signal.SIGKILL)
+            while llm.recovering is None:
+                await asyncio.sleep(0.001)
+            names, since = llm.recovering
+            assert names == "control"
+            assert since > 0
+            new = asyncio.ensure_future(read(llm, prompt, params))
+            await asyncio.sleep(0)
+            await asyncio.wait_for(llm.abort("going"), 5)  # nobody else has to agree
+            compare(await new, wanted)
+            assert llm.recovering is None
+            await settled(llm)
+
+    asyncio.run(main())
+
+
+def test_a_queue_that_is_full_meanwhile_says_so():
+    async def main():
+        changes = dict(device="simulated:1", max_waiting_requests=2)
+        async with AsyncLLM("demo", **options(**changes)) as llm:
+            os.kill(llm.pids["control"], signal.SIGKILL)
+            while llm.recovering is None:
+                await asyncio.sleep(0.001)
+            llm.submit([TEXT, TEXT], SamplingParams(max_tokens=3))
+            with pytest.raises(EngineOverloaded):
+                llm.submit([TEXT], SamplingParams(max_tokens=3))
+
+    asyncio.run(main())
+
+
+def test_answers_that_their_caller_leads_say_that_they_are_lost():
+    async def main():
+        async with AsyncLLM("demo", **options(device="simulated:2")) as llm:
+            params = BeamSearchParams(beam_width=2, max_tokens=200)
+            search = asyncio.ensure_future(llm.beam_search(TEXT, params))
+            await asyncio.sleep(0.1)
+            os.kill(llm.pids["control"], signal.SIGKILL)
+            with pytest.raises(ComputationFailed, match="beam search"):
+                await search
+            await read(llm, *asks()[0])
+            await settled(llm)
+
+    asyncio.run(main())
+
+
+def test_one_death_too_many_ends_every_request():
+    async def main():
+        changes = dict(device="simulated:1", max_restarts=2, restart_window=60.0)
+        async with AsyncLLM("demo", **options(**changes)) as llm:
+            for _ in range(2):
+                stream = asyncio.ensure_future(read(llm, *asks()[0]))
+                await asyncio.sleep(0.05)
+                os.kill(llm.pids["detokenizer"], signal.SIGKILL)
+                await stream
+            stream = asyncio.ensure_future(read(llm, *asks()[0]))
+            await asyncio.sleep(0.05)
+            os.kill(llm.pids["detokenizer"], signal.SIGKILL)
+            with pytest.raises(EngineDead, match="detokenizer"):
+                await stream
+
+    asyncio.run(main())
