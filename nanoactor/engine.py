@@ -32,7 +32,7 @@ from nanoactor.errors import (
     only_ours,
 )
 from nanoactor.messages import Submit
-from nanoactor.model_files import read_model_files
+from nanoactor.model_files import check_unchanged, read_model_files
 from nanoactor.outputs import BeamSearchOutput, RequestOutput
 from nanoactor.params import BeamSearchParams, SamplingParams
 from nanoactor.rendezvous import Rendezvous
@@ -207,6 +207,7 @@ class AsyncLLM:
             self._frontend.fail_all(_dead(error))
 
     def _on_cut(self, over: bool) -> None:
+        check_unchanged(self.files)
         if self._frontend is not None:
             (self._frontend.resume if over else self._frontend.pause)()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,11 @@ DEMOS = {DEMO: "demo", "demo-vl": "demo_vl"}
 """Models that come with the package, and their directories."""
 
 
+_READ = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+FilePrint = tuple[int, int, int]
+"""Size, time of the last change in ns, inode."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFiles:
     """A model's directory and what its JSON files say."""
@@ -48,6 +53,8 @@ class ModelFiles:
     """How pictures are resized; None for a model that sees nothing."""
     videos: VideoConfig | None = None
     """How the frames of videos are; None for a model that takes none."""
+    prints: Mapping[Path, FilePrint] = dataclasses.field(default_factory=dict)
+    """Of all files that processes read, when the engine was made."""
 
 
 def read_model_files(config: EngineConfig) -> ModelFiles:
@@ -76,6 +83,7 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     defaults = _defaults(raw)
     skips = config.skip_tokenizer_init
     images = None if model.vision is None else read_image_config(directory, model.vision)
+    tokenizer = None if skips else find_tokenizer(directory, config.start_timeout)
     return ModelFiles(
         directory=directory,
         config=model,
@@ -83,10 +91,37 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
         eos_token_ids=eos,
         max_model_len=length,
         ignored=_ignored(raw),
-        tokenizer_directory=None if skips else find_tokenizer(directory, config.start_timeout),
+        tokenizer_directory=tokenizer,
         images=images,
         videos=_videos(directory, model, images),
+        prints=_prints({directory, tokenizer or directory}),
     )
+
+
+def _prints(directories: Iterable[Path]) -> dict[Path, FilePrint]:
+    found: dict[Path, FilePrint] = {}
+    for directory in directories:
+        for pattern in _READ:
+            found |= {path: _print(path) for path in directory.glob(pattern)}
+    return found
+
+
+def _print(path: Path) -> FilePrint:
+    told = path.stat()
+    return told.st_size, told.st_mtime_ns, told.st_ino
+
+
+def check_unchanged(files: ModelFiles) -> None:
+    """Raise `ModelError` where a process that starts now would read other files than the others
+    have read."""
+    for path, known in files.prints.items():
+        try:
+            now = _print(path)
+        except OSError:
+            raise ModelError(f"{path} is gone since the engine was started") from None
+        if now != known:
+            how = "replaced" if now[2] != known[2] else "changed"
+            raise ModelError(f"{path} was {how} since the engine was started: start a new one")
 
 
 def _videos(directory: Path, model: ModelConfig, images: ImageConfig | None) -> VideoConfig | None:
@@ -146,7 +181,6 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
     try:
         found = Path(snapshot_download(name, local_files_only=True))
         if any(found.glob("*.safetensors")):
@@ -154,7 +188,7 @@ def _from_hub(name: str) -> Path:
     except (LocalEntryNotFoundError, ValueError):
         pass  # not in the cache: ask the hub
     try:
-        found = Path(snapshot_download(name, allow_patterns=wanted))
+        found = Path(snapshot_download(name, allow_patterns=list(_READ)))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(
             f"{name} is no directory, is not in the Hugging Face cache, and cannot be "

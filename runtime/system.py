@@ -55,7 +55,8 @@ class System:
         nodes are watched, with the `stall_timeout` of the options, while `has_work` says so.
 
         Where a death is made good, `on_cut` is called, perhaps again, and then `on_recovered`:
-        between the two nothing can be sent, and what was sent before has not arrived."""
+        between the two nothing can be sent, and what was sent before has not arrived. Where one
+        of them raises, that is what the system dies of."""
         topology.validate()
         self._topology = topology
         self._options = options
@@ -174,7 +175,8 @@ class System:
         begin = time.monotonic()
         while self._victims and self._dead is None:
             self.recovering = ", ".join(self._victims), begin
-            self._on_cut()
+            if not self._told(self._on_cut):
+                break
             await asyncio.sleep(self._budget.pause())
             victims, self._victims = self._victims, {}  # with those that died meanwhile
             for name, error in victims.items():
@@ -193,11 +195,17 @@ class System:
             seconds = time.monotonic() - begin
             self.restart_seconds += seconds
             log.warning("all nodes run again after %.1f s", seconds)
-            try:
-                self._on_recovered()
-            except Exception as error:
-                self._die(error)
-            self._watch()
+            if self._told(self._on_recovered):
+                self._watch()
+
+    def _told(self, what: Callable[[], None]) -> bool:
+        """Tell the system's user; False where they cannot go on."""
+        try:
+            what()
+        except Exception as error:
+            self._die(error)
+            return False
+        return True
 
     async def _begin_anew(self, victims: Collection[str]) -> None:
         await asyncio.gather(*(child.introduced for child in self._children))

@@ -40,6 +40,8 @@ class TokenizerActor(Actor):
         self._config = config
         self._requests = 0
         self._tokens = 0
+        self._lives = 0
+        """How often everybody began anew."""
         self._templates: RenderQueue | None = None
         self._facts: TemplateFacts | None = None
         """None where the template is broken."""
@@ -77,6 +79,11 @@ class TokenizerActor(Actor):
         if self._templates is not None:
             self._templates.cancel_all()
         self._items, self._held, self._workers = ItemGathering(), {}, {}
+        self._lives += 1
+
+    def _number(self, uid: int) -> int:
+        """The conversation's for the template's queue, which may still be at one of before."""
+        return self._lives << 48 | uid
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Learn the block size, for the hashes."""
@@ -107,7 +114,7 @@ class TokenizerActor(Actor):
             return
         done = functools.partial(self.context.call_soon, self._rendered, own)
         chat = self._encoder.hide_placeholders(event.chat)
-        self._templates.render(event.uid, chat, event.chat_options, done)
+        self._templates.render(self._number(event.uid), chat, event.chat_options, done)
 
     def _check_options(self, options: str) -> None:
         """Raise `InvalidRequest` for what the template does not read."""
@@ -120,7 +127,7 @@ class TokenizerActor(Actor):
 
     def _abort(self, event: Abort) -> None:
         if self._templates is not None:
-            self._templates.cancel(event.uid)
+            self._templates.cancel(self._number(event.uid))
         if event.uid in self._held:
             submit, _ = self._held.pop(event.uid)
             self._refuse(submit, "")

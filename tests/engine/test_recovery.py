@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import shutil
 import signal
 
 import pytest
@@ -13,6 +14,7 @@ from nanoactor import AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingPar
 from nanoactor.errors import ComputationFailed, EngineDead, EngineOverloaded
 from nanoactor.structured_outputs import StructuredOutputsParams
 from tests.conftest import children, descriptors
+from tests.engine.conftest import DEMO
 from tests.engine.harness import settled
 
 TEXT = "ROMEO:\nBut soft, what light through yonder window breaks? "
@@ -156,7 +158,7 @@ async def aborted(llm, draw):
 
 def options(**changes):
     values = dict(max_num_seqs=12, max_num_batched_tokens=256, seed=3, debug=True)
-    return values | dict(max_restarts=10_000, restart_window=0.01) | changes
+    return values | dict(max_restarts=10_000, restart_window=0.01, start_timeout=60) | changes
 
 
 def run(names, turns, seed, pauses, **changes):
@@ -185,6 +187,13 @@ def test_a_torturer_on_a_simulated_device():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_process_of_an_engine_that_computes(name):
     run((name,), 2, 2, (0.1, 0.3), dtype="float32", threads=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_process_of_an_engine_on_a_gpu(name):
+    run((name,), 3, 4, (0.05, 0.2), device="cuda", dtype="float32")
 
 
 @pytest.mark.long
@@ -266,14 +275,40 @@ def test_a_queue_that_is_full_meanwhile_says_so():
 def test_answers_that_their_caller_leads_say_that_they_are_lost():
     async def main():
         async with AsyncLLM("demo", **options(device="simulated:2")) as llm:
-            params = BeamSearchParams(beam_width=2, max_tokens=200)
+            params = BeamSearchParams(beam_width=2, max_tokens=300, ignore_eos=True)
             search = asyncio.ensure_future(llm.beam_search(TEXT, params))
             await asyncio.sleep(0.1)
+            assert not search.done()
             os.kill(llm.pids["control"], signal.SIGKILL)
             with pytest.raises(ComputationFailed, match="beam search"):
                 await search
             await read(llm, *asks()[0])
             await settled(llm)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["gone", "replaced", "changed"])
+def test_files_that_are_not_the_same_end_the_engine(tmp_path, how):
+    model = tmp_path / "model"
+    shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    path = model / "tokenizer.json"
+
+    async def main():
+        async with AsyncLLM(str(model), **options(device="simulated:1")) as llm:
+            stream = asyncio.ensure_future(read(llm, *asks()[0]))
+            await asyncio.sleep(0.05)
+            if how == "gone":
+                path.unlink()
+            elif how == "replaced":
+                shutil.copy(path, model / "new")
+                os.replace(model / "new", path)
+            else:
+                path.write_text(path.read_text() + " ")
+            os.kill(llm.pids["control"], signal.SIGKILL)
+            with pytest.raises(EngineDead, match=f"tokenizer.json .* {how}|is {how}"):
+                await stream
+        assert not children()
 
     asyncio.run(main())
 
