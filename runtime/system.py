@@ -302,8 +302,9 @@ class System:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the nodes that are processes of their own."""
-        return {child.name: child.pid for child in self._children}
+        """Process ids of the nodes that are processes of their own, as far as they have been
+        started."""
+        return {child.name: child.pid for child in self._children if child.pid}
 
     async def statistics(self) -> dict[str, dict[str, Any]]:
         """Every actor's figures, by actor; a node that does not answer in a second is left out."""

@@ -108,10 +108,13 @@ class Tortured:
 
     async def kill(self, *names):
         for name in names:
+            pid = self.llm.pids.get(name)  # none while another is being started in its place
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.llm.pids[name], self.draw.choice(WAYS))
-                self.kills += 1
-        if (await self.llm.statistics())["frontend"]["actor"]["entries"]:
+                if pid is not None:
+                    os.kill(pid, self.draw.choice(WAYS))
+                    self.kills += 1
+        figures = await self.llm.statistics()
+        if "frontend" not in figures or figures["frontend"]["actor"]["entries"]:
             self.busy += len(names)
 
     async def whole(self):

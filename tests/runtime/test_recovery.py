@@ -142,7 +142,7 @@ class Running:
         await self.system.close()
 
     def kill(self, name, how=signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):  # it is dead already
+        with contextlib.suppress(ProcessLookupError, KeyError):  # dead, or not there yet
             os.kill(self.system.pids[name], how)
 
     async def until(self, condition, seconds=60.0):
