@@ -22,7 +22,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bench.decode_step_cases import SIZES, Case, cases_of, name_of, shape_of, shapes_of
+from bench.decode_step_operators import DEVICE, Operators
 from bench.decode_step_reference import (
     EPS,
     Expected,
@@ -38,252 +39,14 @@ from bench.decode_step_reference import (
     random_inputs,
     random_weights,
 )
-from bench.decode_step_walk import LONGEST, Walk
+from bench.decode_step_walk import Walk
 from bench.gpu import arguments
-from nanoactor.models.batch import AttentionBatch, KVCache
-from nanoactor.models.config import ModelConfig, RopeConfig
-from nanoactor.models.decoder import Decoder
+from nanoactor.models.batch import KVCache
 from nanoactor.models.kernels.decode_step.arguments import StepInputs
 from nanoactor.models.kernels.decode_step.compile import compiled
 from nanoactor.models.kernels.decode_step.steps import DecodeStep, maps_of
 from nanoactor.models.kernels.decode_step.table import PHASES, Shape, refusal
 from nanoactor.models.model_weights import ModelWeights
-from nanoactor.models.seq_lens import NO_SEQ_LENS
-from nanoactor.models.weights import Weights
-
-Case = dict[str, Any]
-DEVICE = "cuda"
-SIZES: dict[str, dict[str, Any]] = {
-    "0.6b": {"layers": 28, "hidden": 1024, "inter": 3072, "heads": 16, "kv_heads": 8},
-    "1.7b": {"layers": 28, "hidden": 2048, "inter": 6144, "heads": 16, "kv_heads": 8},
-    "4b": {"layers": 36, "hidden": 2560, "inter": 9728, "heads": 32, "kv_heads": 8},
-    "8b": {"layers": 36, "hidden": 4096, "inter": 12288, "heads": 32, "kv_heads": 8},
-    "qwen2.5-7b": {
-        "layers": 28, "hidden": 3584, "inter": 18944, "heads": 28, "kv_heads": 4,
-        "qk_norm": False, "qkv_bias": True,
-    },
-    "llama-1b": {
-        "layers": 16, "hidden": 2048, "inter": 8192, "heads": 32, "kv_heads": 8, "head_dim": 64,
-        "qk_norm": False, "vocab": 128256,
-    },
-    "small": {
-        "layers": 2, "hidden": 1024, "inter": 2048, "heads": 8, "kv_heads": 4, "vocab": 4096,
-    },
-}  # fmt: skip
-MIX = [1, 1030, 17, 64, 700, 333, 2, 129, 65, 1500, 16, 900, 48, 255, 1024, 511]
-"""Contexts of the rows of a ragged batch."""
-
-
-def shape_of(case: Case, blocks: int = 132) -> Shape:
-    sizes = {
-        "head_dim": 128, "vocab": 151936, "qk_norm": True, "qkv_bias": False,
-        **SIZES[case["model"]],
-    }  # fmt: skip
-    if case.get("layers"):
-        sizes["layers"] = case["layers"]
-    return Shape(
-        **sizes,
-        rows=len(case["contexts"]),
-        block_size=case.get("block_size", 64),
-        blocks=blocks,
-        head=1,
-        **case.get("options", {}),
-    )
-
-
-def shapes_of(case: Case, blocks: int) -> list[Shape]:
-    """All that a case compiles."""
-    shape = shape_of(case, blocks)
-    sizes = (1, 2, 4, 8, 16) if case["kind"] == "walk" else (shape.rows,)
-    return [dataclasses.replace(shape, rows=rows) for rows in sizes]
-
-
-# -- cases ----------------------------------------------------------------------------------------
-
-
-def same(rows: int) -> list[int]:
-    return [1024 + 5 * row for row in range(rows)]
-
-
-def checks(model: str) -> Iterator[Case]:
-    yield {"kind": "check", "model": model, "layers": 2, "contexts": [777]}
-    for rows in (8, 1, 2, 4, 16, 3):
-        yield {"kind": "check", "model": model, "layers": 2, "contexts": MIX[:rows][::-1]}
-    for rows in (1, 8, 16):
-        options = {"delays": True, "poison": True}
-        yield {
-            "kind": "check", "model": model, "layers": 2, "contexts": same(rows),
-            "options": options, "block_size": 16,
-        }  # fmt: skip
-    long = [9000, 3, 40, 7, 1, 300, 21, 5]
-    yield {"kind": "check", "model": model, "layers": 2, "contexts": long, "block_size": 256}
-
-
-def times(model: str) -> Iterator[Case]:
-    for rows in (1, 8, 2, 4, 16):
-        yield {"kind": "time", "model": model, "contexts": same(rows)}
-
-
-def others() -> Iterator[Case]:
-    for model in ("8b", "1.7b", "4b", "qwen2.5-7b", "llama-1b"):
-        for rows in (1, 8, 16):
-            yield {
-                "kind": "check", "model": model, "layers": 2, "contexts": MIX[-rows:][::-1],
-                "alone": True,
-            }  # fmt: skip
-
-
-def repeats(model: str) -> Iterator[Case]:
-    for rows in (1, 8, 4):
-        options = {"delays": rows == 4}
-        yield {
-            "kind": "repeat", "model": model, "layers": 2, "contexts": same(rows),
-            "options": options,
-        }  # fmt: skip
-
-
-def walks(model: str) -> Iterator[Case]:
-    for page in (64, 16):
-        yield {
-            "kind": "walk", "model": model, "layers": 2, "contexts": same(16), "block_size": page,
-            "steps": 10_000 if page == 64 else 1_000,
-        }  # fmt: skip
-
-
-def sanitized() -> Iterator[Case]:
-    """Cases that `compute-sanitizer` gets through in a minute, with `--worker 0 --patience 120`."""
-    for rows in (1, 8, 16):
-        yield {"kind": "check", "model": "small", "contexts": MIX[:rows], "alone": True}
-
-
-def variants(model: str) -> Iterator[Case]:
-    for rows in (1, 8):
-        yield {
-            "kind": "time", "model": model, "contexts": same(rows), "options": {"trace": True},
-        }  # fmt: skip
-        for flight in (1, 3, 4, 6):
-            options: dict[str, Any] = {"in_flight": flight}
-            yield {"kind": "time", "model": model, "contexts": same(rows), "options": options}
-    options = {"flagged": False}
-    yield {"kind": "time", "model": model, "contexts": same(1), "options": options}
-
-
-def cases_of(args: argparse.Namespace) -> list[Case]:
-    kinds = {
-        "check": lambda: checks(args.model),
-        "time": lambda: times(args.model),
-        "others": others,
-        "repeat": lambda: repeats(args.model),
-        "walk": lambda: walks(args.model),
-        "sanitized": sanitized,
-        "variants": lambda: variants(args.model),
-    }
-    return [case for kind in args.only for case in kinds[kind]()]
-
-
-def name_of(case: Case) -> str:
-    layers = f"/{case['layers']}" if case.get("layers") else ""
-    options = " ".join(f"{k}={v}" for k, v in case.get("options", {}).items())
-    rows, page = len(case["contexts"]), case.get("block_size", 64)
-    return f"{case['kind']:6} {case['model']}{layers} rows {rows:2} block {page} {options}"
-
-
-# -- the engine's operators -----------------------------------------------------------------------
-
-
-class GivenWeights(Weights):
-    """Weights by name, out of fused tensors that are there already."""
-
-    def __init__(self, shape: Shape, weights: ModelWeights) -> None:
-        self.dtype, self.device = torch.bfloat16, weights.embed.device
-        self._tensors = {
-            "model.embed_tokens.weight": weights.embed,
-            "model.norm.weight": weights.norm,
-            "lm_head.weight": weights.head,
-        }
-        for index, layer in enumerate(weights.layers):
-            self._add_layer(shape, f"model.layers.{index}", layer)
-
-    def _add_layer(self, shape: Shape, prefix: str, layer: Any) -> None:
-        kv = shape.kv_heads * shape.head_dim
-        named = self._tensors
-        for kind, fused in (("weight", layer.qkv), ("bias", layer.bias)):
-            if fused is not None:
-                for name, part in zip("qkv", fused.split([shape.width, kv, kv]), strict=True):
-                    named[f"{prefix}.self_attn.{name}_proj.{kind}"] = part
-        for name, part in zip(("gate", "up"), layer.gate_up.chunk(2), strict=True):
-            named[f"{prefix}.mlp.{name}_proj.weight"] = part
-        named[f"{prefix}.self_attn.o_proj.weight"] = layer.o
-        named[f"{prefix}.mlp.down_proj.weight"] = layer.down
-        named[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
-        named[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
-        named[f"{prefix}.input_layernorm.weight"] = layer.norm1
-        named[f"{prefix}.post_attention_layernorm.weight"] = layer.norm2
-
-    def load(self, name: str, *shape: int, rows: Any = None, columns: Any = None) -> torch.Tensor:
-        tensor = self._tensors[name]
-        assert tuple(tensor.shape) == shape, name
-        return tensor
-
-
-def config_of(shape: Shape) -> ModelConfig:
-    family = "Qwen3" if shape.qk_norm else "Qwen2" if shape.qkv_bias else "Llama"
-    return ModelConfig(
-        architecture=f"{family}ForCausalLM",
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inter,
-        num_layers=shape.layers,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_positions=40960,
-        rms_norm_eps=EPS,
-        rope=RopeConfig("default", 1e6),
-        qk_norm=shape.qk_norm,
-        qkv_bias=shape.qkv_bias,
-        output_bias=False,
-        mlp_bias=False,
-        tie_embeddings=False,
-        dtype="bfloat16",
-        eos_token_ids=(),
-    )
-
-
-class Operators:
-    """A decode step by the engine's operators, head included."""
-
-    def __init__(self, shape: Shape, weights: ModelWeights) -> None:
-        from nanoactor.models.devices.cuda import CUDADevice
-
-        self.device = CUDADevice()
-        self.device.prepare_thread(1)
-        self.shape = shape
-        given, longest = GivenWeights(shape, weights), LONGEST + 512
-        self.decoder = Decoder(config_of(shape), given, self.device, longest)
-        self.hidden = self.logits = torch.empty(0)
-
-    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines as the decoder has them."""
-        rope = self.decoder._rope
-        return rope.cos, rope.sin
-
-    def step(self, shape: Shape, inputs: StepInputs, caches: list[KVCache]) -> Any:
-        rows = shape.rows
-        scratch = self.device.scratch(rows, shape.heads, shape.kv_heads, shape.head_dim, 64)
-        nothing = torch.zeros(4, 0, dtype=torch.int32, device=DEVICE)
-        batch = AttentionBatch(
-            inputs.slot_mapping, inputs.tables, shape.block_size, 0, nothing, nothing[:2],
-            inputs.slots, inputs.contexts, NO_SEQ_LENS,
-        )  # fmt: skip
-
-        def run() -> None:
-            planned = self.device.plan(scratch, batch)
-            self.hidden = self.decoder.forward(inputs.token_ids, inputs.positions, caches, planned)
-            self.logits = self.decoder.logits(self.hidden)
-
-        return run
-
 
 # -- a worker -------------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class Device(Protocol):
     """Whether steps that are not captured may have `AttentionBatch.final`."""
     needs_host_seq_lens: bool
     """Whether `plan` reads `AttentionBatch.lengths`."""
-    deepens: bool
+    deep_pipeline: bool
     """Whether one more step in flight costs no memory to speak of."""
     fused_sampling: FusedSampling
     fused_sampling_of_ranks: FusedSampling

@@ -143,7 +143,7 @@ class EngineConfig:
     max_restarts: int = 5
     """Deaths of processes within `restart_window` that are made good: the process is replaced, and
     streams go on. One more is the engine's, and requests raise `EngineDead`. 0: the first is, as
-    with several ranks."""
+    with several ranks and with `debug_record_dir`."""
     restart_window: float = 300.0
     """Seconds."""
     debug: bool = False
@@ -312,12 +312,19 @@ class EngineConfig:
         mode = "eager" if self.enforce_eager else self.graph_mode
         return DeviceOptions(mode, self.attention_layout, self.weight_format, self.graph_cache_dir)
 
-    def steps_in_flight(self, *, deepens: bool) -> int:
-        """Return how many steps are in flight at most; `deepens`: short steps may be followed by
+    @property
+    def restarts_allowed(self) -> int:
+        """`max_restarts`, as far as this engine can begin anew: a collective that a rank has left
+        cannot be finished, and a recording is of one life."""
+        can = self.tensor_parallel_size == 1 and self.debug_record_dir is None
+        return self.max_restarts if can else 0
+
+    def steps_in_flight(self, *, deep: bool) -> int:
+        """Return how many steps are in flight at most; `deep`: short steps may be followed by
         more than `pipeline_depth` says, without cost."""
         if self.max_pipeline_depth is not None:
             return self.max_pipeline_depth
-        deeper = deepens and self.pipeline_depth > 1
+        deeper = deep and self.pipeline_depth > 1
         return max(self.pipeline_depth, _SHORT_STEPS) if deeper else self.pipeline_depth
 
     def _check_whole(self, name: str, optional: bool = False) -> None:

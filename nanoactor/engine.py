@@ -147,7 +147,7 @@ class AsyncLLM:
             start_timeout=config.start_timeout,
             stop_timeout=config.stop_timeout,
             stall_timeout=config.stall_timeout,
-            max_restarts=0 if config.tensor_parallel_size > 1 else config.max_restarts,
+            max_restarts=config.restarts_allowed,
             restart_window=config.restart_window,
         )
 

@@ -32,7 +32,8 @@ class EngineOverloaded(NanoactorError):
 
 
 class EngineDead(NanoactorError):
-    """A part of the engine has died; every waiting request gets this. Start a new engine."""
+    """Processes of the engine have died more often than that is made good; every waiting request
+    gets this. Start a new engine."""
 
 
 class EngineClosed(NanoactorError):
@@ -40,7 +41,8 @@ class EngineClosed(NanoactorError):
 
 
 class ComputationFailed(NanoactorError):
-    """The model's output for this request is not a number; other requests are unaffected."""
+    """The model's output for this request is not a number, or the request cannot go on behind the
+    death of a process; other requests are unaffected."""
 
 
 class HoldExpired(NanoactorError):

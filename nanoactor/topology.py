@@ -218,7 +218,7 @@ def _edges(
         EdgeSpec("blocks", ("scheduler",), ring_capacity(64 * 1024 + 64 * (seqs + pages)), bound=1),
         EdgeSpec("blocks", runners, step, name="runners"),
         *(
-            EdgeSpec(runner, ("scheduler",), tokens, bound=4 * config.steps_in_flight(deepens=True))
+            EdgeSpec(runner, ("scheduler",), tokens, bound=4 * config.steps_in_flight(deep=True))
             for runner in telling
         ),
         *_vision_edges(tokenizers, vision, runners, small),

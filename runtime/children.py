@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -28,12 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from nanoactor.runtime import control
-from nanoactor.runtime.errors import NodeDied, StartupFailed, UnsupportedPlatform
+from nanoactor.runtime.errors import NodeDied, NodeStalled, StartupFailed, UnsupportedPlatform
 from nanoactor.runtime.node import NodePlan
 from nanoactor.runtime.process import GROUP_SIGNALS
 from nanoactor.runtime.topology import NodeSpec
 
 _MOST_UNANSWERED = 64
+_SEND_SECONDS = 5
+"""How long a message may wait for room in a child's control channel."""
 
 
 class Children:
@@ -116,7 +119,7 @@ class Children:
             with contextlib.suppress(OSError):
                 self._wake[0].send_bytes(b"!")
 
-    def replace(self, spec: NodeSpec, plan: NodePlan) -> ChildProcess:
+    def replace(self, spec: NodeSpec, plan: NodePlan) -> None:
         """Start a process in the place of one that has died, or is to."""
         old, new = self.by_name[spec.name], ChildProcess(spec, plan, self._loop)
         old.kill()
@@ -124,7 +127,6 @@ class Children:
         self._to_bury.append(old)
         self._to_start.append(new)
         self._rouse()
-        return new
 
     def _receive(self, child: ChildProcess) -> None:
         try:
@@ -207,6 +209,8 @@ class ChildProcess:
         self.ready: asyncio.Future[control.Ready] = loop.create_future()
         self.started: asyncio.Future[None] = loop.create_future()
         self.failure: control.Failed | None = None
+        self.hangs = ""
+        """Why it is ended, where it hangs."""
         self.is_over = False
         """Whether its end was taken note of: its channel and the kernel both tell."""
         self.pidfd = -1
@@ -220,6 +224,8 @@ class ChildProcess:
         self._descriptors = plan.descriptors
         self._lock = threading.Lock()
         ours, self._theirs = socket.socketpair()
+        # A child that hangs must not hold up this process, whose channel to it is full one day.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         self.connection = Connection(ours.detach())
 
     @property
@@ -278,9 +284,11 @@ class ChildProcess:
         loop = asyncio.get_running_loop()
         self.ready, self.started = loop.create_future(), loop.create_future()
         try:
-            with self._lock, contextlib.suppress(OSError):
+            with self._lock:
                 self.connection.send(control.Cut(plan))
                 control.send_descriptors(self.connection, plan.descriptors)
+        except OSError:  # it is gone, or hangs and has long not read
+            self.kill()
         finally:
             for descriptor in plan.descriptors:
                 os.close(descriptor)
@@ -334,6 +342,8 @@ class ChildProcess:
         return error
 
     def _describe_end(self) -> BaseException:
+        if self.hangs:
+            return NodeStalled(self.hangs)
         if self.failure is None:
             code = self.process.poll() if self.process else None
             how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"status {code}"

@@ -148,21 +148,21 @@ class System:
         self._node = Node(local, self._local_failed)
         self._children.launch(self._specs, plans, self._loop)
         self.ready |= self._node.setup()
-        await self._begin(list(self._children))
+        await self._begin()
 
     @property
     def _specs(self) -> dict[str, NodeSpec]:
         return {node.name: node for node in self._topology.nodes}
 
-    async def _begin(self, new: Sequence[ChildProcess]) -> None:
-        """Wait until all are ready, and let messages flow; `new` have just been started."""
+    async def _begin(self) -> None:
+        """Wait until all are ready, and let messages flow."""
         assert self._loop is not None
         waiting = list(self._children)
         reports = await asyncio.gather(*(child.ready for child in waiting))
         for child, report in zip(waiting, reports, strict=True):
             _check_schema(child.name, report.schema)
             self.ready |= report.actors
-        for child in new:
+        for child in waiting:  # where one is watched already, nothing changes
             self._loop.add_reader(child.pidfd, self._child_died, child)
         self._children.send(control.Start(self.ready))
         self._running_node.start(self._loop, self.ready)
@@ -189,7 +189,7 @@ class System:
                 if self._closing:
                     return
                 if not self._victims:  # nobody else has died: it will not be better
-                    self._die(error)
+                    self._die(self._why_not_anew(error))
         self._recovery, self.recovering = None, None
         if self._dead is None:
             seconds = time.monotonic() - begin
@@ -197,6 +197,12 @@ class System:
             log.warning("all nodes run again after %.1f s", seconds)
             if self._told(self._on_recovered):
                 self._watch()
+
+    def _why_not_anew(self, error: Exception) -> Exception:
+        if isinstance(error, TimeoutError):
+            limit = self._options.start_timeout
+            return StartupFailed(f"not ready again after {limit:.0f} s: node(s) {self._late()}")
+        return os_refuses(error) if isinstance(error, OSError) else error
 
     def _told(self, what: Callable[[], None]) -> bool:
         """Tell the system's user; False where they cannot go on."""
@@ -211,19 +217,19 @@ class System:
         await asyncio.gather(*(child.introduced for child in self._children))
         plans = wire(self._topology, self._options)
         self.ready |= self._running_node.cut(plans.pop(self._topology.local))
-        specs, new, old = self._specs, [], []
+        specs, survivors = self._specs, []
         for child in list(self._children):
             if child.name in victims:
                 self._forget(child)
-                new.append(self._children.replace(specs[child.name], plans[child.name]))
+                self._children.replace(specs[child.name], plans[child.name])
             else:
                 child.cut(plans[child.name])
-                old.append(child)
+                survivors.append(child)
         assert self._loop is not None
         patience = _PATIENCE * (self._options.stall_timeout or _STALLED)
-        late = self._loop.call_later(patience, self._end_late, old)
+        late = self._loop.call_later(patience, self._end_late, survivors)
         try:
-            await self._begin(new)
+            await self._begin()
         finally:
             late.cancel()
 
@@ -231,9 +237,15 @@ class System:
         """End those that do not begin anew: they hang, and nobody else watches them now."""
         for child in children:
             if not child.ready.done():
-                log.error("node %s (%s) does not begin anew", child.name, child.condition())
-                child.send(control.TellStacks())
-                child.kill()
+                self._give_up_on(
+                    child, f"node {child.name} ({child.condition()}) does not begin anew"
+                )
+
+    def _give_up_on(self, child: ChildProcess, why: str) -> None:
+        """End a node that hangs; its death is told for what it is, and made good."""
+        log.error("%s", why)
+        child.hangs = why
+        child.kill()
 
     def _forget(self, child: ChildProcess) -> None:
         if child.pidfd >= 0 and self._loop is not None:
@@ -245,7 +257,7 @@ class System:
         if child is None or not self._options.max_restarts:
             self._die(error)
         else:
-            child.kill()  # and its death is made good
+            self._give_up_on(child, str(error))
 
     def _is_made_good(self, child: ChildProcess, error: BaseException) -> bool:
         """Note a death, and begin to recover from it, where that may be."""

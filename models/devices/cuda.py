@@ -167,7 +167,7 @@ class Scratch:
 class CUDADevice(PortableCUDADevice):
     """The same with operators in Triton, and steps as graphs."""
 
-    captures_graphs = captures_prompts = deepens = True
+    captures_graphs = captures_prompts = deep_pipeline = True
     needs_host_seq_lens = False
     fused_sampling: FusedSampling = "all"
     fused_sampling_of_ranks: FusedSampling = "all"

@@ -80,7 +80,7 @@ class PortableOperators:
     torch_device: torch.device
     captures_graphs = captures_prompts = False
     narrows_last_layer = needs_host_seq_lens = True
-    deepens = False
+    deep_pipeline = False
     fused_sampling: FusedSampling = "none"
     fused_sampling_of_ranks: FusedSampling = "none"
 

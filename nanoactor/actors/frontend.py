@@ -102,10 +102,11 @@ class FrontendActor(Actor):
             elif entry.submit.held:
                 self._lose(entry)
             else:
-                entry.forget_some()
+                entry.forget_partial_scores()
         self._scheduler.send(Resume(self._next_uid, np.array([*self._entries], np.int64)))
         for entry in entries:
             for submit in [] if entry.over else resumed(entry):
+                # Streams go on at once; requests that only waited are left to the tokenizers.
                 self._dispatch(entry, submit, direct=bool(submit.output))
 
     def _end_aborted(self, entry: Entry) -> None:

@@ -156,7 +156,7 @@ class Entry:
             return False
         return self.kind is RequestOutputKind.FINAL_ONLY or not self.has_prompt_logprobs
 
-    def forget_some(self) -> None:
+    def forget_partial_scores(self) -> None:
         """Everybody begins anew: what was told of the prompt in part is told again."""
         if not self.has_prompt_logprobs:
             self._prompt_logprobs = [None]

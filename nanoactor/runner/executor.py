@@ -91,7 +91,7 @@ class DeviceExecutor:
         self._fused = device.fused_sampling if alone else device.fused_sampling_of_ranks
         self._uses_graphs = device.captures_graphs and engine.device_options.graph_mode != "eager"
         self.any_thread = device.any_thread and alone
-        self.max_depth = engine.steps_in_flight(deepens=device.deepens)
+        self.max_depth = engine.steps_in_flight(deep=device.deep_pipeline)
         self.too_large = self.uncaptured = 0
         self._dropped: list[int] = []
         with device.stream():

@@ -50,10 +50,10 @@ def test_a_prompt_whose_log_probabilities_are_complete_is_not_scored_again():
     asked = entry(prompt_logprobs=1)
     assert resumed(asked)[0].prompt_logprobs == 1
     asked._prompt_logprobs = [None, {}, {}]
-    asked.forget_some()
+    asked.forget_partial_scores()
     assert resumed(asked)[0].prompt_logprobs == -1
     asked._prompt_logprobs = [None, {}]
-    asked.forget_some()
+    asked.forget_partial_scores()
     assert asked._prompt_logprobs == [None]
     assert resumed(asked)[0].prompt_logprobs == 1
 

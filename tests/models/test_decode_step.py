@@ -9,7 +9,8 @@ import shutil
 import pytest
 import torch
 
-from bench.decode_step import SIZES, config_of, shape_of
+from bench.decode_step_cases import SIZES, shape_of
+from bench.decode_step_operators import config_of
 from bench.decode_step_reference import (
     expected_of,
     random_caches,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanoactor.runtime import children as children_module
 from nanoactor.runtime.actor import Actor
 from nanoactor.runtime.errors import NodeDied, NodeStalled
 from nanoactor.runtime.recovery import RestartBudget
@@ -303,6 +305,49 @@ def test_who_hangs_while_another_dies_is_replaced_too(caplog):
 
     asyncio.run(main())
     assert "does not begin anew" in caplog.text
+
+
+def test_a_channel_that_is_full_holds_nobody_up(monkeypatch):
+    """A node that is stopped reads nothing: what it is told has no room one day."""
+    monkeypatch.setattr(children_module, "_SEND_SECONDS", 1)
+
+    async def main():
+        async with Running(stall_timeout=None) as run:
+            run.kill("near", signal.SIGSTOP)
+            near = run.system._children.by_name["near"]
+            with pytest.raises(OSError):
+                while True:
+                    near.connection.send(b"x" * 50_000)
+            run.kill("far")
+            await run.recovered()
+            await run.echo(range(5))
+            assert run.system.restarts == {"near": 1, "far": 1}
+
+    asyncio.run(main())
+
+
+def test_the_stall_that_is_one_death_too_many_is_told_as_one():
+    async def main():
+        async with Running(max_restarts=1, restart_window=60.0, stall_timeout=1.0) as run:
+            run.kill("near")
+            await run.recovered()
+            run.kill("far", signal.SIGSTOP)
+            await run.until(lambda: run.deaths)
+            assert isinstance(run.deaths[0], NodeStalled)
+            assert "far" in str(run.deaths[0])
+
+    asyncio.run(main())
+
+
+def test_who_is_not_ready_again_in_time_is_named():
+    async def main():
+        async with Running(delay=1.5, start_timeout=4.0) as run:
+            run.system._options = dataclasses.replace(run.system._options, start_timeout=0.3)
+            run.kill("far")
+            await run.until(lambda: run.deaths)
+            assert "not ready again after 0 s: node(s) far" in str(run.deaths[0])
+
+    asyncio.run(main())
 
 
 def test_nothing_is_left_behind_however_often_somebody_dies():

@@ -1,0 +1,114 @@
+"""The engine's own operators, for `bench/decode_step.py`: a decode step, head included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bench.decode_step_reference import EPS
+from bench.decode_step_walk import LONGEST
+from nanoactor.models.batch import AttentionBatch, KVCache
+from nanoactor.models.config import ModelConfig, RopeConfig
+from nanoactor.models.decoder import Decoder
+from nanoactor.models.kernels.decode_step.arguments import StepInputs
+from nanoactor.models.kernels.decode_step.table import Shape
+from nanoactor.models.model_weights import ModelWeights
+from nanoactor.models.seq_lens import NO_SEQ_LENS
+from nanoactor.models.weights import Weights
+
+DEVICE = "cuda"
+
+
+class GivenWeights(Weights):
+    """Weights by name, out of fused tensors that are there already."""
+
+    def __init__(self, shape: Shape, weights: ModelWeights) -> None:
+        self.dtype, self.device = torch.bfloat16, weights.embed.device
+        self._tensors = {
+            "model.embed_tokens.weight": weights.embed,
+            "model.norm.weight": weights.norm,
+            "lm_head.weight": weights.head,
+        }
+        for index, layer in enumerate(weights.layers):
+            self._add_layer(shape, f"model.layers.{index}", layer)
+
+    def _add_layer(self, shape: Shape, prefix: str, layer: Any) -> None:
+        kv = shape.kv_heads * shape.head_dim
+        named = self._tensors
+        for kind, fused in (("weight", layer.qkv), ("bias", layer.bias)):
+            if fused is not None:
+                for name, part in zip("qkv", fused.split([shape.width, kv, kv]), strict=True):
+                    named[f"{prefix}.self_attn.{name}_proj.{kind}"] = part
+        for name, part in zip(("gate", "up"), layer.gate_up.chunk(2), strict=True):
+            named[f"{prefix}.mlp.{name}_proj.weight"] = part
+        named[f"{prefix}.self_attn.o_proj.weight"] = layer.o
+        named[f"{prefix}.mlp.down_proj.weight"] = layer.down
+        named[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
+        named[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
+        named[f"{prefix}.input_layernorm.weight"] = layer.norm1
+        named[f"{prefix}.post_attention_layernorm.weight"] = layer.norm2
+
+    def load(self, name: str, *shape: int, rows: Any = None, columns: Any = None) -> torch.Tensor:
+        tensor = self._tensors[name]
+        assert tuple(tensor.shape) == shape, name
+        return tensor
+
+
+def config_of(shape: Shape) -> ModelConfig:
+    family = "Qwen3" if shape.qk_norm else "Qwen2" if shape.qkv_bias else "Llama"
+    return ModelConfig(
+        architecture=f"{family}ForCausalLM",
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inter,
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_positions=40960,
+        rms_norm_eps=EPS,
+        rope=RopeConfig("default", 1e6),
+        qk_norm=shape.qk_norm,
+        qkv_bias=shape.qkv_bias,
+        output_bias=False,
+        mlp_bias=False,
+        tie_embeddings=False,
+        dtype="bfloat16",
+        eos_token_ids=(),
+    )
+
+
+class Operators:
+    """A decode step by the engine's operators, head included."""
+
+    def __init__(self, shape: Shape, weights: ModelWeights) -> None:
+        from nanoactor.models.devices.cuda import CUDADevice
+
+        self.device = CUDADevice()
+        self.device.prepare_thread(1)
+        self.shape = shape
+        given, longest = GivenWeights(shape, weights), LONGEST + 512
+        self.decoder = Decoder(config_of(shape), given, self.device, longest)
+        self.hidden = self.logits = torch.empty(0)
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines as the decoder has them."""
+        rope = self.decoder._rope
+        return rope.cos, rope.sin
+
+    def step(self, shape: Shape, inputs: StepInputs, caches: list[KVCache]) -> Any:
+        rows = shape.rows
+        scratch = self.device.scratch(rows, shape.heads, shape.kv_heads, shape.head_dim, 64)
+        nothing = torch.zeros(4, 0, dtype=torch.int32, device=DEVICE)
+        batch = AttentionBatch(
+            inputs.slot_mapping, inputs.tables, shape.block_size, 0, nothing, nothing[:2],
+            inputs.slots, inputs.contexts, NO_SEQ_LENS,
+        )  # fmt: skip
+
+        def run() -> None:
+            planned = self.device.plan(scratch, batch)
+            self.hidden = self.decoder.forward(inputs.token_ids, inputs.positions, caches, planned)
+            self.logits = self.decoder.logits(self.hidden)
+
+        return run
