@@ -135,6 +135,8 @@ class Node:
         for name, actor in self.actors.items():
             try:
                 yield from actor.rehearse()
+            except GeneratorExit:  # closed half-way, as by a cut
+                raise
             except BaseException as error:
                 self._fatal(name)(error)
                 return

@@ -43,7 +43,7 @@ class Near(Actor):
     """Passes numbers on; keeps its process's id, and counts what it saw since it began anew."""
 
     def __init__(self, config):
-        self.seen = 0
+        self.seen = self.rehearsed = 0
         self.born = time.monotonic_ns()
 
     def setup(self):
@@ -72,8 +72,14 @@ class Near(Actor):
         if do.what == "later":  # of a call that is under way when everything begins anew
             self.context.call_later(0.2, lambda: os._exit(9))
 
+    def rehearse(self):
+        while True:  # so that it is half-way whenever everything begins anew
+            self.rehearsed += 1
+            yield
+
     def statistics(self):
-        return {"seen": self.seen, "born": self.born, "ready": dict(self.ready)}
+        told = {"seen": self.seen, "born": self.born, "ready": dict(self.ready)}
+        return told | {"rehearsed": self.rehearsed}
 
 
 class Far(Actor):
@@ -195,6 +201,23 @@ def test_whoever_dies_is_replaced_and_messages_flow_again(victim, transport):
 
     asyncio.run(main())
     assert not children()
+
+
+def test_a_rehearsal_under_way_is_given_up():
+    async def main():
+        async with Running(awake_seconds=60.0) as run:
+            run.user.context.alarm.rouse()
+            await run.echo(range(5))
+            before = (await run.system.statistics())["near"]["actor"]
+            assert before["rehearsed"] > 1
+            run.kill("far")
+            await run.recovered()
+            await run.echo(range(5))
+            after = (await run.system.statistics())["near"]["actor"]
+            assert after["born"] == before["born"]
+            assert run.told == ["cut", "recovered"]
+
+    asyncio.run(main())
 
 
 def test_messages_under_way_never_arrive_after_the_cut():
