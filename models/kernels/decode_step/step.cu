@@ -27,7 +27,14 @@ DEVICE Source source_of(const u32* words, u32 flag) { return Source{words, flag,
 
 // A block without outputs of a phase reads nothing; but it must not arrive again before all others have
 // arrived, as the counter does not tell whose arrivals it has.
-DEVICE void skip_source(const Consumer& k, int phase, u32 target) { await_arrivals(k.a, target, k.where(phase)); }
+// Flagged words do without; then a barrier keeps the block's warps within a phase of each other, as a
+// received source does, so that what is written to shared memory next was read by all of them.
+DEVICE void skip_source(const Consumer& k, int phase, u32 target) {
+  if (FLAGGED)
+    sync_consumers<THREADS>();
+  else
+    await_arrivals(k.a, target, k.where(phase));
+}
 
 // Norm; queries, keys and values of all rows to the blocks that attend.
 DEVICE void run_qkv(Consumer& k) {
@@ -154,7 +161,8 @@ DEVICE void run_head(Consumer& k) {
   constexpr int TILES = GROUP < HEAD_TILES ? GROUP : HEAD_TILES;
   while (true) {
     k.ring.wait_full(k.a, k.ring.at, place(LAYERS, LOGITS));
-    const u32 chunk = get_shared4(k.ring.chunks + k.ring.at.slot);
+    // By the lane that frees the slot.
+    const u32 chunk = shuffle(k.lane == 0 ? get_shared4(k.ring.chunks + k.ring.at.slot) : 0, 0);
     if (chunk == END_OF_HEAD) return;
 #pragma unroll 1
     for (int first = 0; first < HEAD_TILES; first += TILES) {
@@ -231,10 +239,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decode_step(const
   if (thread == 0) make_ring(ring);
   sync_block();
   if (thread >= THREADS) {  // a warp group, for its registers' sake; one thread of it works
-    fewer_registers<40>();
+    if (!FIXED_REGISTERS) fewer_registers<40>();
     if (thread == THREADS) produce(a, ring);
     return;
   }
-  more_registers<232>();
+  if (!FIXED_REGISTERS) more_registers<232>();
   consume(a, m, ring, (float*)(memory + SLOTS * SLOT), address_of(memory + SLOTS * SLOT + WORK_BYTES));
 }

@@ -120,6 +120,9 @@ class Shape:
     """Whether block 0 records its clock."""
     poison: bool = False
     """... and fill shared memory with NaN first."""
+    fixed_registers: bool = False
+    """Whether threads keep the registers that the kernel begins with, as tools that instrument it
+    want it."""
 
     @classmethod
     def of(cls, config: ModelConfig, rows: int, block_size: int, blocks: int, head: int) -> Shape:
@@ -316,6 +319,7 @@ def constants(shape: Shape) -> str:
         "DELAYS": shape.delays,
         "POISON": shape.poison,
         "TRACE": shape.trace,
+        "FIXED_REGISTERS": shape.fixed_registers,
     }
     lines = [f"constexpr int {name} = {value};" for name, value in names.items()]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in switches.items()]
