@@ -178,6 +178,8 @@ class System:
             if not self._told(self._on_cut):
                 break
             await asyncio.sleep(self._budget.pause())
+            await asyncio.gather(*(child.introduced for child in self._children))
+            # From here on nobody's death is noted until all that live were told to begin anew.
             victims, self._victims = self._victims, {}  # with those that died meanwhile
             for name, error in victims.items():
                 log.warning("node %s has died and is replaced: %s", name, error)
@@ -214,7 +216,6 @@ class System:
         return True
 
     async def _begin_anew(self, victims: Collection[str]) -> None:
-        await asyncio.gather(*(child.introduced for child in self._children))
         plans = wire(self._topology, self._options)
         self.ready |= self._running_node.cut(plans.pop(self._topology.local))
         specs, survivors = self._specs, []

@@ -29,7 +29,14 @@ from nanoactor.models.kernels.decode_step.table import (
     refusal,
 )
 from tests.models.decode_step.emulated import Emulated
-from tests.models.decode_step.simulator import Broken, Simulation
+from tests.models.decode_step.simulator import (
+    Broken,
+    Protocol,
+    Simulation,
+    explore,
+    handovers_of,
+    ring_of,
+)
 
 SMALL = Shape(
     layers=2,
@@ -48,6 +55,11 @@ SMALL = Shape(
 )
 REAL = list(SIZES)
 LATER = [pytest.param(name, marks=() if name == "0.6b" else pytest.mark.long) for name in REAL]
+
+
+def later(*values):
+    """A case that takes long, as it is large."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def real(model, rows, **options):
@@ -144,18 +156,60 @@ def test_the_simulation_finds_planted_bugs(bug, flagged, found):
     shape = dataclasses.replace(SMALL, layers=4, blocks=70, flagged=flagged)
     with pytest.raises(Broken, match=found):
         for seed in range(60):
-            Simulation(shape, seed, frozenset({bug})).run()
+            Simulation(shape, seed, {bug}).run()
+
+
+# -- every order ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.long), 8, 16])
+@pytest.mark.parametrize("model", LATER)
+def test_every_order_of_a_real_ring_is_right(model, rows):
+    """Of a layer, for the blocks with most and with fewest boxes."""
+    shape = dataclasses.replace(real(model, rows), layers=1, blocks=132)
+    for block in (0, shape.blocks - 1):
+        assert explore(ring_of(Protocol(shape, 0), block, layout_of(shape).slots)) > 30
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+def test_every_order_of_a_narrow_ring_is_right(slots):
+    shape = dataclasses.replace(SMALL, layers=3, blocks=20)
+    assert explore(ring_of(Protocol(shape, 0), 0, slots)) > 50
+
+
+LAST = {3: {2}, 4: {3}}
+IDLE = [(), ("QUERIES",), ("ACTIVATED",), ("X1", "X2"), ("X1", "X2", "ACTIVATED", "QUERIES")]
+"""Sinks for which the last block has no tile."""
+
+
+@pytest.mark.parametrize("flagged", [True, False])
+@pytest.mark.parametrize("sinks", IDLE, ids=str)
+@pytest.mark.parametrize(("blocks", "layers"), [(3, 2), (3, 4), later(4, 2), later(4, 3)])
+def test_every_order_of_handovers_is_right(blocks, layers, sinks, flagged):
+    shape = dataclasses.replace(SMALL, layers=layers, blocks=blocks, flagged=flagged)
+    idle = dict.fromkeys(sinks, LAST[blocks])
+    for seed in range(6):
+        assert explore(handovers_of(Protocol(shape, seed, idle=idle))) > 100
+
+
+@pytest.mark.parametrize(("bug", "flagged"), [("skip", False), ("idle", True)])
+def test_some_order_shows_a_planted_bug(bug, flagged):
+    shape = dataclasses.replace(SMALL, layers=3, blocks=3, flagged=flagged)
+    with pytest.raises(Broken, match="wanted"):
+        for seed in range(20):
+            explore(handovers_of(Protocol(shape, seed, {bug}, dict.fromkeys(IDLE[-1], LAST[3]))))
+
+
+def test_some_order_fills_a_slot_too_early():
+    shape = dataclasses.replace(SMALL, blocks=20)
+    with pytest.raises(Broken, match="filled before it was read"):
+        explore(ring_of(Protocol(shape, 0, {"room"}), 0, 3))
 
 
 # -- its own source on the CPU --------------------------------------------------------------------
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
-
-
-def later(*values):
-    """A case that takes long, as it is large."""
-    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def case(contexts, seed=0, **changes):

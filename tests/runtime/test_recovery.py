@@ -267,6 +267,24 @@ def test_calls_under_way_come_to_nothing():
     asyncio.run(main())
 
 
+def test_a_death_just_before_the_others_begin_anew():
+    async def main():
+        async with Running(start_timeout=600) as run:
+            loop, far = asyncio.get_running_loop(), run.system._children.by_name["far"]
+            far.introduced = loop.create_future()  # as if it had only just been started
+            run.kill("near")
+            await run.until(lambda: "cut" in run.told)
+            await asyncio.sleep(0.3)
+            run.kill("far")
+            await run.until(lambda: far.is_over)
+            far.introduced.set_result(None)
+            await run.until(lambda: run.system.recovering is None)
+            assert run.system.restarts == {"near": 1, "far": 1}
+            await run.echo(range(20))
+
+    asyncio.run(main())
+
+
 def test_deaths_one_after_the_other_and_at_once():
     async def main():
         async with Running(delay=0.3) as run:

@@ -1,16 +1,22 @@
-"""The order of ring and hand-overs, without data: who waits for whom, driven by the kernel's table.
+"""The order of ring and hand-overs, without data: who waits for whom, by the kernel's table.
 
-Each block has a producer and a consumer, which stop wherever the kernel's wait or touch what others
-see; random ones of those that can go on do. A word is its hand-over's number. What must not happen
-raises `Broken`: a deadlock, a word read before it is written or after it is overwritten, a slot
-that is filled again before it is read.
+What a block's producer and consumer do is a list of operations, each a wait or something that
+others see, the same in every run; only when they do it is open. A word is its hand-over's number.
+What must not happen raises `Broken`: a deadlock, a word read before it is written or after it is
+overwritten, a slot that is filled again before it is read.
+
+`Simulation` plays real shapes in random orders; `explore` goes through all orders of a machine. A
+block's ring and the hand-overs between blocks meet only in that each may delay the other, so they
+are explored apart: `ring_of` and `handovers_of` leave the other's operations out.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from nanoactor.models.kernels.decode_step.table import (
     PHASES,
@@ -20,49 +26,56 @@ from nanoactor.models.kernels.decode_step.table import (
     product_of,
 )
 
-Ready = Callable[[], bool]
-Actor = Generator[Ready | None, None, None]
 BY_SINK = {phase.sink: number for number, phase in enumerate(PHASES)}
+IN_FLIGHT = 3
+"""Copies of a block on their way at most."""
+
+Op = tuple[Any, ...]
+"""A kind and what it is about:
+
+("room", n)               the producer's n-th slot has been read as often as it was filled before
+("send", item)            a copy into the next slot begins; it ends when it likes
+("take", item)            the consumer's next slot is full of an item, and is freed
+("flagged", sink, w, n)   block w's word is hand-over n: polled, so that what came later is a hang
+("arrivals", n)           the counter has reached n
+("read", sink, w, n)      block w's word is hand-over n, without looking
+("write", sink, n)        this block's word becomes hand-over n
+("arrive",)               this block counts
+"""
 
 
 class Broken(AssertionError):
     """The protocol does what it must not."""
 
 
-@dataclasses.dataclass
-class Slot:
-    """Of a block's ring."""
+class Protocol:
+    """The operations of each block."""
 
-    holds: object = None
-    full: int = 0
-    """How many times it was filled, ..."""
-    freed: int = 0
-    """... and read."""
-
-
-class Simulation:
-    """A step of a shape; `bugs` names what is left out."""
-
-    def __init__(self, shape: Shape, seed: int, bugs: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        seed: int,
+        bugs: Container[str] = (),
+        idle: Mapping[str, Container[int]] = MappingProxyType({}),
+    ) -> None:
+        """`bugs` names what is left out. `idle` has, by sink, blocks that write nothing, as if
+        there were no tiles for them."""
         self.shape, self.bugs, self.dice = shape, bugs, random.Random(seed)
         self.products = [product_of(shape, phase) for phase in PHASES]
-        self.slots = [[Slot() for _ in range(layout_of(shape).slots)] for _ in range(shape.blocks)]
-        self.flying = [0] * shape.blocks
-        self.words: dict[str, list[int]] = {p.sink: [0] * shape.blocks for p in PHASES}
-        self.arrivals = 0
+        self.idle = idle
         self._deal_attention()
 
     def _deal_attention(self) -> None:
         """Draw who attends, in which pairs, and whose queries each block needs."""
         blocks = range(self.shape.blocks)
         attends = self.dice.sample(blocks, self.dice.randint(1, self.shape.blocks))
-        self.pairs: list[list[int]] = []
+        pairs: list[list[int]] = []
         while attends:
             size = self.dice.randint(1, min(6, len(attends)))
-            self.pairs.append(attends[:size])
+            pairs.append(attends[:size])
             attends = attends[size:]
-        self.pair_of = {block: pair for pair in self.pairs for block in pair}
-        self.combiners = {pair[i] for pair in self.pairs for i in range(-(-len(pair) // 2))}
+        self.pair_of = {block: pair for pair in pairs for block in pair}
+        self.combiners = {pair[i] for pair in pairs for i in range(-(-len(pair) // 2))}
         self.queries: dict[int, set[int]] = {block: set() for block in self.pair_of}
         for writer in self.writers(BY_SINK["QUERIES"]):
             readers = self.dice.sample(sorted(self.pair_of), min(2, len(self.pair_of)))
@@ -71,162 +84,270 @@ class Simulation:
 
     def writers(self, number: int) -> list[int]:
         """Return the blocks that write words of a phase's sink."""
-        blocks, product = self.shape.blocks, self.products[number]
+        phase, product = PHASES[number], self.products[number]
         if product.tiles:
-            return list(range(min(blocks, product.tiles)))
-        if PHASES[number].sink == "PARTS":
-            return sorted(self.pair_of)
-        return sorted(self.combiners)
+            writers = range(min(self.shape.blocks, product.tiles))
+            return [block for block in writers if block not in self.idle.get(phase.sink, ())]
+        return sorted(self.pair_of if phase.sink == "PARTS" else self.combiners)
 
     def number_of(self, layer: int, sink: str) -> int:
         """Return the flag of a hand-over; X1 of the layer before is this layer's 0."""
         return layer * len(PHASES) + BY_SINK[sink] + 1
 
-    # -- the ring -------------------------------------------------------------------------
-
-    def produce(self, block: int) -> Actor:
+    def produce(self, block: int) -> Iterator[Op]:
         """Fill slots in the table's order."""
-        slots, count = self.slots[block], 0
+        count = 0
         for layer in range(self.shape.layers):
             for number, product in enumerate(self.products):
                 for item in product.boxes_of(block, self.shape.blocks):
-                    slot, round_ = slots[count % len(slots)], count // len(slots)
                     if "room" not in self.bugs:
-                        yield lambda s=slot, r=round_: s.freed >= r
-                    yield lambda: self.flying[block] < 3
-                    if slot.full > slot.freed:
-                        raise Broken(f"slot of {slot.holds} filled before it was read")
-                    self.flying[block] += 1
-                    slot.holds = None
-                    self.actors.append((block, self.copy(block, slot, (layer, number, *item))))
+                        yield "room", count
+                    yield "send", (layer, number, *item)
                     count += 1
 
-    def copy(self, block: int, slot: Slot, item: object) -> Actor:
-        """Let a copy arrive when it likes."""
-        yield None
-        slot.holds = item
-        slot.full += 1
-        self.flying[block] -= 1
+    def consume(self, block: int) -> Iterator[Op]:
+        """Go through the phases in the table's order."""
+        for layer in range(self.shape.layers):
+            for number, phase in enumerate(PHASES):
+                if phase.matrix:
+                    yield from self._multiply(layer, number, block)
+                elif block in self.pair_of:
+                    yield from self._attend(layer, phase, block)
+                if phase.to_all:
+                    yield ("arrive",)
 
-    def take(self, block: int, cursor: list[int], item: object) -> Actor:
-        """Read the next slot, in which an item must be."""
-        slots = self.slots[block]
-        slot, round_ = slots[cursor[0] % len(slots)], cursor[0] // len(slots)
-        yield lambda: slot.full > round_
-        yield None
-        if slot.holds != item:
-            raise Broken(f"wanted {item}, found {slot.holds}")
-        slot.freed += 1
-        cursor[0] += 1
+    def _multiply(self, layer: int, number: int, block: int) -> Iterator[Op]:
+        phase, product = PHASES[number], self.products[number]
+        mine = block in self.writers(number)
+        yield from self._await_source(layer, phase, mine or "idle" in self.bugs)
+        for item in self._order(product.boxes_of(block, self.shape.blocks), number):
+            yield "take", (layer, number, *item)
+        if mine:
+            yield "write", phase.sink, self.number_of(layer, phase.sink)
 
-    # -- hand-overs -----------------------------------------------------------------------
+    def _order(self, items: Iterable[tuple[int, ...]], number: int) -> list[tuple[int, ...]]:
+        if "order" in self.bugs and PHASES[number].stacked > 1:
+            return sorted(items, key=lambda item: (item[0], item[2], item[1], item[3]))
+        return list(items)
 
-    def read(self, sink: str, wanted: int, writers: list[int], flagged: bool) -> Actor:
-        """Read words one after the other."""
-        words = self.words[sink]
-        for writer in writers:
-            if flagged:
-                yield lambda w=writer: words[w] >= wanted
-            if words[writer] != wanted:
-                raise Broken(f"{sink} of {writer}: wanted {wanted}, found {words[writer]}")
-            if self.dice.random() < 0.2:
-                yield None
-
-    def await_source(self, layer: int, phase: Phase, block: int, reads: bool) -> Actor:
+    def _await_source(self, layer: int, phase: Phase, reads: bool) -> Iterator[Op]:
         """Wait for what all blocks read, as the kernel does."""
         before = layer - (phase.source == "X1")
         if before < 0:
             return
-        each = sum(p.to_all for p in PHASES)
-        target = (before * each + self._arrivals_until(phase.source)) * self.shape.blocks
-        flagged = self.shape.has_flags
+        flagged, number = self.shape.has_flags, self.number_of(before, phase.source)
         if not flagged and (reads or "skip" not in self.bugs):
-            yield lambda: self.arrivals >= target
+            each = sum(p.to_all for p in PHASES)
+            until = sum(p.to_all for p in PHASES[: BY_SINK[phase.source] + 1])
+            yield "arrivals", (before * each + until) * self.shape.blocks
         if reads:
-            writers = self.writers(BY_SINK[phase.source])
-            yield from self.read(
-                phase.source, self.number_of(before, phase.source), writers, flagged
-            )
+            kind = "flagged" if flagged else "read"
+            for writer in self.writers(BY_SINK[phase.source]):
+                yield kind, phase.source, writer, number
 
-    @staticmethod
-    def _arrivals_until(sink: str) -> int:
-        return sum(phase.to_all for phase in PHASES[: BY_SINK[sink] + 1])
-
-    def write(self, layer: int, phase: Phase, block: int) -> None:
-        """Write this block's words of a sink."""
-        self.words[phase.sink][block] = self.number_of(layer, phase.sink)
-
-    # -- consumers ------------------------------------------------------------------------
-
-    def consume(self, block: int) -> Actor:
-        """Go through the phases in the table's order."""
-        cursor = [0]
-        for layer in range(self.shape.layers):
-            for number, phase in enumerate(PHASES):
-                if phase.matrix:
-                    yield from self._multiply(layer, number, block, cursor)
-                elif block in self.pair_of:
-                    yield from self._attend(layer, phase, block)
-                yield None
-                if phase.to_all:
-                    self.arrivals += 1
-
-    def _multiply(self, layer: int, number: int, block: int, cursor: list[int]) -> Actor:
-        phase, product = PHASES[number], self.products[number]
-        mine = product.tiles_of(block, self.shape.blocks) > 0
-        yield from self.await_source(layer, phase, block, mine or "idle" in self.bugs)
-        for item in self._order(list(product.boxes_of(block, self.shape.blocks)), number):
-            yield from self.take(block, cursor, (layer, number, *item))
-        if mine:
-            self.write(layer, phase, block)
-
-    def _order(self, items: list[tuple[int, ...]], number: int) -> Iterator[tuple[int, ...]]:
-        if "order" in self.bugs and PHASES[number].stacked > 1:
-            items = sorted(items, key=lambda item: (item[0], item[2], item[1], item[3]))
-        yield from items
-
-    def _attend(self, layer: int, phase: Phase, block: int) -> Actor:
+    def _attend(self, layer: int, phase: Phase, block: int) -> Iterator[Op]:
         wanted = self.number_of(layer, phase.source)
-        if phase.sink == "PARTS":
-            yield from self.read("QUERIES", wanted, sorted(self.queries[block]), flagged=True)
-            self.write(layer, phase, block)
-        elif block in self.combiners:
-            yield from self.read("PARTS", wanted, self.pair_of[block], flagged=True)
-            self.write(layer, phase, block)
+        if phase.sink != "PARTS" and block not in self.combiners:
+            return
+        writers = self.queries if phase.sink == "PARTS" else self.pair_of
+        for writer in sorted(writers[block]):
+            yield "flagged", phase.source, writer, wanted
+        yield "write", phase.sink, self.number_of(layer, phase.sink)
 
-    # -- all together ---------------------------------------------------------------------
 
-    def _speeds(self) -> dict[int, float]:
+class Ring:
+    """A block's slots."""
+
+    def __init__(self, slots: int) -> None:
+        self.holds: list[object] = [None] * slots
+        self.full, self.freed = [0] * slots, [0] * slots
+        self.sent = self.taken = 0
+        self.flying: list[tuple[int, object]] = []
+
+    def key(self) -> tuple[Any, ...]:
+        return self.sent, self.taken, tuple(slot for slot, _ in self.flying)
+
+    def fork(self) -> Ring:
+        other = copy.copy(self)
+        other.holds, other.full, other.freed = self.holds[:], self.full[:], self.freed[:]
+        other.flying = self.flying[:]
+        return other
+
+    def send(self, item: object) -> None:
+        slot = self.sent % len(self.holds)
+        if self.full[slot] > self.freed[slot]:
+            raise Broken(f"slot of {self.holds[slot]} filled before it was read")
+        self.holds[slot] = None
+        self.flying.append((slot, item))
+        self.sent += 1
+
+    def land(self, which: int) -> None:
+        """Let a copy end."""
+        slot, item = self.flying.pop(which)
+        self.holds[slot] = item
+        self.full[slot] += 1
+
+    def can_take(self) -> bool:
+        slot, turn = self.taken % len(self.holds), self.taken // len(self.holds)
+        return self.full[slot] > turn
+
+    def take(self, item: object) -> None:
+        slot = self.taken % len(self.holds)
+        if self.holds[slot] != item:
+            raise Broken(f"wanted {item}, found {self.holds[slot]}")
+        self.freed[slot] += 1
+        self.taken += 1
+
+    def has_room(self, count: int) -> bool:
+        return self.freed[count % len(self.holds)] >= count // len(self.holds)
+
+
+class Machine:
+    """Blocks, how far each of their threads is, and what they share."""
+
+    def __init__(
+        self, threads: Sequence[tuple[int, Sequence[Op]]], blocks: int, slots: int
+    ) -> None:
+        """A thread is the block it belongs to and its operations."""
+        self.threads = threads
+        self.at = [0] * len(threads)
+        self.words = {phase.sink: [0] * blocks for phase in PHASES}
+        self.arrivals = 0
+        self.rings = [Ring(slots) for _ in range(blocks)]
+
+    def key(self) -> tuple[Any, ...]:
+        """Tell states apart: all else follows from how far everybody is."""
+        return tuple(self.at), tuple(ring.key() for ring in self.rings)
+
+    def fork(self) -> Machine:
+        other = copy.copy(self)
+        other.at = self.at[:]
+        other.words = {sink: words[:] for sink, words in self.words.items()}
+        other.rings = [ring.fork() for ring in self.rings]
+        return other
+
+    def is_over(self) -> bool:
+        return all(at == len(ops) for at, (_, ops) in zip(self.at, self.threads, strict=True))
+
+    def choices(self) -> list[tuple[int, int]]:
+        """Return what can happen next: (thread, 0), or (-1 - block, which of its copies ends)."""
+        found = [(thread, 0) for thread in range(len(self.threads)) if self.can(thread)]
+        for block, ring in enumerate(self.rings):
+            found += [(-1 - block, which) for which in range(len(ring.flying))]
+        return found
+
+    def can(self, thread: int) -> bool:
+        block, ops = self.threads[thread]
+        if self.at[thread] == len(ops):
+            return False
+        kind, *about = ops[self.at[thread]]
+        ring = self.rings[block]
+        if kind == "room":
+            return ring.has_room(about[0])
+        if kind == "send":
+            return len(ring.flying) < IN_FLIGHT
+        if kind == "take":
+            return ring.can_take()
+        if kind == "flagged":
+            sink, writer, number = about
+            return bool(self.words[sink][writer] >= number)
+        if kind == "arrivals":
+            return bool(self.arrivals >= about[0])
+        return True
+
+    def do(self, choice: tuple[int, int]) -> None:
+        """Let it happen. Raises `Broken`."""
+        thread, which = choice
+        if thread < 0:
+            self.rings[-1 - thread].land(which)
+            return
+        block, ops = self.threads[thread]
+        kind, *about = ops[self.at[thread]]
+        self.at[thread] += 1
+        if kind == "send":
+            self.rings[block].send(about[0])
+        elif kind == "take":
+            self.rings[block].take(about[0])
+        elif kind in ("flagged", "read"):
+            sink, writer, number = about
+            if self.words[sink][writer] != number:
+                found = self.words[sink][writer]
+                raise Broken(f"{sink} of {writer}: wanted {number}, found {found}")
+        elif kind == "write":
+            sink, number = about
+            self.words[sink][block] = number
+        elif kind == "arrive":
+            self.arrivals += 1
+
+
+def explore(machine: Machine) -> int:
+    """Go through all orders; return the number of states. Raises `Broken`."""
+    seen, left = {machine.key()}, [machine]
+    while left:
+        state = left.pop()
+        choices = state.choices()
+        if not choices and not state.is_over():
+            raise Broken(f"deadlock at {state.at}")
+        for choice in choices:
+            after = state.fork() if len(choices) > 1 else state
+            after.do(choice)
+            key = after.key()
+            if key not in seen:
+                seen.add(key)
+                left.append(after)
+    return len(seen)
+
+
+def ring_of(protocol: Protocol, block: int, slots: int) -> Machine:
+    """A block's producer and what its consumer takes."""
+    takes = [op for op in protocol.consume(block) if op[0] == "take"]
+    return Machine([(0, list(protocol.produce(block))), (0, takes)], 1, slots)
+
+
+def handovers_of(protocol: Protocol) -> Machine:
+    """All consumers without their rings."""
+    blocks = range(protocol.shape.blocks)
+    threads = [(b, [op for op in protocol.consume(b) if op[0] != "take"]) for b in blocks]
+    return Machine(threads, len(blocks), 1)
+
+
+class Simulation:
+    """A step of a shape, in a random order."""
+
+    def __init__(self, shape: Shape, seed: int, bugs: Container[str] = ()) -> None:
+        protocol = Protocol(shape, seed, bugs)
+        self.dice = protocol.dice
+        blocks = range(shape.blocks)
+        threads = [(b, list(protocol.produce(b))) for b in blocks]
+        threads += [(b, list(protocol.consume(b))) for b in blocks]
+        self.machine = Machine(threads, shape.blocks, layout_of(shape).slots)
+
+    def _speeds(self) -> list[float]:
         """Draw how often blocks move; one is so slow that the others overtake it, if they can."""
-        blocks = range(self.shape.blocks)
-        speeds = {block: self.dice.choice((1.0, 1.0, 0.5)) for block in blocks}
+        blocks = range(len(self.machine.rings))
+        speeds = [self.dice.choice((1.0, 1.0, 0.5)) for _ in blocks]
         slowest = self.dice.choice((self.dice.choice(blocks), self.dice.choice(blocks[-6:])))
         speeds[slowest] = self.dice.choice((0.3, 0.05, 0.01))
         return speeds
 
     def run(self) -> None:
         """Raise `Broken` where anything goes wrong."""
-        blocks = range(self.shape.blocks)
-        self.actors: list[tuple[int, Actor]] = [(b, self.produce(b)) for b in blocks]
-        self.actors += [(b, self.consume(b)) for b in blocks]
-        waits: dict[int, Ready | None] = {}
-        speed = self._speeds()
-        while self.actors:
-            moved, kept = False, []
-            batch, self.actors = self.actors, []
-            self.dice.shuffle(batch)
-            for block, actor in batch:
-                ready = waits.get(id(actor))
-                if (ready and not ready()) or self.dice.random() > speed[block]:
-                    moved = moved or not ready or ready()
-                    kept.append((block, actor))
+        speeds, machine = self._speeds(), self.machine
+        while choices := machine.choices():
+            self.dice.shuffle(choices)
+            for thread, which in choices:
+                block = machine.threads[thread][0] if thread >= 0 else -1 - thread
+                if self.dice.random() > speeds[block]:
                     continue
-                moved = True
-                try:
-                    waits[id(actor)] = next(actor)
-                    kept.append((block, actor))
-                except StopIteration:
-                    waits.pop(id(actor), None)
-            self.actors += kept
-            if not moved:
-                raise Broken(f"deadlock: {len(kept)} wait")
+                if thread >= 0:
+                    self._go_on(thread)
+                elif which < len(machine.rings[block].flying):
+                    machine.do((thread, which))
+        if not machine.is_over():
+            raise Broken(f"deadlock at {machine.at}")
+
+    def _go_on(self, thread: int) -> None:
+        """Some operations of a thread at once, as long as it need not wait."""
+        self.machine.do((thread, 0))
+        while self.dice.random() < 0.8 and self.machine.can(thread):
+            self.machine.do((thread, 0))
