@@ -1,17 +1,21 @@
 """The pause of streams when a process dies: the time from its death to each stream's next token.
 
     python bench/recovery.py [--model demo|0.6b|8b] [--device auto] [--streams 16] [--context 256]
-                             [--rounds 3] [--victims runner.0 control ...] [--out FILE]
+                             [--rounds 3] [--victims runner.0 control ...] [--vllm] [--out FILE]
 
 Streams run all at once; a process is killed once all have some tokens, and what each of them waits
 is taken. `restart` is the part of it in which processes were replaced; the rest is the prefill of
 all streams and the tokens' way. Then the next victim, in the same engine.
+
+`--vllm` kills vLLM's engine process instead, once, and says what its streams and a request behind
+it came to. Needs vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import contextlib
 import datetime
 import json
@@ -109,6 +113,67 @@ async def measure(args: argparse.Namespace, model: str, options: dict) -> dict:
     return {"start_s": started, "victims": results}
 
 
+async def kill_peer(args: argparse.Namespace, directory: str) -> dict:
+    """What the clients of vLLM see when its engine process dies."""
+    import vllm
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM as Peer
+
+    begin = time.monotonic()
+    options = AsyncEngineArgs(
+        model=directory, load_format="dummy", skip_tokenizer_init=True, disable_log_stats=True
+    )
+    peer = Peer.from_engine_args(options)
+    started = time.monotonic() - begin
+    params = vllm.SamplingParams(max_tokens=_TOKENS, ignore_eos=True, detokenize=False)
+    counts: dict[int, int] = {}
+
+    async def read(number: int) -> tuple[str, float]:
+        prompt = {"prompt_token_ids": [(7 * number + at) % 1000 + 3 for at in range(args.context)]}
+        try:
+            async for _ in peer.generate(prompt, params, request_id=str(number)):
+                counts[number] = counts.get(number, 0) + 1
+        except Exception as error:
+            return type(error).__name__, time.monotonic()
+        return "whole", time.monotonic()
+
+    streams = [asyncio.ensure_future(read(number)) for number in range(args.streams)]
+    await until(lambda: len(counts) == args.streams and min(counts.values()) >= _FIRST)
+    engines = [pid for pid in descendants(os.getpid()) if "EngineCore" in name_of(pid)]
+    at = time.monotonic()
+    for pid in engines:
+        os.kill(pid, signal.SIGKILL)
+    ends = await asyncio.wait_for(asyncio.gather(*streams), 120)
+    outcomes = collections.Counter(how for how, _ in ends)
+    try:
+        behind, _ = await asyncio.wait_for(read(args.streams), 60)
+    except TimeoutError:
+        behind = "no answer in a minute"
+    peer.shutdown()
+    return {
+        "engine": f"vLLM {vllm.__version__}",
+        "start_s": started,
+        "killed": len(engines),
+        "streams_end_as": dict(outcomes),
+        "told_within_s": max(when for _, when in ends) - at,
+        "next_request": behind,
+    }
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in listed.read_text().split():
+            found += [int(child), *descendants(int(child))]
+    return found
+
+
+def name_of(pid: int) -> str:
+    """The command line, or what the process calls itself."""
+    where = Path(f"/proc/{pid}")
+    return (where / "cmdline").read_text() + (where / "comm").read_text()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=["demo", *MODELS], default="demo")
@@ -117,6 +182,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--victims", nargs="+")
+    parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -124,7 +190,9 @@ def main() -> None:
         if args.model != "demo":
             (Path(name) / "config.json").write_text(json.dumps(MODELS[args.model]))
             model, options = name, {"load_format": "dummy", "skip_tokenizer_init": True}
-        found = asyncio.run(measure(args, model, options))
+        run = kill_peer(args, model) if args.vllm else measure(args, model, options)
+        found = asyncio.run(run)
+    print(json.dumps(found))
     results = {
         "question": "how long do streams pause when a process dies?",
         "command": "python bench/recovery.py " + " ".join(arguments()),
