@@ -105,11 +105,7 @@ def walks(model: str) -> Iterator[Case]:
 
 
 def sanitized() -> Iterator[Case]:
-    """Cases for `compute-sanitizer`, with `--worker 0 --patience 120`; two minutes with each tool.
-
-    Its memcheck does not bear threads that change their number of registers: it reports loads that
-    their predicates switch off.
-    """
+    """Cases for `compute-sanitizer`, with `--worker 0 --patience 120`; a minute with each tool."""
     for rows in (1, 8, 16):
         yield {
             "kind": "check", "model": "small", "contexts": MIX[:rows], "alone": True,

@@ -39,24 +39,26 @@ DEVICE u32 weigh(u32 x, u32 weight, float& squares) {
   return pack(low * low_of(weight), high * high_of(weight));
 }
 
-// Where rows come from: words of a hand-over, or the embedding's rows of the tokens.
+// Where rows come from: words of a hand-over, ...
 struct Source {
   const u32* words;
   u32 flag;
-  const u16* embed;  // nullptr: words
 };
+// ... or the embedding's rows of the tokens.
+struct Embedding { const u16* rows; };
 
 // N blocks of 256 columns of a row, every `stride`-th, before any of them is used.
 template <int N, int COLUMNS>
-DEVICE void receive_blocks(const Consumer& k, uint4 (&v)[N], const Source& from, int row, int first, int count, int where) {
-  const u16* embed = from.embed ? from.embed + (u64)k.a.tokens[row] * COLUMNS : nullptr;
-  const int at = first * 256 + k.lane * 8;
-  if (embed) {
+DEVICE void receive_blocks(const Consumer& k, uint4 (&v)[N], const Embedding& from, int row, int first, int count, int) {
+  const u16* at = from.rows + (u64)k.a.tokens[row] * COLUMNS + first * 256 + k.lane * 8;
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (i < count) v[i] = load16(embed + at + i * WARPS_OF_ROW * 256);
-    return;
-  }
+  for (int i = 0; i < N; ++i)
+    if (i < count) v[i] = load16(at + i * WARPS_OF_ROW * 256);
+}
+
+template <int N, int COLUMNS>
+DEVICE void receive_blocks(const Consumer& k, uint4 (&v)[N], const Source& from, int row, int first, int count, int where) {
+  const int at = first * 256 + k.lane * 8;
   if (!FLAGGED) {
 #pragma unroll
     for (int i = 0; i < N; ++i)
@@ -82,8 +84,8 @@ DEVICE void receive_blocks(const Consumer& k, uint4 (&v)[N], const Source& from,
 // A piece of the rows into shared memory. With `norm`, columns are multiplied by its weights and sums
 // of squares are kept; the scale that follows from them is left to the epilogue. In one block's life
 // the rows are read again only behind a barrier, so that nobody multiplies by what is overwritten.
-template <int P, bool NORM>
-DEVICE void receive(Consumer& k, const Source& from, int piece, u32 target, const u16* norm) {
+template <int P, bool NORM, class From>
+DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const u16* norm) {
   constexpr Product p = PRODUCTS[P];
   constexpr int MOST = p.piece_boxes * p.box * 64 < p.columns ? p.piece_boxes * p.box * 64 : p.columns;
   constexpr int EACH = (MOST / 256 + WARPS_OF_ROW - 1) / WARPS_OF_ROW;  // blocks of 256 for a warp
@@ -101,7 +103,7 @@ DEVICE void receive(Consumer& k, const Source& from, int piece, u32 target, cons
   perhaps_delay();
   if (piece > 0)
     sync_consumers<THREADS>();
-  else if (!from.embed)
+  else if (target)  // nobody arrives for the embedding
     await_arrivals(k.a, target, where);
 #pragma unroll 1
   for (int row = k.warp / WARPS_OF_ROW; row < ROWS; row += ROWS_AT_ONCE) {

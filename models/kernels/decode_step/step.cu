@@ -23,7 +23,7 @@ static_assert(WORK_FLOATS_NEEDED * 4 <= WORK_BYTES, "table.py reserves too littl
 
 // -- phases -----------------------------------------------------------------------------------
 
-DEVICE Source source_of(const u32* words, u32 flag) { return Source{words, flag, nullptr}; }
+DEVICE Source source_of(const u32* words, u32 flag) { return Source{words, flag}; }
 
 // A block without outputs of a phase reads nothing; but it must not arrive again before all others have
 // arrived, as the counter does not tell whose arrivals it has.
@@ -43,8 +43,10 @@ DEVICE void run_qkv(Consumer& k) {
     if (k.layer) skip_source(k, PROJECT, k.target);
     return;
   }
-  const Source from{k.a.x1, k.flag, k.layer ? nullptr : k.a.embed};
-  receive<PROJECT, true>(k, from, 0, k.target, layer.norm1);
+  if (k.layer)
+    receive<PROJECT, true>(k, source_of(k.a.x1, k.flag), 0, k.target, layer.norm1);
+  else
+    receive<PROJECT, true>(k, Embedding{k.a.embed}, 0, 0, layer.norm1);
   multiply<PROJECT>(k, 0, [&](int tile, int i, int row, int pair, float* sums) {
     const float scale = scale_of(k, row);
     const int at = output_of(tile) + 2 * pair;
