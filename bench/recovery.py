@@ -114,7 +114,7 @@ async def measure(args: argparse.Namespace, model: str, options: dict) -> dict:
 
 
 async def kill_peer(args: argparse.Namespace, directory: str) -> dict:
-    """What the clients of vLLM see when its engine process dies."""
+    """Kill the engine process of vLLM; return what its clients see."""
     import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM as Peer
