@@ -45,6 +45,11 @@ class ComputationFailed(NanoactorError):
     death of a process; other requests are unaffected."""
 
 
+class PoisonRequest(ComputationFailed):
+    """A process of the engine has died each time the request ran, the last time with nobody else:
+    it is not tried again."""
+
+
 class HoldExpired(NanoactorError):
     """A request waited for its caller, who said nothing for `hold_timeout` seconds; it is over."""
 

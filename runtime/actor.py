@@ -187,6 +187,11 @@ class Actor:
         threads of the actor's own want the interpreter."""
         return True
 
+    def expects_death(self) -> bool:
+        """Tell whether a death is to be expected now, as its cause is looked for: it is spent from
+        a budget of its own. Asked of actors in the user's process."""
+        return False
+
     def rehearse(self) -> Iterator[object]:
         """Run code that a message on its way will need, on doubles of the actor's state, a part at
         a time; between two parts the loop looks for messages. Called where the node was roused."""

@@ -131,6 +131,10 @@ class Node:
     def _may_stay_awake(self) -> bool:
         return all(actor.may_stay_awake() for actor in self.actors.values())
 
+    def expects_death(self) -> bool:
+        """Tell whether one of the actors does."""
+        return any(actor.expects_death() for actor in self.actors.values())
+
     def _rehearse(self) -> Iterator[object]:
         for name, actor in self.actors.items():
             try:

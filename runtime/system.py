@@ -37,6 +37,8 @@ _LATE = 30.0
 _PATIENCE, _STALLED = 2.0, 60.0
 """Who lives may take so many times `stall_timeout` to begin anew, or so many seconds where there is
 none."""
+_EXPECTED = 8
+"""So many times as many deaths are made good while their cause is looked for."""
 
 
 class System:
@@ -64,6 +66,7 @@ class System:
         self._has_work = has_work
         self._on_cut, self._on_recovered = on_cut, on_recovered
         self._budget = RestartBudget(options.max_restarts, options.restart_window)
+        self._expected = RestartBudget(_EXPECTED * options.max_restarts, options.restart_window)
         self._victims: dict[str, BaseException] = {}
         """Nodes that have died, and are not replaced yet."""
         self._recovery: asyncio.Task[None] | None = None
@@ -262,7 +265,8 @@ class System:
 
     def _is_made_good(self, child: ChildProcess, error: BaseException) -> bool:
         """Note a death, and begin to recover from it, where that may be."""
-        if not self._runs or not self._budget.spend(time.monotonic()):
+        budget = self._expected if self._running_node.expects_death() else self._budget
+        if not self._runs or not budget.spend(time.monotonic()):
             return False
         self._victims[child.name] = error
         self._stop_watching()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +15,14 @@ import numpy as np
 
 from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.actors.journal import Entry
-from nanoactor.actors.resuming import resumed
+from nanoactor.actors.resuming import (
+    CHANGED,
+    LOST,
+    POISON,
+    Readmission,
+    own_terminal,
+    resumed,
+)
 from nanoactor.admission import Admission
 from nanoactor.continuing import Resume
 from nanoactor.errors import (
@@ -21,21 +30,17 @@ from nanoactor.errors import (
     EngineOverloaded,
     InvalidRequest,
     NanoactorError,
+    PoisonRequest,
 )
 from nanoactor.messages import Abort, Continue, OutputDelta, Submit, Terminal
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
+from nanoactor.suspects import TRIAL_SECONDS
 from nanoactor.text.scores import ToldRun, told_runs
 from nanoactor.vision.media import PIECE_BYTES
 from nanoactor.vision.messages import MediaPiece, ResendMedia
 
-_LOST = (
-    "a process of the engine has died, and answers that their caller leads (beam search) do not go "
-    "on: ask again"
-)
-_CHANGED = (
-    "a process of the engine has died, and the chat template renders the conversation differently "
-    "now: the answer cannot go on"
-)
+log = logging.getLogger("nanoactor.engine")
+
 # A tokenizer other than the first takes prompts longer than this, where there are several.
 _LONG_PROMPT_BYTES = 64 * 1024
 
@@ -59,6 +64,7 @@ class FrontendActor(Actor):
         self._next_uid = 0
         self._paused = False
         """Whether everybody is beginning anew: nothing can be sent."""
+        self._readmission = Readmission(config.engine.max_num_seqs)
         self._direct = 0
         """Requests that no tokenizer has seen."""
         self._step_at = 0
@@ -85,18 +91,27 @@ class FrontendActor(Actor):
 
     def pause(self) -> None:
         """Everybody is about to begin anew: keep what comes meanwhile."""
-        self._paused = True
+        if not self._paused:  # else nobody has run since the last death
+            self._paused = True
+            culprit = self._readmission.note_death(self._each_entry())
+            if culprit is not None:
+                log.error("request %s is what kills: it is ended", culprit.request_id)
+                culprit.error, culprit.aborted = PoisonRequest(POISON), True
+                self._end_aborted(culprit)
 
     def renew(self) -> None:
         """Keep the journal."""
         self._untokenized, self._load = {}, [0] * self._config.num_tokenizers
         self._sending, self._data = {}, {}
 
+    def expects_death(self) -> bool:
+        """Tell whether requests run that may be what kills."""
+        return self._readmission.is_trial
+
     def resume(self) -> None:
         """Everybody runs again: send all that is not over."""
         self._paused = False
-        entries = list({id(entry): entry for entry in self._entries.values()}.values())
-        for entry in entries:
+        for entry in self._each_entry():
             if entry.aborted:
                 self._end_aborted(entry)
             elif entry.submit.held:
@@ -104,20 +119,38 @@ class FrontendActor(Actor):
             else:
                 entry.forget_partial_scores()
         self._scheduler.send(Resume(self._next_uid, np.array([*self._entries], np.int64)))
+        self._go_on(self._readmission.admit(self._each_entry()))
+
+    def _each_entry(self) -> list[Entry]:
+        return list({id(entry): entry for entry in self._entries.values()}.values())
+
+    def _go_on(self, entries: Sequence[Entry]) -> None:
+        """Send these; the others wait where it is tried what these do."""
         for entry in entries:
-            for submit in [] if entry.over else resumed(entry):
-                # Streams go on at once; requests that only waited are left to the tokenizers.
-                self._dispatch(entry, submit, direct=bool(submit.output))
+            self._send_again(entry)
+        if self._readmission.is_trial:
+            end = functools.partial(self._end_trial, self._readmission.trials)
+            self.context.call_later(TRIAL_SECONDS, end)
+
+    def _send_again(self, entry: Entry) -> None:
+        """Send what is not over of a request, from where its reader was."""
+        for submit in resumed(entry):
+            # Streams go on at once; requests that only waited are left to the tokenizers.
+            self._dispatch(entry, submit, direct=bool(submit.output))
+
+    def _end_trial(self, trial: int) -> None:
+        if self._readmission.is_trial and trial == self._readmission.trials:
+            self._go_on(self._readmission.admit_next())
 
     def _end_aborted(self, entry: Entry) -> None:
         """Nobody else knows of it any more."""
         for uid in [uid for uid in entry.uids if self._entries.get(uid) is entry]:
-            self._terminal(_own_terminal(entry, uid, "abort"))
+            self._terminal(own_terminal(entry, uid, "abort"))
 
     def _lose(self, entry: Entry) -> None:
         entry.aborted = True
         for uid in [uid for uid in entry.uids if self._entries.get(uid) is entry]:
-            self._terminal(_own_terminal(entry, uid, "failed", _LOST))
+            self._terminal(own_terminal(entry, uid, "failed", LOST))
 
     def handlers(self) -> Mapping[type, Handler]:
         """News from the detokenizer, and what vision workers lack."""
@@ -180,7 +213,7 @@ class FrontendActor(Actor):
 
     def _send(self, entry: Entry) -> None:
         uid, begin = entry.submit.uid, time.monotonic_ns()
-        if not self._paused:
+        if not self._paused and not self._readmission.keep(entry):
             # Where requests wait, a hop more costs nothing, and tokenizers have more time than the
             # user's loop.
             self._dispatch(entry, entry.submit, direct=not self._waiting_requests)
@@ -276,6 +309,8 @@ class FrontendActor(Actor):
         """Ask for a request's end; its entry lives until the terminals that acknowledge it."""
         if entry.aborted:
             return
+        if not self._paused and self._readmission.let_go(entry):
+            self._send_again(entry)  # the scheduler relies on it that all that live arrive
         entry.aborted = True
         if self._paused:
             self._end_aborted(entry)
@@ -360,13 +395,15 @@ class FrontendActor(Actor):
             at += count
         for terminal in chunk.terminals:
             self._terminal(terminal)
+        if self._readmission.is_trial and self._readmission.is_cleared(self._each_entry()):
+            self._end_trial(self._readmission.trials)
 
     def _opened(self, uid: int, prompt: list[int]) -> None:
         self._tokenized(uid)
         entry = self._entries.get(uid)
         if entry is not None and prompt:  # one of several answers tells it
             if entry.accepted.is_set() and prompt != entry.prompt_token_ids:
-                entry.error = ComputationFailed(_CHANGED)
+                entry.error = ComputationFailed(CHANGED)
                 self.abort(entry)
                 return
             entry.prompt_token_ids = prompt
@@ -431,31 +468,17 @@ class FrontendActor(Actor):
             entry.end()
 
     def statistics(self) -> dict[str, Any]:
-        """Living answers, those without a first token; requests that no tokenizer has answered, and
-        those that none was asked about; when news last came, in ns of the monotonic clock."""
+        """Living answers, those without a first token; requests that wait for others to be tried,
+        those that no tokenizer has answered, and those that none was asked about; when news last
+        came, in ns of the monotonic clock."""
         return {
             "entries": len(self._entries),
             "waiting_requests": len(self._waiting_requests),
             "waiting_tokens": self._waiting_tokens,
             "waiting_media_bytes": self._waiting_media_bytes,
+            "kept": self._readmission.waiting,
             "untokenized": len(self._untokenized),
             "direct": self._direct,
             "media_sending": len(self._data),
             "step_at": self._step_at,
         }
-
-
-def _own_terminal(entry: Entry, uid: int, reason: str, error: str = "") -> Terminal:
-    """Return the last word on an answer of which nobody else knows."""
-    answer = entry.answer(uid)
-    return Terminal(
-        uid,
-        reason=reason,
-        stop_reason=None,
-        error=error,
-        tokens=len(answer.token_ids),
-        characters=sum(map(len, answer.text)),
-        cached_tokens=0,
-        preemptions=0,
-        began=-1,
-    )

@@ -14,6 +14,7 @@ from nanoactor.errors import (
     EngineDead,
     EngineOverloaded,
     InvalidRequest,
+    PoisonRequest,
 )
 
 RETRY_AFTER = "1"
@@ -97,6 +98,8 @@ def from_engine(error: Exception, names: frozenset[str]) -> APIError:
         return APIError(429, str(error), code="overloaded", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, EngineDead | EngineClosed):
         return APIError(503, str(error), code="engine_dead")
+    if isinstance(error, PoisonRequest):  # a status that clients do not try again
+        return APIError(422, str(error), code="poison_request")
     if isinstance(error, ComputationFailed):
         return APIError(500, str(error), code="computation_failed")
     if isinstance(error, InvalidRequest):

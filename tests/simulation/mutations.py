@@ -1052,8 +1052,8 @@ MUTATIONS = [
     Mutation(
         "pieces of pictures go on behind a death where they were",
         FRONTEND,
-        "        self._sending, self._data = {}, {}\n\n    def resume",
-        "        pass\n\n    def resume",
+        "        self._sending, self._data = {}, {}\n\n    def expects",
+        "        pass\n\n    def expects",
     ),
     Mutation(
         "a runner keeps masks and pixels from before a death",
@@ -1070,8 +1070,38 @@ MUTATIONS = [
     Mutation(
         "requests are sent while nobody can hear them",
         FRONTEND,
-        "        if not self._paused:\n            # Where",
-        "        if True:\n            # Where",
+        "        if not self._paused and not self._readmission.keep(entry):\n",
+        "        if not self._readmission.keep(entry):\n",
+    ),
+    Mutation(
+        "requests that come during a trial are forgotten",
+        RESUMING,
+        "            self._kept[_uid(entry)] = entry\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "who waits for a trial to end waits for ever",
+        FRONTEND,
+        "            self._go_on(self._readmission.admit_next())\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "requests run beside those on trial",
+        FRONTEND,
+        "        if not self._paused and not self._readmission.keep(entry):\n",
+        "        if not self._paused and (not self._readmission.keep(entry) or True):\n",
+    ),
+    Mutation(
+        "a request that waits for a trial to end and is aborted goes on behind it",
+        FRONTEND,
+        "        if not self._paused and self._readmission.let_go(entry):\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "behind a trial only new requests go on",
+        RESUMING,
+        "        self._kept = {uid: entry for uid, entry in living.items() if uid not in chosen}\n",
+        "        pass\n",
     ),
 ]
 

@@ -588,6 +588,9 @@ class Oracle:
             case Submit() | Admit() if source == "frontend":
                 entry = self._world.entries.get(self.positions[message.uid])
                 assert entry is None or not entry.aborted, f"{message.uid} was aborted"
+                frontend: Any = self._world.actors["frontend"]
+                waits = entry is not None and entry.submit.uid in frontend._readmission._kept
+                assert not waits, f"{message.uid} waits for a trial to end"
             case Plan():
                 self._planned(message)
             case Match():
