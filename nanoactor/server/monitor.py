@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -66,6 +66,8 @@ class Snapshot:
     number: int
     tracks: dict[str, list[int]]
     """By actor and device: how busy in each stretch of the time before, in percent."""
+    gone: list[str]
+    """Actors whose process has died since the look before, or is being replaced."""
     busy_seconds: float
     """Of the device, since the start."""
     load_seconds: float
@@ -87,6 +89,9 @@ class Monitor:
         self._snapshots: deque[Snapshot] = deque(maxlen=KEPT)
         self._figures: dict[str, dict[str, Any]] = {}
         self._heard_at: dict[str, int] = {}
+        self._nodes: dict[str, str] = {}
+        """By actor: its process."""
+        self._restarts_before: Mapping[str, int] = {}
         self._looked_to = time.monotonic_ns()
         self._number = 0
         self._dead = ""
@@ -149,6 +154,7 @@ class Monitor:
         for name, own in figures.items():
             self._figures[name] = own["actor"]
             self._heard_at[name] = heard
+            self._nodes[name] = own["node"]["name"]
         self._looked_to = begin + width * BINS
         self._number += 1
         shares = {
@@ -174,7 +180,22 @@ class Monitor:
         runner = self._of("runner.0")
         busy, steps = runner.get("busy_seconds", 0.0), runner.get("steps_done", 0)
         load = scheduler.get("load_seconds", 0.0)
-        return Snapshot(self._number, tracks, busy, load, steps, figures)
+        return Snapshot(
+            self._number,
+            tracks,
+            gone=self._gone(),
+            busy_seconds=busy,
+            load_seconds=load,
+            steps=steps,
+            figures=figures,
+        )
+
+    def _gone(self) -> list[str]:
+        recovery, (restarts, _) = self._llm.recovering, self._llm.restarts
+        dead = set(recovery[0].split(", ")) if recovery else set()
+        before, self._restarts_before = self._restarts_before, restarts
+        dead |= {node for node, count in restarts.items() if count > before.get(node, 0)}
+        return [actor for actor, node in self._nodes.items() if node in dead]
 
     def _of(self, actor: str) -> dict[str, Any]:
         return self._figures.get(actor, {})
@@ -238,6 +259,8 @@ class Monitor:
             "bins": BINS,
             "device": f"runner.0 {DEVICE}",
             "tracks": [snapshot.tracks for snapshot in new],
+            "gone": [snapshot.gone for snapshot in new],
+            "recovering": recovery[0] if (recovery := self._llm.recovering) else "",
             "tokens": [snapshot.figures["output_tokens"] for snapshot in new],
             "idle": self._idle(4),
             "loaded": last.load_seconds > before.load_seconds,

@@ -512,6 +512,10 @@ def test_a_death_is_made_good_while_streams_and_requests_wait(name):
         counts = [line for line in figures.splitlines() if "restarts_total{" in line]
         assert f'nanoactor_process_restarts_total{{node="{name}"}} 1.0' in counts, counts
         assert len([line for line in server.lines if "has died and is replaced" in line]) == 1
+        actors = ["scheduler", "blocks"] if name == "control" else [name]
+        gone = [look for look in server.get("/activity").json()["gone"] if look]
+        assert gone, "the page shows it"
+        assert all(sorted(look) == sorted(actors) for look in gone)
 
 
 def test_an_actor_that_hangs_for_good_ends_the_engine():

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import json
 import os
+import signal
 from pathlib import Path
 
 import axe_core_python
@@ -275,6 +276,26 @@ def test_a_conversation_is_greeted_kept_copied_and_answered_again(tmp_path):
             await page.key("Escape")
             assert await page.evaluate("$('options').open") is False
             assert page.problems == []
+
+    asyncio.run(main())
+
+
+def test_a_lane_goes_dark_and_comes_back(tmp_path):
+    async def main():
+        options = dict(placement="default", device="simulated:20")
+        async with here(**options) as server, browsing(tmp_path) as page:
+            await open_page(page, server)
+            lane = """document.querySelector('[data-track="detokenizer"]')"""
+            await page.until(f"{lane} && {lane}.dataset.dark === '0'")
+            os.kill(server.llm.pids["detokenizer"], signal.SIGKILL)
+            await page.until(f"{lane}.dataset.dark > 0")
+            others = (
+                """[...document.querySelectorAll('.track')].filter(one => one.dataset.dark > 0)"""
+            )
+            assert await page.evaluate(f"{others}.length") == 1
+            await page.evaluate("$('say').value = 'Speak.'; $('send').click()")
+            await page.until(f"{SAID}.length > 20")
+            await page.until("$('state').textContent === ''")
 
     asyncio.run(main())
 
