@@ -1,11 +1,15 @@
 """The pause of streams when a process dies: the time from its death to each stream's next token.
 
     python bench/recovery.py [--model demo|0.6b|8b] [--device auto] [--streams 16] [--context 256]
-                             [--rounds 3] [--victims runner.0 control ...] [--vllm] [--out FILE]
+                             [--rounds 3] [--victims runner.0 control ...] [--bare | --vllm]
+                             [--out FILE]
 
 Streams run all at once; a process is killed once all have some tokens, and what each of them waits
 is taken. `restart` is the part of it in which processes were replaced; the rest is the prefill of
 all streams and the tokens' way. Then the next victim, in the same engine.
+
+`--bare` compares instead, in turns, how long an idle engine takes to replace a process with how
+long a Python of its own takes to import and set up the same actors.
 
 `--vllm` kills vLLM's engine process instead, once, and says what its streams and a request behind
 it came to. Needs vLLM.
@@ -20,6 +24,7 @@ import contextlib
 import datetime
 import json
 import os
+import pickle
 import platform
 import signal
 import statistics
@@ -34,6 +39,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import nanoactor
 from bench.gpu import MODELS, arguments
 from nanoactor import AsyncLLM, SamplingParams
+from nanoactor.runtime.topology import ActorSpec
+from nanoactor.topology import LIGHT
 
 _FIRST = 8
 """Tokens that every stream has when somebody dies."""
@@ -113,6 +120,53 @@ async def measure(args: argparse.Namespace, model: str, options: dict) -> dict:
     return {"start_s": started, "victims": results}
 
 
+_SET_UP = """
+import pickle, sys
+for spec in pickle.load(sys.stdin.buffer):
+    spec.create().setup()
+"""
+
+
+async def bare_start(specs: list[ActorSpec]) -> float:
+    """Seconds in which a new process sets these actors up."""
+    begin = time.monotonic()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _SET_UP, stdin=asyncio.subprocess.PIPE, env=os.environ | LIGHT
+    )
+    await process.communicate(pickle.dumps(specs))
+    if process.returncode:
+        raise RuntimeError(f"{specs[0].name} cannot be set up: status {process.returncode}")
+    return time.monotonic() - begin
+
+
+async def replaced(llm: AsyncLLM, victim: str) -> float:
+    """Seconds in which an idle engine replaces a process."""
+    before = llm.restarts[1]
+    os.kill(llm.pids[victim], signal.SIGKILL)
+    await until(lambda: llm.recovering is not None)
+    await until(lambda: llm.recovering is None)
+    return llm.restarts[1] - before
+
+
+async def compare_with_bare(args: argparse.Namespace, model: str, options: dict) -> dict:
+    """In turns; the ratio is that of the medians."""
+    results = {}
+    async with AsyncLLM(
+        model, device=args.device, max_restarts=10_000, restart_window=0.01, **options
+    ) as llm:
+        topology = llm._system._topology
+        nodes = {node.name: node.actors for node in topology.nodes}
+        for victim in args.victims or llm.pids:
+            specs = [spec for spec in topology.actors if spec.name in nodes[victim]]
+            pairs = []
+            for _ in range(args.rounds):
+                pairs.append((await bare_start(specs), await replaced(llm, victim)))
+            bare, restart = (statistics.median(side) for side in zip(*pairs, strict=True))
+            results[victim] = {"bare_s": bare, "replaced_s": restart, "ratio": restart / bare}
+            print(victim, json.dumps(results[victim]), flush=True)
+    return {"victims": results}
+
+
 async def kill_peer(args: argparse.Namespace, directory: str) -> dict:
     """Kill the engine process of vLLM; return what its clients see."""
     import vllm
@@ -182,6 +236,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--victims", nargs="+")
+    parser.add_argument("--bare", action="store_true")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -190,7 +245,10 @@ def main() -> None:
         if args.model != "demo":
             (Path(name) / "config.json").write_text(json.dumps(MODELS[args.model]))
             model, options = name, {"load_format": "dummy", "skip_tokenizer_init": True}
-        run = kill_peer(args, model) if args.vllm else measure(args, model, options)
+        if args.vllm:
+            run = kill_peer(args, model)
+        else:
+            run = (compare_with_bare if args.bare else measure)(args, model, options)
         found = asyncio.run(run)
     print(json.dumps(found))
     results = {

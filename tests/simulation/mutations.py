@@ -1083,7 +1083,7 @@ MUTATIONS = [
         "who waits for a trial to end waits for ever",
         FRONTEND,
         "            self._go_on(self._readmission.admit_next())\n",
-        "            pass\n",
+        "            self._readmission.admit_next()\n",
     ),
     Mutation(
         "requests run beside those on trial",
@@ -1095,13 +1095,13 @@ MUTATIONS = [
         "a request that waits for a trial to end and is aborted goes on behind it",
         FRONTEND,
         "        if not self._paused and self._readmission.let_go(entry):\n",
-        "        if False:\n",
+        "        if self._paused and self._readmission.let_go(entry):\n",
     ),
     Mutation(
         "behind a trial only new requests go on",
         RESUMING,
         "        self._kept = {uid: entry for uid, entry in living.items() if uid not in chosen}\n",
-        "        pass\n",
+        "        self._kept = {}\n",
     ),
 ]
 
