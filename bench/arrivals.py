@@ -92,7 +92,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def our_engine(args: argparse.Namespace, directory: str) -> AsyncIterator[Stream]:
-    async with AsyncLLM(directory, device=args.device, **engine_options(args)) as llm:
+    options = engine_options(args) | {"max_restarts": 0}
+    async with AsyncLLM(directory, device=args.device, **options) as llm:
 
         async def stream(prompt: list[int], tokens: int) -> AsyncIterator[int]:
             params = SamplingParams(

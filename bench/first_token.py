@@ -111,6 +111,7 @@ async def idle_cost(llm: AsyncLLM, seconds: float) -> float:
 async def run(args: argparse.Namespace, directory: str, seed: int, **options: object) -> dict:
     """One engine from start to end."""
     engine = {"skip_tokenizer_init": True, "load_format": "dummy", "max_model_len": 4096}
+    options["max_restarts"] = 0
     async with AsyncLLM(directory, device=args.device, **engine, **options) as llm:
         found = await measure(llm, args.prompt, max(2, args.rounds // 2), seed)
         found["idle_cpu_share"] = await idle_cost(llm, 2.0)

@@ -285,6 +285,7 @@ async def measure(args: argparse.Namespace, directory: Path, depth: int) -> dict
         device=args.device,
         load_format="dummy",
         skip_tokenizer_init=True,
+        max_restarts=0,
         max_model_len=args.max_model_len,
         max_num_batched_tokens=args.max_num_batched_tokens,
         pipeline_depth=depth,

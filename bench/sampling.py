@@ -109,6 +109,7 @@ async def measure(model: str, args: argparse.Namespace, ways: dict[str, Any]) ->
     from nanoactor import AsyncLLM
 
     options: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": max(args.batches)}
+    options["max_restarts"] = 0
     if args.model != "demo":
         options |= {"load_format": "dummy", "max_model_len": 2048}
     found: dict[str, Any] = {name: {str(rows): [] for rows in args.batches} for name in ways}

@@ -235,6 +235,7 @@ async def measure(model: str, args: argparse.Namespace, mode: str) -> dict[str, 
         pipeline_depth=depth,
         plan_lead=lead,
         jump_forward=args.jump_forward,
+        max_restarts=0,
         **options,
     ) as llm:
         started = time.perf_counter() - begin

@@ -110,7 +110,7 @@ async def nanoactor_rate(directory: str, requests: list, dtype: str) -> dict:
             final = output
         return len(final.outputs[0].token_ids)
 
-    options = {"dtype": dtype, "skip_tokenizer_init": True, "max_num_seqs": 64}
+    options = {"dtype": dtype, "skip_tokenizer_init": True, "max_num_seqs": 64, "max_restarts": 0}
     async with AsyncLLM(directory, **options) as llm:
         await asyncio.gather(*(one(llm, prompt[:8], 4) for prompt, _ in requests[:4]))
         begin = time.perf_counter()
@@ -201,6 +201,7 @@ async def stream_rate(directory: str, streams: int, dtype: str, length: int) -> 
             pass
 
     options = {"dtype": dtype, "skip_tokenizer_init": True, "max_model_len": 1024}
+    options["max_restarts"] = 0
     async with AsyncLLM(directory, max_num_seqs=max(8, streams), **options) as llm:
         await asyncio.gather(*(one(llm, 500 + number, 12) for number in range(streams)))
         begin = time.perf_counter()

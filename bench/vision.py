@@ -226,6 +226,7 @@ class Runs:
 
 async def run_engine(args: argparse.Namespace, model: str) -> dict[str, Any]:
     options: dict[str, Any] = {"device": args.device, "max_model_len": args.max_model_len}
+    options["max_restarts"] = 0
     if args.model != "demo":
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
     async with AsyncLLM(model, **options) as llm:

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -47,6 +48,31 @@ def pytest_runtest_setup():
     """
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+class _Deaths(logging.Handler):
+    """Collects what is said of processes that have died and are replaced."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.told = []
+
+    def emit(self, record):
+        if "has died and is replaced" in record.msg:
+            self.told.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def nobody_dies(request):
+    """A crash that the engine makes good is still a crash."""
+    deaths, log = _Deaths(), logging.getLogger("nanoactor.system")
+    log.addHandler(deaths)
+    try:
+        yield
+    finally:
+        log.removeHandler(deaths)
+    if "deadly" not in request.keywords:
+        assert not deaths.told, deaths.told
 
 
 _CRASHED: list[str] = []

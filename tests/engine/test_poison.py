@@ -14,6 +14,8 @@ from tests.engine.harness import settled
 from tests.engine.poisonous import FATAL, WORD
 from tests.engine.test_recovery import compare, options, read
 
+pytestmark = pytest.mark.deadly
+
 
 @pytest.fixture
 def poisonous(monkeypatch):

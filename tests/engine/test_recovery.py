@@ -19,6 +19,8 @@ from tests.engine.conftest import DEMO
 from tests.engine.harness import settled
 from tests.engine.test_vision import conversation, drawn
 
+pytestmark = pytest.mark.deadly
+
 TEXT = "ROMEO:\nBut soft, what light through yonder window breaks? "
 CHAT = [{"role": "user", "content": "Speak the speech, I pray you"}]
 WAYS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV)
@@ -254,10 +256,15 @@ def test_every_process_of_an_engine_on_a_gpu(name):
     "changes",
     [
         dict(device="simulated:1", num_tokenizers=2),
-        dict(device="simulated:0.3", num_kv_blocks=40, max_num_batched_tokens=40),
+        dict(
+            device="simulated:0.3",
+            num_kv_blocks=40,
+            max_model_len=640,
+            max_num_batched_tokens=40,
+        ),
         dict(device="simulated:2", transport="queue"),
         dict(device="simulated:1", placement="split"),
-        dict(dtype="float32", threads=1, num_kv_blocks=60),
+        dict(dtype="float32", threads=1, num_kv_blocks=60, max_model_len=960),
         dict(dtype="float32", threads=1, enable_prefix_caching=False, pipeline_depth=3),
     ],
     ids=str,

@@ -22,6 +22,8 @@ from nanoactor.runtime.wiring import Options
 from tests.conftest import children, descriptors
 from tests.runtime.actors import Do, Ping, Pong
 
+pytestmark = pytest.mark.deadly
+
 NODES = "near", "far"
 
 

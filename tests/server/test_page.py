@@ -280,6 +280,7 @@ def test_a_conversation_is_greeted_kept_copied_and_answered_again(tmp_path):
     asyncio.run(main())
 
 
+@pytest.mark.deadly
 def test_a_lane_goes_dark_and_comes_back(tmp_path):
     async def main():
         options = dict(placement="default", device="simulated:20")
