@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-NEXT_TO_NOTHING = 8
-"""Tokens of an answer: more than a reader can have been behind what was computed."""
-WELL_PAST = 32
+NEXT_TO_NOTHING = 32
+"""Tokens of an answer: readers may have been so far behind what was computed, on a busy machine."""
+WELL_PAST = 64
 """Tokens that an answer gets on trial."""
 TRIAL_SECONDS = 30.0
 """A group that has not killed for so long is cleared too: its readers may be slow."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 
 import pytest
 
@@ -84,19 +85,19 @@ async def reason(llm, prompt, params, name):
 
 
 @pytest.mark.parametrize(
-    "poison",
-    [deadly(), deadly(0), deadly(3, n=3)],
+    ("poison", "others"),
+    [(deadly(), 63), (deadly(0), 15), (deadly(3, n=3), 15)],
     ids=["while it decodes", "with its prompt", "one of several answers"],
 )
 @pytest.mark.usefixtures("poisonous")
-def test_one_among_64_costs_itself_alone(poison):
+def test_one_among_many_costs_itself_alone(poison, others):
     async def main():
         async with engine() as llm:
-            (guilty,) = await among(llm, [poison], 63)
+            (guilty,) = await among(llm, [poison], others)
             assert isinstance(guilty, PoisonRequest)
             assert "each time the request ran" in str(guilty)
             assert llm.restarts[0].keys() == {"runner.0"}
-            assert llm.restarts[0]["runner.0"] <= 2 + 6 + 1
+            assert llm.restarts[0]["runner.0"] <= 2 + math.log2(others + 1) + 1
             # The engine is as good as before.
             for told in await asyncio.gather(*(read(llm, *one) for one in innocents(4))):
                 assert len(told[0][0].ids) == 100

@@ -242,7 +242,7 @@ def error(got, wanted):
             [700],
             {"hidden": 1280, "inter": 2816, "kv_heads": 4, "qk_norm": False, "qkv_bias": True},
         ),
-        ([10 + 7 * i for i in range(16)], {"head": 2, "block_size": 48, "blocks": 5}),
+        later([10 + 7 * i for i in range(16)], {"head": 2, "block_size": 48, "blocks": 5}),
         # Inputs of `down` do not fit: three pieces. Seven heads share a key-value head.
         later(
             [10 + 7 * i for i in range(8)],
@@ -251,7 +251,7 @@ def error(got, wanted):
         # One long context among short ones: blocks have several segments.
         ([900, 3, 3, 3, 3, 3, 3, 3], {"blocks": 9, "block_size": 32}),
         ([1, 2, 16, 17, 64, 65, 128, 129], {"block_size": 256, "poison": True}),
-        ([33, 33, 33], {"blocks": 12, "vocab": 1003, "head": 0}),
+        later([33, 33, 33], {"blocks": 12, "vocab": 1003, "head": 0}),
     ],
     ids=str,
 )
@@ -351,8 +351,11 @@ def nvrtc():
         pytest.skip(f"{error}; pip install .[kernels]")
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.long), 16])
-@pytest.mark.parametrize("model", REAL)
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [("0.6b", 1), ("8b", 1), *((model, 16) for model in REAL)]
+    + [later(model, rows) for model in REAL for rows in (1, 2, 3, 4, 8)],
+)
 def test_every_size_compiles_without_spills(nvrtc, tmp_path, model, rows):
     made = compiling.compile_source(source_of(real(model, rows)))
     assert made.cubin[:4] == b"\x7fELF"
