@@ -236,8 +236,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--victims", nargs="+")
-    parser.add_argument("--bare", action="store_true")
-    parser.add_argument("--vllm", action="store_true")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--bare", action="store_true")
+    instead.add_argument("--vllm", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -181,19 +181,18 @@ class System:
             if not self._told(self._on_cut):
                 break
             await asyncio.sleep(self._budget.pause())
-            await asyncio.gather(*(child.introduced for child in self._children))
-            # From here on nobody's death is noted until all that live were told to begin anew.
-            victims, self._victims = self._victims, {}  # with those that died meanwhile
-            for name, error in victims.items():
-                log.warning("node %s has died and is replaced: %s", name, error)
-                self.restarts[name] += 1
+            victims: dict[str, BaseException] = {}
             try:
                 async with asyncio.timeout(self._options.start_timeout):
+                    await asyncio.gather(*(child.introduced for child in self._children))
+                    # Until all that live have been told, nothing is awaited: a death that is noted
+                    # before is among these, and one that is noted behind fails what is awaited.
+                    victims = self._take_victims()
                     await self._begin_anew(victims)
             except Exception as error:
                 if self._closing:
                     return
-                if not self._victims:  # nobody else has died: it will not be better
+                if not victims or not self._victims:  # nobody else has died: no better next time
                     self._die(self._why_not_anew(error))
         self._recovery, self.recovering = None, None
         if self._dead is None:
@@ -202,6 +201,14 @@ class System:
             log.warning("all nodes run again after %.1f s", seconds)
             if self._told(self._on_recovered):
                 self._watch()
+
+    def _take_victims(self) -> dict[str, BaseException]:
+        """Those that have died until now, each of which is told once."""
+        victims, self._victims = self._victims, {}
+        for name, error in victims.items():
+            log.warning("node %s has died and is replaced: %s", name, error)
+            self.restarts[name] += 1
+        return victims
 
     def _why_not_anew(self, error: Exception) -> Exception:
         if isinstance(error, TimeoutError):

@@ -15,14 +15,8 @@ import numpy as np
 
 from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.actors.journal import Entry
-from nanoactor.actors.resuming import (
-    CHANGED,
-    LOST,
-    POISON,
-    Readmission,
-    own_terminal,
-    resumed,
-)
+from nanoactor.actors.readmission import Readmission
+from nanoactor.actors.resuming import CHANGED, LOST, POISON, own_terminal, resumed
 from nanoactor.admission import Admission
 from nanoactor.continuing import Resume
 from nanoactor.errors import (
@@ -95,7 +89,7 @@ class FrontendActor(Actor):
             self._paused = True
             culprit = self._readmission.note_death(self._each_entry())
             if culprit is not None:
-                log.error("request %s is what kills: it is ended", culprit.request_id)
+                log.error("request %s has killed a process alone: it ends", culprit.request_id)
                 culprit.error, culprit.aborted = PoisonRequest(POISON), True
                 self._end_aborted(culprit)
 
@@ -125,7 +119,7 @@ class FrontendActor(Actor):
         return list({id(entry): entry for entry in self._entries.values()}.values())
 
     def _go_on(self, entries: Sequence[Entry]) -> None:
-        """Send these; the others wait where it is tried what these do."""
+        """Send these again; where they are on trial, it ends after a while."""
         for entry in entries:
             self._send_again(entry)
         if self._readmission.is_trial:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanoactor.runtime import children as children_module
 from nanoactor.runtime.actor import Actor
-from nanoactor.runtime.errors import NodeDied, NodeStalled
+from nanoactor.runtime.errors import NodeDied, NodeStalled, StartupFailed
 from nanoactor.runtime.recovery import RestartBudget
 from nanoactor.runtime.system import System
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
@@ -285,6 +285,20 @@ def test_a_death_just_before_the_others_begin_anew():
             await run.echo(range(20))
 
     asyncio.run(main())
+
+
+def test_a_process_that_cannot_be_started_again_ends_the_system():
+    async def main():
+        async with Running(start_timeout=1) as run:
+            far = run.system._children.by_name["far"]
+            far.introduced = asyncio.get_running_loop().create_future()  # nobody starts it
+            run.kill("near")
+            await run.until(lambda: run.deaths)
+            assert isinstance(run.deaths[0], StartupFailed)
+            assert "not ready again after 1 s" in str(run.deaths[0])
+
+    asyncio.run(main())
+    assert not children()
 
 
 def test_deaths_one_after_the_other_and_at_once():

@@ -27,6 +27,7 @@ class Mutation:
 
 SCHEDULER = "nanoactor.scheduling.scheduler"
 ADMISSION = "nanoactor.admission"
+READMISSION = "nanoactor.actors.readmission"
 RESUMING = "nanoactor.actors.resuming"
 JOURNAL = "nanoactor.actors.journal"
 DETOKENIZING = "nanoactor.actors.detokenizer"
@@ -1075,7 +1076,7 @@ MUTATIONS = [
     ),
     Mutation(
         "requests that come during a trial are forgotten",
-        RESUMING,
+        READMISSION,
         "            self._kept[_uid(entry)] = entry\n",
         "            pass\n",
     ),
@@ -1099,7 +1100,7 @@ MUTATIONS = [
     ),
     Mutation(
         "behind a trial only new requests go on",
-        RESUMING,
+        READMISSION,
         "        self._kept = {uid: entry for uid, entry in living.items() if uid not in chosen}\n",
         "        self._kept = {}\n",
     ),
