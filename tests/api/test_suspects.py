@@ -66,15 +66,16 @@ class World:
 @settings(max_examples=300, deadline=None)
 def test_who_kills_is_convicted_and_nobody_else(count, poisons, seed):
     dice = random.Random(seed)
-    length = {one: dice.randint(1, 120) for one in range(count)}
+    # Longer than a trial: who is cleared may kill further on, while others are on trial.
+    length = {one: dice.randint(1, 5 * WELL_PAST) for one in range(count)}
     guilty = dice.sample(range(count), min(poisons, count))
     poison = {one: dice.randint(1, length[one]) for one in guilty}
     world = World(length, poison, seed)
     world.run()
     assert sorted(world.convicted) == sorted(guilty)
-    # Two deaths until there are suspects, one for each halving, one alone; a group with several
-    # is halved for each of them.
-    assert world.deaths <= len(guilty) * (3 + math.ceil(math.log2(count)))
+    # Two deaths until there are suspects, one for each halving, one alone; of several, each may
+    # also kill after it was cleared, while others are on trial.
+    assert world.deaths <= len(guilty) * (2 + len(guilty) + math.ceil(math.log2(count)))
 
 
 @pytest.mark.parametrize(("count", "most"), [(1, 3), (2, 4), (64, 9)])
@@ -106,6 +107,31 @@ def test_a_group_that_is_cleared_makes_room_for_the_next():
     assert set(suspects.admit(told)) == {2}
     assert suspects.admit({2: 50, 3: 150}) is None
     assert not suspects.on_trial
+
+
+def dead_twice(*requests):
+    suspects, told = Suspects(), dict.fromkeys(requests, 0)
+    for _ in range(2):
+        assert suspects.note_death(told) is None
+    return suspects, told
+
+
+def test_nobody_is_convicted_beside_a_group_that_was_cleared():
+    suspects, told = dead_twice(1, 2)
+    assert set(suspects.admit(told)) == {1}
+    assert set(suspects.admit({2: 0})) == {2}, "1 goes on beside it"
+    assert suspects.note_death({1: WELL_PAST + 5, 2: 3}) is None
+    assert set(suspects.admit({1: WELL_PAST + 5, 2: 3})) == {2}, "now by itself"
+    assert suspects.note_death({1: WELL_PAST + 5, 2: 3}) == 2
+
+
+def test_nobody_is_convicted_beside_another_of_its_group():
+    suspects, told = dead_twice(1, 2, 3, 4)
+    assert set(suspects.admit(told)) == {1, 2}
+    told[2] = WELL_PAST + 5
+    assert suspects.note_death(told) is None
+    assert set(suspects.admit(told)) == {1}
+    assert suspects.note_death(told) == 1
 
 
 def test_who_ends_meanwhile_is_not_waited_for():

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -80,8 +81,12 @@ def test_a_death_that_is_not_made_good_reaches_every_request_within_100_ms(name)
             await asyncio.gather(*(anext(stream) for stream in streams[:4]))
             waiting = [asyncio.ensure_future(exhaust(stream)) for stream in streams]
             await asyncio.sleep(0.02)
+            pidfd = os.pidfd_open(llm.pids[name])
+            os.kill(llm.pids[name], signal.SIGKILL)
+            # A process that is nice dies when others leave it the time for that.
+            await asyncio.to_thread(select.select, [pidfd], [], [])
+            os.close(pidfd)
             async with Delay() as delay:
-                os.kill(llm.pids[name], signal.SIGKILL)
                 results = await asyncio.gather(*waiting, return_exceptions=True)
             assert all(isinstance(result, EngineDead) for result in results), results
             assert all(name in str(result) for result in results)
