@@ -150,6 +150,7 @@ def test_who_comes_during_a_trial_waits_and_may_give_up():
     asyncio.run(main())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("poisonous")
 def test_the_budget_of_trials_ends():
     """Too many poisons at once: the engine says so."""

@@ -186,7 +186,9 @@ IDLE = [(), ("QUERIES",), ("ACTIVATED",), ("X1", "X2"), ("X1", "X2", "ACTIVATED"
 
 @pytest.mark.parametrize("flagged", [True, False])
 @pytest.mark.parametrize("sinks", IDLE, ids=str)
-@pytest.mark.parametrize(("blocks", "layers"), [(3, 2), (3, 4), later(4, 2), later(4, 3)])
+@pytest.mark.parametrize(
+    ("blocks", "layers"), [(3, 2), (3, 3), later(3, 4), later(4, 2), later(4, 3)]
+)
 def test_every_order_of_handovers_is_right(blocks, layers, sinks, flagged):
     shape = dataclasses.replace(SMALL, layers=layers, blocks=blocks, flagged=flagged)
     idle = dict.fromkeys(sinks, LAST[blocks])
@@ -351,10 +353,13 @@ def nvrtc():
         pytest.skip(f"{error}; pip install .[kernels]")
 
 
+ROWS = (1, 2, 3, 4, 8, 16)
+USUAL = [("0.6b", 1), ("8b", 1), *((model, 16) for model in REAL if model != "small")]
+
+
 @pytest.mark.parametrize(
     ("model", "rows"),
-    [("0.6b", 1), ("8b", 1), *((model, 16) for model in REAL)]
-    + [later(model, rows) for model in REAL for rows in (1, 2, 3, 4, 8)],
+    [*USUAL, *(later(*one) for one in itertools.product(REAL, ROWS) if one not in USUAL)],
 )
 def test_every_size_compiles_without_spills(nvrtc, tmp_path, model, rows):
     made = compiling.compile_source(source_of(real(model, rows)))
@@ -378,7 +383,7 @@ def early_reads_in(made, folder):
     return early_reads(folder / "kernel.cubin")
 
 
-@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_few_bytes_are_spilt_with_other_rows(nvrtc, tmp_path, rows):
     made = compiling.compile_source(source_of(real("8b", rows)))
     assert made.bytes_of("spill stores") <= 96
