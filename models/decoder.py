@@ -96,6 +96,10 @@ class Decoder:
             sin=self._rope.sin,
         )
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(rows, hidden) to (rows, vocabulary), or to this rank's part of it, padding included."""
-        return self._head(hidden)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """(rows, hidden) to (rows, vocabulary), or to this rank's part of it, padding included;
+        written to `out`, where there is one."""
+        if out is None:
+            return self._head(hidden)
+        assert isinstance(self._head, Linear)  # where `Device.keeps_logits`
+        return torch.mm(hidden, self._head.weight.t(), out=out)

@@ -125,6 +125,9 @@ class Device(Protocol):
     """Whether `plan` reads `AttentionBatch.lengths`."""
     deep_pipeline: bool
     """Whether one more step in flight costs no memory to speak of."""
+    keeps_logits: bool
+    """Whether constrained rows keep the logits that their step computes anyway, rather than hidden
+    states: to read the head once more would cost more than the memory."""
     fused_sampling: FusedSampling
     fused_sampling_of_ranks: FusedSampling
     """The same where ranks share a vocabulary: each chooses from all their logits."""
@@ -284,3 +287,16 @@ class Device(Protocol):
         """Choose by each row's slot, int32 (rows,), as `fused_sampling` says: greedily, from the
         whole vocabulary, or with a top-k of at most `limits.CANDIDATES`; what is chosen for other
         rows does not matter. Ids go to `chosen` int32 (rows,) and to the table of last tokens."""
+
+    def sample_masked_rows(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        masks: torch.Tensor,
+        tables: SlotTables,
+        scratch: Any,
+        chosen: torch.Tensor,
+    ) -> None:
+        """Choose for slots, int32 (rows,), from kept logits (slots, vocabulary) under masks, int32
+        (rows, words), as `sample_rows` does; `limits.NOTHING_ALLOWED` where a mask leaves no id.
+        Asked where `keeps_logits`."""

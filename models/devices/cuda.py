@@ -31,6 +31,7 @@ from nanoactor.models.seq_lens import HostSeqLens
 try:
     from nanoactor.models.kernels import batch as slots_kernels
     from nanoactor.models.kernels import decode_attention, elementwise, sampling
+    from nanoactor.models.kernels.masked_sampling import sample_masked_rows
     from nanoactor.models.kernels.prefill import HOPPER, PrefillAttention
     from nanoactor.models.kernels.prefill_attention import tokens_per_program
 
@@ -167,7 +168,7 @@ class Scratch:
 class CUDADevice(PortableCUDADevice):
     """The same with operators in Triton, and steps as graphs."""
 
-    captures_graphs = captures_prompts = deep_pipeline = True
+    captures_graphs = captures_prompts = deep_pipeline = keeps_logits = True
     needs_host_seq_lens = False
     fused_sampling: FusedSampling = "all"
     fused_sampling_of_ranks: FusedSampling = "all"
@@ -258,6 +259,18 @@ class CUDADevice(PortableCUDADevice):
         """Four kernels; only what may be among the best k is sorted, for rows with a top-k."""
         if len(slots):
             sampling.sample_rows(logits, slots, tables, scratch.partials, chosen)
+
+    def sample_masked_rows(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        masks: torch.Tensor,
+        tables: SlotTables,
+        scratch: Scratch,
+        chosen: torch.Tensor,
+    ) -> None:
+        """Two more."""
+        sample_masked_rows(logits, slots, masks, tables, scratch.partials, chosen)
 
     # -- operators ------------------------------------------------------------------------
 

@@ -81,6 +81,7 @@ class PortableOperators:
     captures_graphs = captures_prompts = False
     narrows_last_layer = needs_host_seq_lens = True
     deep_pipeline = False
+    keeps_logits = False
     fused_sampling: FusedSampling = "none"
     fused_sampling_of_ranks: FusedSampling = "none"
 
@@ -172,6 +173,17 @@ class PortableOperators:
         self,
         logits: torch.Tensor,
         slots: torch.Tensor,
+        tables: SlotTables,
+        scratch: Any,
+        chosen: torch.Tensor,
+    ) -> None:
+        """No row is chosen in one pass."""
+
+    def sample_masked_rows(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        masks: torch.Tensor,
         tables: SlotTables,
         scratch: Any,
         chosen: torch.Tensor,

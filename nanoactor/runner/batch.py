@@ -88,9 +88,10 @@ class Prefill:
     tiles: Int32
     """(2, programs): row, and which of its groups of tokens."""
     ends: Int32
-    """Which tokens are followed by a sampled one, ..."""
+    """Tokens whose hidden states somebody reads: those that are followed by a sampled one, then
+    those that constrained rows keep; ..."""
     sampling: Int32
-    """... and their slots."""
+    """... and the slots of those that sample."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,8 +176,6 @@ class Update:
             return None
         if self.scores is not None and len(self.scores.prompt_rows):
             return None
-        if self.deferred is not None and len(self.deferred.prompt_rows):
-            return None
         if self.lengths is NO_SEQ_LENS:
             return NO_SEQ_LENS
         contexts = (prefill.positions[prefill.ends] + 1).tolist()
@@ -260,6 +259,7 @@ class HostBatch:
             # The slot may be new to it: its prompt was found in the prefix cache.
             pairs.append((self.layout.lengths + continued.slots, continued.starts))
             pairs.append((self.layout.last_tokens + continued.slots, continued.token_ids))
+        kept, kept_slots = self._kept(step)
         prefill = None
         if len(step.slots):
             ends = (step.starts + step.counts).astype(np.int64)
@@ -269,7 +269,7 @@ class HostBatch:
                 self.lengths[forks.slots] = ends[forks.rows]
                 places = self.layout.lengths + forks.slots.astype(np.int64)
                 pairs.append((places, ends[forks.rows]))
-            prefill = self._prefill(step)
+            prefill = self._prefill(step, kept)
         indices, values = _joined(pairs)
         fallback = self._fallback_rows(prefill)
         return Update(
@@ -288,11 +288,13 @@ class HostBatch:
                 if len(blocks)
             ),
             continued=len(continued.slots),
-            deferred=self._deferred(step, continued.slots, masks),
+            deferred=self._deferred(step, kept_slots, continued.slots, masks),
         )
 
-    def _deferred(self, step: Step, continued: Long, masks: Int32) -> DeferredRows | None:
-        """Return what becomes of constrained rows; None where the step has none."""
+    def _kept(self, step: Step) -> tuple[Long, Long]:
+        """Return which tokens of prompts constrained rows keep something of, and their slots."""
+        if not self._constrained.any:
+            return NO_ROWS, NO_ROWS
         lasts = (np.cumsum(step.counts) - 1).astype(np.int64)
         rows = self._constrained.among(step.slots)
         tokens, slots = [lasts[rows]], [step.slots[rows]]
@@ -300,13 +302,17 @@ class HostBatch:
             rows = self._constrained.among(forks.slots)
             tokens.append(lasts[forks.rows[rows]])
             slots.append(forks.slots[rows])
+        return np.concatenate(tokens), np.concatenate(slots).astype(np.int64)
+
+    def _deferred(
+        self, step: Step, kept: Long, continued: Long, masks: Int32
+    ) -> DeferredRows | None:
+        """Return what becomes of constrained rows; None where the step has none."""
         choosing = [deferred.slots for deferred in step.deferred]
-        prompt_rows = np.concatenate(tokens)
-        if not choosing and not len(continued) and not len(prompt_rows):
+        if not choosing and not len(continued) and not len(kept):
             return None
-        prompt_slots = np.concatenate(slots).astype(np.int64)
         choices = self._choices(np.concatenate([NO_ROWS, *choosing]), masks)
-        return DeferredRows(prompt_rows, prompt_slots, continued, choices)
+        return DeferredRows(kept, continued, choices)
 
     def _choices(self, slots: Long, masks: Int32) -> tuple[SampledRows, ...]:
         most, parts = self._traits.fallback_at_once, []
@@ -362,7 +368,7 @@ class HostBatch:
         rows[: len(known)] = known
         return self.layout.rows + np.arange(first, len(rows)), rows[first:]
 
-    def _prefill(self, step: Step) -> Prefill:
+    def _prefill(self, step: Step, kept: Long) -> Prefill:
         counts = step.counts
         firsts = (np.cumsum(counts) - counts).astype(np.int32)
         row_of = np.repeat(np.arange(len(counts)), counts)
@@ -379,6 +385,7 @@ class HostBatch:
             free = np.delete(np.arange(len(forks.slots)), self._constrained.among(forks.slots))
             ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows[free]]))
             sampling = np.concatenate((sampling, forks.slots[free]))
+        ends = np.concatenate((ends, kept))
         return Prefill(
             step.token_ids.copy(),  # the record is gone when the step is launched
             positions=(np.arange(len(row_of)) + offsets).astype(np.int32),

@@ -3,6 +3,8 @@ the step for all other rows."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from nanoactor.models.batch import SamplingBatch, SlotTables
@@ -22,6 +24,15 @@ def place(index: torch.Tensor, prompts: tuple[int, int]) -> torch.Tensor:
     return torch.where(index < ended, index, index + (padded - ended)) if padded > ended else index
 
 
+class Kept(NamedTuple):
+    """The work that waits in slots for a mask."""
+
+    states: torch.Tensor
+    """(slots, hidden): behind the last position that was computed in each slot."""
+    logits: torch.Tensor | None
+    """(slots, vocabulary) of the same; None where they are computed again."""
+
+
 class TokenChooser:
     """One rank's: its buffers belong to one set of tables."""
 
@@ -33,8 +44,10 @@ class TokenChooser:
         *,
         max_num_seqs: int,
         debug: bool,
+        constrains: bool = False,
     ) -> None:
-        """With `debug` ranks compare what they have chosen."""
+        """With `debug` ranks compare what they have chosen; rows may be constrained where it
+        `constrains`."""
         device, config = model.device, model.config
         self._model, self._device, self._fused = model, device, fused
         self._compares = debug and model.group.size > 1
@@ -43,6 +56,10 @@ class TokenChooser:
         rows = max_num_seqs + MOST_PROMPTS
         self.chosen = device.zeros(rows, dtype=torch.int32)
         """By row of the step's logits."""
+        self.logits: torch.Tensor | None = None
+        """Those of the latest step, where rows may keep them."""
+        if constrains and device.keeps_logits and model.group.size == 1:
+            self.logits = device.zeros(rows, config.vocab_size, dtype=model.dtype)
         heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
         self.scratch = device.scratch(rows, heads, kv_heads, config.head_dim, config.vocab_size)
         """The kernels' memory."""
@@ -51,7 +68,8 @@ class TokenChooser:
         """Choose for all rows that the fused sampler does; part of a captured step."""
         if self._fused != "none":
             chosen = self.chosen[: len(slots)]
-            logits = self._model.whole_logits(hidden)
+            into = self.logits if self.logits is None else self.logits[: len(slots)]
+            logits = self._model.whole_logits(hidden, into)
             self._device.sample_rows(logits, slots, self._tables, self.scratch, chosen)
 
     def choose_behind(
@@ -67,12 +85,18 @@ class TokenChooser:
         self.chosen[index] = chosen.int()
         self._tables.last_tokens[slots] = chosen.int().clamp_min(0)
 
-    def choose_from(self, states: torch.Tensor, rows: DeviceRows) -> torch.Tensor:
-        """Choose for rows whose hidden states are those of `states`, (slots, hidden), that
-        `rows.index` names; int32 (rows,)."""
-        hidden = states.index_select(0, rows.index)
-        if rows.fused and rows.masks is not None:
-            return self._choose_masked(hidden, rows.masks, rows.slots.int())
+    def choose_from(self, kept: Kept, rows: DeviceRows) -> torch.Tensor:
+        """Choose for rows from what is kept in the slots that `rows.index` names; int32 (rows,)."""
+        masks = rows.masks if rows.fused else None
+        if kept.logits is not None and masks is not None:
+            slots = rows.slots.int()
+            chosen = torch.empty_like(slots)
+            places = self._tables, self.scratch, chosen
+            self._device.sample_masked_rows(kept.logits, slots, masks, *places)
+            return chosen
+        hidden = kept.states.index_select(0, rows.index)
+        if masks is not None:
+            return self._choose_masked(hidden, masks, rows.slots.int())
         logits = self._model.network.logits(hidden)
         chosen = self._sample(logits, rows).int()
         self._tables.last_tokens[rows.slots] = chosen.clamp_min(0)

@@ -16,12 +16,10 @@ from nanoactor.runner.sampling_table import SampledRows
 class DeferredRows:
     """The work of a step on constrained rows, behind its layers and in this order."""
 
-    prompt_rows: Long
-    """Which tokens of the step's prompts leave their hidden states ..."""
     prompt_slots: Long
-    """... in which slots."""
+    """The slots in which the last of `Prefill.ends` leave what later choices need, ..."""
     continued_slots: Long
-    """The slots of the rows behind the decode batch, which leave theirs."""
+    """... and those of the rows behind the decode batch, which leave theirs."""
     choices: tuple[SampledRows, ...]
     """Rows that choose a token from what their slots have, a few at a time; `index` are slots."""
 
@@ -33,7 +31,7 @@ class DeferredRows:
     @property
     def size(self) -> int:
         """At most so many int32 numbers travel to the device."""
-        words = 2 * (2 * len(self.prompt_rows) + len(self.continued_slots)) + 12
+        words = 2 * (len(self.prompt_slots) + len(self.continued_slots)) + 8
         return words + sum(part.size for part in self.choices)
 
 
@@ -53,28 +51,28 @@ class ConstrainedSlots:
         self._flags = np.zeros(max_num_seqs, np.bool_)
         self._outputs = np.zeros(max_num_seqs, np.int32)
         """Where the output begins."""
-        self._any = False
+        self.any = False
         """Whether there has ever been one: else no step looks."""
 
     def admit(self, new: Admissions) -> None:
         """Take new sequences."""
-        if not self._any and not len(new.constrained):
+        if not self.any and not len(new.constrained):
             return
-        self._any = True
+        self.any = True
         self._flags[new.slots] = False
         self._flags[new.slots[new.constrained]] = True
         self._outputs[new.slots] = new.prompt_lengths
 
     def among(self, slots: Int32) -> Long:
         """Select the rows of these slots that are constrained."""
-        return np.flatnonzero(self._flags[slots]) if self._any else NO_ROWS
+        return np.flatnonzero(self._flags[slots]) if self.any else NO_ROWS
 
     def split(self, step: Step) -> tuple[Step, Continued]:
         """Take the chunks of one token that end a step's list and continue an output out of it:
         they can attend as the decode batch does. Pictures stand in prompts alone, so a step with
         some is left as it is."""
         slots, token_ids = step.slots, step.token_ids
-        if not self._any or step.vision:
+        if not self.any or step.vision:
             return step, Continued(NO_ROWS, NO_ROWS, token_ids[:0])
         continues = self._flags[slots] & (step.counts == 1) & (step.starts >= self._outputs[slots])
         for scored in step.scored:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 from tqdm import tqdm
 
+from nanoactor.actors.config import has_grammars
 from nanoactor.messages import Int32, Step
 from nanoactor.models.batch import (
     AttentionBatch,
@@ -30,11 +31,7 @@ from nanoactor.models.columns import WORDS
 from nanoactor.models.device import Device, TimedEvent
 from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.runner.batch import (
-    NO_MASKS,
-    HostBatch,
-    Update,
-)
+from nanoactor.runner.batch import NO_MASKS, HostBatch, Update
 from nanoactor.runner.choosing import TokenChooser
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.config import RankConfig
@@ -85,7 +82,7 @@ class DeviceExecutor:
         """
         engine = config.engine
         self._config, self._device = engine, device
-        self._longest = config.files.max_model_len
+        self._longest, self._constrains = config.files.max_model_len, has_grammars(config.files)
         self.device_name, self.asynchronous = device.name, device.asynchronous
         alone = engine.tensor_parallel_size == 1
         self._fused = device.fused_sampling if alone else device.fused_sampling_of_ranks
@@ -152,6 +149,7 @@ class DeviceExecutor:
             self._tokens,
             max_num_seqs=config.max_num_seqs,
             debug=config.debug,
+            constrains=self._constrains,
         )
         self._deferred = DeferredChoices(model, self._chooser, layout.slots)
         self._scorer = StepScorer(model)
@@ -187,6 +185,7 @@ class DeviceExecutor:
             shape = sizes[-1], self._model.config.hidden_size
             self._kept = device.zeros(*shape, dtype=self._model.dtype)
         self._nothing = device.zeros(4, 1, dtype=torch.int32)[:, :0]
+        self._dummies = torch.full_like(self._buffers.contexts, self._batch.layout.dummy)
         self._staging = Staging(device, self.max_depth + 2)
         self._packing: Staging | None = None
         """For rehearsals."""
@@ -413,7 +412,7 @@ class DeviceExecutor:
         if fits:
             return self._captured.mixed(fits)
         if not update.decode_rows:  # a step that encodes, or chooses from what is kept
-            return self._deferred.states[:0]
+            return self._deferred.kept.states[:0]
         return self._decode_step(update)
 
     def _mark(self, event: TimedEvent) -> None:
@@ -487,7 +486,8 @@ class DeviceExecutor:
             sampling = hidden.index_select(0, prefill.ends)
             if rows:
                 sampling = torch.cat((sampling, hidden[first:]))
-        self._chooser.choose(sampling, torch.cat((prefill.sampling, decodes)))
+        keeping = self._dummies[: len(prefill.ends) - len(prefill.sampling)]
+        self._chooser.choose(sampling, torch.cat((prefill.sampling, keeping, decodes)))
         return sampling
 
     def collect(self, buffers: InFlight) -> Computed:

@@ -107,9 +107,9 @@ class LoadedModel:
         """Ids, int64 (rows,), from this rank's logits."""
         return self._sample(logits, batch)
 
-    def whole_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of all ranks' parts, (rows, vocabulary)."""
-        logits = self.network.logits(hidden)
+    def whole_logits(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits of all ranks' parts, (rows, vocabulary); of one rank, in a place for them."""
+        logits = self.network.logits(hidden, into)
         if self.group.size == 1:
             return logits
         return whole_logits(self.group, logits, self.config.vocab_size)

@@ -77,7 +77,6 @@ class Staging:
     def put_deferred(self, rows: DeferredRows) -> DeviceDeferred:
         """Pack what becomes of constrained rows."""
         return DeviceDeferred(
-            self.put(rows.prompt_rows),
             self.put(rows.prompt_slots),
             self.put(rows.continued_slots),
             [self.put_sampling(part) for part in rows.choices],
@@ -125,7 +124,6 @@ class DeviceRows:
 class DeviceDeferred:
     """`DeferredRows` on the device."""
 
-    prompt_rows: torch.Tensor
     prompt_slots: torch.Tensor
     continued_slots: torch.Tensor
     choices: list[DeviceRows]

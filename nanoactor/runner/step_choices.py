@@ -40,14 +40,14 @@ class StepChoices:
         """
         of_prompts, hidden = states
         prompts = len(update.prefill.sampling) if update.prefill else 0
-        padded = prompts if room is None else room
+        padded = room if room is not None else len(update.prefill.ends) if update.prefill else 0
         for part in staged.fallback:
             self._chooser.choose_behind(hidden, part, (prompts, padded))
         rows, chosen = padded + update.decodes, self._chooser.chosen
         late = chosen[:0]
         if staged.deferred:
-            continued = hidden[rows : rows + update.continued]
-            self._deferred.keep(staged.deferred, of_prompts, continued)
+            self._deferred.keep(staged.deferred.prompt_slots, hidden, prompts)
+            self._deferred.keep(staged.deferred.continued_slots, hidden, rows)
             late = self._deferred.choose(staged.deferred)
         if staged.scores and update.scores:
             if staged.deferred:

@@ -2,6 +2,7 @@
 the masks that llguidance gives offline."""
 
 import asyncio
+import dataclasses
 import json
 
 import jsonschema
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import nanoactor.models.devices as devices
 from nanoactor import EngineConfig, SamplingParams
 from nanoactor.errors import ComputationFailed, InvalidRequest
 from nanoactor.grammar.matcher import Compiled
@@ -17,6 +19,8 @@ from nanoactor.model_files import read_model_files
 from nanoactor.structured_outputs import StructuredOutputsParams
 from tests.engine.conftest import DEMO
 from tests.engine.harness import TIE, collect, engine, greedy
+from tests.models.checkpoints import make_checkpoint
+from tests.models.interpreted import InterpretedDevice
 
 PERSON = {
     "type": "object",
@@ -118,6 +122,36 @@ def test_every_schedule_keeps_to_the_grammar(demo, vocabulary, changes, preempts
     scheduler = figures["scheduler"]["actor"]
     assert (scheduler["preemptions"] > 0) == preempts
     assert scheduler["failed"] == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # 32-bit products wrap around in NumPy
+def test_rows_keep_the_logits_that_their_step_computes(tmp_path, monkeypatch):
+    """As on a GPU, in captured steps that are padded: chunks, and then row by row beside others;
+    the same tokens as from hidden states."""
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
+    make_checkpoint(tmp_path, vocab_size=2048, eos_token_id=2, **heads)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(DEMO / name)
+    limits = dict(max_num_seqs=3, max_num_batched_tokens=8, max_model_len=64, num_kv_blocks=40)
+    asked = [
+        *(wanted(number, max_tokens=6) for number in (1, 5)),
+        dataclasses.replace(wanted(0, max_tokens=6), temperature=0.9, seed=1),
+        dataclasses.replace(wanted(4, max_tokens=6), repetition_penalty=1.2),
+    ]
+
+    async def outputs(**changes):
+        options = dict(skip_tokenizer_init=False, placement="single", **limits, **changes)
+        async with engine(tmp_path, **options) as llm:
+            found = await asyncio.gather(*(collect(llm, STEM[:9], how) for how in asked))
+            told = [output.outputs[0].token_ids for output in found]
+            return told, (await llm.statistics())["runner.0"]["actor"]
+
+    expected, _ = asyncio.run(outputs())
+    monkeypatch.setattr(devices, "open_device", lambda *_: InterpretedDevice())
+    found, figures = asyncio.run(outputs())
+    assert figures["steps_uncaptured"] == figures["steps_too_large"] == 0
+    assert found == expected
 
 
 def test_a_finished_answer_is_valid():

@@ -13,7 +13,7 @@ import torch
 from nanoactor.models.batch import KVCache, RowBuffers, SamplingBatch, SamplingGroups, SlotTables
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.portable import PortableOperators
-from nanoactor.models.limits import CANDIDATES, NO_TOKEN
+from nanoactor.models.limits import CANDIDATES, NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.models.sampling import sample
 from tests.models.batches import attention_batch, words_of
 from tests.models.interpreted import InterpretedDevice
@@ -282,6 +282,47 @@ def test_rows_whose_logits_are_not_finite_get_no_token_and_harm_no_other(device,
     assert chosen[7:].tolist() == sampled_by_hand(logits, tables, torch.arange(SLOTS))[7:].tolist()
     last = tables.last_tokens.cpu()[:SLOTS]
     assert ((last >= 0) & (last < vocabulary)).all(), "the next step looks them up"
+
+
+def mask_words(allowed):
+    """int32 (rows, words): a bit for each id that may be chosen."""
+    rows, ids = allowed.shape
+    padded = torch.zeros(rows, -(-ids // 32) * 32, dtype=torch.int64)
+    padded[:, :ids] = allowed
+    bits = padded.view(rows, -1, 32) << torch.arange(32)
+    return bits.sum(-1).to(torch.uint32).view(torch.int32)
+
+
+@pytest.mark.parametrize("device", ["interpreted", GPU], indirect=True)
+@pytest.mark.parametrize("vocabulary", [3, 211, 4096, 9001])
+def test_kept_logits_are_sampled_under_masks(device, vocabulary):
+    """Rows in any order, each from the logits of its slot; what a mask leaves out may be anything,
+    and who is left nothing is told apart from who has computed nothing."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    tables = make_tables(device, by_slot([0.0, 0.6, 1.0, 0.0, 1.0, 3.0, 0.8, 50.0, 0.0]))
+    kept = torch.randn(SLOTS, vocabulary, generator=generator) * 4
+    slots = torch.tensor([5, 0, 8, 2, 4, 3, 7, 6, 1])
+    allowed = torch.rand(len(slots), vocabulary, generator=generator) < 0.3
+    allowed[:, -1] = True
+    allowed[5] = False  # slot 3: nothing is left
+    allowed[6] = False
+    kept[7] = math.nan  # nothing is left of what is broken
+    kept[6, -1] = math.nan  # one that is allowed
+    kept[1, 0], allowed[8, 0] = math.nan, False  # one that is not
+    kept = kept.to(device.torch_device)
+    masks = mask_words(allowed).to(device.torch_device)
+    scratch = device.scratch(len(slots), 4, 2, 24, vocabulary)
+    chosen = poisoned(device, len(slots) + 1)
+    device.sample_masked_rows(
+        kept, slots.int().to(device.torch_device), masks, tables, scratch, chosen[:-1]
+    )
+    masked = kept[slots].masked_fill(~allowed.to(device.torch_device), -math.inf)
+    expected = sampled_by_hand(masked, tables, slots).tolist()
+    expected[5:8] = [NOTHING_ALLOWED, NO_TOKEN, NO_TOKEN]
+    assert chosen.tolist() == [*expected, -99]
+    for row in (0, 1, 2, 3, 4, 8):
+        assert allowed[row, expected[row]]
+        assert int(tables.last_tokens[slots[row]]) == expected[row]
 
 
 @pytest.mark.gpu

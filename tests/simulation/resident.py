@@ -115,7 +115,9 @@ class ResidentState:
         lengths = self._column(self._layout.lengths)[slots]
         kept: list[tuple[int, int]] = []
         if rest is not None:
-            kept = list(zip(rest.prompt_rows.tolist(), rest.prompt_slots.tolist(), strict=True))
+            last = ends[len(ends) - len(rest.prompt_slots) :]
+            kept = list(zip(last, rest.prompt_slots.tolist(), strict=True))
+            ends = ends[: len(ends) - len(last)]
             behind = range(first + update.decodes, first + update.decode_rows)
             kept += zip(behind, rest.continued_slots.tolist(), strict=True)
             assert rest.continued_slots.tolist() == decodes[update.decodes :].tolist()
@@ -190,7 +192,7 @@ class ResidentState:
             words += 2 * (len(scores.prompt_rows) + len(scores.targets) + len(scores.rows)) + 9
         words += sum(2 * len(blocks) + 3 for blocks in update.copies)
         if rest := update.deferred:
-            arrays = (rest.prompt_rows, rest.prompt_slots, rest.continued_slots)
+            arrays = (rest.prompt_slots, rest.continued_slots)
             words += sum(2 * array.size + 3 for array in arrays)
         return words + 3 * (2 + 7)  # each is aligned to 4 words
 

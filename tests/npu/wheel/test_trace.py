@@ -260,13 +260,14 @@ def test_states_are_kept_and_choices_made_under_masks_without_values(fused):
 
         groups = SamplingGroups(*map(slots, (1, 1, 2, 0, 0, 0, 0)))
         choices = DeviceRows(slots(4), slots(4), groups, None, whole(4, 151936 // 32), fused)
-        rows = DeviceDeferred(slots(2), slots(2), slots(2), [choices])
+        rows = DeviceDeferred(slots(2), slots(2), [choices])
         hidden = traced.step(*STEPS["mixed"])
         with ContractChecker() as checker:
-            deferred.keep(rows, hidden[:137], hidden[137:])
+            deferred.keep(rows.prompt_slots, hidden, 0)
+            deferred.keep(rows.continued_slots, hidden, 137)
             chosen = deferred.choose(rows)
-    assert deferred.states.shape == (9, 1024)
-    assert deferred.states.dtype == HALF
+    assert deferred.kept.states.shape == (9, 1024)
+    assert deferred.kept.states.dtype == HALF
     assert chosen.shape == (4,)
     assert chosen.dtype == torch.int32
     assert chosen.device == traced.device.torch_device
