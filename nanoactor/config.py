@@ -143,7 +143,7 @@ class EngineConfig:
     max_restarts: int = 5
     """Deaths of processes within `restart_window` that are made good: the process is replaced, and
     streams go on. One more is the engine's, and requests raise `EngineDead`. 0: the first is, as
-    with several ranks and with `debug_record_dir`."""
+    with `debug_record_dir`."""
     restart_window: float = 300.0
     """Seconds."""
     debug: bool = False
@@ -314,10 +314,8 @@ class EngineConfig:
 
     @property
     def restarts_allowed(self) -> int:
-        """`max_restarts`, as far as this engine can begin anew: a collective that a rank has left
-        cannot be finished, and a recording is of one life."""
-        can = self.tensor_parallel_size == 1 and self.debug_record_dir is None
-        return self.max_restarts if can else 0
+        """`max_restarts`, as far as this engine can begin anew: a recording is of one life."""
+        return self.max_restarts if self.debug_record_dir is None else 0
 
     def steps_in_flight(self, *, deep: bool) -> int:
         """Return how many steps are in flight at most; `deep`: short steps may be followed by

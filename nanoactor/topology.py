@@ -160,7 +160,10 @@ def _runner_nodes(
     for rank in range(config.tensor_parallel_size):
         name = f"runner.{rank}"
         inherited = (rendezvous.descriptor,) if rendezvous and rank == 0 else ()
-        nodes.append(NodeSpec(name, (name,), environment, blocked, inherited, roused=True))
+        group = "ranks" if config.tensor_parallel_size > 1 else ""
+        nodes.append(
+            NodeSpec(name, (name,), environment, blocked, inherited, roused=True, group=group)
+        )
     return nodes
 
 

@@ -205,7 +205,7 @@ class ChildProcess:
     """One node in a process of its own, as its parent sees it."""
 
     def __init__(self, spec: NodeSpec, plan: NodePlan, loop: asyncio.AbstractEventLoop) -> None:
-        self.name = spec.name
+        self.name, self.group = spec.name, spec.group
         self.ready: asyncio.Future[control.Ready] = loop.create_future()
         self.started: asyncio.Future[None] = loop.create_future()
         self.failure: control.Failed | None = None
@@ -332,9 +332,9 @@ class ChildProcess:
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
 
-    def give_up(self) -> BaseException:
+    def give_up(self, why: BaseException | None = None) -> BaseException:
         """Fail the start that waits for it, if one does; return why it ended."""
-        error = self._describe_end()
+        error = why or self._describe_end()
         for future in (self.ready, self.started):
             if not future.done():
                 future.set_exception(error)

@@ -206,7 +206,7 @@ class System:
         """Those that have died until now, each of which is told once."""
         victims, self._victims = self._victims, {}
         for name, error in victims.items():
-            log.warning("node %s has died and is replaced: %s", name, error)
+            log.warning("node %s is replaced: %s", name, error)
             self.restarts[name] += 1
         return victims
 
@@ -276,10 +276,21 @@ class System:
         if not self._runs or not budget.spend(time.monotonic()):
             return False
         self._victims[child.name] = error
+        self._end_groups(child)
         self._stop_watching()
         if self._recovery is None:
             self._recovery = asyncio.ensure_future(self._recover())
         return True
+
+    def _end_groups(self, dead: ChildProcess) -> None:
+        """End at once who cannot stop where others of its group do; that is nobody's fault."""
+        for child in self._children:
+            if child.group and not child.is_over:
+                child.is_over = True
+                child.kill()
+                error = RuntimeFault(f"node {dead.name} has died, and group {child.group} with it")
+                child.give_up(error)
+                self._victims.setdefault(child.name, error)
 
     def actor(self, name: str) -> Actor:
         """An actor of the local node."""

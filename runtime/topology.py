@@ -52,6 +52,9 @@ class NodeSpec:
     """How much the process yields to others, as `os.nice` counts it."""
     roused: bool = False
     """Whether it can be told that work is on its way, and then stays awake for a moment."""
+    group: str = ""
+    """Nodes of one group wait for one another, without a message: whoever dies, none of them can be
+    asked to stop where the others do, so all are replaced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -204,6 +204,15 @@ def test_every_process_of_an_engine_that_computes(names):
     assert tortured.busy >= 3
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_ranks_are_replaced_together_whoever_dies():
+    names = (*NAMES, "runner.1")
+    ranks = dict(dtype="float32", threads=1, tensor_parallel_size=2)
+    tortured = run(names, 2 * len(names), 5, (0.1, 0.3), **ranks)
+    assert tortured.busy >= len(names)
+
+
 def seeing():
     """Conversations and prompts with pictures, which are sent and encoded again."""
     shown = [drawn(digits) for digits in ("472", "90", "1")]

@@ -91,19 +91,41 @@ def listening(pid):
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_ranks_listen_on_loopback_and_the_death_of_one_is_the_engines_within_100_ms(
-    checkpoint, rank
-):
-    async def death():
-        async with AsyncLLM(
-            str(checkpoint), skip_tokenizer_init=True, tensor_parallel_size=2, dtype="float32"
-        ) as llm:
+def of_two_ranks(checkpoint, **options):
+    options = dict(tensor_parallel_size=2, dtype="float32", skip_tokenizer_init=True) | options
+    return AsyncLLM(str(checkpoint), **options)
+
+
+@pytest.mark.deadly
+def test_ranks_listen_on_loopback_and_are_replaced_together(checkpoint):
+    """With the stream that they were computing; the new ones meet at the same place."""
+
+    async def main():
+        async with of_two_ranks(checkpoint) as llm:
+            wanted = await collect(llm, ids(range(20)), greedy(400))
             request = asyncio.ensure_future(collect(llm, ids(range(20)), greedy(400)))
             await asyncio.sleep(0.3)
-            found = [a for name in ("runner.0", "runner.1") for a in listening(llm.pids[name])]
+            before, ranks = llm.pids, ("runner.0", "runner.1")
+            os.kill(before["runner.1"], signal.SIGKILL)
+            assert (await request).outputs[0].token_ids == wanted.outputs[0].token_ids
+            assert llm.restarts[0] == dict.fromkeys(ranks, 1)
+            replaced = {name for name, pid in llm.pids.items() if pid != before[name]}
+            assert replaced == {*ranks}
+            found = [a for name in ranks for a in listening(llm.pids[name])]
             assert found, "the rendezvous is not seen at all"
             assert set(found) <= LOOPBACK
+
+    asyncio.run(main())
+    assert not children()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_restarts_the_death_of_a_rank_is_the_engines_within_100_ms(checkpoint, rank):
+    async def death():
+        async with of_two_ranks(checkpoint, max_restarts=0) as llm:
+            request = asyncio.ensure_future(collect(llm, ids(range(20)), greedy(400)))
+            await asyncio.sleep(0.3)
             async with Delay() as delay:
                 os.kill(llm.pids[f"runner.{rank}"], signal.SIGKILL)
                 with pytest.raises(EngineDead):

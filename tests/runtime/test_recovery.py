@@ -289,7 +289,8 @@ def test_a_death_just_before_the_others_begin_anew():
 
 def test_a_process_that_cannot_be_started_again_ends_the_system():
     async def main():
-        async with Running(start_timeout=1) as run:
+        async with Running() as run:
+            run.system._options = dataclasses.replace(run.system._options, start_timeout=1)
             far = run.system._children.by_name["far"]
             far.introduced = asyncio.get_running_loop().create_future()  # nobody starts it
             run.kill("near")
