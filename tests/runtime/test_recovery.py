@@ -359,7 +359,7 @@ def test_who_hangs_while_another_dies_is_replaced_too(caplog):
             run.kill("far")
             await run.recovered()
             await run.echo(range(5))
-            assert run.system.restarts == {"near": 1, "far": 1}
+            assert {*run.system.restarts} == {"near", "far"}
 
     asyncio.run(main())
     assert "does not begin anew" in caplog.text
@@ -399,7 +399,7 @@ def test_the_stall_that_is_one_death_too_many_is_told_as_one():
 
 def test_who_is_not_ready_again_in_time_is_named():
     async def main():
-        async with Running(delay=1.5, start_timeout=4.0) as run:
+        async with Running(delay=1.5) as run:
             run.system._options = dataclasses.replace(run.system._options, start_timeout=0.3)
             run.kill("far")
             await run.until(lambda: run.deaths)
