@@ -20,12 +20,27 @@ class BlockManagerActor(Actor):
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._step_at = 0
+        self._caches: list[int] = []
+        """Whose blocks the manager knows, by rank."""
+        self._manager: BlockManager
+
+    def renew(self) -> None:
+        """Keep the manager: where the runners live, so does what is in their caches."""
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Make the block manager, now that the runners have sized the cache."""
         super().start(context, ready)
-        engine, cache = self._config.engine, RunnerReady.find(ready)
-        self._manager = BlockManager(
+        caches = [of_rank.cache for of_rank in ready.values() if isinstance(of_rank, RunnerReady)]
+        if caches == self._caches:
+            self._manager.begin_anew()
+        else:
+            self._caches, self._manager = caches, self._new_manager(RunnerReady.find(ready))
+        self._runners = context.outbox("runners")
+        self._scheduler = context.outbox("scheduler")
+
+    def _new_manager(self, cache: RunnerReady) -> BlockManager:
+        engine = self._config.engine
+        return BlockManager(
             blocks=cache.num_blocks,
             block_size=cache.block_size,
             max_seqs=engine.max_num_seqs,
@@ -34,8 +49,6 @@ class BlockManagerActor(Actor):
             prefix_caching=engine.enable_prefix_caching,
             encoder=encoder_limits(self._config, cache),
         )
-        self._runners = context.outbox("runners")
-        self._scheduler = context.outbox("scheduler")
 
     def handlers(self) -> Mapping[type, Handler]:
         """Matches, plans, results and frees, in the order in which the scheduler sent them."""

@@ -50,6 +50,8 @@ class RunnerReady:
     """Pages of the encoder cache; 0 for a model that sees nothing."""
     max_depth: int = 0
     """Steps that may be in flight at once while they are short; 0: as many as ever."""
+    cache: int = 0
+    """A number of the cache's memory: another one where what was in it is gone."""
 
     @classmethod
     def find(cls, ready: Mapping[str, ReadyInfo]) -> RunnerReady:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import secrets
 import threading
 import time
 from collections import deque
@@ -59,6 +60,7 @@ class RunnerActor(Actor):
         self._threads: list[threading.Thread] = []
         self._stopping = self._discards = False
         self._deadline = StepDeadline()
+        self._cache = secrets.randbits(62)
         self._ahead = 0
         """Steps that were laid out while one before was computed or waited to be."""
         self._lead = 0.001
@@ -100,6 +102,7 @@ class RunnerActor(Actor):
             device=self._executor.device_name,
             encoder_pages=self._executor.encoder_pages,
             max_depth=self._executor.max_depth,
+            cache=self._cache,
         )
 
     def renew(self) -> RunnerReady:

@@ -15,7 +15,9 @@ import numpy as np
 from nanoactor.errors import ProtocolBug
 from nanoactor.grammar.messages import KnownTokens
 from nanoactor.kv.hashing import block_hash
+from nanoactor.kv.holding import Answers, Holding, spread_doubt
 from nanoactor.kv.items import HeldItems, ItemKeeper
+from nanoactor.kv.leftovers import Leftovers
 from nanoactor.kv.pool import BlockPool
 from nanoactor.messages import (
     Credits,
@@ -36,36 +38,6 @@ _NOTHING_HELD = -1
 _NO_EXTRAS: Mapping[int, bytes] = {}
 
 
-@dataclasses.dataclass(slots=True)
-class Holding:
-    """The blocks that one slot's sequence holds."""
-
-    uid: int
-    hashes: list[bytes]
-    """Of the leading full blocks: all of the prompt's, then as outputs become known."""
-    table: list[int]
-    items: HeldItems | None = None
-    extras: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
-    """By block: what its hash covers of pictures."""
-    announced: int = 0
-    """Leading entries of the table that the runners know."""
-    distrusted: bool = False
-    """Some of it is not what it should be: nothing of it is indexed any more."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Answers:
-    """The content of the next `Credits`."""
-
-    uids: list[int] = dataclasses.field(default_factory=list)
-    hits: list[int] = dataclasses.field(default_factory=list)
-    refunds: list[int] = dataclasses.field(default_factory=list)
-    freed: list[int] = dataclasses.field(default_factory=list)
-    fences: list[int] = dataclasses.field(default_factory=list)
-    settled: int = 0
-    tainted: list[int] = dataclasses.field(default_factory=list)
-
-
 class BlockManager:
     """Owns block tables, reference counts, the prefix index and the order of eviction."""
 
@@ -80,7 +52,12 @@ class BlockManager:
         encoder: EncoderLimits = NO_ENCODER,
     ) -> None:
         self.pool = BlockPool(blocks)
-        self.items = ItemKeeper(encoder)
+        self.items, self._encoder = ItemKeeper(encoder), encoder
+        self._leftovers = Leftovers(self.pool, block_size)
+        self._step = 0
+        """The last step that was planned."""
+        self._fresh: deque[tuple[int, int]] = deque()
+        """(step, block) of what was indexed since the last step that is known to be done."""
         self._block_size = block_size
         self._salt = salt
         self._prefix_caching = prefix_caching
@@ -98,12 +75,14 @@ class BlockManager:
         """Positions that its blocks hold; 0 where a slot holds nothing."""
         self._next_index = np.zeros(max_seqs, np.int64)
         """Where the first block ends whose content is not indexed, and was not when matched."""
+        self._computed = np.zeros(max_seqs, np.int64)
+        """Positions that steps which are known to be done have computed, once there is a token."""
         self._decoding = np.zeros(max_seqs, np.bool_)
         self._to_index: list[tuple[int, int]] = []
         """(slot, tokens complete) where a block has filled since the last `index`."""
         self._decoders = np.empty(0, np.int64)
         """The slots of the decode batch."""
-        self._answers = _Answers()
+        self._answers = Answers()
         self.prompt_tokens = 0
         """Tokens of all sequences matched, a preempted one's again each time it comes back."""
         self.hit_tokens = 0
@@ -128,8 +107,14 @@ class BlockManager:
         table = self._find(event, hashes[: (len(tokens) - 1) // self._block_size])
         refund = sum(map(self.pool.share, table))
         hits = len(table)
-        table += [self.pool.allocate() for _ in range(event.blocks - hits)]
         computed = hits * self._block_size
+        most = min(len(tokens) - 1, event.most_hits)
+        if hits not in extras and (
+            begun := self._leftovers.take(hashes[:hits], tokens[computed:most])
+        ):
+            table.append(begun.block)
+            computed += begun.positions
+        table += [self.pool.allocate() for _ in range(event.blocks - len(table))]
         self._holdings[event.slot] = Holding(event.uid, hashes, table, items, extras)
         if items is None:
             self.items.match_nothing()
@@ -138,7 +123,8 @@ class BlockManager:
         self._tokens[event.slot, : len(tokens)] = event.token_ids
         self._known[event.slot], self._planned[event.slot] = len(tokens), computed
         self._room[event.slot] = len(table) * self._block_size
-        self._next_index[event.slot] = computed + self._block_size
+        self._next_index[event.slot] = (hits + 1) * self._block_size
+        self._computed[event.slot] = 0
         self.prompt_tokens += len(tokens)
         self.hit_tokens += computed
         self._answers.uids.append(event.uid)
@@ -176,6 +162,7 @@ class BlockManager:
 
     def bind_blocks(self, plan: Plan) -> Step:
         """Turn a plan into a step: add block ids and the prompts' tokens."""
+        self._step = plan.step
         prefill: list[int] = plan.slots.tolist()
         for slot in plan.grows.tolist():
             self._of(slot, plan.step).table.append(self.pool.allocate())
@@ -250,6 +237,7 @@ class BlockManager:
             self._holdings[slot] = copy
             self._tokens[slot, :end] = self._tokens[source_slot, :end]
             self._known[slot] = self._planned[slot] = end
+            self._computed[slot] = 0
             self._room[slot] = len(table) * self._block_size
             self._next_index[slot] = (full + 1) * self._block_size
         return dataclasses.replace(forks, sources=_int32(sources), copies=_int32(copies))
@@ -312,6 +300,8 @@ class BlockManager:
             self._left.popleft()
         if len(event.failed):
             self._distrust(event)
+        while self._fresh and self._fresh[0][0] <= event.step:
+            self._fresh.popleft()
         self.pool.complete(event.step)
         self.items.cache.complete(event.step)
         slots = event.slots
@@ -319,7 +309,7 @@ class BlockManager:
         if len(known) and known.min() < 0:
             self._of(int(slots[known < 0][0]), event.step)
         self._tokens[slots, known] = event.token_ids
-        self._known[slots] = known + 1
+        self._known[slots], self._computed[slots] = known + 1, known
         if not self._prefix_caching:
             return
         complete = np.minimum(self._known[slots], self._planned[slots])
@@ -350,6 +340,7 @@ class BlockManager:
             self._holdings[slot] = copy
             computed = length // self._block_size * self._block_size
             self._known[slot], self._planned[slot] = length, computed
+            self._computed[slot] = 0
             self._room[slot] = self._next_index[slot] = computed + self._block_size
             freed += self.pool.release(before.table[::-1], event.fence)
         self._answers.freed.append(freed)
@@ -368,38 +359,20 @@ class BlockManager:
         return Holding(uid, hashes, table, distrusted=source.distrusted)
 
     def _distrust(self, event: SampledTokens) -> None:
-        """Take what failing rows computed out of the index, and tell who has read it.
-
-        What a sequence computes on blocks that are bad is bad too, so it spreads to whoever holds
-        one of its blocks. Nobody else can have read them: since they were computed no fence of a
-        sequence that did has passed.
-        """
+        """Take what failing rows computed out of the index, and tell who has read it."""
         self.index()
-        bad: set[int] = set()
-        doubtful: set[int] = set()
-        """The failing sequences' earlier blocks: to compute them again is cheap."""
+        failing = []
         for slot, start in zip(event.failed.tolist(), event.failed_from.tolist(), strict=True):
             left = (holding for _, of, holding in self._left if of == slot)
             holding = next(left, None) or self._of(slot, event.step)
-            holding.distrusted = True
+            failing.append((holding, start // self._block_size))
             if holding.items is not None:
                 self.items.distrust(holding.items)
-            doubtful |= set(holding.table)
-            bad |= set(holding.table[start // self._block_size :])
-        grown = True
-        while grown:
-            grown = False
-            for holding in (*self._holdings.values(), *(h for _, _, h in self._left)):
-                first = next((at for at, block in enumerate(holding.table) if block in bad), None)
-                if first is not None and not bad.issuperset(holding.table[first:]):
-                    bad |= set(holding.table[first:])
-                    grown = True
         # Those that were preempted meanwhile still take what steps under way bring them.
-        for holding in (*self._holdings.values(), *(h for _, _, h in self._left)):
-            if not bad.isdisjoint(holding.table):
-                holding.distrusted = True
-                self._answers.tainted.append(holding.uid)
-        self.pool.distrust(bad | doubtful)
+        every = (*self._holdings.values(), *(holding for _, _, holding in self._left))
+        blocks, readers = spread_doubt(failing, every)
+        self._answers.tainted += [holding.uid for holding in readers]
+        self.pool.distrust(blocks)
         self._answers.settled += 1
 
     def index(self) -> None:
@@ -427,7 +400,9 @@ class BlockManager:
             if index == len(holding.hashes):
                 tokens = self._tokens[slot, : (index + 1) * size]
                 self._complete_hashes(holding.hashes, tokens, holding.extras)
-            self.pool.remember(holding.table[index], holding.hashes[index])
+            block = holding.table[index]
+            if self.pool.remember(block, holding.hashes[index]):
+                self._fresh.append((self._step, block))
             self._next_index[slot] = (index + 2) * size
 
     def free(self, event: Free) -> None:
@@ -449,7 +424,7 @@ class BlockManager:
 
     def take_credits(self) -> Credits | None:
         """All answers since the last call, as one message; None where there are none."""
-        answers, self._answers = self._answers, _Answers()
+        answers, self._answers = self._answers, Answers()
         encoder = self.items.take_credits()
         if not (answers.uids or answers.freed or answers.settled or encoder):
             return None
@@ -463,6 +438,32 @@ class BlockManager:
             settled=answers.settled,
             tainted=np.array(answers.tainted, np.int64),
         )
+
+    # -- beginning anew -------------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """Forget all sequences; the runners keep their memory, and compute nothing any more.
+
+        The index keeps what steps that are known to be done have computed; blocks that were not
+        full are found by who goes on with the same tokens. Steps are counted from 1 again.
+        """
+        for _, block in self._fresh:
+            self.pool.forget(block)
+        self._leftovers = Leftovers(self.pool, self._block_size)
+        for slot, holding in self._holdings.items():
+            if self._prefix_caching and not holding.distrusted:
+                tokens = self._tokens[slot, : self._computed[slot]]
+                self._complete_hashes(holding.hashes, tokens, holding.extras)
+                self._leftovers.leave(holding, tokens)
+            self.pool.release(holding.table[::-1], fence=0)
+        self.pool.begin_anew()
+        self.items = ItemKeeper(self._encoder)
+        for queue in (self._fresh, self._left, self._to_index, self._holdings):
+            queue.clear()
+        self._known[:], self._decoding[:] = _NOTHING_HELD, False
+        self._room[:] = self._step = 0
+        self._decoders = np.empty(0, np.int64)
+        self._answers = Answers()
 
     # -- looking on -----------------------------------------------------------------------
 

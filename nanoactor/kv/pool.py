@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from nanoactor.errors import ProtocolBug
 
 _NOT_QUARANTINED = -1
+_AFTER_ALL = 1 << 62
 
 
 class BlockPool:
@@ -58,28 +59,44 @@ class BlockPool:
         elif self._cached:
             block, _ = self._cached.popitem(last=False)
             self.evictions += 1
-            self._forget(block)
+            self.forget(block)
         else:
             raise ProtocolBug("no block is free or cached: more credits were spent than exist")
         self._references[block] = 1
         return block
 
-    def _forget(self, block: int) -> None:
+    def forget(self, block: int) -> None:
+        """Have its content found no more."""
         content = self._hash[block]
         if content is not None:
             del self._index[content]
             self._hash[block] = None
 
-    def remember(self, block: int, content: bytes) -> None:
-        """Index a block's content, unless another block already has it."""
-        if content not in self._index and self._hash[block] is None:
-            self._index[content] = block
-            self._hash[block] = content
+    def remember(self, block: int, content: bytes) -> bool:
+        """Index a block's content, unless another block already has it; tell whether it is new."""
+        if content in self._index or self._hash[block] is not None:
+            return False
+        self._index[content] = block
+        self._hash[block] = content
+        return True
+
+    def content_of(self, block: int) -> bytes | None:
+        """Return what its content is indexed by; None where it is not."""
+        return self._hash[block]
+
+    def is_held(self, block: int) -> bool:
+        """Tell whether somebody has a reference."""
+        return self._references[block] > 0
+
+    def begin_anew(self) -> None:
+        """Nothing is under way any more, and steps are counted from 1 again."""
+        self.complete(_AFTER_ALL)
+        self._completed = 0
 
     def distrust(self, blocks: set[int]) -> None:
         """Forget the contents of blocks; of those that nobody holds, the next owner writes anew."""
         for block in blocks:
-            self._forget(block)
+            self.forget(block)
             if block in self._cached:
                 del self._cached[block]
                 self._free.append(block)

@@ -215,7 +215,7 @@ class Scheduler:
             if self.config.prefix_caching:
                 sequence.shared = hit // self.config.block_size
             if sequence.cached_tokens < 0:
-                sequence.cached_tokens = hit
+                sequence.cached_tokens = min(hit, sequence.prompt_length)
 
     def _admit_waiting(self) -> None:
         """Match the head of the queue, as far as the next step has tokens for it."""

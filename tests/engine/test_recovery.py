@@ -250,6 +250,42 @@ def test_pictures_are_seen_again(names, pauses):
     asyncio.run(main())
 
 
+async def output_tokens(llm):
+    figures = await llm.statistics()
+    return figures.get("scheduler", {}).get("actor", {}).get("output_tokens", 0)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("detokenizer",), pytest.param(("detokenizer", "runner.0"), marks=pytest.mark.long)],
+    ids=str,
+)
+def test_what_a_runner_has_computed_survives_the_death_of_others(names):
+    """Of each stream one token is computed again, or those of which its reader was not told."""
+    asked = [({"prompt_token_ids": list(range(40 + n, 240 + n))}, n) for n in range(6)]
+
+    async def main():
+        async with AsyncLLM("demo", **options(dtype="float32", threads=1)) as llm:
+            tortured, computed, before = Tortured(llm, 1), {}, 0
+            for name in names:
+                params = [SamplingParams(seed=n, max_tokens=150, ignore_eos=True) for _, n in asked]
+                streams = [
+                    asyncio.ensure_future(read(llm, prompt, one))
+                    for (prompt, _), one in zip(asked, params, strict=True)
+                ]
+                while await output_tokens(llm) < before + 120:
+                    await asyncio.sleep(0.01)
+                await tortured.kill(name)
+                await asyncio.gather(*streams)
+                await tortured.whole()
+                figures = (await llm.statistics())["scheduler"]["actor"]
+                computed[name], before = figures["prefill_tokens"], figures["output_tokens"]
+            assert computed["detokenizer"] < 6 * 20
+            assert computed.get("runner.0", 6 * 200) >= 6 * 200
+
+    asyncio.run(main())
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)

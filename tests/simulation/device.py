@@ -41,6 +41,7 @@ class SimulatedRunner(RunnerActor):
     def __init__(self, config: RankConfig, world: World) -> None:
         super().__init__(config)
         self._world = world
+        self._cache = 1 + world.cuts
         self._busy = False
         self._life = 0
         """How often everybody began anew."""
@@ -85,6 +86,7 @@ class SimulatedRunner(RunnerActor):
             "simulated",
             encoder_pages=scenario.encoder_pages,
             max_depth=scenario.max_depth,
+            cache=self._cache,
         )
 
     def start(self, context: Context, ready: Any) -> None:

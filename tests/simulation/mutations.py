@@ -47,6 +47,7 @@ OUTPUT = "nanoactor.scheduling.output"
 MANAGER = "nanoactor.kv.manager"
 POOL = "nanoactor.kv.pool"
 HASHING = "nanoactor.kv.hashing"
+LEFTOVERS = "nanoactor.kv.leftovers"
 DETOKENIZER = "nanoactor.text.detokenizer"
 FRONTEND = "nanoactor.actors.frontend"
 BLOCKS = "nanoactor.actors.blocks"
@@ -197,7 +198,7 @@ MUTATIONS = [
     Mutation(
         "an evicted block stays indexed",
         POOL,
-        "            self.evictions += 1\n            self._forget(block)",
+        "            self.evictions += 1\n            self.forget(block)",
         "            self.evictions += 1",
     ),
     Mutation(
@@ -462,7 +463,7 @@ MUTATIONS = [
     Mutation(
         "what a failing row computed stays in the prefix index",
         MANAGER,
-        "        self.pool.distrust(bad | doubtful)\n",
+        "        self.pool.distrust(blocks)\n",
         "",
     ),
     Mutation(
@@ -474,8 +475,8 @@ MUTATIONS = [
     Mutation(
         "who has read what a failing row computed goes on",
         MANAGER,
-        "                self._answers.tainted.append(holding.uid)\n",
-        "                pass\n",
+        "        self._answers.tainted += [holding.uid for holding in readers]\n",
+        "        pass\n",
     ),
     Mutation(
         "results are told before it is known whom a failure concerns",
@@ -1103,6 +1104,42 @@ MUTATIONS = [
         READMISSION,
         "        self._kept = {uid: entry for uid, entry in living.items() if uid not in chosen}\n",
         "        self._kept = {}\n",
+    ),
+    Mutation(
+        "blocks that a step was to compute are found after a death",
+        MANAGER,
+        "            self.pool.forget(block)\n        self._leftovers",
+        "            pass\n        self._leftovers",
+    ),
+    Mutation(
+        "the cache is found although its memory is gone",
+        BLOCKS,
+        "if caches == self._caches:",
+        "if self._caches:",
+    ),
+    Mutation(
+        "a block that was left half written is taken for all that is in it",
+        LEFTOVERS,
+        "count = count if same.all() else int(np.argmin(same))",
+        "count = count if same[:1].all() else 0",
+    ),
+    Mutation(
+        "a block in which somebody goes on stays in the index",
+        LEFTOVERS,
+        "        self._pool.forget(best)  # its holder writes on in it\n",
+        "",
+    ),
+    Mutation(
+        "one position more is left than was computed",
+        MANAGER,
+        "self._known[slots], self._computed[slots] = known + 1, known",
+        "self._known[slots], self._computed[slots] = known + 1, known + 1",
+    ),
+    Mutation(
+        "who goes on writes in a block that others hold",
+        LEFTOVERS,
+        "if self._pool.find(name) != block or self._pool.is_held(block):",
+        "if self._pool.find(name) != block:",
     ),
 ]
 

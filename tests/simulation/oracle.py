@@ -137,6 +137,8 @@ class Oracle:
     def cut(self) -> None:
         """Somebody has died: nothing of what was under way counts any more."""
         self.counts["deaths"] += 1
+        for name in ("allocate", "remember", "release"):
+            vars(self.manager.pool).pop(name, None)
         self._note_facts()
         self._begin()
 
@@ -158,6 +160,8 @@ class Oracle:
         pool = self.manager.pool
         self._allocate, self._remember = pool.allocate, pool.remember
         self._release, self._preempt = pool.release, self.scheduler._preempt
+        self._released |= dict.fromkeys(pool._cached, 0)  # in the order of `min`
+        self._check_survivors()
         pool.allocate, pool.remember = self.allocate, self.remember
         pool.release, self.scheduler._preempt = self.release, self.preempt
         self._match, self.scheduler._match = self.scheduler._match, self.match
@@ -227,10 +231,10 @@ class Oracle:
         self._preemptions[victim.uid] += 1
         self._preempt(victim)
 
-    def remember(self, block: int, content: bytes) -> None:
+    def remember(self, block: int, content: bytes) -> bool:
         """Nothing but the beginnings of requests is indexed, and only where it is or will be."""
         before = self.manager.pool.find(content)
-        self._remember(block, content)
+        new: bool = self._remember(block, content)
         if before is None and self.manager.pool.find(content) == block:
             assert content in self._true, f"block {block} is indexed with tokens nobody knows"
             # True when the last step that was stamped, or is being stamped now, is computed.
@@ -238,6 +242,18 @@ class Oracle:
             self._indexed[last].append((block, content))
             if last <= self.device.done:
                 self._check_indexed(last)
+        return new
+
+    def _check_survivors(self) -> None:
+        """What is indexed when everybody begins anew is in the device's memory."""
+        size = self._scenario.block_size
+        for content, block in self.manager.pool._index.items():
+            if content in self._true:
+                held = self.device.kv[block * size : (block + 1) * size]
+                assert (held == self._true[content].states).all(), f"block {block} did not survive"
+                self.counts["blocks that survive"] += 1
+            else:
+                assert content.startswith(b"begun"), f"block {block} is indexed by {content!r}"
 
     def _check_indexed(self, step: int) -> None:
         size = self._scenario.block_size
@@ -646,7 +662,8 @@ class Oracle:
                 for _ in message.freed:
                     self._unanswered.popleft()
                 for uid, hit in zip(message.uids.tolist(), message.hits.tolist(), strict=True):
-                    self._first_hit.setdefault(uid, hit)
+                    if (answer := self.answers[uid]) is not None:
+                        self._first_hit.setdefault(uid, min(hit, answer.prompt_length))
             case OutputDelta():
                 self._check_delta(message)
 
@@ -994,6 +1011,9 @@ class Oracle:
         """Whatever is still in the prefix index can be read."""
         size = self._scenario.block_size
         for content, block in self.manager.pool._index.items():
+            if content not in self._true:
+                assert content.startswith(b"begun"), f"block {block} is indexed by {content!r}"
+                continue
             held = self.device.kv[block * size : (block + 1) * size]
             assert (held == self._true[content].states).all(), f"block {block} is spoilt"
 
