@@ -10,6 +10,7 @@ import shutil
 import signal
 
 import pytest
+import torch
 
 from nanoactor import AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from nanoactor.errors import ComputationFailed, EngineDead, EngineOverloaded
@@ -291,6 +292,14 @@ def test_what_a_runner_has_computed_survives_the_death_of_others(names):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_process_of_an_engine_on_a_gpu(name):
     run((name,), 3, 4, (0.05, 0.2), device="cuda", dtype="float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_on_gpus_are_replaced_together():
+    names = "runner.1", "detokenizer", "runner.0"
+    run(names, 3, 6, (0.2,), device="cuda", dtype="float32", tensor_parallel_size=2)
 
 
 @pytest.mark.long
