@@ -353,7 +353,7 @@ def nvrtc():
         pytest.skip(f"{error}; pip install .[kernels]")
 
 
-ROWS = (1, 2, 3, 4, 8, 16)
+ROWS = (1, 2, 8, 16)
 USUAL = [("0.6b", 1), ("8b", 1), *((model, 16) for model in REAL if model != "small")]
 
 
@@ -361,7 +361,7 @@ USUAL = [("0.6b", 1), ("8b", 1), *((model, 16) for model in REAL if model != "sm
     ("model", "rows"),
     [*USUAL, *(later(*one) for one in itertools.product(REAL, ROWS) if one not in USUAL)],
 )
-def test_every_size_compiles_without_spills(nvrtc, tmp_path, model, rows):
+def test_most_sizes_compile_without_spills(nvrtc, tmp_path, model, rows):
     made = compiling.compile_source(source_of(real(model, rows)))
     assert made.cubin[:4] == b"\x7fELF"
     # What a thread begins with; consumers take more, which no `trap` must undo.
@@ -383,10 +383,17 @@ def early_reads_in(made, folder):
     return early_reads(folder / "kernel.cubin")
 
 
-@pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.long), 4])
-def test_few_bytes_are_spilt_with_other_rows(nvrtc, tmp_path, rows):
-    made = compiling.compile_source(source_of(real("8b", rows)))
-    assert made.bytes_of("spill stores") <= 96
+SPILLING = itertools.product(REAL, (3, 4))
+
+
+@pytest.mark.parametrize(
+    ("model", "rows"), [one if one == ("8b", 4) else later(*one) for one in SPILLING]
+)
+def test_few_bytes_are_spilt_with_three_or_four_rows(nvrtc, tmp_path, model, rows):
+    made = compiling.compile_source(source_of(real(model, rows)))
+    assert made.registers == 168
+    assert made.bytes_of("spill stores") <= 100
+    assert made.bytes_of("spill loads") <= 216
     assert not early_reads_in(made, tmp_path)
 
 
