@@ -1,9 +1,11 @@
-"""A budget of deaths."""
+"""Deaths that are made good: how they are told, and a budget of them."""
 
 from __future__ import annotations
 
 from collections import deque
 
+DIED = "node %s has died and is replaced: %s"
+"""The line of the log for each of them."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 

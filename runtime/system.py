@@ -24,7 +24,7 @@ from nanoactor.runtime.codec import schema_hashes
 from nanoactor.runtime.errors import NotUsableHere, RuntimeFault, SchemaMismatch, StartupFailed
 from nanoactor.runtime.node import Node
 from nanoactor.runtime.process import occupy_standard_descriptors
-from nanoactor.runtime.recovery import RestartBudget
+from nanoactor.runtime.recovery import DIED, RestartBudget
 from nanoactor.runtime.topology import NodeSpec, Topology
 from nanoactor.runtime.tracing import NodeTrace
 from nanoactor.runtime.watchdog import Watchdog
@@ -206,7 +206,7 @@ class System:
         """Those that have died until now, each of which is told once."""
         victims, self._victims = self._victims, {}
         for name, error in victims.items():
-            log.warning("node %s is replaced: %s", name, error)
+            log.warning(DIED, name, error)
             self.restarts[name] += 1
         return victims
 

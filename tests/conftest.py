@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from nanoactor.runtime.recovery import DIED
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Read when PyTorch is loaded: its threads sleep while they wait, as those of an engine's processes.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -58,7 +60,7 @@ class _Deaths(logging.Handler):
         self.told = []
 
     def emit(self, record):
-        if "has died and is replaced" in record.msg:
+        if record.msg == DIED:
             self.told.append(record.getMessage())
 
 

@@ -86,8 +86,11 @@ async def reason(llm, prompt, params, name):
 
 @pytest.mark.parametrize(
     ("poison", "others"),
-    [(deadly(), 63), (deadly(0), 15), (deadly(3, n=3), 15)],
-    ids=["while it decodes", "with its prompt", "one of several answers"],
+    [
+        pytest.param(deadly(), 63, id="while it decodes"),
+        pytest.param(deadly(0), 15, id="with its prompt"),
+        pytest.param(deadly(3, n=3), 15, id="one of several answers", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.usefixtures("poisonous")
 def test_one_among_many_costs_itself_alone(poison, others):

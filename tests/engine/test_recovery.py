@@ -24,6 +24,7 @@ pytestmark = pytest.mark.deadly
 
 TEXT = "ROMEO:\nBut soft, what light through yonder window breaks? "
 CHAT = [{"role": "user", "content": "Speak the speech, I pray you"}]
+LONG = pytest.mark.long
 WAYS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV)
 
 
@@ -257,18 +258,18 @@ async def output_tokens(llm):
 
 
 @pytest.mark.parametrize(
-    "names",
-    [("detokenizer",), pytest.param(("detokenizer", "runner.0"), marks=pytest.mark.long)],
+    "device",
+    [dict(device="simulated:1"), pytest.param(dict(dtype="float32", threads=1), marks=LONG)],
     ids=str,
 )
-def test_what_a_runner_has_computed_survives_the_death_of_others(names):
+def test_what_a_runner_has_computed_survives_the_death_of_others(device):
     """Of each stream one token is computed again, or those of which its reader was not told."""
     asked = [({"prompt_token_ids": list(range(40 + n, 240 + n))}, n) for n in range(6)]
 
     async def main():
-        async with AsyncLLM("demo", **options(dtype="float32", threads=1)) as llm:
+        async with AsyncLLM("demo", **options(**device)) as llm:
             tortured, computed, before = Tortured(llm, 1), {}, 0
-            for name in names:
+            for name in ("detokenizer", "runner.0"):
                 params = [SamplingParams(seed=n, max_tokens=150, ignore_eos=True) for _, n in asked]
                 streams = [
                     asyncio.ensure_future(read(llm, prompt, one))
@@ -282,7 +283,7 @@ def test_what_a_runner_has_computed_survives_the_death_of_others(names):
                 figures = (await llm.statistics())["scheduler"]["actor"]
                 computed[name], before = figures["prefill_tokens"], figures["output_tokens"]
             assert computed["detokenizer"] < 6 * 20
-            assert computed.get("runner.0", 6 * 200) >= 6 * 200
+            assert computed["runner.0"] >= 6 * 200
 
     asyncio.run(main())
 

@@ -133,7 +133,7 @@ def test_rows_keep_the_logits_that_their_step_computes(tmp_path, monkeypatch):
     make_checkpoint(tmp_path, vocab_size=2048, eos_token_id=2, **heads)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).symlink_to(DEMO / name)
-    limits = dict(max_num_seqs=3, max_num_batched_tokens=8, max_model_len=64, num_kv_blocks=40)
+    limits = dict(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64, num_kv_blocks=40)
     asked = [
         *(wanted(number, max_tokens=6) for number in (1, 5)),
         dataclasses.replace(wanted(0, max_tokens=6), temperature=0.9, seed=1),

@@ -102,9 +102,9 @@ def test_ranks_listen_on_loopback_and_are_replaced_together(checkpoint):
 
     async def main():
         async with of_two_ranks(checkpoint) as llm:
-            wanted = await collect(llm, ids(range(20)), greedy(400))
-            request = asyncio.ensure_future(collect(llm, ids(range(20)), greedy(400)))
-            await asyncio.sleep(0.3)
+            wanted = await collect(llm, ids(range(20)), greedy(150))
+            request = asyncio.ensure_future(collect(llm, ids(range(20)), greedy(150)))
+            await asyncio.sleep(0.1)
             before, ranks = llm.pids, ("runner.0", "runner.1")
             os.kill(before["runner.1"], signal.SIGKILL)
             assert (await request).outputs[0].token_ids == wanted.outputs[0].token_ids

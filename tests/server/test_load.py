@@ -489,12 +489,14 @@ def test_a_death_that_is_not_made_good_ends_streams_and_the_server_says_so():
     dies(server)
 
 
+LATER = "control", "detokenizer", "tokenizer.0"
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "runner.0",
-        "control",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("detokenizer", "tokenizer.0")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in LATER),
     ],
 )
 def test_a_death_is_made_good_while_streams_and_requests_wait(name):
