@@ -88,10 +88,11 @@ class AsyncLLM:
         for name in self.files.ignored:
             log.warning("generation_config.json sets %s, which is not applied", name)
         ranks = self.config.tensor_parallel_size
-        self._rendezvous = Rendezvous(ranks)
-        weakref.finalize(self, self._rendezvous.close)  # for an engine that is never started
+        self._rendezvous = Rendezvous(ranks) if ranks > 1 else None
+        if self._rendezvous is not None:  # for an engine that is never started
+            weakref.finalize(self, self._rendezvous.close)
         shared = ActorConfig(self.config, self.files, salt=secrets.token_bytes(16))
-        topology = engine_topology(shared, self._rendezvous if ranks > 1 else None)
+        topology = engine_topology(shared, self._rendezvous)
         self._awake_ms = _awake_ms(self.config, len(topology.nodes))
         self._frontend: FrontendActor | None = None
         seeds = random.Random(self.config.seed)
@@ -165,8 +166,8 @@ class AsyncLLM:
             self._closed = True
             raise
         finally:
-            if self._closed or not self.config.restarts_allowed:  # else ranks may meet again
-                self._rendezvous.close()
+            if self._rendezvous and (self._closed or not self.config.restarts_allowed):
+                self._rendezvous.close()  # else ranks may meet again
         frontend = self._system.actor("frontend")
         assert isinstance(frontend, FrontendActor)
         self._frontend = frontend
@@ -197,7 +198,8 @@ class AsyncLLM:
         if self._frontend is not None and self._system.is_here:
             self._frontend.fail_all(EngineClosed("the engine was closed"))
         await self._system.close()
-        self._rendezvous.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
     def _on_death(self, error: BaseException) -> None:
         self._died.set()

@@ -7,20 +7,16 @@ import socket
 
 
 class Rendezvous:
-    """A socket that listens on the loopback interface alone, at a port that the kernel chose; none
-    for one rank.
+    """A socket that listens on the loopback interface alone, at a port that the kernel chose.
 
     Rank 0 inherits it, and its successor too: nobody from outside of this host can reach it.
     """
 
     def __init__(self, ranks: int) -> None:
-        self.port, self.descriptor = 0, -1
-        if ranks == 1:
-            return
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(ranks)
-            self.port = listener.getsockname()[1]
+            self.port: int = listener.getsockname()[1]
             self.descriptor = listener.detach()
 
     def close(self) -> None:

@@ -269,7 +269,7 @@ class CUDADevice(PortableCUDADevice):
         scratch: Scratch,
         chosen: torch.Tensor,
     ) -> None:
-        """Two more."""
+        """Two kernels more than `sample_rows`."""
         sample_masked_rows(logits, slots, masks, tables, scratch.partials, chosen)
 
     # -- operators ------------------------------------------------------------------------

@@ -188,7 +188,8 @@ class PortableOperators:
         scratch: Any,
         chosen: torch.Tensor,
     ) -> None:
-        """No row is chosen in one pass."""
+        """Raise, as no logits are kept."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no logits")
 
     # -- operators ------------------------------------------------------------------------
 

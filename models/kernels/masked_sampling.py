@@ -48,7 +48,9 @@ def sample_masked_rows(
         num_warps=8,
     )
     sample_rows(masked, slots, tables, partials, chosen)
-    _explain[(rows,)](highest, chosen, parts, padded=triton.next_power_of_2(parts), num_warps=1)
+    _mark_nothing_allowed[(rows,)](
+        highest, chosen, parts, padded=triton.next_power_of_2(parts), num_warps=1
+    )
 
 
 @triton.jit
@@ -72,8 +74,8 @@ def _mask_rows(
 
 
 @triton.jit
-def _explain(highest, chosen, parts, padded: tl.constexpr):
-    """Tell where the mask has left none: no token was chosen although the logits are sound."""
+def _mark_nothing_allowed(highest, chosen, parts, padded: tl.constexpr):
+    """Tell apart rows without a token whose logits are sound: their mask has left nothing."""
     row = tl.program_id(0)
     column = tl.arange(0, padded)
     maxima = tl.load(highest + row * parts + column, mask=column < parts, other=float("-inf"))

@@ -51,7 +51,7 @@ class RunnerReady:
     max_depth: int = 0
     """Steps that may be in flight at once while they are short; 0: as many as ever."""
     cache: int = 0
-    """A number of the cache's memory: another one where what was in it is gone."""
+    """Identifies the cache's memory: a new runner reports another number."""
 
     @classmethod
     def find(cls, ready: Mapping[str, ReadyInfo]) -> RunnerReady:

@@ -20,7 +20,7 @@ class Begun(NamedTuple):
 
     block: int
     positions: int
-    """So many of it are theirs."""
+    """The number of its positions that hold what they ask for."""
 
 
 class Leftovers:

@@ -444,8 +444,8 @@ class BlockManager:
     def begin_anew(self) -> None:
         """Forget all sequences; the runners keep their memory, and compute nothing any more.
 
-        The index keeps what steps that are known to be done have computed; blocks that were not
-        full are found by who goes on with the same tokens. Steps are counted from 1 again.
+        The index keeps what is known to be computed. Blocks that are not full are found by whoever
+        goes on with the same tokens. Steps are counted from 1 again.
         """
         for _, block in self._fresh:
             self.pool.forget(block)
@@ -461,7 +461,8 @@ class BlockManager:
         for queue in (self._fresh, self._left, self._to_index, self._holdings):
             queue.clear()
         self._known[:], self._decoding[:] = _NOTHING_HELD, False
-        self._room[:] = self._step = 0
+        self._room[:] = 0
+        self._step = 0
         self._decoders = np.empty(0, np.int64)
         self._answers = Answers()
 

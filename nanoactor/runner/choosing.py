@@ -25,10 +25,10 @@ def place(index: torch.Tensor, prompts: tuple[int, int]) -> torch.Tensor:
 
 
 class Kept(NamedTuple):
-    """The work that waits in slots for a mask."""
+    """Results of the last position in each slot, which wait for a mask."""
 
     states: torch.Tensor
-    """(slots, hidden): behind the last position that was computed in each slot."""
+    """(slots, hidden)."""
     logits: torch.Tensor | None
     """(slots, vocabulary) of the same; None where they are computed again."""
 
@@ -94,10 +94,13 @@ class TokenChooser:
             places = self._tables, self.scratch, chosen
             self._device.sample_masked_rows(kept.logits, slots, masks, *places)
             return chosen
-        hidden = kept.states.index_select(0, rows.index)
         if masks is not None:
+            hidden = kept.states.index_select(0, rows.index)
             return self._choose_masked(hidden, masks, rows.slots.int())
-        logits = self._model.network.logits(hidden)
+        if kept.logits is not None:
+            logits = kept.logits.index_select(0, rows.index)
+        else:
+            logits = self._model.network.logits(kept.states.index_select(0, rows.index))
         chosen = self._sample(logits, rows).int()
         self._tables.last_tokens[rows.slots] = chosen.clamp_min(0)
         return chosen

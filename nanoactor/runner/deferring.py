@@ -1,4 +1,4 @@
-"""The work of constrained rows waits in their slots until a mask is there."""
+"""Results of constrained rows wait in their slots until a mask is there."""
 
 from __future__ import annotations
 

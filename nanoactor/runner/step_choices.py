@@ -39,8 +39,11 @@ class StepChoices:
         the step was captured, with room for so many prompts.
         """
         of_prompts, hidden = states
-        prompts = len(update.prefill.sampling) if update.prefill else 0
-        padded = room if room is not None else len(update.prefill.ends) if update.prefill else 0
+        prompts = padded = 0
+        if update.prefill:
+            prompts, padded = len(update.prefill.sampling), len(update.prefill.ends)
+        if room is not None:
+            padded = room
         for part in staged.fallback:
             self._chooser.choose_behind(hidden, part, (prompts, padded))
         rows, chosen = padded + update.decodes, self._chooser.chosen
