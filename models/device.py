@@ -260,9 +260,11 @@ class Device(Protocol):
     def scratch(self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> Any:
         """The kernels' memory for so many decode rows."""
 
-    def advance(self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
-        """Lay out one token for each of `rows`, int32 (rows,) slots, and count it in their
-        lengths, but for the dummy's."""
+    def advance(
+        self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor
+    ) -> None:
+        """Lay out one token for each of `rows`, int32 (rows,) slots, count it in their lengths, but
+        for the dummy's, and note it at its place in `ids`, int32 (places,)."""
 
     def locate(
         self,

@@ -8,24 +8,27 @@ from nanoactor.models.batch import RowBuffers, SlotTables
 from nanoactor.models.cpu_kernels.elements import FLOAT, INT32, INT64, kernel, view
 
 
-@kernel("aaaaaaaaannnn")
+@kernel("aaaaaaaaaannnnn")
 def _advance(
     tables, lengths, last_tokens, deltas, rows, token_ids, positions, slot_mapping, contexts,
-    count, slots, width, block_size, like
+    written, count, slots, width, block_size, room, like
 ):  # fmt: skip
-    """Lay out one token for each of `count` rows, int32 slots, and count it in their lengths; the
-    last slot is a dummy, whose length stays 0. Deltas at 0 are none."""
+    """Lay out one token for each of `count` rows, int32 slots, count it in their lengths, and note
+    it at its place in `written`; the last slot is a dummy, whose length stays 0. Deltas at 0 are
+    none."""
     blocks, known = view(tables, (slots, width), INT32), view(lengths, (slots,), INT32)
     last, turned = view(last_tokens, (slots,), INT32), view(deltas, (slots,), INT32)
     slot_of, ids = view(rows, (count,), INT32), view(token_ids, (count,), INT32)
     rotary, places = view(positions, (count,), INT32), view(slot_mapping, (count,), INT64)
-    ends = view(contexts, (count,), INT32)
+    ends, noted = view(contexts, (count,), INT32), view(written, (room,), INT32)
     for row in range(count):
         slot = slot_of[row]
         position = known[slot]
         ids[row] = last[slot]
         rotary[row] = position + turned[slot] if deltas else position
-        places[row] = blocks[slot, position // block_size] * block_size + position % block_size
+        place = blocks[slot, position // block_size] * block_size + position % block_size
+        places[row] = place
+        noted[place] = last[slot]
         ends[row] = position + 1
         if slot < slots - 1:
             known[slot] = position + 1
@@ -41,8 +44,9 @@ def _locate(tables, slot_of, positions, slot_mapping, count, slots, width, block
         places[i] = block * block_size + at[i] % block_size
 
 
-def advance(tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
-    """Lay out one token for each of `rows`, int32 (rows,) slots, and count it in their lengths."""
+def advance(tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor) -> None:
+    """Lay out one token for each of `rows`, int32 (rows,) slots, count it in their lengths, and
+    note it at its place in `ids`, int32 (places,)."""
     deltas = tables.rope_deltas
     _advance(
         tables.blocks.data_ptr(),
@@ -54,9 +58,11 @@ def advance(tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
         into.positions.data_ptr(),
         into.slot_mapping.data_ptr(),
         into.contexts.data_ptr(),
+        ids.data_ptr(),
         rows.numel(),
         *tables.blocks.shape,
         tables.block_size,
+        ids.numel(),
         FLOAT,
     )
 

@@ -65,9 +65,11 @@ class CompiledCPUDevice(CPUDevice):
 
     # -- the batch ------------------------------------------------------------------------
 
-    def advance(self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
+    def advance(
+        self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor
+    ) -> None:
         """In one pass."""
-        advance(tables, rows, into)
+        advance(tables, rows, into, ids)
 
     def locate(
         self,

@@ -226,9 +226,11 @@ class CUDADevice(PortableCUDADevice):
         splits = decode_attention.Splits.empty(rows, heads, kv_heads, head_dim, where)
         return Scratch(splits, sampling.Partials.empty(rows, vocabulary, where), kv_heads)
 
-    def advance(self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
+    def advance(
+        self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor
+    ) -> None:
         """One kernel."""
-        slots_kernels.advance(tables, rows, into)
+        slots_kernels.advance(tables, rows, into, ids)
 
     def locate(
         self,

@@ -183,10 +183,12 @@ class NPUDevice(PortableOperators):
         """A place for each: the operator that writes the cache wants no slot twice."""
         return -(-rows // block_size)
 
-    def advance(self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
+    def advance(
+        self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor
+    ) -> None:
         """The dummy's rows stand at position 0 of its table, each with a place of its own behind
         that."""
-        super().advance(tables, rows, into)
+        super().advance(tables, rows, into, ids)
         apart = torch.arange(len(rows), device=self.torch_device)
         into.slot_mapping.add_(apart.mul_(rows == len(tables.lengths) - 1))
 

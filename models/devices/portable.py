@@ -123,7 +123,9 @@ class PortableOperators:
     def scratch(self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> Any:
         """The operators take memory of their own."""
 
-    def advance(self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
+    def advance(
+        self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor
+    ) -> None:
         """Some small operators; none reads anything back."""
         if not len(rows):
             return
@@ -131,6 +133,7 @@ class PortableOperators:
         torch.index_select(tables.last_tokens, 0, rows, out=into.token_ids)
         torch.add(into.positions, 1, out=into.contexts)
         self.locate(tables, rows, into.positions, into.slot_mapping)
+        ids.index_copy_(0, into.slot_mapping, into.token_ids)
         tables.lengths.index_copy_(0, rows.long(), into.contexts)
         if tables.rope_deltas is not None:
             into.positions.add_(tables.rope_deltas.index_select(0, rows))

@@ -9,8 +9,9 @@ import triton.language as tl
 from nanoactor.models.batch import RowBuffers, SlotTables
 
 
-def advance(tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
-    """Lay out one token for each of `rows`, int32 (rows,) slots, and count it in their lengths."""
+def advance(tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor) -> None:
+    """Lay out one token for each of `rows`, int32 (rows,) slots, count it in their lengths, and
+    note it at its place in `ids`, int32 (places,)."""
     if len(rows):
         _advance[(triton.cdiv(len(rows), 128),)](
             tables.blocks,
@@ -22,6 +23,7 @@ def advance(tables: SlotTables, rows: torch.Tensor, into: RowBuffers) -> None:
             into.positions,
             into.slot_mapping,
             into.contexts,
+            ids,
             len(rows),
             len(tables.lengths) - 1,
             tables.blocks.stride(0),
@@ -43,6 +45,7 @@ def _advance(
     positions,
     slot_mapping,
     contexts,
+    ids,
     count,
     dummy,
     stride,
@@ -54,7 +57,8 @@ def _advance(
     there = row < count
     slot = tl.load(rows + row, mask=there, other=0)
     length = tl.load(lengths + slot, mask=there, other=0)
-    tl.store(token_ids + row, tl.load(last_tokens + slot, mask=there, other=0), mask=there)
+    token = tl.load(last_tokens + slot, mask=there, other=0)
+    tl.store(token_ids + row, token, mask=there)
     turned = length
     if turns:
         turned += tl.load(rope_deltas + slot, mask=there, other=0)
@@ -62,7 +66,9 @@ def _advance(
     tl.store(contexts + row, length + 1, mask=there)
     at = slot.to(tl.int64) * stride + length // block_size
     block = tl.load(blocks + at, mask=there, other=0).to(tl.int64)
-    tl.store(slot_mapping + row, block * block_size + length % block_size, mask=there)
+    place = block * block_size + length % block_size
+    tl.store(slot_mapping + row, place, mask=there)
+    tl.store(ids + place, token, mask=there)
     tl.store(lengths + slot, length + 1, mask=there & (slot != dummy))
 
 

@@ -302,8 +302,7 @@ class DeviceExecutor:
         states. (Logits would be kept for each capture: gigabytes.)"""
         device, slots = self._device, self._rows[:rows]
         buffers = self._sliced(0, rows)
-        device.advance(self._tables, slots, buffers)
-        self._tokens.write(buffers.slot_mapping, buffers.token_ids)
+        device.advance(self._tables, slots, buffers, self._tokens.ids)
         hidden = self._model.whole_step(buffers, slots, self._tables.blocks, self._caches)
         if hidden is None:
             batch = AttentionBatch(
@@ -455,8 +454,8 @@ class DeviceExecutor:
         every.positions[:first] = prefill.positions
         device.locate(self._tables, prefill.slots, prefill.positions, every.slot_mapping[:first])
         buffers = self._sliced(first, rows)
-        device.advance(self._tables, decodes, buffers)
-        self._tokens.write(every.slot_mapping, every.token_ids)
+        self._tokens.write(every.slot_mapping[:first], every.token_ids[:first])
+        device.advance(self._tables, decodes, buffers, self._tokens.ids)
         batch = AttentionBatch(
             every.slot_mapping,
             self._tables.blocks,

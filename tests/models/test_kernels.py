@@ -72,7 +72,9 @@ def test_advance_lays_out_a_token_for_each_row(device, rows):
         poisoned(device, count, dtype=torch.int64),
         poisoned(device, count),
     )
-    device.advance(tables, int32(device, rows), into)
+    ids = poisoned(device, tables.blocks.numel() * SIZE)
+    device.advance(tables, int32(device, rows), into, ids)
+    noted = {}
     blocks, lengths, last = before
     for at, slot in enumerate(rows):
         position = int(lengths[slot])
@@ -80,8 +82,10 @@ def test_advance_lays_out_a_token_for_each_row(device, rows):
         found = [int(x[at]) for x in (into.token_ids, into.positions, into.slot_mapping)]
         assert found == [int(last[slot]), position + int(tables.rope_deltas[slot]), place]
         assert int(into.contexts[at]) == position + 1
+        noted[place] = int(last[slot])
     for column in (into.token_ids, into.positions, into.slot_mapping, into.contexts):
         assert (column[len(rows) :] == -99).all()
+    assert {at: token for at, token in enumerate(ids.tolist()) if token != -99} == noted
     expected = lengths + torch.tensor([slot in rows and slot != dummy for slot in range(SLOTS)])
     assert torch.equal(tables.lengths.cpu(), expected.int())
 

@@ -215,14 +215,16 @@ def bookkeeping(rig: Rig) -> str:
     into = RowBuffers(
         *map(rig.to, sizes), rig.to(torch.zeros(5, dtype=torch.int64)), rig.to(sizes[0])
     )
+    ids = rig.to(torch.full((slots * width * 128,), -1, dtype=torch.int32))
     with rig.device.stream():
-        rig.device.advance(tables, rig.to(rows), into)
+        rig.device.advance(tables, rig.to(rows), into, ids)
         rig.device.synchronize()
     at = [300, 127, 128, 0, 0]
     places = [
         int(blocks[row, position // 128]) * 128 + position % 128
         for row, position in zip(rows.tolist(), at, strict=True)
     ]
+    same("ids at their places", ids.cpu()[places], last[rows])
     places[4] = places[3] + 4 - 3  # behind the dummy's other row
     same("positions", into.positions, torch.tensor(at, dtype=torch.int32) + deltas[rows])
     same("token ids", into.token_ids, last[rows])

@@ -90,7 +90,7 @@ class Traced:
         tables, slots = self.tables(9), self.whole(rows)
         if rows:
             into = RowBuffers(*(b[first:] for b in vars_of(buffers)[:3]), buffers.contexts)
-            self.device.advance(tables, slots, into)
+            self.device.advance(tables, slots, into, self.whole(BLOCKS * SIZE))
         if first:
             of_tokens = self.whole(first)
             self.device.locate(tables, of_tokens, of_tokens, buffers.slot_mapping[:first])
