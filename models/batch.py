@@ -76,6 +76,27 @@ class FinalRows:
     plans of one step may share memory."""
 
 
+def decode_batch(
+    buffers: RowBuffers,
+    slots: torch.Tensor,
+    tables: SlotTables,
+    nothing: torch.Tensor,
+    lengths: HostSeqLens,
+) -> AttentionBatch:
+    """Return the batch of decode rows alone, of slots int32 (rows,); `nothing` is int32 (4, 0)."""
+    return AttentionBatch(
+        buffers.slot_mapping,
+        tables.blocks,
+        tables.block_size,
+        prefill_tokens=0,
+        prefill_rows=nothing,
+        prefill_tiles=nothing[:2],
+        decode_slots=slots,
+        decode_contexts=buffers.contexts,
+        lengths=lengths,
+    )
+
+
 def with_final_rows(
     batch: AttentionBatch,
     chunks: tuple[torch.Tensor, torch.Tensor, torch.Tensor],

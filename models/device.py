@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -61,6 +61,15 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
+class WholeStep(NamedTuple):
+    """Results of a decode step that ran as one operator."""
+
+    hidden: torch.Tensor
+    """(rows, hidden), behind the final norm."""
+    logits: torch.Tensor
+    """(rows, vocabulary)."""
+
+
 class WholeSteps(Protocol):
     """Decode steps that run as one operator, for some numbers of rows."""
 
@@ -70,10 +79,11 @@ class WholeSteps(Protocol):
         slots: torch.Tensor,
         tables: torch.Tensor,
         caches: Sequence[KVCache],
-    ) -> torch.Tensor | None:
-        """Queue a step of rows that `Device.advance` has laid out, of slots int32 (rows,): hidden
-        states (rows, hidden) behind the final norm, rewritten by the next; None where there is no
-        operator for so many."""
+        into: torch.Tensor | None,
+    ) -> WholeStep | None:
+        """Queue a step of rows that `Device.advance` has laid out, of slots int32 (rows,); None
+        where there is no operator for so many. Results are rewritten by the next; logits go to
+        `into`, where there is one."""
 
     def check(self) -> None:
         """Raise what has stopped a step, where the device says that one has failed."""
@@ -128,6 +138,8 @@ class Device(Protocol):
     keeps_logits: bool
     """Whether constrained rows keep the logits that their step computes anyway, rather than hidden
     states: to read the head once more would cost more than the memory."""
+    publishes_ids: bool
+    """Whether a step can write to the host's memory itself."""
     fused_sampling: FusedSampling
     fused_sampling_of_ranks: FusedSampling
     """The same where ranks share a vocabulary: each chooses from all their logits."""
@@ -289,6 +301,11 @@ class Device(Protocol):
         """Choose by each row's slot, int32 (rows,), as `fused_sampling` says: greedily, from the
         whole vocabulary, or with a top-k of at most `limits.CANDIDATES`; what is chosen for other
         rows does not matter. Ids go to `chosen` int32 (rows,) and to the table of last tokens."""
+
+    def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
+        """Write ids, int32 (rows,), to the next place of `ring`, int32 (places, 1 + most rows),
+        which `pinned` made, behind the number of the step, which `count`, int32 (1,), counts.
+        Asked where `publishes_ids`."""
 
     def sample_masked_rows(
         self,

@@ -34,6 +34,7 @@ try:
     from nanoactor.models.kernels.masked_sampling import sample_masked_rows
     from nanoactor.models.kernels.prefill import HOPPER, PrefillAttention
     from nanoactor.models.kernels.prefill_attention import tokens_per_program
+    from nanoactor.models.kernels.publishing import publish
 
     HAS_TRITON = True
 except ImportError:
@@ -168,7 +169,8 @@ class Scratch:
 class CUDADevice(PortableCUDADevice):
     """The same with operators in Triton, and steps as graphs."""
 
-    captures_graphs = captures_prompts = deep_pipeline = keeps_logits = True
+    captures_graphs = captures_prompts = deep_pipeline = True
+    keeps_logits = publishes_ids = True
     needs_host_seq_lens = False
     fused_sampling: FusedSampling = "all"
     fused_sampling_of_ranks: FusedSampling = "all"
@@ -273,6 +275,10 @@ class CUDADevice(PortableCUDADevice):
     ) -> None:
         """Two kernels more than `sample_rows`."""
         sample_masked_rows(logits, slots, masks, tables, scratch.partials, chosen)
+
+    def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
+        """One kernel."""
+        publish(ids, ring, count)
 
     # -- operators ------------------------------------------------------------------------
 

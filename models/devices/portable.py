@@ -81,7 +81,7 @@ class PortableOperators:
     captures_graphs = captures_prompts = False
     narrows_last_layer = needs_host_seq_lens = True
     deep_pipeline = False
-    keeps_logits = False
+    keeps_logits = publishes_ids = False
     fused_sampling: FusedSampling = "none"
     fused_sampling_of_ranks: FusedSampling = "none"
 
@@ -193,6 +193,10 @@ class PortableOperators:
     ) -> None:
         """Raise, as no logits are kept."""
         raise NotImplementedError(f"{type(self).__name__} keeps no logits")
+
+    def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
+        """Raise, as a copy is as good."""
+        raise NotImplementedError(f"{type(self).__name__} publishes no ids")
 
     # -- operators ------------------------------------------------------------------------
 

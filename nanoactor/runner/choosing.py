@@ -64,12 +64,19 @@ class TokenChooser:
         self.scratch = device.scratch(rows, heads, kv_heads, config.head_dim, config.vocab_size)
         """The kernels' memory."""
 
-    def choose(self, hidden: torch.Tensor, slots: torch.Tensor) -> None:
-        """Choose for all rows that the fused sampler does; part of a captured step."""
+    def room(self, rows: int) -> torch.Tensor | None:
+        """Return the place for the logits of so many rows; None where any will do."""
+        return None if self.logits is None else self.logits[:rows]
+
+    def choose(
+        self, hidden: torch.Tensor, slots: torch.Tensor, logits: torch.Tensor | None = None
+    ) -> None:
+        """Choose for all rows that the fused sampler does, from logits in `room`, if they are known
+        already; part of a captured step."""
         if self._fused != "none":
+            if logits is None:
+                logits = self._model.whole_logits(hidden, self.room(len(slots)))
             chosen = self.chosen[: len(slots)]
-            into = self.logits if self.logits is None else self.logits[: len(slots)]
-            logits = self._model.whole_logits(hidden, into)
             self._device.sample_rows(logits, slots, self._tables, self.scratch, chosen)
 
     def choose_behind(

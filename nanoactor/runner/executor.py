@@ -25,6 +25,7 @@ from nanoactor.models.batch import (
     KVCache,
     RowBuffers,
     SlotTables,
+    decode_batch,
     with_final_rows,
 )
 from nanoactor.models.columns import WORDS
@@ -43,6 +44,7 @@ from nanoactor.runner.mixed import MixedInputs
 from nanoactor.runner.model import LoadedModel, copy_blocks
 from nanoactor.runner.pixels import NO_PIXELS, PixelsOf, with_vision
 from nanoactor.runner.protocol import Computed
+from nanoactor.runner.published import PublishedIds
 from nanoactor.runner.scoring import AT_ONCE, StepScorer
 from nanoactor.runner.staging import DevicePrefill, DeviceUpdate, DeviceVision, Staging
 from nanoactor.runner.step_choices import StepChoices
@@ -152,6 +154,7 @@ class DeviceExecutor:
             constrains=self._constrains,
         )
         self._deferred = DeferredChoices(model, self._chooser, layout.slots)
+        self._published = PublishedIds(device, self.max_depth + 2, config.max_num_seqs)
         self._scorer = StepScorer(model)
         self._choices = StepChoices(device, self._chooser, self._deferred, self._scorer)
         self._rows = column(layout.rows)
@@ -272,6 +275,7 @@ class DeviceExecutor:
         work += [functools.partial(self._capture_decode, rows) for rows in self._sizes[::-1]]
         for capture in tqdm(work, desc="capturing steps", disable=None, leave=False):
             capture()
+        self._published.restart()
         seconds, taken = time.monotonic() - begin, before - self._device.memory().free
         log.info(
             "captured %d of %d steps in %.1f s: decode up to %d rows%s; they take %d MiB",
@@ -303,21 +307,14 @@ class DeviceExecutor:
         device, slots = self._device, self._rows[:rows]
         buffers = self._sliced(0, rows)
         device.advance(self._tables, slots, buffers, self._tokens.ids)
-        hidden = self._model.whole_step(buffers, slots, self._tables.blocks, self._caches)
-        if hidden is None:
-            batch = AttentionBatch(
-                buffers.slot_mapping,
-                self._tables.blocks,
-                self.block_size,
-                prefill_tokens=0,
-                prefill_rows=self._nothing,
-                prefill_tiles=self._nothing[:2],
-                decode_slots=slots,
-                decode_contexts=buffers.contexts,
-                lengths=lengths,
-            )
-            hidden = self._forward(buffers, batch, buffers.positions)
-        self._chooser.choose(hidden, slots)
+        where = buffers, slots, self._tables.blocks, self._caches
+        if whole := self._model.whole_step(*where, self._chooser.room(rows)):
+            hidden, logits = whole
+        else:
+            batch = decode_batch(buffers, slots, self._tables, self._nothing, lengths)
+            hidden, logits = self._forward(buffers, batch, buffers.positions), None
+        self._chooser.choose(hidden, slots, logits)
+        self._published.publish(self._chooser.chosen[:rows])
         return hidden
 
     def _forward(
@@ -389,13 +386,14 @@ class DeviceExecutor:
         room = fits.prompts if fits else None
         chosen = self._choices.choose(update, staged, states, buffers, room=room)
         self._mark(buffers.sampled)
-        count = 0
-        for part in chosen:
-            buffers.ids[count : count + len(part)].copy_(part, non_blocking=True)
-            count += len(part)
+        published = None
+        if update.prefill is None and update.decode_rows:
+            published = self._published.take(update.decodes)
+        more = staged.fallback or staged.deferred
+        buffers.take_ids(chosen, None if more else published)
         buffers.end.record()
         self._chooser.compare(update.step, *chosen)
-        buffers.rows, buffers.encodes = count, bool(vision and vision.tasks)
+        buffers.encodes = bool(vision and vision.tasks)
         self._prompts = None
         return _Launched(self, buffers)
 

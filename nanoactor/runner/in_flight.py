@@ -9,6 +9,7 @@ import torch
 from nanoactor.models.device import Device, TimedEvent
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.protocol import Computed
+from nanoactor.runner.published import Published
 from nanoactor.runner.scored_rows import ScoredRows
 from nanoactor.scores import StepScores
 
@@ -26,6 +27,8 @@ class InFlight:
     """int32 (rows,), page-locked."""
     rows: int = 0
     """Of them that count."""
+    published: Published | None = None
+    """Where the step writes them itself."""
     encodes: bool = False
     """Whether `encoded` was recorded."""
     scored: ScoredRows | None = None
@@ -40,6 +43,14 @@ class InFlight:
         event = device.timed_event
         ids = device.pinned(rows, dtype=torch.int32)
         return cls(event(), event(), event(), event(), event(), ids)
+
+    def take_ids(self, chosen: list[torch.Tensor], published: Published | None) -> None:
+        """Queue the copy of a step's ids, but where the step has published them."""
+        self.published, self.rows = published, sum(map(len, chosen))
+        begin = 0
+        for part in chosen if published is None else ():
+            self.ids[begin : begin + len(part)].copy_(part, non_blocking=True)
+            begin += len(part)
 
     def take_scores(self, device: Device, scored: ScoredRows, table: torch.Tensor) -> None:
         """Queue the copy of a step's scores."""
@@ -66,7 +77,7 @@ class InFlight:
             return begin + round(self.begin.milliseconds_until(event) * 1e6)
 
         return Computed(
-            self.ids[: self.rows].numpy().copy(),
+            self.published.ids() if self.published else self.ids[: self.rows].numpy().copy(),
             begin,
             when(self.forwarded) if split else end,
             when(self.sampled) if split else end,

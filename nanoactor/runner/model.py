@@ -14,7 +14,7 @@ from nanoactor.models.batch import KVCache, RowBuffers, SamplingBatch
 from nanoactor.models.collective import Group, RankGroup, SingleRank
 from nanoactor.models.config import ModelConfig
 from nanoactor.models.decoder import Decoder
-from nanoactor.models.device import Device, WholeSteps
+from nanoactor.models.device import Device, WholeStep, WholeSteps
 from nanoactor.models.errors import RanksDisagree
 from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.options import FusedSampling
@@ -89,9 +89,10 @@ class LoadedModel:
         slots: torch.Tensor,
         tables: torch.Tensor,
         caches: list[KVCache],
-    ) -> torch.Tensor | None:
+        into: torch.Tensor | None,
+    ) -> WholeStep | None:
         """Queue a decode step as one operator, see `WholeSteps.run`; None where there is none."""
-        return None if self._whole is None else self._whole.run(rows, slots, tables, caches)
+        return None if self._whole is None else self._whole.run(rows, slots, tables, caches, into)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:

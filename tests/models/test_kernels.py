@@ -103,6 +103,24 @@ def test_locate_finds_each_tokens_place(device, tokens):
     assert mapping.tolist() == [*(blocks * SIZE + positions % SIZE).tolist(), -99]
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+def test_ids_are_published_with_the_number_of_their_step(device, rows):
+    """The count goes on where it overflows."""
+    if not device.publishes_ids:
+        pytest.skip(f"{device.name} publishes none")
+    ring = device.pinned(4, 1 + 50, dtype=torch.int32).fill_(-99)
+    count = int32(device, [2**31 - 2])
+    for step in range(3):
+        device.publish(int32(device, range(10 * step, 10 * step + rows)), ring, count)
+    device.synchronize()
+    assert ring[:, 0].tolist() == [-(2**31), -99, 2**31 - 2, 2**31 - 1]
+    for place, step in ((2, 0), (3, 1), (0, 2)):
+        assert ring[place, 1 : 1 + rows].tolist() == list(range(10 * step, 10 * step + rows))
+        assert (ring[place, 1 + rows :] == -99).all()
+    assert (ring[1] == -99).all()
+    assert count.tolist() == [1 - 2**31]
+
+
 # -- queries, keys and values ------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import torch
 
 from nanoactor.models.batch import KVCache, RowBuffers
 from nanoactor.models.config import ModelConfig
+from nanoactor.models.device import WholeStep
 from nanoactor.models.kernels.decode_step.arguments import Scratch, StepInputs, arguments_of
 from nanoactor.models.kernels.decode_step.compile import CompileError, compiled
 from nanoactor.models.kernels.decode_step.launch import DriverError, Kernel, map_of
@@ -59,7 +60,7 @@ def supports(
         return f"operators are as fast with more than {_FASTER_UP_TO} rows of such a width"
     if config.output_bias or config.mlp_bias:
         return "projections other than queries, keys and values have biases"
-    return refusal(Shape.of(config, rows, block_size, processors, head=0))
+    return refusal(Shape.of(config, rows, block_size, processors, head=1))
 
 
 class DecodeStep:
@@ -82,10 +83,18 @@ class DecodeStep:
         self.maps = maps or maps_of(shape, weights)
         self._launched: list[ctypes.Structure] = []
 
-    def __call__(self, inputs: StepInputs, caches: Sequence[KVCache]) -> torch.Tensor:
+    def __call__(
+        self,
+        inputs: StepInputs,
+        caches: Sequence[KVCache],
+        logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Queue a step on the current stream: hidden states bfloat16 (rows, hidden) behind the
-        final norm, rewritten by the next. Writes the new tokens' keys and values. Tensors must
-        stay where they are for as long as a graph that has captured this."""
+        final norm, rewritten by the next. Writes the new tokens' keys and values, and `logits`
+        (rows, vocabulary) or those of its own. Tensors must stay where they are for as long as a
+        graph that has captured this."""
+        if logits is not None:
+            self.scratch.logits = logits
         args = arguments_of(
             self.shape, self._weights, caches, inputs, self.scratch, self.maps, self.status,
             self._eps, self._patience,
@@ -156,7 +165,7 @@ class DecodeSteps:
         for rows in sizes:
             if supports(config, rows, block_size, weights.embed.dtype, capability) is not None:
                 continue
-            shape = Shape.of(config, rows, block_size, found.multi_processor_count, head=0)
+            shape = Shape.of(config, rows, block_size, found.multi_processor_count, head=1)
             try:
                 made[rows] = DecodeStep(shape, weights, config.rms_norm_eps, patience, maps)
             except (CompileError, DriverError) as error:
@@ -171,8 +180,10 @@ class DecodeSteps:
         slots: torch.Tensor,
         tables: torch.Tensor,
         caches: Sequence[KVCache],
-    ) -> torch.Tensor | None:
-        """Hidden states of a decode step behind the final norm; None where the operators must run.
+        into: torch.Tensor | None,
+    ) -> WholeStep | None:
+        """A decode step, its logits in `into` bfloat16 (rows, vocabulary), where there is one; None
+        where the operators must run.
 
         `rows` as `Device.advance` has filled them in, `slots` int32 (rows,), `tables` int32 (slots,
         blocks)."""
@@ -183,7 +194,8 @@ class DecodeSteps:
             rows.token_ids, rows.positions, rows.contexts, slots, rows.slot_mapping, tables
         )
         try:
-            return step(inputs, caches)
+            hidden = step(inputs, caches, into)
+            return WholeStep(hidden, step.logits)
         except DriverError as error:
             log.warning("%s: %s", _SLOWER, error)
             self.steps.clear()

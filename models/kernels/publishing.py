@@ -1,0 +1,30 @@
+"""Ids on their way to the host, written there by a step itself."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def publish(ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
+    """Write ids, int32 (rows,), to the next place of `ring`, int32 (places, 1 + most rows) in
+    page-locked memory, behind the number of steps so far, which `count`, int32 (1,), counts.
+
+    Places are a power of two, so that a count that overflows goes on in the right one.
+    """
+    rows, places = len(ids), len(ring)
+    assert places & (places - 1) == 0
+    width = max(32, triton.next_power_of_2(rows))
+    _publish[(1,)](ids, ring, count, rows, places - 1, ring.stride(0), width=width, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _publish(ids, ring, count, rows, last_place, stride, width: tl.constexpr):
+    number = tl.load(count)
+    to = ring + (number & last_place) * stride
+    row = tl.arange(0, width)
+    tl.store(to + 1 + row, tl.load(ids + row, mask=row < rows, other=0), mask=row < rows)
+    tl.store(to, number)
+    tl.debug_barrier()  # all have read the count
+    tl.store(count, number + 1)
