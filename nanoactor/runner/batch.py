@@ -15,7 +15,8 @@ from nanoactor.messages import Int32, Int64, Step
 from nanoactor.models.columns import WORDS
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
-from nanoactor.runner.deferred_rows import ConstrainedSlots, DeferredRows
+from nanoactor.runner.deferred_rows import ContinuedSlots, DeferredRows
+from nanoactor.runner.row_order import RowOrder
 from nanoactor.runner.ruled_rows import NO_ROWS, Long
 from nanoactor.runner.sampling_table import SampledRows, SamplingTable
 from nanoactor.runner.scored_rows import ScoredRows, ScoreTable
@@ -148,10 +149,11 @@ class Update:
     copies: tuple[Long, ...] = ()
     """Blocks that are copied once the layers are computed: from where, and to where; or nothing."""
     continued: int = 0
-    """Rows behind the decode batch that compute one position of a constrained output each: they
-    choose no token, ..."""
+    """Rows behind the decode batch that compute one position of an output each: ..."""
+    resumed: int = 0
+    """... so many, the first, choose a token, the others are constrained, ..."""
     deferred: DeferredRows | None = None
-    """... and what becomes of their hidden states, and of those that were kept before."""
+    """... and what becomes of these, and of what was kept before."""
 
     @property
     def changes(self) -> tuple[NDArray[np.integer], ...]:
@@ -167,6 +169,12 @@ class Update:
     def rows(self) -> int:
         """Tokens that go through the layers."""
         return self.decode_rows + (len(self.prefill.token_ids) if self.prefill else 0)
+
+    @property
+    def order(self) -> RowOrder:
+        """The order of its results."""
+        prompts = len(self.prefill.sampling) if self.prefill else 0
+        return RowOrder(prompts, self.resumed, self.decodes)
 
     @property
     def final_lengths(self) -> HostSeqLens | None:
@@ -230,7 +238,7 @@ class HostBatch:
         self._masked_steps = 0
         """... and how many steps of this set there are until all of its rows are past
         `min_tokens`."""
-        self._constrained = ConstrainedSlots(max_num_seqs)
+        self._constrained = ContinuedSlots(max_num_seqs)
         self._continued = 0
         """Rows behind the decode batch in the step before."""
 
@@ -271,7 +279,9 @@ class HostBatch:
                 pairs.append((places, ends[forks.rows]))
             prefill = self._prefill(step, kept)
         indices, values = _joined(pairs)
-        fallback = self._fallback_rows(prefill)
+        resumed = continued.slots[: continued.resumed]
+        ended = prefill.sampling.astype(np.int64) if prefill is not None else NO_ROWS
+        fallback = self._fallback_rows(ended, resumed)
         return Update(
             step.step,
             indices,
@@ -280,7 +290,7 @@ class HostBatch:
             len(decode),
             fallback=fallback,
             lengths=self._host_seq_lens(step, continued.slots),
-            scores=self._scored(step, prefill),
+            scores=self._scored(step, ended, resumed),
             copies=tuple(
                 blocks.astype(np.int64)
                 for forks in step.forks
@@ -288,7 +298,8 @@ class HostBatch:
                 if len(blocks)
             ),
             continued=len(continued.slots),
-            deferred=self._deferred(step, kept_slots, continued.slots, masks),
+            resumed=continued.resumed,
+            deferred=self._deferred(step, kept_slots, continued.constrained, masks),
         )
 
     def _kept(self, step: Step) -> tuple[Long, Long]:
@@ -324,17 +335,18 @@ class HostBatch:
             parts.append(dataclasses.replace(rows, masks=mine, fused=not singly.any()))
         return tuple(map(self._reaching, parts))
 
-    def _scored(self, step: Step, prefill: Prefill | None) -> ScoredRows | None:
+    def _scored(self, step: Step, ended: Long, resumed: Long) -> ScoredRows | None:
         """Return what the step scores; the set of those that decode is known by now."""
         slots, asking = self._decode, self._asking
         for deferred in step.deferred:
             chosen = deferred.slots.astype(np.int64)
             asking = np.concatenate((asking, self._scores.asking(chosen) + len(slots)))
             slots = np.concatenate((slots, chosen))
-        if prefill is not None and len(ended := prefill.sampling.astype(np.int64)):
-            slots = np.concatenate((ended, slots))
-            asking = np.concatenate((self._scores.asking(ended), asking + len(ended)))
-        return self._scores.rows(step, slots, asking)
+        if len(first := np.concatenate((ended, resumed))):
+            slots = np.concatenate((first, slots))
+            asking = np.concatenate((self._scores.asking(first), asking + len(first)))
+        order = RowOrder(len(ended), len(resumed), len(self._decode))
+        return self._scores.rows(step, slots, asking, order)
 
     def _host_seq_lens(self, step: Step, continued: Long) -> HostSeqLens:
         if not self._traits.needs_host_seq_lens:
@@ -396,18 +408,21 @@ class HostBatch:
             sampling=sampling,
         )
 
-    def _fallback_rows(self, prefill: Prefill | None) -> tuple[SampledRows, ...]:
-        """Rows of the step that `Device.sample_rows` does not do."""
+    def _fallback_rows(self, ended: Long, resumed: Long) -> tuple[SampledRows, ...]:
+        """Rows of the step that `Device.sample_rows` does not do, as they stand: of prompts that
+        end, of the decode batch, of outputs that are resumed."""
         rows, masking = self._fallback_decodes()
-        ended = prefill.sampling.astype(np.int64) if prefill is not None else NO_ROWS
-        if not len(ended) and not masking:
+        if not len(ended) and not len(resumed) and not masking:
             return tuple(map(self._reaching, self._parts)) if self._parts else ()
-        if len(ended):
-            cut = self._never_fused(ended) | self.sampling.masking(ended, self.lengths[ended])
-            rows = np.concatenate((np.flatnonzero(cut), rows + len(ended)))
-        parts = self._sampled(np.concatenate((ended, self._decode)), rows)
+        behind = len(ended) + len(self._decode)
+        rows = np.concatenate((self._cut(ended), rows + len(ended), self._cut(resumed) + behind))
+        parts = self._sampled(np.concatenate((ended, self._decode, resumed)), rows)
         parts = tuple(self.sampling.masked(part, self.lengths[part.slots]) for part in parts)
         return tuple(map(self._reaching, parts))
+
+    def _cut(self, slots: Long) -> Long:
+        masking = self.sampling.masking(slots, self.lengths[slots])
+        return np.flatnonzero(self._never_fused(slots) | masking)
 
     def _reaching(self, part: SampledRows) -> SampledRows:
         """The rows with the length of the longest whose tokens count."""

@@ -1,4 +1,4 @@
-"""Constrained rows of a step: hidden states that are kept by slot, and choices made from them."""
+"""Rows of a step that continue an output, and choices of constrained ones from what slots keep."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanoactor.messages import Admissions, Int32, Step
 from nanoactor.runner.ruled_rows import NO_ROWS, Long
@@ -36,16 +37,23 @@ class DeferredRows:
 
 
 class Continued(NamedTuple):
-    """Chunks of one token each that continue constrained outputs."""
+    """Chunks of one token each that continue outputs."""
 
     slots: Long
     starts: Long
     """The position of each."""
     token_ids: Int32
+    resumed: int
+    """So many, the first, choose a token at once; those behind them are constrained."""
+
+    @property
+    def constrained(self) -> Long:
+        """The slots that keep what their choice needs."""
+        return self.slots[self.resumed :]
 
 
-class ConstrainedSlots:
-    """By slot on the runner's host: who chooses under masks."""
+class ContinuedSlots:
+    """By slot on the runner's host: where outputs begin, and who chooses under masks."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._flags = np.zeros(max_num_seqs, np.bool_)
@@ -56,12 +64,12 @@ class ConstrainedSlots:
 
     def admit(self, new: Admissions) -> None:
         """Take new sequences."""
+        self._outputs[new.slots] = new.prompt_lengths
         if not self.any and not len(new.constrained):
             return
         self.any = True
         self._flags[new.slots] = False
         self._flags[new.slots[new.constrained]] = True
-        self._outputs[new.slots] = new.prompt_lengths
 
     def among(self, slots: Int32) -> Long:
         """Select the rows of these slots that are constrained."""
@@ -69,20 +77,23 @@ class ConstrainedSlots:
 
     def split(self, step: Step) -> tuple[Step, Continued]:
         """Take the chunks of one token that end a step's list and continue an output out of it:
-        they can attend as the decode batch does. Pictures stand in prompts alone, so a step with
-        some is left as it is."""
+        they can attend as the decode batch does, and where an output was interrupted they give
+        what the decode batch would have given. Pictures stand in prompts alone, so a step with
+        some is left as it is; so are chunks that sample beside forks, whose results come last."""
         slots, token_ids = step.slots, step.token_ids
-        if not self.any or step.vision:
-            return step, Continued(NO_ROWS, NO_ROWS, token_ids[:0])
-        continues = self._flags[slots] & (step.counts == 1) & (step.starts >= self._outputs[slots])
+        continues = (step.counts == 1) & (step.starts >= self._outputs[slots])
+        if step.vision or not continues.any():
+            return step, Continued(NO_ROWS, NO_ROWS, token_ids[:0], 0)
         for scored in step.scored:
             continues[scored.rows] = False
-        rest = len(slots) - int(np.argmin(np.append(continues[::-1], False)))
+        first = _last_run(continues & ~step.samples & self._flags[slots])
+        rest = first if step.forks else _last_run((continues & step.samples)[:first])
         last = len(token_ids) - (len(slots) - rest)
         continued = Continued(
             slots[rest:].astype(np.int64),
             step.starts[rest:].astype(np.int64),
             token_ids[last:].copy(),
+            first - rest,
         )
         step = dataclasses.replace(
             step,
@@ -93,3 +104,8 @@ class ConstrainedSlots:
             token_ids=token_ids[:last],
         )
         return step, continued
+
+
+def _last_run(flags: NDArray[np.bool_]) -> int:
+    """Return where the run of set flags begins that ends the array."""
+    return len(flags) - int(np.argmin(np.append(flags[::-1], False)))

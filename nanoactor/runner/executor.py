@@ -389,7 +389,7 @@ class DeviceExecutor:
         published = None
         if update.prefill is None and update.decode_rows:
             published = self._published.take(update.decodes)
-        more = staged.fallback or staged.deferred
+        more = staged.fallback or staged.deferred or update.resumed
         buffers.take_ids(chosen, None if more else published)
         buffers.end.record()
         self._chooser.compare(update.step, *chosen)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Int32, Step
+from nanoactor.runner.row_order import RowOrder
 from nanoactor.runner.ruled_rows import NO_ROWS, Long
 from nanoactor.scores import ScoreRequests, StepScores, TokenScores
 
@@ -23,7 +24,9 @@ class ScoredRows:
     targets: Long
     """... are followed by which."""
     rows: Long
-    """Which of the step's rows that sample: what is scored there is what they choose."""
+    """Which of the step's results: what is scored is what was chosen, ..."""
+    places: Long
+    """... and where their rows stand."""
     counts: Int32
     """How many of the likeliest tokens are told beside each of all these."""
 
@@ -80,9 +83,9 @@ class ScoreTable:
             return NO_ROWS
         return np.flatnonzero(self._output[slots] >= 0)
 
-    def rows(self, step: Step, slots: Long, asking: Long) -> ScoredRows | None:
-        """Return what a step scores, of whose rows that sample, of `slots`, these are `asking`;
-        None where that is nothing."""
+    def rows(self, step: Step, slots: Long, asking: Long, order: RowOrder) -> ScoredRows | None:
+        """Return what a step scores, of whose results, of `slots`, these are `asking`; None where
+        that is nothing."""
         if not len(asking) and not step.scored:
             return None
         counts = [self._output[slots[asking]]]
@@ -94,7 +97,8 @@ class ScoreTable:
             targets = chunks.targets.astype(np.int64)
             wanted = self._prompt[step.slots[chunks.rows]]
             counts = [np.repeat(wanted, chunks.counts), *counts]
-        return ScoredRows(prompt_rows, targets, asking, np.concatenate(counts))
+        every = np.concatenate(counts)
+        return ScoredRows(prompt_rows, targets, asking, order.places(asking), every)
 
 
 def _runs(begins: NDArray[np.integer], counts: Int32) -> Long:

@@ -100,11 +100,12 @@ class SimulatedExecutor:
         update = self._batch.update(step, masks)
         begin = max(time.monotonic_ns(), self._free_at)
         self._free_at = begin + self._nanoseconds
-        ids = [self._sampled(part) for part in update.fallback]
+        sampled = np.concatenate([_NO_TOKENS, *map(self._sampled, update.fallback)])
+        ids = [sampled[update.order.places(np.arange(len(sampled)))]]
         if update.deferred is not None:
             ids += [self._masked(part) for part in update.deferred.choices]
         scores = () if update.scores is None else (self._scored(update.scores),)
-        return _Promise(np.concatenate([*ids, _NO_TOKENS]), begin, self._free_at, scores)
+        return _Promise(np.concatenate(ids), begin, self._free_at, scores)
 
     def launch(self, prepared: _Promise) -> _Promise:
         """Its time runs already."""

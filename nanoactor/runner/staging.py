@@ -71,7 +71,7 @@ class Staging:
 
     def put_scores(self, scores: ScoredRows) -> DeviceScores:
         """Pack which rows are scored."""
-        rows = (self.put(scores.prompt_rows), self.put(scores.targets), self.put(scores.rows))
+        rows = (self.put(scores.prompt_rows), self.put(scores.targets), self.put(scores.places))
         return DeviceScores(*rows, scores.most)
 
     def put_deferred(self, rows: DeferredRows) -> DeviceDeferred:

@@ -33,7 +33,7 @@ class StepChoices:
         *,
         room: int | None,
     ) -> list[torch.Tensor]:
-        """Return all tokens, int32: of prompts that end, of the decode batch, of constrained rows.
+        """Return all tokens, int32, in the order of `RowOrder`.
 
         `states` are the hidden states of the prompts' tokens, and of the rows that sample: where
         the step was captured, with room for so many prompts.
@@ -46,7 +46,8 @@ class StepChoices:
             padded = room
         for part in staged.fallback:
             self._chooser.choose_behind(hidden, part, (prompts, padded))
-        rows, chosen = padded + update.decodes, self._chooser.chosen
+        first, chosen = padded + update.decodes, self._chooser.chosen
+        rows = first + update.resumed
         late = chosen[:0]
         if staged.deferred:
             self._deferred.keep(staged.deferred.prompt_slots, hidden, prompts)
@@ -59,5 +60,5 @@ class StepChoices:
             every = torch.cat((chosen[:rows], late))
             table = self._scorer.score(of_prompts, hidden, staged.scores, places, every)
             buffers.take_scores(self._device, update.scores, table)
-        parts = (chosen[:prompts], chosen[padded:rows], late)
+        parts = (chosen[:prompts], chosen[first:rows], chosen[padded:first], late)
         return [part for part in parts if len(part)]

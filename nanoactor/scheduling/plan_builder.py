@@ -33,6 +33,11 @@ class PrefillChunk(NamedTuple):
     """The first position whose successor is scored, and how many positions."""
 
     @property
+    def resumes(self) -> bool:
+        """Tell whether it is the newest token of an output alone, behind which it goes on."""
+        return self.samples and self.length == 1 and self.start >= self.sequence.prompt_length
+
+    @property
     def samples(self) -> bool:
         """Tell whether a token is sampled behind it."""
         return self.is_last and not self.sequence.is_constrained

@@ -198,8 +198,9 @@ class RunningBatch:
 
     def choose_chunks(self, budget: int) -> list[PrefillChunk]:
         """Have a step compute at most `budget` positions: of outputs that never decode, at least
-        one of each, then of prompts, by priority. The prompts' chunks come first, those of
-        constrained outputs last."""
+        one of each, then of prompts, by priority. The prompts' chunks come first, then
+        those that resume an output by one token, those of constrained outputs last: so the runner
+        can compute both as decode rows."""
         continued = [s for s in self.prefilling if s.continues and s.reach > s.scheduled]
         outputs: list[PrefillChunk] = []
         for index, sequence in enumerate(continued):
@@ -215,6 +216,7 @@ class RunningBatch:
                 budget -= sum(each.length for each in chunk)
         if prompts or outputs:
             self._prefills = [s for s in self._prefills if s.scheduled < s.target]
+        prompts.sort(key=lambda chunk: chunk.resumes)
         return prompts + sorted(outputs, key=lambda chunk: chunk.sequence.is_constrained)
 
     def _chunk(self, sequence: Sequence, most: int) -> list[PrefillChunk]:

@@ -288,6 +288,49 @@ def test_what_a_runner_has_computed_survives_the_death_of_others(device):
     asyncio.run(main())
 
 
+async def bits_of_a_lone_stream(names, **changes):
+    """What a stream says undisturbed, and when each of these dies meanwhile: ids and the bits of
+    all log-probabilities."""
+    params = SamplingParams(seed=3, max_tokens=150, ignore_eos=True, logprobs=3)
+    prompt, found = {"prompt_token_ids": list(range(40, 140))}, []
+    async with AsyncLLM("demo", **options(**changes)) as llm:
+        tortured = Tortured(llm, 1)
+        await read(llm, prompt, params)  # from here on all find the prompt in the cache
+        before = await output_tokens(llm)
+        for name in (None, *names):
+            stream = asyncio.ensure_future(read(llm, prompt, params))
+            while name and await output_tokens(llm) < before + 40:
+                await asyncio.sleep(0.005)
+            if name:
+                await tortured.kill(name)
+            (told,), _ = await stream
+            await tortured.whole()
+            before = await output_tokens(llm)
+            bits = [{i: one.logprob for i, one in each.items()} for each in told.logprobs]
+            found.append((name, told.ids, bits))
+    return found
+
+
+def check_bits(found):
+    (_, ids, bits), *others = found
+    for name, told, other in others:
+        assert told == ids, name
+        assert other == bits, name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=LONG)])
+def test_a_lone_stream_goes_on_bit_for_bit_where_its_cache_survives(dtype):
+    """The token that is computed again is a decode row, as it was."""
+    names = "tokenizer.0", "detokenizer"
+    check_bits(asyncio.run(bits_of_a_lone_stream(names, dtype=dtype, threads=1)))
+
+
+@pytest.mark.gpu
+def test_a_lone_stream_on_a_gpu_goes_on_bit_for_bit():
+    names = "tokenizer.0", "detokenizer", "grammar"
+    check_bits(asyncio.run(bits_of_a_lone_stream(names, device="cuda", dtype="bfloat16")))
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanoactor.models.collective import SingleRank
+from nanoactor.runner.row_order import RowOrder
 from nanoactor.runner.scored_rows import ScoreTable
 from nanoactor.runner.scoring import AT_ONCE, StepScorer
 from nanoactor.runner.staging import DeviceScores
@@ -51,6 +52,9 @@ def test_a_few_rows_of_logits_at_a_time(prompts, rows):
     torch.testing.assert_close(table[:, :1].contiguous().view(torch.float32), right)
 
 
+ORDER = RowOrder(prompts=0, resumed=0, decodes=8)
+
+
 def step(scored=(), starts=(), counts=(), slots=()):
     return SimpleNamespace(
         scored=scored, starts=int32(*starts), counts=int32(*counts), slots=int32(*slots)
@@ -59,16 +63,18 @@ def step(scored=(), starts=(), counts=(), slots=()):
 
 def test_rows_are_found_among_the_chunks_of_a_step():
     table, every = ScoreTable(8), np.arange(8)
-    assert table.rows(step(), every, table.asking(every)) is None
+    assert table.rows(step(), every, table.asking(every), ORDER) is None
     table.admit(int32(5, 2, 7), (ScoreRequests(int32(0, 2), int32(3, -1), int32(-1, 1)),))
     assert table.asking(every).tolist() == [5]
     assert table.asking(np.array([7, 5, 2])).tolist() == [1]
     # Chunks of slots 1, 7 and 2, of 4, 6 and 1 tokens; of the second, positions 12 to 14.
     chunks = ScoredChunks(int32(1), int32(12), int32(3), int32(40, 41, 42))
-    found = table.rows(step((chunks,), (0, 10, 9), (4, 6, 1), (1, 7, 2)), every, np.array([5]))
+    chunked, order = step((chunks,), (0, 10, 9), (4, 6, 1), (1, 7, 2)), RowOrder(3, 2, 1)
+    found = table.rows(chunked, every, np.array([5]), order)
     assert found.prompt_rows.tolist() == [4 + 2, 4 + 3, 4 + 4]
     assert found.targets.tolist() == [40, 41, 42]
     assert found.rows.tolist() == [5]
+    assert found.places.tolist() == [3]  # of the decode row
     assert found.counts.tolist() == [1, 1, 1, 3]
     assert found.most == 3
     table.admit(int32(5), ())  # somebody else has the slot
@@ -78,7 +84,7 @@ def test_rows_are_found_among_the_chunks_of_a_step():
 def test_each_row_is_told_what_it_asked_for():
     table, every = ScoreTable(4), np.arange(4)
     table.admit(int32(0, 1, 2), (ScoreRequests(int32(0, 1, 2), int32(2, 0, 9), int32(-1, -1, -1)),))
-    found = table.rows(step(), every, table.asking(every))
+    found = table.rows(step(), every, table.asking(every), ORDER)
     words = np.arange(3 * 8, dtype=np.int32).reshape(3, 8)  # three of the likeliest, all there are
     message = found.message(words)
     assert message.rows.tolist() == [0, 1, 2]

@@ -694,8 +694,26 @@ MUTATIONS = [
     Mutation(
         "scores of decodes are those of prompts that end",
         BATCH,
-        "np.concatenate((self._scores.asking(ended), asking + len(ended)))",
-        "np.concatenate((self._scores.asking(ended), asking))",
+        "np.concatenate((self._scores.asking(first), asking + len(first)))",
+        "np.concatenate((self._scores.asking(first), asking))",
+    ),
+    Mutation(
+        "scores of an output that goes on are those of the decode row in its place",
+        "nanoactor.runner.row_order",
+        "        return np.where(behind < 0, results, moved)",
+        "        return results",
+    ),
+    Mutation(
+        "an output that goes on has the rules of a decode row",
+        BATCH,
+        "self._cut(resumed) + behind",
+        "self._cut(resumed) + len(ended)",
+    ),
+    Mutation(
+        "a chunk that goes on comes before prompts' tokens",
+        DEFERRED,
+        "            first - rest,\n",
+        "            0,\n",
     ),
     Mutation(
         "the runner remembers of whom scores were wanted",

@@ -105,12 +105,20 @@ class ResidentState:
                 prefill.sampling.tolist(),
             )
         first = len(token_ids)
-        slots = [*slots, *decodes[: update.decodes].tolist()]
         self._check_lengths(update, rows, contexts)
-        masked = self._check_fallback(update, plain, slots)
+        # Rows that resume an output stand behind the decode batch; their tokens come before its.
+        free, known = update.decodes, update.decodes + update.resumed
+        standing = [*slots, *decodes[:known].tolist()]
+        order = [*range(len(slots)), *(len(slots) + n for n in (*range(free, known), *range(free)))]
+        result = {place: row for row, place in enumerate(order)}
+        masked = [(result[r], t) for r, t in self._check_fallback(update, plain, standing)]
+        slots = [standing[place] for place in order]
         rest = update.deferred
         late = rest.slots.tolist() if rest is not None else []
         masked += self._check_choices(update, plain, len(slots))
+        order += [*range(len(slots), len(slots) + len(late))]
+        if (scores := update.scores) is not None:
+            assert scores.places.tolist() == [order[row] for row in scores.rows.tolist()]
         slots += late
         lengths = self._column(self._layout.lengths)[slots]
         kept: list[tuple[int, int]] = []
@@ -118,9 +126,12 @@ class ResidentState:
             last = ends[len(ends) - len(rest.prompt_slots) :]
             kept = list(zip(last, rest.prompt_slots.tolist(), strict=True))
             ends = ends[: len(ends) - len(last)]
-            behind = range(first + update.decodes, first + update.decode_rows)
+            behind = range(first + known, first + update.decode_rows)
             kept += zip(behind, rest.continued_slots.tolist(), strict=True)
-            assert rest.continued_slots.tolist() == decodes[update.decodes :].tolist()
+            assert rest.continued_slots.tolist() == decodes[known:].tolist()
+        else:
+            assert update.continued == update.resumed
+        ends += [first + n for n in (*range(free, known), *range(free))]
         own = self._column(self._layout.last_tokens)[decodes[update.decodes :]]
         return StepInputs(
             update.step,
@@ -134,7 +145,7 @@ class ResidentState:
             decode_tables=self._tables[decodes],
             decode_contexts=contexts,
             sampling_slots=slots,
-            token_index=[*ends, *range(first, first + update.decodes)],
+            token_index=ends,
             sampling_positions=lengths.tolist(),
             seeds=self._seeds(slots),
             masked=masked,

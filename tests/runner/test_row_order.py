@@ -1,0 +1,115 @@
+"""Which of a step's chunks are computed as decode rows, and where their results stand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoactor.messages import Forks, ScoredChunks, Step
+from nanoactor.runner.batch import BatchTraits, HostBatch
+from nanoactor.runner.row_order import RowOrder
+from nanoactor.runner.warmup import admissions
+
+SLOTS = 8
+NONE = np.empty(0, np.int32)
+
+
+def int32(*values):
+    return np.array(values, np.int32)
+
+
+COUNTS = st.integers(0, 4)
+
+
+@given(COUNTS, COUNTS, COUNTS, COUNTS)
+def test_results_are_told_in_their_order_wherever_rows_stand(prompts, resumed, decodes, late):
+    standing = ["p"] * prompts + ["d"] * decodes + ["r"] * resumed + ["l"] * late
+    places = RowOrder(prompts, resumed, decodes).places(np.arange(len(standing)))
+    assert sorted(places) == [*range(len(standing))]
+    told = [standing[place] for place in places]
+    assert told == ["p"] * prompts + ["r"] * resumed + ["d"] * decodes + ["l"] * late
+    for kind in "prdl":  # each in its own order
+        own = [int(place) for place, of in zip(places, told, strict=True) if of == kind]
+        assert own == sorted(own)
+
+
+def step_of(chunks, *, joins=(), **others):
+    """A step of chunks (slot, start, tokens, samples); all slots' outputs begin at 10. Slots from 6
+    on are constrained."""
+    slots, starts, counts, samples = (np.array(column) for column in zip(*chunks, strict=True))
+    new = admissions(np.arange(SLOTS, dtype=np.int32))
+    new = dataclasses.replace(
+        new, prompt_lengths=np.full(SLOTS, 10, np.int32), constrained=int32(6, 7)
+    )
+    total = int(counts.sum())
+    return Step(
+        1,
+        slots.astype(np.int32),
+        starts.astype(np.int32),
+        counts.astype(np.int32),
+        samples.astype(np.bool_),
+        np.arange(100, 100 + total, dtype=np.int32),
+        int32(*joins),
+        NONE,
+        NONE,
+        NONE,
+        NONE,
+        NONE,
+        new,
+        **others,
+    )
+
+
+def update_of(chunks, **others):
+    batch = HostBatch(SLOTS, 4, BatchTraits(fused_sampling="none"))
+    return batch, batch.update(step_of(chunks, **others))
+
+
+def test_the_newest_token_of_an_output_is_a_row_behind_the_decode_batch():
+    chunks = [(2, 0, 10, True), (5, 14, 1, True), (0, 10, 1, True), (6, 12, 1, False)]
+    batch, update = update_of(chunks, joins=(1, 3))
+    assert update.order == RowOrder(prompts=1, resumed=2, decodes=2)
+    assert update.continued == 3
+    state = np.full(batch.layout.size, -1, np.int64)
+    state[update.indices] = update.values
+    rows = batch.layout.rows
+    assert state[rows : rows + 5].tolist() == [1, 3, 5, 0, 6]
+    for slot, start, token in ((5, 14, 110), (0, 10, 111), (6, 12, 112)):
+        assert state[batch.layout.lengths + slot] == start
+        assert state[batch.layout.last_tokens + slot] == token
+        assert batch.lengths[slot] == start + 1
+    assert update.prefill.sampling.tolist() == [2]
+    assert update.deferred.continued_slots.tolist() == [6]
+    # As they stand: the prompt, the decode batch, those that go on.
+    (sampled,) = update.fallback
+    assert sampled.slots.tolist() == [2, 1, 3, 5, 0]
+    assert sampled.index.tolist() == [0, 1, 2, 3, 4]
+
+
+SCORED = ScoredChunks(int32(0), int32(14), int32(1), int32(40))
+FORKS = Forks(int32(0), int32(4), np.array([9]), NONE, NONE)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "others"),
+    [
+        pytest.param((5, 9, 1, True), {}, id="the last of a prompt"),
+        pytest.param((5, 14, 2, True), {}, id="two tokens"),
+        pytest.param((5, 14, 1, False), {}, id="one that is not the newest"),
+        pytest.param((5, 14, 1, True), {"scored": (SCORED,)}, id="one that is scored"),
+        pytest.param((5, 14, 1, True), {"forks": (FORKS,)}, id="beside forks"),
+    ],
+)
+def test_other_chunks_stay_chunks(chunk, others):
+    _, update = update_of([chunk], **others)
+    assert (update.continued, update.resumed) == (0, 0)
+    assert update.prefill.rows.shape[1] == 1
+
+
+def test_chunks_before_one_that_stays_stay_too():
+    """The planner never has them in that order; results must follow the chunks'."""
+    _, update = update_of([(5, 14, 1, True), (2, 0, 10, True), (0, 12, 1, True)])
+    assert update.order == RowOrder(prompts=2, resumed=1, decodes=0)
+    assert update.prefill.sampling.tolist() == [5, 2]
