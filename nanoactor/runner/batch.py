@@ -151,9 +151,9 @@ class Update:
     continued: int = 0
     """Rows behind the decode batch that compute one position of an output each: ..."""
     resumed: int = 0
-    """... so many, the first, choose a token, the others are constrained, ..."""
+    """... so many, the first, choose a token; the last may be constrained."""
     deferred: DeferredRows | None = None
-    """... and what becomes of these, and of what was kept before."""
+    """What becomes of constrained rows, and of what was kept before."""
 
     @property
     def changes(self) -> tuple[NDArray[np.integer], ...]:

@@ -44,12 +44,9 @@ class Continued(NamedTuple):
     """The position of each."""
     token_ids: Int32
     resumed: int
-    """So many, the first, choose a token at once; those behind them are constrained."""
-
-    @property
-    def constrained(self) -> Long:
-        """The slots that keep what their choice needs."""
-        return self.slots[self.resumed :]
+    """So many, the first, choose a token at once."""
+    constrained: Long
+    """The slots of the last, which keep what their choice needs."""
 
 
 class ContinuedSlots:
@@ -83,17 +80,20 @@ class ContinuedSlots:
         slots, token_ids = step.slots, step.token_ids
         continues = (step.counts == 1) & (step.starts >= self._outputs[slots])
         if step.vision or not continues.any():
-            return step, Continued(NO_ROWS, NO_ROWS, token_ids[:0], 0)
+            return step, Continued(NO_ROWS, NO_ROWS, token_ids[:0], 0, NO_ROWS)
         for scored in step.scored:
             continues[scored.rows] = False
-        first = _last_run(continues & ~step.samples & self._flags[slots])
-        rest = first if step.forks else _last_run((continues & step.samples)[:first])
+        flags = self._flags[slots]
+        kept = _last_run(continues & flags)
+        silent = _last_run((continues & ~step.samples & ~flags)[:kept])
+        rest = silent if step.forks else _last_run((continues & step.samples)[:silent])
         last = len(token_ids) - (len(slots) - rest)
         continued = Continued(
             slots[rest:].astype(np.int64),
             step.starts[rest:].astype(np.int64),
             token_ids[last:].copy(),
-            first - rest,
+            silent - rest,
+            slots[kept:].astype(np.int64),
         )
         step = dataclasses.replace(
             step,

@@ -51,7 +51,8 @@ class StepChoices:
         late = chosen[:0]
         if staged.deferred:
             self._deferred.keep(staged.deferred.prompt_slots, hidden, prompts)
-            self._deferred.keep(staged.deferred.continued_slots, hidden, rows)
+            last = padded + update.decode_rows - len(staged.deferred.continued_slots)
+            self._deferred.keep(staged.deferred.continued_slots, hidden, last)
             late = self._deferred.choose(staged.deferred)
         if staged.scores and update.scores:
             if staged.deferred:

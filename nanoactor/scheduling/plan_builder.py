@@ -33,9 +33,14 @@ class PrefillChunk(NamedTuple):
     """The first position whose successor is scored, and how many positions."""
 
     @property
-    def resumes(self) -> bool:
-        """Tell whether it is the newest token of an output alone, behind which it goes on."""
-        return self.samples and self.length == 1 and self.start >= self.sequence.prompt_length
+    def place(self) -> int:
+        """Its place among a step's chunks: prompts first, then single tokens of outputs, which
+        runners compute as decode rows: those that sample, those that do not, constrained ones."""
+        if self.sequence.is_constrained:
+            return 3
+        if self.length > 1 or self.start < self.sequence.prompt_length:
+            return 0
+        return 1 if self.samples else 2
 
     @property
     def samples(self) -> bool:

@@ -198,9 +198,7 @@ class RunningBatch:
 
     def choose_chunks(self, budget: int) -> list[PrefillChunk]:
         """Have a step compute at most `budget` positions: of outputs that never decode, at least
-        one of each, then of prompts, by priority. The prompts' chunks come first, then
-        those that resume an output by one token, those of constrained outputs last: so the runner
-        can compute both as decode rows."""
+        one of each, then of prompts, by priority; in the order of `PrefillChunk.place`."""
         continued = [s for s in self.prefilling if s.continues and s.reach > s.scheduled]
         outputs: list[PrefillChunk] = []
         for index, sequence in enumerate(continued):
@@ -216,21 +214,30 @@ class RunningBatch:
                 budget -= sum(each.length for each in chunk)
         if prompts or outputs:
             self._prefills = [s for s in self._prefills if s.scheduled < s.target]
-        prompts.sort(key=lambda chunk: chunk.resumes)
-        return prompts + sorted(outputs, key=lambda chunk: chunk.sequence.is_constrained)
+        return sorted(prompts + outputs, key=lambda chunk: chunk.place)
 
     def _chunk(self, sequence: Sequence, most: int) -> list[PrefillChunk]:
         """Have a step compute so many positions of a sequence at most, if it can compute any."""
         if sequence.phase is not Phase.RUNNING:
             return []
         slot, start = sequence.slot, sequence.scheduled
-        length = min(most, sequence.reach - start)
+        length = min(most, sequence.reach - start, self._alike(sequence, start))
         if not length:  # a picture is not encoded yet, or there is no block
             return []
         self.table.prefill(slot, length)
         is_last = start + length == sequence.target
         scores = sequence.score_before(start + length)
         return [PrefillChunk(sequence, slot, start, length, is_last, scores)]
+
+    def _alike(self, sequence: Sequence, start: int) -> int:
+        """Return how many positions from here on are computed at once: where an output goes on
+        that another life of the engine began, what its last blocks lack is computed one by one, as
+        it was at first. In bfloat16 a chunk would round otherwise."""
+        left = sequence.target - max(start, sequence.prompt_length)
+        resumes = sequence.target == sequence.resumed_to and not sequence.is_stepwise
+        if not resumes or left >= self._block_size:
+            return sequence.target - start
+        return max(1, sequence.prompt_length - start)
 
     def is_about_to_compute_for(self, head: Sequence) -> bool:
         """Tell whether the next block of a prompt under way is one that `head` could share."""

@@ -79,6 +79,8 @@ class Sequence:
     """The id that ends the free text at hand."""
     drops: bool = False
     """Whether results that are under way are dropped: they are behind the end of free text."""
+    resumed_to: int = 0
+    """How many tokens it was admitted with, if its output had begun before; else 0."""
     holds: bool = False
     """Whether its caller says what it goes on with: what is sampled is told, and not appended."""
     told: int = -1
@@ -147,6 +149,7 @@ class Sequence:
                 free=free,
                 gate=gate,
                 holds=event.held,
+                resumed_to=len(tokens) if len(tokens) > event.prompt_length else 0,
                 items=SequenceItems.of(event.items[0], config.encoder) if event.items else None,
             )
             for uid, sampling in zip(family.uids, samplings, strict=True)

@@ -68,15 +68,16 @@ def update_of(chunks, **others):
 
 
 def test_the_newest_token_of_an_output_is_a_row_behind_the_decode_batch():
-    chunks = [(2, 0, 10, True), (5, 14, 1, True), (0, 10, 1, True), (6, 12, 1, False)]
+    chunks = [(2, 0, 10, True), (5, 14, 1, True), (0, 10, 1, True), (4, 11, 1, False)]
+    chunks += [(6, 12, 1, False)]
     batch, update = update_of(chunks, joins=(1, 3))
     assert update.order == RowOrder(prompts=1, resumed=2, decodes=2)
-    assert update.continued == 3
+    assert update.continued == 4
     state = np.full(batch.layout.size, -1, np.int64)
     state[update.indices] = update.values
     rows = batch.layout.rows
-    assert state[rows : rows + 5].tolist() == [1, 3, 5, 0, 6]
-    for slot, start, token in ((5, 14, 110), (0, 10, 111), (6, 12, 112)):
+    assert state[rows : rows + 6].tolist() == [1, 3, 5, 0, 4, 6]
+    for slot, start, token in ((5, 14, 110), (0, 10, 111), (4, 11, 112), (6, 12, 113)):
         assert state[batch.layout.lengths + slot] == start
         assert state[batch.layout.last_tokens + slot] == token
         assert batch.lengths[slot] == start + 1
@@ -97,7 +98,6 @@ FORKS = Forks(int32(0), int32(4), np.array([9]), NONE, NONE)
     [
         pytest.param((5, 9, 1, True), {}, id="the last of a prompt"),
         pytest.param((5, 14, 2, True), {}, id="two tokens"),
-        pytest.param((5, 14, 1, False), {}, id="one that is not the newest"),
         pytest.param((5, 14, 1, True), {"scored": (SCORED,)}, id="one that is scored"),
         pytest.param((5, 14, 1, True), {"forks": (FORKS,)}, id="beside forks"),
     ],

@@ -712,7 +712,7 @@ MUTATIONS = [
     Mutation(
         "a chunk that goes on comes before prompts' tokens",
         DEFERRED,
-        "            first - rest,\n",
+        "            silent - rest,\n",
         "            0,\n",
     ),
     Mutation(

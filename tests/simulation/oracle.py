@@ -493,7 +493,9 @@ class Oracle:
         used = sum(s.scheduled - before.get(s.uid, s.scheduled) for s in {*rows})
         self._check_constrained(before)
         self._check_forks(scheduler._in_flight[-1])
-        left = [self._place(s.uid) for s in scheduler._running if _prefills(s)]
+        size = self._scenario.block_size
+        running = [s for s in scheduler._running if not _goes_on_one_by_one(s, size)]
+        left = [self._place(s.uid) for s in running if _prefills(s)]
         if left:
             assert used == self._scenario.max_num_batched_tokens, f"{used} tokens, more wait"
             prompts = [s for s in rows if before.get(s.uid, s.target) < s.target]
@@ -1078,6 +1080,15 @@ class Oracle:
 
 def _prefills(sequence: Sequence) -> bool:
     return sequence.phase is Phase.RUNNING and sequence.scheduled < sequence.reach
+
+
+def _goes_on_one_by_one(sequence: Sequence, block_size: int) -> bool:
+    """Whether what it lacks are the last tokens of an output that began in another life, fewer than
+    a block has."""
+    resumed = prompt = sequence.prompt_length
+    if sequence.target == sequence.resumed_to:
+        resumed = sequence.target
+    return 0 < resumed - max(sequence.scheduled, prompt) < block_size
 
 
 def _continued(sequence: Sequence, before: dict[int, int]) -> bool:

@@ -126,11 +126,11 @@ class ResidentState:
             last = ends[len(ends) - len(rest.prompt_slots) :]
             kept = list(zip(last, rest.prompt_slots.tolist(), strict=True))
             ends = ends[: len(ends) - len(last)]
-            behind = range(first + known, first + update.decode_rows)
+            last = update.decode_rows - len(rest.continued_slots)
+            behind = range(first + last, first + update.decode_rows)
             kept += zip(behind, rest.continued_slots.tolist(), strict=True)
-            assert rest.continued_slots.tolist() == decodes[known:].tolist()
-        else:
-            assert update.continued == update.resumed
+            assert last >= known
+            assert rest.continued_slots.tolist() == decodes[last:].tolist()
         ends += [first + n for n in (*range(free, known), *range(free))]
         own = self._column(self._layout.last_tokens)[decodes[update.decodes :]]
         return StepInputs(
