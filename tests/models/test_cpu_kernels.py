@@ -170,6 +170,7 @@ print(json.dumps(sum(_rms_norm.stats.cache_hits.values())))
 """
 
 
+@pytest.mark.long  # two processes compile
 def test_compiled_code_is_kept_and_compiling_it_is_said_once(tmp_path):
     def run():
         environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}

@@ -254,6 +254,7 @@ def test_the_first_prompt_compiles_both_variants_and_later_ones_none(monkeypatch
     assert called == [wide, narrow, wide, wide, narrow]
 
 
+@pytest.mark.long  # it compiles for a quarter of a minute
 def test_wide_programs_fit_twice_into_a_multiprocessor(tmp_path):
     """Compiled for compute capability 9.0 by the Triton that is here: the cap holds, and hardly
     anything is spilled."""

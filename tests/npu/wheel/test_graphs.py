@@ -109,7 +109,8 @@ def test_compiled_steps_go_on_behind_pictures(tmp_path, monkeypatch, mode, layou
 @pytest.mark.parametrize(
     ("mode", "layout"),
     [
-        *((MODES[0], layout) for layout in LAYOUTS),
+        (MODES[0], "tnd"),
+        pytest.param(MODES[0], "bnsd", marks=pytest.mark.long),
         *(pytest.param(MODES[1], layout, marks=pytest.mark.long) for layout in LAYOUTS),
     ],
 )

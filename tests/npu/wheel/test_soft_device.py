@@ -71,7 +71,15 @@ def outputs(model, prompts, **changes):
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize(("layout", "mode"), VARIANTS)
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        ("tnd", "npugraph"),
+        pytest.param("tnd", "eager", marks=pytest.mark.long),
+        pytest.param("bnsd", "npugraph", marks=pytest.mark.long),
+        ("bnsd", "eager"),
+    ],
+)
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_engine_gives_the_cpus_tokens(model, opened, layout, mode, depth):
     directory, reference = model
