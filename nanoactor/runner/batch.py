@@ -15,7 +15,8 @@ from nanoactor.messages import Int32, Int64, Step
 from nanoactor.models.columns import WORDS
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
-from nanoactor.runner.deferred_rows import ContinuedSlots, DeferredRows
+from nanoactor.runner.continued_rows import ContinuedSlots
+from nanoactor.runner.deferred_rows import DeferredRows
 from nanoactor.runner.row_order import RowOrder
 from nanoactor.runner.ruled_rows import NO_ROWS, Long
 from nanoactor.runner.sampling_table import SampledRows, SamplingTable
@@ -238,7 +239,7 @@ class HostBatch:
         self._masked_steps = 0
         """... and how many steps of this set there are until all of its rows are past
         `min_tokens`."""
-        self._constrained = ContinuedSlots(max_num_seqs)
+        self._continuing = ContinuedSlots(max_num_seqs)
         self._continued = 0
         """Rows behind the decode batch in the step before."""
 
@@ -249,7 +250,7 @@ class HostBatch:
         if len(step.admissions.slots):
             self.sampling.admit(step.admissions)
             self._scores.admit(step.admissions.slots, step.admissions.scores)
-            self._constrained.admit(step.admissions)
+            self._continuing.admit(step.admissions)
             pairs.append(self._admitted(step.admissions.slots))
             new, layout = step.admissions, self.layout
             slots = new.slots.astype(np.int64)
@@ -257,7 +258,7 @@ class HostBatch:
             pairs.append((layout.prompt_lengths + slots, new.prompt_lengths.copy()))
         if len(step.table_slots):
             pairs.append((self._table_indices(step), step.table_blocks))
-        step, continued = self._constrained.split(step)
+        step, continued = self._continuing.split(step)
         if len(step.joins) or len(step.leaves) or len(continued.slots) or self._continued:
             pairs.append(self._change_rows(step, continued.slots))
         decode = self._decode
@@ -304,13 +305,13 @@ class HostBatch:
 
     def _kept(self, step: Step) -> tuple[Long, Long]:
         """Return which tokens of prompts constrained rows keep something of, and their slots."""
-        if not self._constrained.any:
+        if not self._continuing.has_constrained:
             return NO_ROWS, NO_ROWS
         lasts = (np.cumsum(step.counts) - 1).astype(np.int64)
-        rows = self._constrained.among(step.slots)
+        rows = self._continuing.constrained_among(step.slots)
         tokens, slots = [lasts[rows]], [step.slots[rows]]
         for forks in step.forks:
-            rows = self._constrained.among(forks.slots)
+            rows = self._continuing.constrained_among(forks.slots)
             tokens.append(lasts[forks.rows[rows]])
             slots.append(forks.slots[rows])
         return np.concatenate(tokens), np.concatenate(slots).astype(np.int64)
@@ -394,7 +395,9 @@ class HostBatch:
         longest_first = np.argsort(-(step.starts[tile_rows] + ends_in_row), kind="stable")
         ends, sampling = (firsts + counts - 1)[step.samples], step.slots[step.samples]
         for forks in step.forks:
-            free = np.delete(np.arange(len(forks.slots)), self._constrained.among(forks.slots))
+            free = np.delete(
+                np.arange(len(forks.slots)), self._continuing.constrained_among(forks.slots)
+            )
             ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows[free]]))
             sampling = np.concatenate((sampling, forks.slots[free]))
         ends = np.concatenate((ends, kept))

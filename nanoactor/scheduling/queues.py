@@ -221,7 +221,7 @@ class RunningBatch:
         if sequence.phase is not Phase.RUNNING:
             return []
         slot, start = sequence.slot, sequence.scheduled
-        length = min(most, sequence.reach - start, self._alike(sequence, start))
+        length = min(most, sequence.reach - start, self._at_once(sequence, start))
         if not length:  # a picture is not encoded yet, or there is no block
             return []
         self.table.prefill(slot, length)
@@ -229,10 +229,10 @@ class RunningBatch:
         scores = sequence.score_before(start + length)
         return [PrefillChunk(sequence, slot, start, length, is_last, scores)]
 
-    def _alike(self, sequence: Sequence, start: int) -> int:
-        """Return how many positions from here on are computed at once: where an output goes on
-        that another life of the engine began, what its last blocks lack is computed one by one, as
-        it was at first. In bfloat16 a chunk would round otherwise."""
+    def _at_once(self, sequence: Sequence, start: int) -> int:
+        """Return how many positions from here on one step may compute. Where an output resumes
+        behind a death, the tokens that its last block lacks are computed one by one, as they were
+        at first: in bfloat16 a chunk would round differently."""
         left = sequence.target - max(start, sequence.prompt_length)
         resumes = sequence.target == sequence.resumed_to and not sequence.is_stepwise
         if not resumes or left >= self._block_size:

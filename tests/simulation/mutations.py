@@ -66,7 +66,7 @@ FAMILY = "nanoactor.scheduling.family"
 SEQUENCE = "nanoactor.scheduling.sequence"
 CONSTRAINTS = "nanoactor.scheduling.constraints"
 MASKS = "nanoactor.runner.masks"
-DEFERRED = "nanoactor.runner.deferred_rows"
+CONTINUED = "nanoactor.runner.continued_rows"
 
 MUTATIONS = [
     Mutation(
@@ -711,7 +711,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a chunk that goes on comes before prompts' tokens",
-        DEFERRED,
+        CONTINUED,
         "            silent - rest,\n",
         "            0,\n",
     ),
@@ -849,7 +849,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the end of a prompt is taken to continue an output",
-        DEFERRED,
+        CONTINUED,
         " & (step.starts >= self._outputs[slots])",
         "",
     ),

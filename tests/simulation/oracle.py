@@ -1083,8 +1083,7 @@ def _prefills(sequence: Sequence) -> bool:
 
 
 def _goes_on_one_by_one(sequence: Sequence, block_size: int) -> bool:
-    """Whether what it lacks are the last tokens of an output that began in another life, fewer than
-    a block has."""
+    """Whether it resumes behind a death, and lacks fewer tokens of its output than a block has."""
     resumed = prompt = sequence.prompt_length
     if sequence.target == sequence.resumed_to:
         resumed = sequence.target
