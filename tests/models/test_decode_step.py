@@ -187,7 +187,7 @@ IDLE = [(), ("QUERIES",), ("ACTIVATED",), ("X1", "X2"), ("X1", "X2", "ACTIVATED"
 @pytest.mark.parametrize("flagged", [True, False])
 @pytest.mark.parametrize("sinks", IDLE, ids=str)
 @pytest.mark.parametrize(
-    ("blocks", "layers"), [(3, 2), (3, 3), later(3, 4), later(4, 2), later(4, 3)]
+    ("blocks", "layers"), [(3, 2), later(3, 3), later(3, 4), later(4, 2), later(4, 3)]
 )
 def test_every_order_of_handovers_is_right(blocks, layers, sinks, flagged):
     shape = dataclasses.replace(SMALL, layers=layers, blocks=blocks, flagged=flagged)
@@ -252,7 +252,7 @@ def error(got, wanted):
         ),
         # One long context among short ones: blocks have several segments.
         ([900, 3, 3, 3, 3, 3, 3, 3], {"blocks": 9, "block_size": 32}),
-        ([1, 2, 16, 17, 64, 65, 128, 129], {"block_size": 256, "poison": True}),
+        later([1, 2, 16, 17, 64, 65, 128, 129], {"block_size": 256, "poison": True}),
         later([33, 33, 33], {"blocks": 12, "vocab": 1003, "head": 0}),
     ],
     ids=str,

@@ -88,7 +88,7 @@ def kinds(number, tokens):
 
 
 @pytest.mark.parametrize(("layout", "mode"), VARIANTS)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_long_sequences_under_all_rules(wide, monkeypatch, layout, mode, depth):
     """Prefixes shared over blocks of 128, prompts in chunks, too little cache, padded buckets."""
     directory, reference = wide
