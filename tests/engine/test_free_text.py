@@ -179,8 +179,14 @@ async def answers(model, **changes):
     ("changes", "preempts"),
     [
         (dict(max_num_seqs=1, max_num_batched_tokens=1, pipeline_depth=1), False),
-        (dict(pipeline_depth=2, max_num_seqs=6, max_num_batched_tokens=7), False),
-        (dict(pipeline_depth=2, enable_prefix_caching=False), False),
+        pytest.param(
+            dict(pipeline_depth=2, max_num_seqs=6, max_num_batched_tokens=7),
+            False,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            dict(pipeline_depth=2, enable_prefix_caching=False), False, marks=pytest.mark.long
+        ),
         pytest.param(dict(pipeline_depth=3, plan_lead="late"), False, marks=pytest.mark.long),
         (dict(TIGHT, max_num_batched_tokens=24, pipeline_depth=3), True),
         pytest.param(dict(tensor_parallel_size=2, pipeline_depth=2), False, marks=pytest.mark.long),

@@ -88,7 +88,7 @@ async def reason(llm, prompt, params, name):
     ("poison", "others"),
     [
         pytest.param(deadly(), 63, id="while it decodes"),
-        pytest.param(deadly(0), 15, id="with its prompt"),
+        pytest.param(deadly(0), 15, id="with its prompt", marks=pytest.mark.long),
         pytest.param(deadly(3, n=3), 15, id="one of several answers", marks=pytest.mark.long),
     ],
 )
@@ -109,6 +109,7 @@ def test_one_among_many_costs_itself_alone(poison, others):
     assert not children()
 
 
+@pytest.mark.long  # tests/api/test_suspects.py has any number in any order
 @pytest.mark.usefixtures("poisonous")
 def test_two_are_found_one_after_the_other():
     async def main():

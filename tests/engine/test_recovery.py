@@ -234,7 +234,7 @@ def seeing():
 @pytest.mark.parametrize(
     ("names", "pauses"),
     [
-        (("vision.0", "runner.0"), (0.1,)),
+        (("runner.0",), (0.1,)),
         pytest.param(("vision.0", "runner.0", "control", "tokenizer.0"), (0.03, 0.1, 0.25),
                      marks=pytest.mark.long),
     ],

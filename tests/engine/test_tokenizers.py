@@ -35,6 +35,7 @@ def converted(tmp_path, monkeypatch):
     return without_tokenizer_json(tmp_path / "m"), started
 
 
+@pytest.mark.long  # two engines
 def test_a_converted_tokenizer_serves_as_the_models_own(converted):
     path, started = converted
 

@@ -282,7 +282,7 @@ def test_the_source_computes_what_float64_does(contexts, changes):
 
 
 @needs_compiler
-@pytest.mark.parametrize("askew", [False, True])
+@pytest.mark.parametrize("askew", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_whatever_the_ring_has_room_for_nothing_lies_askew(capfd, askew):
     """It was found on a GPU, which stops at such an access: with 9 or 11 slots, not with 12."""
     shape, weights, inputs, caches = case([40, 7])

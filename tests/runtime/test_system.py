@@ -379,7 +379,9 @@ async def alive(run):
     assert not run.deaths
 
 
-@pytest.mark.parametrize("what", ["stop", "sleep 60", "work 0.1"])
+@pytest.mark.parametrize(
+    "what", ["stop", "work 0.1", pytest.param("sleep 60", marks=pytest.mark.long)]
+)
 def test_a_stall_ends_the_system_and_logs_all_stacks(what, caplog):
     async def main():
         # A quarter of it is left for the stacks to arrive.

@@ -432,7 +432,7 @@ def patient():
     ("title", "culprit"),
     [
         ("na:control", "scheduler"),
-        ("na:detokenizer", "detokenizer"),
+        pytest.param("na:detokenizer", "detokenizer", marks=pytest.mark.long),
     ],
 )
 def test_an_actor_that_hangs_is_named_while_work_is_pending(patient, title, culprit):
