@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
+# Of pyproject.toml; CI wants the kernels' compiler too.
+EXTRAS ?= test
 # Where it is set, as in many containers, each process of each engine would compile our modules anew:
 # a seventh of the suite's time.
 export PYTHONDONTWRITEBYTECODE :=
@@ -12,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 14), "nanoactor needs Python 3.11 to 3.13, this is " + sys.version'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
 demo: .venv/.ready
