@@ -71,8 +71,8 @@ class RunnerActor(Actor):
 
     def _forget(self) -> None:
         """Begin with no work."""
-        self._prefilling: set[int] = set()
-        """Steps with prompts: what they end with may be a first token."""
+        self._beginning: set[int] = set()
+        """Steps with a token behind a prompt, which may be somebody's first."""
         self._queued: deque[int] = deque()
         """Tokens of each step that is queued or running."""
         self._decoding = 0
@@ -187,8 +187,8 @@ class RunnerActor(Actor):
         encoded = sum(int(v.slices.counts.sum()) for v in step.vision)
         budget = self._config.engine.max_num_batched_tokens if encoded else 0
         self._queued.append(len(step.token_ids) + self._decoding + budget)
-        if len(step.token_ids) and self._config.rank == 0:
-            self._prefilling.add(step.step)
+        if step.samples.any() and self._config.rank == 0:
+            self._beginning.add(step.step)
         self.context.rest()  # from here on other threads want the interpreter
         if len(self._queued) == 1 and self._executor.any_thread:
             # Everything before is done, so the device's thread sleeps, and the device idles: to
@@ -298,8 +298,8 @@ class RunnerActor(Actor):
             return False
         if not self._stopping:  # else the loop may be gone
             self.context.call_soon(self._done, step, computed)
-            if step in self._prefilling:
-                self._prefilling.discard(step)
+            if step in self._beginning:
+                self._beginning.discard(step)
                 self.context.rouse()
         return True
 

@@ -15,6 +15,7 @@ import pytest
 from nanoactor import LLM, AsyncLLM, SamplingParams
 from nanoactor.errors import EngineClosed, EngineDead
 from nanoactor.runtime.errors import NotUsableHere
+from nanoactor.structured_outputs import StructuredOutputsParams
 from tests.conftest import children, descriptors, survivors
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, greedy, settled
@@ -440,5 +441,23 @@ def test_a_request_rouses_those_it_will_pass_and_they_sleep_again():
             while (now := await counts(llm, "looks")) != looks:
                 looks = now
                 await asyncio.sleep(0.3)
+
+    asyncio.run(main())
+
+
+def test_tokens_under_a_grammar_rouse_nobody():
+    """Each is computed as a prompt is, and is nobody's first."""
+
+    async def roused(llm):
+        return (await llm.statistics())["scheduler"]["node"]["roused"]
+
+    async def main():
+        async with text_engine(device="simulated:2", max_num_seqs=4, awake_ms=0.5) as llm:
+            before = await roused(llm)
+            wanted = StructuredOutputsParams(regex="[a-z]{400}")
+            params = SamplingParams(max_tokens=60, structured_outputs=wanted)
+            output = await collect(llm, "ROMEO:", params)
+            assert len(output.outputs[0].token_ids) == 60
+            assert await roused(llm) - before <= 3
 
     asyncio.run(main())
