@@ -2,7 +2,7 @@
 
     python bench/structured_outputs.py [--device cuda|cpu|simulated:MS] [--model demo|0.6b|8b]
         [--vocabulary 151936] [--modes 2-eager 2-late 1-eager]
-        [--no-jump-forward] [--rounds 3] [--seconds 1] [--out FILE]
+        [--max-pipeline-depth 4] [--no-jump-forward] [--rounds 3] [--seconds 1] [--out FILE]
 
 64 free streams are measured in windows in which all of them decode: alone, beside 16 clients whose
 answers follow JSON schemas (one after the other, of at most 200 tokens), and beside 16 more free
@@ -136,7 +136,9 @@ class Bench:
             await self.answer()
 
     async def scheduler(self) -> dict[str, Any]:
-        figures = (await self.llm.statistics())["scheduler"]["actor"]
+        told = await self.llm.statistics()
+        figures = told["scheduler"]["actor"]
+        figures["busy"] = told["runner.0"]["actor"]["busy_seconds"]
         figures["used"] = sum(figures[f"masks_{name}"] for name in USED)
         figures["constrained_tokens"] = figures["used"] + figures["forced_tokens"]
         return dict(figures)
@@ -178,6 +180,7 @@ class Bench:
         found = {
             "tokens_per_s": change["decode_tokens"] * share / seconds,
             "ms_per_step": seconds * 1e3 / change["steps"],
+            "device_idle": 1 - change["busy"] / seconds,
         }
         if not change["used"]:
             return found
@@ -233,6 +236,7 @@ async def measure(model: str, args: argparse.Namespace, mode: str) -> dict[str, 
         max_num_seqs=FREE + OTHERS,
         max_model_len=20_000,
         pipeline_depth=depth,
+        max_pipeline_depth=args.max_pipeline_depth,
         plan_lead=lead,
         jump_forward=args.jump_forward,
         max_restarts=0,
@@ -300,11 +304,15 @@ def show(run: dict[str, Any]) -> None:
     beside, single = run["beside"], run["single"]
     steps = {name: [row[name]["ms_per_step"] for row in run["rounds"]] for name in CONTENDERS}
     print(f"\nmode {run['mode']}; medians of {len(run['rounds'])} rounds (lowest to highest)")
-    print(f"  {'64 free streams':22s} {'tokens/s':>32s} {'ratio':>26s} {'ms/step':>9s}")
+    idle = {name: [row[name]["device_idle"] for row in run["rounds"]] for name in CONTENDERS}
+    print(
+        f"  {'64 free streams':22s} {'tokens/s':>32s} {'ratio':>26s} {'ms/step':>9s} {'idle':>6s}"
+    )
     for name, words in zip(CONTENDERS, ("alone", "+ 16 constrained", "+ 16 free"), strict=True):
         rate = shown(run["tokens_per_s"][name], ",.0f")
         ratio = shown(run["ratio"][name], ".3f") if name in run["ratio"] else ""
-        print(f"  {words:22s} {rate:>32s} {ratio:>26s} {statistics.median(steps[name]):9.3f}")
+        figures = f"{statistics.median(steps[name]):9.3f} {statistics.median(idle[name]):6.1%}"
+        print(f"  {words:22s} {rate:>32s} {ratio:>26s} {figures}")
     for where, row in (("beside 64", beside), ("alone", single)):
         chosen = ", ".join(f"{name} {row['chosen'][name]['median']:.1%}" for name in USED)
         steps_ = shown(row["steps_per_token"], ".2f")
@@ -343,6 +351,7 @@ def main() -> None:
     parser.add_argument("--device", default="simulated:5")
     parser.add_argument("--vocabulary", type=int, default=0, help="for a simulated demo")
     parser.add_argument("--modes", nargs="+", default=["2-eager", "2-late", "1-eager"])
+    parser.add_argument("--max-pipeline-depth", type=int, help="while steps are short")
     parser.add_argument("--jump-forward", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0)

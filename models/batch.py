@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -147,6 +147,20 @@ class SlotTables:
     def __post_init__(self) -> None:
         """Look at the words by column."""
         object.__setattr__(self, "sampling", columns_of(self.words, torch.float32))
+
+
+class DecodeRows(NamedTuple):
+    """Rows of one token each, int32 (rows,) each."""
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    """The position that a row computes, or -1: the next of its slot, ..."""
+    token_ids: torch.Tensor
+    """... whose token is its slot's last; else this one."""
+
+    def first(self, rows: int) -> DecodeRows:
+        """Return the first so many."""
+        return DecodeRows(*(column[:rows] for column in self))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from nanoactor.models.batch import (
     AttentionBatch,
+    DecodeRows,
     KVCache,
     RowBuffers,
     SamplingBatch,
@@ -133,6 +134,9 @@ class Device(Protocol):
     """Whether steps that are not captured may have `AttentionBatch.final`."""
     needs_host_seq_lens: bool
     """Whether `plan` reads `AttentionBatch.lengths`."""
+    runs_as_rows_from: int
+    """Decode steps of at least so many rows may have several of one slot, at positions of their
+    own: each reads what the others write in the same step."""
     deep_pipeline: bool
     """Whether one more step in flight costs no memory to speak of."""
     keeps_logits: bool
@@ -273,10 +277,11 @@ class Device(Protocol):
         """The kernels' memory for so many decode rows."""
 
     def advance(
-        self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor
+        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Lay out one token for each of `rows`, int32 (rows,) slots, count it in their lengths, but
-        for the dummy's, and note it at its place in `ids`, int32 (places,)."""
+        """Lay out the token of each row, and note it at its place in `ids`, int32 (places,). Those
+        of rows that have no position of their own are counted in their slots' lengths, but for the
+        dummy's."""
 
     def locate(
         self,

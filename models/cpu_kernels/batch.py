@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import torch
 
-from nanoactor.models.batch import RowBuffers, SlotTables
+from nanoactor.models.batch import DecodeRows, RowBuffers, SlotTables
 from nanoactor.models.cpu_kernels.elements import FLOAT, INT32, INT64, kernel, view
 
 
-@kernel("aaaaaaaaaannnnn")
+@kernel("aaaaaaaaaaaannnnn")
 def _advance(
-    tables, lengths, last_tokens, deltas, rows, token_ids, positions, slot_mapping, contexts,
-    written, count, slots, width, block_size, room, like
+    tables, lengths, last_tokens, deltas, row_slots, row_positions, row_ids, token_ids, positions,
+    slot_mapping, contexts, written, count, slots, width, block_size, room, like
 ):  # fmt: skip
-    """Lay out one token for each of `count` rows, int32 slots, count it in their lengths, and note
-    it at its place in `written`; the last slot is a dummy, whose length stays 0. Deltas at 0 are
-    none."""
+    """Lay out the token of each of `count` rows, and note it at its place in `written`; the last
+    slot is a dummy, whose length stays 0. Deltas at 0 are none."""
     blocks, known = view(tables, (slots, width), INT32), view(lengths, (slots,), INT32)
     last, turned = view(last_tokens, (slots,), INT32), view(deltas, (slots,), INT32)
-    slot_of, ids = view(rows, (count,), INT32), view(token_ids, (count,), INT32)
+    slot_of, ids = view(row_slots, (count,), INT32), view(token_ids, (count,), INT32)
+    own_at, own_ids = view(row_positions, (count,), INT32), view(row_ids, (count,), INT32)
     rotary, places = view(positions, (count,), INT32), view(slot_mapping, (count,), INT64)
     ends, noted = view(contexts, (count,), INT32), view(written, (room,), INT32)
     for row in range(count):
         slot = slot_of[row]
-        position = known[slot]
-        ids[row] = last[slot]
+        follows = own_at[row] < 0
+        position = known[slot] if follows else own_at[row]
+        token = last[slot] if follows else own_ids[row]
+        ids[row] = token
         rotary[row] = position + turned[slot] if deltas else position
         place = blocks[slot, position // block_size] * block_size + position % block_size
         places[row] = place
-        noted[place] = last[slot]
+        noted[place] = token
         ends[row] = position + 1
-        if slot < slots - 1:
+        if follows and slot < slots - 1:
             known[slot] = position + 1
 
 
@@ -44,22 +46,21 @@ def _locate(tables, slot_of, positions, slot_mapping, count, slots, width, block
         places[i] = block * block_size + at[i] % block_size
 
 
-def advance(tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor) -> None:
-    """Lay out one token for each of `rows`, int32 (rows,) slots, count it in their lengths, and
-    note it at its place in `ids`, int32 (places,)."""
+def advance(tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor) -> None:
+    """See `Device.advance`."""
     deltas = tables.rope_deltas
     _advance(
         tables.blocks.data_ptr(),
         tables.lengths.data_ptr(),
         tables.last_tokens.data_ptr(),
         0 if deltas is None else deltas.data_ptr(),
-        rows.data_ptr(),
+        *(column.data_ptr() for column in rows),
         into.token_ids.data_ptr(),
         into.positions.data_ptr(),
         into.slot_mapping.data_ptr(),
         into.contexts.data_ptr(),
         ids.data_ptr(),
-        rows.numel(),
+        rows.slots.numel(),
         *tables.blocks.shape,
         tables.block_size,
         ids.numel(),

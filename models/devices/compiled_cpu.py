@@ -8,7 +8,13 @@ from typing import Any
 import numba
 import torch
 
-from nanoactor.models.batch import AttentionBatch, KVCache, RowBuffers, SlotTables
+from nanoactor.models.batch import (
+    AttentionBatch,
+    DecodeRows,
+    KVCache,
+    RowBuffers,
+    SlotTables,
+)
 from nanoactor.models.cpu_kernels.attention import decode_attention
 from nanoactor.models.cpu_kernels.batch import advance, locate
 from nanoactor.models.cpu_kernels.elements import compile_kernels, knows
@@ -66,7 +72,7 @@ class CompiledCPUDevice(CPUDevice):
     # -- the batch ------------------------------------------------------------------------
 
     def advance(
-        self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor
+        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
         """In one pass."""
         advance(tables, rows, into, ids)

@@ -15,6 +15,7 @@ import torch
 
 from nanoactor.models.batch import (
     AttentionBatch,
+    DecodeRows,
     KVCache,
     RowBuffers,
     SlotTables,
@@ -24,6 +25,7 @@ from nanoactor.models.device import CapturedFunction, Memory, WholeSteps
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.kernels.decode_step.steps import DecodeSteps
+from nanoactor.models.kernels.decode_step.table import MOST_ROWS
 from nanoactor.models.model_weights import ModelWeights
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.seq_lens import HostSeqLens
@@ -171,6 +173,8 @@ class CUDADevice(PortableCUDADevice):
 
     captures_graphs = captures_prompts = deep_pipeline = True
     keeps_logits = publishes_ids = True
+    # The kernel of smaller steps reads rows of one sequence while it writes them.
+    runs_as_rows_from = MOST_ROWS + 1
     needs_host_seq_lens = False
     fused_sampling: FusedSampling = "all"
     fused_sampling_of_ranks: FusedSampling = "all"
@@ -229,7 +233,7 @@ class CUDADevice(PortableCUDADevice):
         return Scratch(splits, sampling.Partials.empty(rows, vocabulary, where), kv_heads)
 
     def advance(
-        self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor
+        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
         """One kernel."""
         slots_kernels.advance(tables, rows, into, ids)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from nanoactor.models.batch import (
     AttentionBatch,
+    DecodeRows,
     KVCache,
     RowBuffers,
     SamplingBatch,
@@ -55,6 +56,7 @@ class NPUDevice(PortableOperators):
     shared_memory = False
     asynchronous = True
     any_thread = narrows_last_layer = False
+    runs_as_rows_from = 1
     default_memory_utilization = 0.9
 
     def __init__(self, runtime: AscendRuntime, options: DeviceOptions) -> None:
@@ -184,13 +186,13 @@ class NPUDevice(PortableOperators):
         return -(-rows // block_size)
 
     def advance(
-        self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor
+        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
         """The dummy's rows stand at position 0 of its table, each with a place of its own behind
         that."""
         super().advance(tables, rows, into, ids)
-        apart = torch.arange(len(rows), device=self.torch_device)
-        into.slot_mapping.add_(apart.mul_(rows == len(tables.lengths) - 1))
+        apart = torch.arange(len(rows.slots), device=self.torch_device)
+        into.slot_mapping.add_(apart.mul_(rows.slots == len(tables.lengths) - 1))
 
     def plan(self, scratch: None, batch: AttentionBatch) -> AttentionBatch:
         """The block tables of the step's rows, gathered once for all layers."""

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from nanoactor.models.batch import (
     AttentionBatch,
+    DecodeRows,
     KVCache,
     RowBuffers,
     SamplingBatch,
@@ -81,6 +82,7 @@ class PortableOperators:
     captures_graphs = captures_prompts = False
     narrows_last_layer = needs_host_seq_lens = True
     deep_pipeline = False
+    runs_as_rows_from = 1 << 30
     keeps_logits = publishes_ids = False
     fused_sampling: FusedSampling = "none"
     fused_sampling_of_ranks: FusedSampling = "none"
@@ -124,19 +126,22 @@ class PortableOperators:
         """The operators take memory of their own."""
 
     def advance(
-        self, tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor
+        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
         """Some small operators; none reads anything back."""
-        if not len(rows):
+        slots, follows = rows.slots, rows.positions < 0
+        if not len(slots):
             return
-        torch.index_select(tables.lengths, 0, rows, out=into.positions)
-        torch.index_select(tables.last_tokens, 0, rows, out=into.token_ids)
+        lengths = tables.lengths.index_select(0, slots)
+        last_tokens = tables.last_tokens.index_select(0, slots)
+        torch.where(follows, lengths, rows.positions, out=into.positions)
+        torch.where(follows, last_tokens, rows.token_ids, out=into.token_ids)
         torch.add(into.positions, 1, out=into.contexts)
-        self.locate(tables, rows, into.positions, into.slot_mapping)
+        self.locate(tables, slots, into.positions, into.slot_mapping)
         ids.index_copy_(0, into.slot_mapping, into.token_ids)
-        tables.lengths.index_copy_(0, rows.long(), into.contexts)
+        tables.lengths.index_copy_(0, slots.long(), lengths + follows)
         if tables.rope_deltas is not None:
-            into.positions.add_(tables.rope_deltas.index_select(0, rows))
+            into.positions.add_(tables.rope_deltas.index_select(0, slots))
         tables.lengths[-1:].zero_()  # the dummy's
 
     def locate(

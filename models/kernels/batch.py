@@ -6,25 +6,24 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoactor.models.batch import RowBuffers, SlotTables
+from nanoactor.models.batch import DecodeRows, RowBuffers, SlotTables
 
 
-def advance(tables: SlotTables, rows: torch.Tensor, into: RowBuffers, ids: torch.Tensor) -> None:
-    """Lay out one token for each of `rows`, int32 (rows,) slots, count it in their lengths, and
-    note it at its place in `ids`, int32 (places,)."""
-    if len(rows):
-        _advance[(triton.cdiv(len(rows), 128),)](
+def advance(tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor) -> None:
+    """See `Device.advance`."""
+    if count := len(rows.slots):
+        _advance[(triton.cdiv(count, 128),)](
             tables.blocks,
             tables.lengths,
             tables.last_tokens,
             tables.lengths if tables.rope_deltas is None else tables.rope_deltas,
-            rows,
+            *rows,
             into.token_ids,
             into.positions,
             into.slot_mapping,
             into.contexts,
             ids,
-            len(rows),
+            count,
             len(tables.lengths) - 1,
             tables.blocks.stride(0),
             block_size=tables.block_size,
@@ -40,7 +39,9 @@ def _advance(
     lengths,
     last_tokens,
     rope_deltas,
-    rows,
+    slots,
+    own_positions,
+    own_token_ids,
     token_ids,
     positions,
     slot_mapping,
@@ -55,9 +56,12 @@ def _advance(
 ):
     row = tl.program_id(0) * width + tl.arange(0, width)
     there = row < count
-    slot = tl.load(rows + row, mask=there, other=0)
-    length = tl.load(lengths + slot, mask=there, other=0)
-    token = tl.load(last_tokens + slot, mask=there, other=0)
+    slot = tl.load(slots + row, mask=there, other=0)
+    own = tl.load(own_positions + row, mask=there, other=-1)
+    follows = there & (own < 0)
+    length = tl.where(follows, tl.load(lengths + slot, mask=follows, other=0), own)
+    own = tl.load(own_token_ids + row, mask=there, other=0)
+    token = tl.where(follows, tl.load(last_tokens + slot, mask=follows, other=0), own)
     tl.store(token_ids + row, token, mask=there)
     turned = length
     if turns:
@@ -69,7 +73,7 @@ def _advance(
     place = block * block_size + length % block_size
     tl.store(slot_mapping + row, place, mask=there)
     tl.store(ids + place, token, mask=there)
-    tl.store(lengths + slot, length + 1, mask=there & (slot != dummy))
+    tl.store(lengths + slot, length + 1, mask=follows & (slot != dummy))
 
 
 def locate(

@@ -15,7 +15,7 @@ from nanoactor.messages import Int32, Int64, Step
 from nanoactor.models.columns import WORDS
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
-from nanoactor.runner.continued_rows import ContinuedSlots
+from nanoactor.runner.continued_rows import Continued, ContinuedSlots
 from nanoactor.runner.deferred_rows import DeferredRows
 from nanoactor.runner.row_order import RowOrder
 from nanoactor.runner.ruled_rows import NO_ROWS, Long
@@ -72,9 +72,19 @@ class StateLayout:
         return self.sampling + WORDS * self.slots
 
     @property
+    def row_positions(self) -> int:
+        """Of each of these rows the position, -1 where its slot has it; ..."""
+        return self.rows + self.slots
+
+    @property
+    def row_token_ids(self) -> int:
+        """... and the token of those that have a position of their own."""
+        return self.row_positions + self.slots
+
+    @property
     def size(self) -> int:
         """Of the whole array."""
-        return self.rows + self.slots
+        return self.row_token_ids + self.slots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -216,6 +226,8 @@ class BatchTraits:
     fused_sampling: FusedSampling = "none"
     fallback_at_once: int = FALLBACK_AT_ONCE
     """Rows that are sampled together without the fused sampler."""
+    runs_as_rows_from: int = 1 << 30
+    """Steps of so many decode rows may have several of one sequence."""
 
 
 class HostBatch:
@@ -239,7 +251,7 @@ class HostBatch:
         self._masked_steps = 0
         """... and how many steps of this set there are until all of its rows are past
         `min_tokens`."""
-        self._continuing = ContinuedSlots(max_num_seqs)
+        self._continuing = ContinuedSlots(max_num_seqs, traits.runs_as_rows_from)
         self._continued = 0
         """Rows behind the decode batch in the step before."""
 
@@ -258,22 +270,19 @@ class HostBatch:
             pairs.append((layout.prompt_lengths + slots, new.prompt_lengths.copy()))
         if len(step.table_slots):
             pairs.append((self._table_indices(step), step.table_blocks))
-        step, continued = self._continuing.split(step)
+        ends = (step.starts + step.counts).astype(np.int64)
+        if len(step.slots):
+            self.lengths[step.slots] = ends
+            pairs.append((self.layout.lengths + step.slots.astype(np.int64), ends))
+        decodes = len(self._decode) + len(step.joins) - len(step.leaves)
+        step, continued = self._continuing.split(step, decodes)
         if len(step.joins) or len(step.leaves) or len(continued.slots) or self._continued:
-            pairs.append(self._change_rows(step, continued.slots))
+            pairs += self._change_rows(step, continued)
         decode = self._decode
         self.lengths[decode] += 1
-        self.lengths[continued.slots] = continued.starts + 1
-        if len(continued.slots):
-            # The slot may be new to it: its prompt was found in the prefix cache.
-            pairs.append((self.layout.lengths + continued.slots, continued.starts))
-            pairs.append((self.layout.last_tokens + continued.slots, continued.token_ids))
         kept, kept_slots = self._kept(step)
         prefill = None
         if len(step.slots):
-            ends = (step.starts + step.counts).astype(np.int64)
-            self.lengths[step.slots] = ends
-            pairs.append((self.layout.lengths + step.slots.astype(np.int64), ends))
             for forks in step.forks:
                 self.lengths[forks.slots] = ends[forks.rows]
                 places = self.layout.lengths + forks.slots.astype(np.int64)
@@ -290,7 +299,7 @@ class HostBatch:
             prefill,
             len(decode),
             fallback=fallback,
-            lengths=self._host_seq_lens(step, continued.slots),
+            lengths=self._host_seq_lens(step, continued),
             scores=self._scored(step, ended, resumed),
             copies=tuple(
                 blocks.astype(np.int64)
@@ -349,11 +358,11 @@ class HostBatch:
         order = RowOrder(len(ended), len(resumed), len(self._decode))
         return self._scores.rows(step, slots, asking, order)
 
-    def _host_seq_lens(self, step: Step, continued: Long) -> HostSeqLens:
+    def _host_seq_lens(self, step: Step, continued: Continued) -> HostSeqLens:
         if not self._traits.needs_host_seq_lens:
             return NO_SEQ_LENS
         contexts = (step.starts + step.counts).tolist()
-        decodes = self.lengths[np.concatenate((self._decode, continued))]
+        decodes = np.concatenate((self.lengths[self._decode], continued.positions + 1))
         return HostSeqLens(step.counts.tolist(), contexts, decodes.tolist())
 
     def _admitted(self, slots: Int32) -> tuple[Int64, Int32]:
@@ -368,18 +377,26 @@ class HostBatch:
         begins = np.cumsum(counts) - counts
         return np.repeat(firsts - begins, counts) + np.arange(len(step.table_blocks))
 
-    def _change_rows(self, step: Step, continued: Long) -> tuple[Int64, Long]:
+    def _change_rows(self, step: Step, continued: Continued) -> list[tuple[Int64, Long]]:
         """Return the part of the list of rows that changes; `continued` follow the decode batch."""
         before, first = len(self._decode) + self._continued, len(self._decode)
         if len(step.joins) or len(step.leaves):
             self._decoding[step.leaves] = False
             self._decoding[step.joins] = True
             self._decode, self._fallback, first = np.flatnonzero(self._decoding), None, 0
-        self._continued = len(continued)
-        known = np.concatenate((self._decode, continued))
-        rows = np.full(max(before, len(known)), self.layout.dummy, np.int64)
-        rows[: len(known)] = known
-        return self.layout.rows + np.arange(first, len(rows)), rows[first:]
+        decodes, known = len(self._decode), len(self._decode) + len(continued.slots)
+        rows = np.full(max(before, known), self.layout.dummy, np.int64)
+        rows[:decodes], rows[decodes:known] = self._decode, continued.slots
+        places, layout = np.arange(first, len(rows)), self.layout
+        pairs = [(layout.rows + places, rows[first:])]
+        if len(continued.slots) or self._continued:
+            positions = np.full(len(rows), -1, np.int64)
+            positions[decodes:known] = continued.positions
+            pairs.append((layout.row_positions + places, positions[first:]))
+            own = np.arange(decodes, known)
+            pairs.append((layout.row_token_ids + own, continued.token_ids.astype(np.int64)))
+        self._continued = len(continued.slots)
+        return pairs
 
     def _prefill(self, step: Step, kept: Long) -> Prefill:
         counts = step.counts

@@ -1,4 +1,4 @@
-"""Chunks of one token that continue an output, and are computed as decode rows."""
+"""Chunks that continue an output, and are computed as decode rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 from nanoactor.messages import Admissions, Int32, Step
 from nanoactor.runner.ruled_rows import NO_ROWS, Long
 
+# A longer run reads its context so often that a chunk, which reads it once, is faster.
+LONGEST_RUN = 16
+
 
 class Continued(NamedTuple):
-    """Chunks of one token each that continue outputs."""
+    """Rows that compute a position of an output each."""
 
     slots: Long
-    starts: Long
-    """The position of each."""
+    positions: Long
     token_ids: Int32
     resumed: int
     """So many, the first, choose a token at once."""
@@ -25,10 +27,17 @@ class Continued(NamedTuple):
     """The slots of the last, which keep what their choice needs."""
 
 
+# Chunks that may be rows, in the planner's order; 0 is one that may not.
+_RUN, _CHOOSING, _SILENT, _CONSTRAINED = range(1, 5)
+_NOBODY = Continued(NO_ROWS, NO_ROWS, np.empty(0, np.int32), 0, NO_ROWS)
+
+
 class ContinuedSlots:
     """By slot on the runner's host: where outputs begin, and who chooses under masks."""
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, runs_as_rows_from: int) -> None:
+        """Steps of so many decode rows may have several of one sequence."""
+        self._max_num_seqs, self._runs_from = max_num_seqs, runs_as_rows_from
         self._flags = np.zeros(max_num_seqs, np.bool_)
         self._outputs = np.zeros(max_num_seqs, np.int32)
         """Where the output begins."""
@@ -48,40 +57,65 @@ class ContinuedSlots:
         """Select the rows of these slots that are constrained."""
         return np.flatnonzero(self._flags[slots]) if self.has_constrained else NO_ROWS
 
-    def split(self, step: Step) -> tuple[Step, Continued]:
-        """Take the chunks of one token that end a step's list and continue an output out of it:
-        they can attend as the decode batch does, and where an output was interrupted they give
-        what the decode batch would have given. Pictures stand in prompts alone, so a step with
-        some is left as it is; so are chunks that sample beside forks, whose results come last."""
-        slots, token_ids = step.slots, step.token_ids
-        continues = (step.counts == 1) & (step.starts >= self._outputs[slots])
+    def split(self, step: Step, decodes: int) -> tuple[Step, Continued]:
+        """Take chunks that continue an output out of the end of a step's list, which has so many
+        rows that decode.
+
+        Single tokens can attend as the decode batch does, and where an output was interrupted they
+        give what the decode batch would have given. So can the tokens of a run, where the device
+        lets them: the step stays one that decodes. Pictures stand in prompts alone, so a step with
+        some is left as it is; so are chunks that sample beside forks, whose results come last.
+        """
+        continues = step.starts >= self._outputs[step.slots]
         if step.vision or not continues.any():
-            return step, Continued(NO_ROWS, NO_ROWS, token_ids[:0], 0, NO_ROWS)
+            return step, _NOBODY
         for scored in step.scored:
             continues[scored.rows] = False
-        flags = self._flags[slots]
-        kept = _last_run(continues & flags)
-        silent = _last_run((continues & ~step.samples & ~flags)[:kept])
-        rest = silent if step.forks else _last_run((continues & step.samples)[:silent])
-        last = len(token_ids) - (len(slots) - rest)
-        continued = Continued(
-            slots[rest:].astype(np.int64),
-            step.starts[rest:].astype(np.int64),
-            token_ids[last:].copy(),
-            silent - rest,
-            slots[kept:].astype(np.int64),
-        )
-        step = dataclasses.replace(
+        rest = self._first(step, continues, decodes)
+        if rest == len(continues):
+            return step, _NOBODY
+        tokens = int(step.counts[:rest].sum())
+        kept = dataclasses.replace(
             step,
-            slots=slots[:rest],
+            slots=step.slots[:rest],
             starts=step.starts[:rest],
             counts=step.counts[:rest],
             samples=step.samples[:rest],
-            token_ids=token_ids[:last],
+            token_ids=step.token_ids[:tokens],
         )
-        return step, continued
+        return kept, self._rows(step, rest, step.token_ids[tokens:])
 
+    def _first(self, step: Step, continues: NDArray[np.bool_], decodes: int) -> int:
+        """Return the first chunk of those at the end that are rows. The planner has runs first,
+        then single tokens: those that choose at once, those that do not, constrained ones."""
+        constrained, counts = self._flags[step.slots], step.counts
+        single = np.where(constrained, _CONSTRAINED, _SILENT - step.samples)
+        run = constrained & (counts <= LONGEST_RUN)
+        kinds = (continues * np.where(counts == 1, single, run)).tolist()
+        first = len(kinds)
+        for kind in (_CONSTRAINED, _SILENT) if step.forks else (_CONSTRAINED, _SILENT, _CHOOSING):
+            while first and kinds[first - 1] == kind:
+                first -= 1
+        rows, last = decodes + len(kinds) - first, first
+        while first and kinds[first - 1] == _RUN and rows + counts[first - 1] <= self._max_num_seqs:
+            first -= 1
+            rows += int(counts[first])
+        return first if rows >= self._runs_from else last
 
-def _last_run(flags: NDArray[np.bool_]) -> int:
-    """Return where the run of set flags begins that ends the array."""
-    return len(flags) - int(np.argmin(np.append(flags[::-1], False)))
+    def _rows(self, step: Step, first: int, token_ids: Int32) -> Continued:
+        """Lay out all tokens of the chunks from `first` on as rows: those that choose, those of
+        which nothing is kept, then the last of each constrained sequence."""
+        choosing: list[tuple[int, int, int]] = []
+        silent: list[tuple[int, int, int]] = []
+        kept: list[tuple[int, int, int]] = []
+        token = 0
+        columns = (step.slots, step.starts, step.counts, step.samples, self._flags[step.slots])
+        for chunk in zip(*(column[first:].tolist() for column in columns), strict=True):
+            slot, start, count, samples, constrained = chunk
+            rows = [(slot, start + offset, token + offset) for offset in range(count)]
+            silent += rows[:-1]
+            (kept if constrained else choosing if samples else silent).append(rows[-1])
+            token += count
+        slots, positions, order = np.array(choosing + silent + kept, np.int64).T.copy()
+        last = slots[len(slots) - len(kept) :]
+        return Continued(slots, positions, token_ids[order], len(choosing), last)

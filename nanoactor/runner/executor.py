@@ -22,6 +22,7 @@ from nanoactor.actors.config import has_grammars
 from nanoactor.messages import Int32, Step
 from nanoactor.models.batch import (
     AttentionBatch,
+    DecodeRows,
     KVCache,
     RowBuffers,
     SlotTables,
@@ -157,13 +158,15 @@ class DeviceExecutor:
         self._published = PublishedIds(device, self.max_depth + 2, config.max_num_seqs)
         self._scorer = StepScorer(model)
         self._choices = StepChoices(device, self._chooser, self._deferred, self._scorer)
-        self._rows = column(layout.rows)
+        rows = layout.rows, layout.row_positions, layout.row_token_ids
+        self._rows = DecodeRows(*map(column, rows))
         self._make_buffers()
         self._point_to_dummy(blocks)
 
     def _point_to_dummy(self, blocks: int) -> None:
         self._tables.blocks[self._batch.layout.dummy] = blocks
-        self._rows.fill_(self._batch.layout.dummy)
+        self._rows.slots.fill_(self._batch.layout.dummy)
+        self._rows.positions.fill_(-1)
 
     def renew(self) -> None:
         """Forget all sequences; nothing is under way."""
@@ -304,9 +307,9 @@ class DeviceExecutor:
     def _decode(self, rows: int, lengths: HostSeqLens) -> torch.Tensor:
         """A whole step of so many rows of the decode batch, dummies included; returns their hidden
         states. (Logits would be kept for each capture: gigabytes.)"""
-        device, slots = self._device, self._rows[:rows]
+        device, slots = self._device, self._rows.slots[:rows]
         buffers = self._sliced(0, rows)
-        device.advance(self._tables, slots, buffers, self._tokens.ids)
+        device.advance(self._tables, self._rows.first(rows), buffers, self._tokens.ids)
         where = buffers, slots, self._tables.blocks, self._caches
         if whole := self._model.whole_step(*where, self._chooser.room(rows)):
             hidden, logits = whole
@@ -447,13 +450,13 @@ class DeviceExecutor:
         that end here, then the decode batch. Those of all prompts' tokens are left in `kept`, if
         there is one, else in `_prompts`; with `final` nobody wants them."""
         device, first = self._device, len(prefill.token_ids)
-        every, decodes = self._sliced(0, first + rows), self._rows[:rows]
+        every, decodes = self._sliced(0, first + rows), self._rows.slots[:rows]
         every.token_ids[:first] = prefill.token_ids
         every.positions[:first] = prefill.positions
         device.locate(self._tables, prefill.slots, prefill.positions, every.slot_mapping[:first])
         buffers = self._sliced(first, rows)
         self._tokens.write(every.slot_mapping[:first], every.token_ids[:first])
-        device.advance(self._tables, decodes, buffers, self._tokens.ids)
+        device.advance(self._tables, self._rows.first(rows), buffers, self._tokens.ids)
         batch = AttentionBatch(
             every.slot_mapping,
             self._tables.blocks,

@@ -70,6 +70,7 @@ class LoadedModel:
             self.device.needs_host_seq_lens,
             fused,
             FALLBACK_AT_ONCE if self.device.asynchronous else rows,
+            self.device.runs_as_rows_from,
         )
 
     def make_whole_steps(self, sizes: Sequence[int]) -> None:

@@ -34,13 +34,17 @@ class PrefillChunk(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Its place among a step's chunks: prompts first, then single tokens of outputs, which
-        runners compute as decode rows: those that sample, those that do not, constrained ones."""
-        if self.sequence.is_constrained:
-            return 3
-        if self.length > 1 or self.start < self.sequence.prompt_length:
+        """Its place among a step's chunks: prompts first, then what runners may compute as decode
+        rows: runs of constrained outputs, then single tokens of outputs, those that sample, those
+        that do not, constrained ones."""
+        constrained = self.sequence.is_constrained
+        if self.start < self.sequence.prompt_length:
             return 0
-        return 1 if self.samples else 2
+        if self.length > 1:
+            return 1 if constrained else 0
+        if constrained:
+            return 4
+        return 2 if self.samples else 3
 
     @property
     def samples(self) -> bool:

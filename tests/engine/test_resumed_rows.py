@@ -8,6 +8,8 @@ import pytest
 import nanoactor.models.devices as devices
 from nanoactor.grammar.messages import DeferredSamples
 from nanoactor.messages import Step
+from nanoactor.models.devices.cuda import CUDADevice
+from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.runner.batch import NO_MASKS
 from nanoactor.runner.continued_rows import Continued, ContinuedSlots
 from nanoactor.runner.open import open_executor
@@ -76,34 +78,58 @@ def steps():
     return first, second, third, step_of(4, [(4, 9, 1, True)])
 
 
-def tokens_of(executor):
-    """The tokens of each step."""
-    found = []
-    for step in steps():
-        masks = np.full((1, 7), -1, np.int32) if step.deferred else NO_MASKS
-        found.append(executor.launch(executor.prepare(step, NO_PIXELS, masks)).wait().token_ids)
-    return [ids.tolist() for ids in found]
+def steps_with_runs():
+    """Slots 0 and 1 decode, 4 and 5 are constrained: 4 has a run of three tokens, beside a single
+    one of 5; then the other way round; then both choose."""
+    first, *_ = steps()
+    constrained = dataclasses.replace(first.admissions, constrained=int32(4, 5))
+    first = dataclasses.replace(first, admissions=constrained)
+    second = step_of(2, [(4, 7, 3, False), (5, 8, 1, False)], joins=(0, 1))
+    third = step_of(3, [(5, 9, 3, False), (4, 10, 1, False)])
+    both = DeferredSamples(int32(4, 5), np.array([4, 5]), int32(11, 12))
+    fourth = dataclasses.replace(step_of(4, [(2, 5, 1, True)]), deferred=(both,))
+    return first, second, third, fourth
 
 
-@pytest.mark.parametrize("device", ["cpu", "interpreted"])
+def run(executor, made):
+    """The tokens of each step, and how many of its rows were decode rows, of an empty engine."""
+    executor.renew()
+    tokens, rows = [], []
+    for step in made():
+        choosing = sum(len(deferred.slots) for deferred in step.deferred)
+        masks = np.full((choosing, 7), -1, np.int32) if choosing else NO_MASKS
+        update = executor.prepare(step, NO_PIXELS, masks)
+        rows.append(update.decode_rows)
+        tokens.append(executor.launch(update).wait().token_ids.tolist())
+    return tokens, rows
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_rows_give_the_tokens_of_chunks_in_their_order(device, tmp_path, monkeypatch):
     heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
     make_checkpoint(tmp_path, **CONFIGURATIONS["untied"], **heads)
+    monkeypatch.setattr(PortableOperators, "runs_as_rows_from", 1)
+    monkeypatch.setattr(CUDADevice, "runs_as_rows_from", 1)
     if device == "interpreted":
         monkeypatch.setattr(devices, "open_device", lambda *_: InterpretedDevice())
     config = rank_config(
         tmp_path,
-        device="cpu",
+        device="cuda" if device == "cuda" else "cpu",
         dtype="float32",
         num_kv_blocks=SLOTS * BLOCKS_EACH,
-        enforce_eager=True,
+        enforce_eager=device != "cuda",
         **LIMITS,
     )
     executor = open_executor(config)
-    found = tokens_of(executor)
+    found, rows = run(executor, steps)
     assert [len(ids) for ids in found] == [2, 4, 6, 5]
-    executor.renew()
+    in_runs, rows_of_runs = run(executor, steps_with_runs)
+    assert [len(ids) for ids in in_runs] == [2, 2, 2, 5]
+    assert (rows, rows_of_runs) == ([0, 6, 5, 5], [0, 6, 6, 3])
     as_chunks = Continued(NO_ROWS, NO_ROWS, int32(), 0, NO_ROWS)
-    monkeypatch.setattr(ContinuedSlots, "split", lambda _, step: (step, as_chunks))
-    assert tokens_of(executor) == found
-    assert len({token for ids in found for token in ids}) > 6, "rows are told apart"
+    monkeypatch.setattr(ContinuedSlots, "split", lambda _, step, __: (step, as_chunks))
+    assert run(executor, steps) == (found, [0, 2, 4, 4])
+    assert run(executor, steps_with_runs) == (in_runs, [0, 2, 2, 2])
+    assert len({token for ids in found + in_runs for token in ids}) > 8, "rows are told apart"

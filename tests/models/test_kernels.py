@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from nanoactor.models.batch import KVCache, RowBuffers, SamplingBatch, SamplingGroups, SlotTables
+from nanoactor.models.batch import (
+    DecodeRows,
+    KVCache,
+    RowBuffers,
+    SamplingBatch,
+    SamplingGroups,
+    SlotTables,
+)
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.limits import CANDIDATES, NO_TOKEN, NOTHING_ALLOWED
@@ -62,29 +69,38 @@ def by_slot(temperature, top_k=(0,) * SLOTS, top_p=(1.0,) * SLOTS, min_p=(0.0,) 
 # -- where tokens stand ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [[], [3], [0, 2, 5, 7, 8, 8, 8], [8] * 300], ids=len)
-def test_advance_lays_out_a_token_for_each_row(device, rows):
+OWN = {(3, 9): 51, (1, 0): 52, (1, 1): 53, (1, 2): 54}
+"""Tokens of rows (slot, position) that have a position of their own."""
+
+
+@pytest.mark.parametrize("own", [{}, OWN], ids=["follow", "own"])
+@pytest.mark.parametrize("rows", [[], [4], [0, 2, 5, 7, 8, 8, 8], [8] * 300], ids=len)
+def test_advance_lays_out_a_token_for_each_row(device, rows, own):
     tables, dummy = make_tables(device), SLOTS - 1
     before = [x.cpu().clone() for x in (tables.blocks, tables.lengths, tables.last_tokens)]
-    count = len(rows) + 2
+    asked = [*((slot, None) for slot in rows), *own]
+    count = len(asked) + 2
     into = RowBuffers(
         *(poisoned(device, count) for _ in range(2)),
         poisoned(device, count, dtype=torch.int64),
         poisoned(device, count),
     )
     ids = poisoned(device, tables.blocks.numel() * SIZE)
-    device.advance(tables, int32(device, rows), into, ids)
+    columns = [slot for slot, _ in asked], [-1] * len(rows) + [at for _, at in own]
+    tokens = [-5] * len(rows) + [*own.values()]
+    device.advance(tables, DecodeRows(*(int32(device, x) for x in (*columns, tokens))), into, ids)
     noted = {}
     blocks, lengths, last = before
-    for at, slot in enumerate(rows):
-        position = int(lengths[slot])
+    for at, (slot, position) in enumerate(asked):
+        token = int(last[slot]) if position is None else own[slot, position]
+        position = int(lengths[slot]) if position is None else position
         place = int(blocks[slot, position // SIZE]) * SIZE + position % SIZE
         found = [int(x[at]) for x in (into.token_ids, into.positions, into.slot_mapping)]
-        assert found == [int(last[slot]), position + int(tables.rope_deltas[slot]), place]
+        assert found == [token, position + int(tables.rope_deltas[slot]), place]
         assert int(into.contexts[at]) == position + 1
-        noted[place] = int(last[slot])
+        noted[place] = token
     for column in (into.token_ids, into.positions, into.slot_mapping, into.contexts):
-        assert (column[len(rows) :] == -99).all()
+        assert (column[len(asked) :] == -99).all()
     assert {at: token for at, token in enumerate(ids.tolist()) if token != -99} == noted
     expected = lengths + torch.tensor([slot in rows and slot != dummy for slot in range(SLOTS)])
     assert torch.equal(tables.lengths.cpu(), expected.int())

@@ -11,8 +11,9 @@ from tests.npu.emulation import emulate, relaxed
 
 @pytest.fixture
 def continued(monkeypatch):
-    """How many rows of each step continued an output. Asserts that the lengths which the host tells
-    attention are those that the device counts."""
+    """Of each step how many rows continued an output, and how many of them were of one that had
+    another. Asserts that the lengths which the host tells attention are those that the device
+    counts."""
     found = []
     compute = DeviceExecutor._compute
 
@@ -21,7 +22,8 @@ def continued(monkeypatch):
         if self._device.needs_host_seq_lens:
             counted = self._buffers.contexts[: update.decode_rows].tolist()
             assert update.lengths.decode_contexts == counted
-            found.append(update.continued)
+            slots = self._rows.slots[: update.decode_rows].tolist()
+            found.append((update.continued, len(slots) - len({*slots})))
         return hidden
 
     monkeypatch.setattr(DeviceExecutor, "_compute", checked)
@@ -37,7 +39,9 @@ def test_answers_are_the_cpus(monkeypatch, continued, layout, mode):
     options |= dict(attention_layout=layout, graph_mode=mode)
     with relaxed():  # the demo has heads of 64
         found, figures = asyncio.run(answers(6, **limits, **options))
-    assert max(continued) > 1
+    most, runs = map(max, zip(*continued, strict=True))
+    assert most > 1
+    assert runs > 1
     assert figures["runner.0"]["actor"]["steps_uncaptured"] == 0
     replayed = [kind for kind, _ in opened[-1].runtime.log].count("replay")
     assert (replayed > 15) == (mode == "npugraph")

@@ -62,8 +62,8 @@ def step_of(chunks, *, joins=(), **others):
     )
 
 
-def update_of(chunks, **others):
-    batch = HostBatch(SLOTS, 4, BatchTraits(fused_sampling="none"))
+def update_of(chunks, runs_from=1 << 30, **others):
+    batch = HostBatch(SLOTS, 4, BatchTraits(fused_sampling="none", runs_as_rows_from=runs_from))
     return batch, batch.update(step_of(chunks, **others))
 
 
@@ -78,9 +78,10 @@ def test_the_newest_token_of_an_output_is_a_row_behind_the_decode_batch():
     rows = batch.layout.rows
     assert state[rows : rows + 6].tolist() == [1, 3, 5, 0, 4, 6]
     for slot, start, token in ((5, 14, 110), (0, 10, 111), (4, 11, 112), (6, 12, 113)):
-        assert state[batch.layout.lengths + slot] == start
-        assert state[batch.layout.last_tokens + slot] == token
-        assert batch.lengths[slot] == start + 1
+        (row,) = np.flatnonzero(state[rows : rows + 6] == slot)
+        assert state[batch.layout.row_positions + row] == start
+        assert state[batch.layout.row_token_ids + row] == token
+        assert state[batch.layout.lengths + slot] == batch.lengths[slot] == start + 1
     assert update.prefill.sampling.tolist() == [2]
     assert update.deferred.continued_slots.tolist() == [6]
     # As they stand: the prompt, the decode batch, those that go on.
@@ -113,3 +114,70 @@ def test_chunks_before_one_that_stays_stay_too():
     _, update = update_of([(5, 14, 1, True), (2, 0, 10, True), (0, 12, 1, True)])
     assert update.order == RowOrder(prompts=2, resumed=1, decodes=0)
     assert update.prefill.sampling.tolist() == [5, 2]
+
+
+def rows_of(batch, update):
+    """(slot, position, token) of each row, a position of -1 being the slot's next."""
+    layout, state = batch.layout, np.full(batch.layout.size, -1, np.int64)
+    state[update.indices] = update.values
+    columns = (layout.rows, layout.row_positions, layout.row_token_ids)
+    return list(zip(*(state[at : at + update.decode_rows].tolist() for at in columns), strict=True))
+
+
+RUNS = [(6, 20, 2, False), (7, 12, 3, False), (5, 14, 1, True), (4, 11, 1, False)]
+
+
+def test_the_tokens_of_a_run_are_rows_of_which_the_last_is_kept():
+    batch, update = update_of(RUNS, joins=(1,), runs_from=1)
+    assert update.prefill is None
+    assert update.order == RowOrder(prompts=0, resumed=1, decodes=1)
+    assert rows_of(batch, update)[1:] == [
+        (5, 14, 105),
+        (6, 20, 100),
+        (7, 12, 102),
+        (7, 13, 103),
+        (4, 11, 106),
+        (6, 21, 101),
+        (7, 14, 104),
+    ]
+    assert update.deferred.continued_slots.tolist() == [6, 7]
+    assert batch.lengths[[4, 5, 6, 7]].tolist() == [12, 15, 22, 15]
+    following = dataclasses.replace(
+        step_of([(0, 0, 1, False)]), slots=NONE, starts=NONE, counts=NONE, token_ids=NONE
+    )
+    following = dataclasses.replace(following, samples=NONE.astype(bool), admissions=NOBODY)
+    update = batch.update(following)
+    assert update.decode_rows == 1
+    state = np.full(batch.layout.size, -7, np.int64)
+    state[update.indices] = update.values
+    behind = slice(batch.layout.row_positions + 1, batch.layout.row_positions + 8)
+    assert (state[behind] == -1).all(), "who decodes there next goes on where its slot is"
+
+
+NOBODY = admissions(NONE)
+
+
+@pytest.mark.parametrize(
+    ("runs_from", "joins", "chunks", "prompts"),
+    [
+        pytest.param(8, (1,), RUNS, 0, id="as many rows as there must be"),
+        pytest.param(9, (1,), RUNS, 2, id="fewer"),
+        pytest.param(1, (1, 2), RUNS, 1, id="room for one run"),
+        pytest.param(1, (0, 1, 2, 3), RUNS[1:], 1, id="room for none"),
+        pytest.param(1, (), [(7, 12, 17, False)], 1, id="a long run"),
+        pytest.param(1, (), [(7, 9, 2, False)], 1, id="a prompt"),
+        pytest.param(1, (), [(5, 14, 2, True)], 1, id="a free output"),
+    ],
+)
+def test_runs_are_rows_where_there_is_room(runs_from, joins, chunks, prompts):
+    _, update = update_of(chunks, joins=joins, runs_from=runs_from)
+    assert (update.prefill.rows.shape[1] if update.prefill else 0) == prompts
+    assert update.decode_rows <= SLOTS
+    if prompts == 2:
+        assert update.continued == 2, "single tokens are rows all the same"
+
+
+def test_a_run_that_is_scored_stays_a_chunk():
+    scored = ScoredChunks(int32(0), int32(20), int32(2), int32(40, 41))
+    _, update = update_of(RUNS, joins=(1,), runs_from=1, scored=(scored,))
+    assert update.prefill.rows[0].tolist() == [6]

@@ -71,11 +71,15 @@ class SimulatedRunner(RunnerActor):
 
     def setup(self) -> RunnerReady:
         """The cache's size, as the scenario has it."""
+        self._executor: Any = self
+        self._resident = self._empty()
+        return self._what_is_ready()
+
+    def _empty(self) -> ResidentState:
         scenario = self._world.scenario
         most = -(-scenario.max_model_len // scenario.block_size)
-        self._executor: Any = self
-        self._resident = ResidentState(scenario.max_num_seqs, most, scenario.block_size)
-        return self._what_is_ready()
+        layout = scenario.max_num_seqs, most, scenario.block_size
+        return ResidentState(*layout, scenario.runs_from)
 
     def _what_is_ready(self) -> RunnerReady:
         scenario = self._world.scenario
@@ -99,9 +103,7 @@ class SimulatedRunner(RunnerActor):
         while not self._prepared.empty():
             self._prepared.get()
         self._forget()
-        scenario = self._world.scenario
-        most = -(-scenario.max_model_len // scenario.block_size)
-        self._resident = ResidentState(scenario.max_num_seqs, most, scenario.block_size)
+        self._resident = self._empty()
         self._busy, self.done, self.dropped, self._half = False, 0, [], {}
         self._next_token[:] = -1
         self._kept, self._ends, self._last = {}, {}, {}
@@ -182,7 +184,8 @@ class SimulatedRunner(RunnerActor):
         owners = oracle.owners(inputs.step)
         free = inputs.sampling_slots[: len(inputs.sampling_slots) - inputs.deferred]
         self._samplers = set(oracle.owners_of_slots(inputs.step, free))
-        assert len(inputs.prefills) + len(inputs.decode_slots) == len(owners)
+        decoding = oracle.owners_of_slots(inputs.step, inputs.decode_slots.tolist())
+        assert sorted({*owners[len(inputs.prefills) :]}) == sorted({*decoding})
         for row, uid in zip(inputs.prefills, owners, strict=False):
             at = slice(row.first, row.first + row.tokens)
             ids = inputs.token_ids[at]
@@ -195,11 +198,9 @@ class SimulatedRunner(RunnerActor):
             )
         first = len(inputs.token_ids) - len(inputs.decode_slots)
         free = len(inputs.decode_slots) - inputs.continued
-        # A plan has the rows that continue an output before those that decode.
-        rest = owners[len(inputs.prefills) :]
-        rest = rest[inputs.continued :] + rest[: inputs.continued]
+        oracle.counts["rows of runs"] += len(decoding) - len({*decoding})
         for index, slot in enumerate(inputs.decode_slots.tolist()):
-            uid = rest[index]
+            uid = decoding[index]
             context = int(inputs.decode_contexts[index])
             at = slice(first + index, first + index + 1)
             ids, mapping = self._next_token[slot : slot + 1], inputs.slot_mapping[at]

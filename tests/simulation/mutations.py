@@ -712,8 +712,8 @@ MUTATIONS = [
     Mutation(
         "a chunk that goes on comes before prompts' tokens",
         CONTINUED,
-        "            silent - rest,\n",
-        "            0,\n",
+        "token_ids[order], len(choosing), last)",
+        "token_ids[order], 0, last)",
     ),
     Mutation(
         "the runner remembers of whom scores were wanted",
@@ -838,20 +838,38 @@ MUTATIONS = [
     Mutation(
         "rows that continue an output are not told their tokens",
         BATCH,
-        "pairs.append((self.layout.last_tokens + continued.slots, continued.token_ids))",
+        "pairs.append((layout.row_token_ids + own, continued.token_ids.astype(np.int64)))",
         "pass",
     ),
     Mutation(
         "rows that continue an output go on where their slot's last owner was",
         BATCH,
-        "pairs.append((self.layout.lengths + continued.slots, continued.starts))",
-        "pass  # for its length",
+        "            positions[decodes:known] = continued.positions\n",
+        "",
+    ),
+    Mutation(
+        "rows that decode again have the position of whoever continued an output there",
+        BATCH,
+        "        if len(continued.slots) or self._continued:\n            positions",
+        "        if len(continued.slots):\n            positions",
+    ),
+    Mutation(
+        "of a run the first state is kept",
+        CONTINUED,
+        "            silent += rows[:-1]\n",
+        "            silent += rows[1:]\n            rows = rows[:1]\n",
+    ),
+    Mutation(
+        "runs have more rows than there are",
+        CONTINUED,
+        " and rows + counts[first - 1] <= self._max_num_seqs",
+        "",
     ),
     Mutation(
         "the end of a prompt is taken to continue an output",
         CONTINUED,
-        " & (step.starts >= self._outputs[slots])",
-        "",
+        "continues = step.starts >= self._outputs[step.slots]",
+        "continues = step.starts >= 0",
     ),
     Mutation(
         "constrained sequences decode",

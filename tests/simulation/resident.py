@@ -67,15 +67,21 @@ class ResidentState:
     """The array that a device holds. Two hosts lay the steps out: for a device whose fused sampler
     does what it can, and for one without; they must tell the device the same."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
-        fused = BatchTraits(_TOKENS_PER_PROGRAM, needs_host_seq_lens=True, fused_sampling="all")
-        plain = BatchTraits(fused_sampling="none", fallback_at_once=2)
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, runs_from: int) -> None:
+        fused = BatchTraits(
+            _TOKENS_PER_PROGRAM,
+            needs_host_seq_lens=True,
+            fused_sampling="all",
+            runs_as_rows_from=runs_from,
+        )
+        plain = BatchTraits(fused_sampling="none", fallback_at_once=2, runs_as_rows_from=runs_from)
         self._fused = HostBatch(max_num_seqs, max_blocks, fused)
         self._plain = HostBatch(max_num_seqs, max_blocks, plain)
         self._layout = self._fused.layout
         self._block_size = block_size
         self._state = np.zeros(self._layout.size, np.int32)
-        self._state[self._layout.rows :] = self._layout.dummy
+        self._column(self._layout.rows)[:] = self._layout.dummy
+        self._column(self._layout.row_positions)[:] = -1
 
     def apply(self, step: Any, pixels: Any, dropped: Any, masks: Any) -> StepInputs:
         """Apply a step's deltas; what it runs on then."""
@@ -132,7 +138,7 @@ class ResidentState:
             assert last >= known
             assert rest.continued_slots.tolist() == decodes[last:].tolist()
         ends += [first + n for n in (*range(free, known), *range(free))]
-        own = self._column(self._layout.last_tokens)[decodes[update.decodes :]]
+        own = self._column(self._layout.row_token_ids)[update.decodes : update.decode_rows]
         return StepInputs(
             update.step,
             token_ids=np.concatenate((token_ids, np.zeros(update.decodes, np.int32), own)),
@@ -233,9 +239,13 @@ class ResidentState:
         rows = listed[: update.decode_rows].copy()
         assert (listed[update.decode_rows :] == self._layout.dummy).all()
         lengths = self._column(self._layout.lengths)
-        positions = lengths[rows]
-        lengths[rows] += 1
-        return rows, positions, lengths[rows]
+        own = self._column(self._layout.row_positions)
+        assert (own[: update.decodes] == -1).all()
+        assert (own[update.decode_rows :] == -1).all()
+        own = own[: update.decode_rows]
+        positions = np.where(own < 0, lengths[rows], own)
+        lengths[rows[own < 0]] += 1
+        return rows, positions, positions + 1
 
     def _rows(self, prefill: Prefill) -> list[Row]:
         rows, tiles, ends = [], set(), []

@@ -211,6 +211,8 @@ class Scenario:
     """How likely a request's rules leave a row no token."""
     grammars: bool = False
     """Whether there is an actor for them."""
+    runs_from: int = 1 << 30
+    """Steps of so many decode rows may have several of one constrained answer."""
     compile_steps: float = 1.0
     """Mean time to compile a grammar, in steps."""
     hold_seconds: float = 1.0
@@ -307,6 +309,7 @@ def draw(seed: int) -> Scenario:
         # Of a generator of its own: what it draws changes nothing else of a seed.
         failures=random.Random(f"{seed} failures").choice([0, 0, 0, 0, 0.01, 0.05]),
         choiceless=random.Random(f"{seed} choiceless").choice([0, 0, 0, 0.02]),
+        runs_from=random.Random(f"{seed} runs").choice([1, 1, 3, 1 << 30]),
     )
     scenario = dataclasses.replace(scenario, asks=_draw_asks(rng, scenario, traffic))
     scenario = _with_pictures(random.Random(f"{seed} pictures"), scenario)

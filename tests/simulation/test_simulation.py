@@ -36,7 +36,7 @@ EXPECTED = dict(
     refused=500,
 )
 EXPECTED |= {"sat out": 1_000, "aborts that overtook": 1_000, "stop strings": 500, "choiceless": 20}
-EXPECTED |= {"chosen under masks": 1_000, "rows behind free text": 20}
+EXPECTED |= {"chosen under masks": 1_000, "rows behind free text": 20, "rows of runs": 100}
 # What the first seeds are about: always the same, so that scenarios drawn otherwise show.
 FIRST = dict(
     hits=1_000,
@@ -50,7 +50,7 @@ FIRST = dict(
 )
 FIRST |= {"sat out": 1, "aborts that overtook": 20, "stop strings": 2, "forks": 5}
 FIRST |= {"admitted by the frontend": 3}
-FIRST |= {"chosen under masks": 200, "rows behind free text": 2}
+FIRST |= {"chosen under masks": 200, "rows behind free text": 2, "rows of runs": 2}
 
 
 def play_on_every_core(first: int, tokens: int) -> Counter:

@@ -8,7 +8,13 @@ from typing import TypeVar
 
 import torch
 
-from nanoactor.models.batch import RowBuffers, SamplingBatch, SamplingGroups, SlotTables
+from nanoactor.models.batch import (
+    DecodeRows,
+    RowBuffers,
+    SamplingBatch,
+    SamplingGroups,
+    SlotTables,
+)
 from nanoactor.models.columns import WORDS, columns_of, pack
 from nanoactor.models.philox import gumbel_noise, gumbel_noise_at, philox
 from nanoactor.models.sampling import from_keys, sample, sort_keys
@@ -201,7 +207,8 @@ def sampling(rig: Rig) -> str:
 
 
 def bookkeeping(rig: Rig) -> str:
-    """`advance`: positions, places and lengths of the next step's rows, the dummy's twice."""
+    """`advance`: positions, places and lengths of the next step's rows, two of them at positions of
+    their own, the dummy's twice."""
     slots, width, dummy = 5, 4, 4
     blocks = torch.arange(slots * width, dtype=torch.int32).view(slots, width).flip(1)
     lengths = torch.tensor([0, 127, 128, 300, 0], dtype=torch.int32)
@@ -210,29 +217,30 @@ def bookkeeping(rig: Rig) -> str:
     words = torch.zeros(WORDS, slots, dtype=torch.int32)
     moved = map(rig.to, (blocks, lengths, last, deltas, words))
     tables = SlotTables(*moved, 128)
-    rows = torch.tensor([3, 1, 2, dummy, dummy], dtype=torch.int32)
-    sizes = [torch.zeros(len(rows), dtype=d) for d in (torch.int32, torch.int32)]
-    into = RowBuffers(
-        *map(rig.to, sizes), rig.to(torch.zeros(5, dtype=torch.int64)), rig.to(sizes[0])
-    )
+    rows = torch.tensor([3, 1, 2, 0, 0, dummy, dummy], dtype=torch.int32)
+    own = torch.tensor([-1, -1, -1, 7, 8, -1, -1], dtype=torch.int32)
+    own_ids = torch.tensor([0, 0, 0, 11, 12, 0, 0], dtype=torch.int32)
+    size = torch.zeros(len(rows), dtype=torch.int32)
+    into = RowBuffers(rig.to(size), rig.to(size.clone()), rig.to(size.long()), rig.to(size.clone()))
     ids = rig.to(torch.full((slots * width * 128,), -1, dtype=torch.int32))
     with rig.device.stream():
-        rig.device.advance(tables, rig.to(rows), into, ids)
+        asked = DecodeRows(*map(rig.to, (rows, own, own_ids)))
+        rig.device.advance(tables, asked, into, ids)
         rig.device.synchronize()
-    at = [300, 127, 128, 0, 0]
+    at = [300, 127, 128, 7, 8, 0, 0]
+    tokens = torch.where(own < 0, last[rows], own_ids)
     places = [
         int(blocks[row, position // 128]) * 128 + position % 128
         for row, position in zip(rows.tolist(), at, strict=True)
     ]
-    same("ids at their places", ids.cpu()[places], last[rows])
-    places[4] = places[3] + 4 - 3  # behind the dummy's other row
+    same("ids at their places", ids.cpu()[places], tokens)
     same("positions", into.positions, torch.tensor(at, dtype=torch.int32) + deltas[rows])
-    same("token ids", into.token_ids, last[rows])
+    same("token ids", into.token_ids, tokens)
     same("contexts", into.contexts, torch.tensor(at, dtype=torch.int32) + 1)
     found = into.slot_mapping.cpu()
-    same("places", found[:3], torch.tensor(places[:3]))
-    if found[3] == found[4] or not {int(n) // 128 for n in found[3:]} == {int(blocks[dummy, 0])}:
-        raise Failed(f"the dummy's rows are at {found[3:].tolist()}")
+    same("places", found[:5], torch.tensor(places[:5]))
+    if found[5] == found[6] or not {int(n) // 128 for n in found[5:]} == {int(blocks[dummy, 0])}:
+        raise Failed(f"the dummy's rows are at {found[5:].tolist()}")
     expected = torch.tensor([0, 128, 129, 301, 0], dtype=torch.int32)
     same("lengths", tables.lengths, expected)
     return ""

@@ -233,7 +233,7 @@ def test_a_whole_decode_step_converts_to_known_nodes(model, monkeypatch, tmp_pat
         assert nodes["TensorMove"] == 2 * LAYERS
 
 
-SMALL_LAUNCHES = 27
+SMALL_LAUNCHES = 31
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from nanoactor.models.batch import (
     AttentionBatch,
+    DecodeRows,
     KVCache,
     RowBuffers,
     SamplingBatch,
@@ -90,7 +91,8 @@ class Traced:
         tables, slots = self.tables(9), self.whole(rows)
         if rows:
             into = RowBuffers(*(b[first:] for b in vars_of(buffers)[:3]), buffers.contexts)
-            self.device.advance(tables, slots, into, self.whole(BLOCKS * SIZE))
+            asked = DecodeRows(slots, self.whole(rows), self.whole(rows))
+            self.device.advance(tables, asked, into, self.whole(BLOCKS * SIZE))
         if first:
             of_tokens = self.whole(first)
             self.device.locate(tables, of_tokens, of_tokens, buffers.slot_mapping[:first])
