@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.npu.ladder import RUNGS
+
 ROOT = Path(__file__).parent.parent
 FILES = [
     path
@@ -123,3 +125,9 @@ def test_no_files_import_each_other_in_a_circle():
     for name, found in graph.items():
         graph[name] = {one for one in found if not any(o.startswith(f"{one}.") for o in found)}
     graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_every_test_of_an_npu_is_on_the_ladder():
+    """`make test` leaves that folder out."""
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/npu").rglob("test_*.py")}
+    assert {name for rung in RUNGS.values() for name in rung.files} == there

@@ -40,6 +40,7 @@ RUNGS = {
             "tests/npu/test_device.py",
             "tests/npu/test_smoke.py",
             "tests/npu/test_engine.py",
+            "tests/npu/test_structured_outputs.py",
             "tests/npu/test_vision.py",
             "tests/npu/test_wheels.py",
         ),

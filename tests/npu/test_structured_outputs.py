@@ -30,7 +30,9 @@ def continued(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("layout", "mode"), [("tnd", "npugraph"), ("bnsd", "eager")])
+@pytest.mark.parametrize(
+    ("layout", "mode"), [("tnd", "npugraph"), pytest.param("bnsd", "eager", marks=pytest.mark.long)]
+)
 def test_answers_are_the_cpus(monkeypatch, continued, layout, mode):
     """Every kind of grammar, beside a free request."""
     opened = emulate(monkeypatch)
