@@ -201,15 +201,15 @@ def test_a_torturer_on_a_simulated_device():
 @pytest.mark.parametrize(
     "names",
     [
-        ("runner.0", "control", "tokenizer.0"),
+        ("runner.0", "control"),
         *(pytest.param(names, marks=pytest.mark.long) for names in (NAMES, *zip(NAMES))),
     ],
     ids=str,
 )
 def test_every_process_of_an_engine_that_computes(names):
-    turns = 3 if len(names) == 3 else 5
+    turns = len(names) if len(names) == 2 else 5
     tortured = run(names, turns, 2, (0.1, 0.3), dtype="float32", threads=1)
-    assert tortured.busy >= 3
+    assert tortured.busy >= turns // 2
 
 
 @pytest.mark.long
@@ -265,11 +265,12 @@ async def output_tokens(llm):
 
 @pytest.mark.parametrize(
     "device",
-    [dict(device="simulated:1"), pytest.param(dict(dtype="float32", threads=1), marks=LONG)],
+    [dict(device="simulated:10"), pytest.param(dict(dtype="float32", threads=1), marks=LONG)],
     ids=str,
 )
 def test_what_a_runner_has_computed_survives_the_death_of_others(device):
-    """Of each stream one token is computed again, or those of which its reader was not told."""
+    """Of each stream one token is computed again, or those of which its reader was not told. Steps
+    are long, so that nobody has said everything before who is killed is dead."""
     asked = [({"prompt_token_ids": list(range(40 + n, 240 + n))}, n) for n in range(6)]
 
     async def main():

@@ -105,7 +105,12 @@ def run(executor, made):
 
 
 @pytest.mark.parametrize(
-    "device", ["cpu", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)]
+    "device",
+    [
+        "cpu",
+        pytest.param("interpreted", marks=pytest.mark.long),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
 )
 def test_rows_give_the_tokens_of_chunks_in_their_order(device, tmp_path, monkeypatch):
     heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)

@@ -223,7 +223,7 @@ def test_a_picture_in_many_requests_is_decoded_and_encoded_once(eyes):
 
 
 @pytest.mark.parametrize(
-    "parts", [4, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+    "parts", [3, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
 )
 def test_pictures_leave_nothing_behind(eyes, parts):
     """A hundred distinct ones a part, several at once: what is held is bounded."""

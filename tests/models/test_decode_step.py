@@ -328,7 +328,7 @@ def test_values_that_are_not_finite_are_stored_as_zero():
         # Nobody hands over what is activated.
         ("pack(first, second), k.flag + ACTIVATED)", "pack(first, second), 0)", "down"),
         # A tile too few.
-        ("i < tiles; ++i)\n#pragma unroll 1\n        for (int half", "i < tiles - 1; ++i)\n"
+        later("i < tiles; ++i)\n#pragma unroll 1\n        for (int half", "i < tiles - 1; ++i)\n"
          "#pragma unroll 1\n        for (int half", "logits"),
     ],
 )  # fmt: skip
@@ -354,7 +354,7 @@ def nvrtc():
 
 
 ROWS = (1, 2, 8, 16)
-USUAL = [("0.6b", 1), ("8b", 1), *((model, 16) for model in REAL if model != "small")]
+USUAL = [("0.6b", 1), ("8b", 1), ("8b", 16), ("qwen2.5-7b", 16)]
 
 
 @pytest.mark.parametrize(
