@@ -157,12 +157,13 @@ def visual_spans(items: Items) -> list[VisualSpan]:
 
 
 def block_extras(items: Items, block_size: int) -> dict[int, bytes]:
-    """Return, by block, what tells it from blocks of the same ids: the key and the shape of each
-    item in it. Which rows these are follows from the blocks before, on which its name depends."""
+    """Return, by block, what tells it from blocks of the same ids: of each span in it the item's
+    key, its shape, and the first of its rows. Where in a span a block begins follows from the
+    blocks before, on which its name depends."""
     extras: dict[int, bytes] = {}
-    for (item, _, _), span in zip(items.spans.tolist(), visual_spans(items), strict=True):
-        shape = span.height.to_bytes(4, "little") + span.width.to_bytes(4, "little")
-        name = bytes(items.keys[item]) + shape
+    for (item, first, _), span in zip(items.spans.tolist(), visual_spans(items), strict=True):
+        numbers = (span.height, span.width, first)
+        name = bytes(items.keys[item]) + b"".join(n.to_bytes(4, "little") for n in numbers)
         for block in range(span.start // block_size, -(-span.stop // block_size)):
             extras[block] = extras.get(block, b"") + name
     return extras

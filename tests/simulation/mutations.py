@@ -529,8 +529,8 @@ MUTATIONS = [
     Mutation(
         "a block's name does not tell the shape of its pictures",
         PROMPT,
-        "name = bytes(items.keys[item]) + shape",
-        "name = bytes(items.keys[item])",
+        "numbers = (span.height, span.width, first)",
+        "numbers = (first,)",
     ),
     Mutation(
         "pixels that nobody wants any more are kept",

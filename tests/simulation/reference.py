@@ -292,8 +292,8 @@ def row_of(picture: Picture, row: int) -> int:
     return (picture.content << 20 | picture.height << 12 | picture.width << 4) * 1000 + row + 1000
 
 
-def _expand(ask: Ask) -> tuple[list[int], dict[int, int], list[tuple[int, Picture]]]:
-    """(tokens, rows by index, (first index, picture or frame of a video))."""
+def _expand(ask: Ask) -> tuple[list[int], dict[int, int], list[tuple[int, Picture, int]]]:
+    """(tokens, rows by index, (first index, picture or frame of a video, its first row))."""
     prompt: list[int] = []
     seen: dict[int, int] = {}
     spans = []
@@ -307,8 +307,8 @@ def _expand(ask: Ask) -> tuple[list[int], dict[int, int], list[tuple[int, Pictur
         for frame in range(max(1, picture.frames)):
             if picture.frames:
                 prompt += [*encode_text(time_text(float(frame))), START]
-            spans.append((len(prompt), picture))
             first = frame * each
+            spans.append((len(prompt), picture, first))
             seen |= {len(prompt) + row: row_of(picture, first + row) for row in range(each)}
             prompt += [token] * each
             if picture.frames:
@@ -316,10 +316,10 @@ def _expand(ask: Ask) -> tuple[list[int], dict[int, int], list[tuple[int, Pictur
     return prompt, seen, spans
 
 
-def _rotary(length: int, spans: list[tuple[int, Picture]]) -> np.ndarray:
+def _rotary(length: int, spans: list[tuple[int, Picture, int]]) -> np.ndarray:
     positions, index = np.zeros((3, length), np.int32), 0
     at = 0
-    pictures = dict(spans)
+    pictures = {start: picture for start, picture, _ in spans}
     while index < length:
         if (picture := pictures.get(index)) is None:
             positions[:, index] = at
@@ -333,10 +333,10 @@ def _rotary(length: int, spans: list[tuple[int, Picture]]) -> np.ndarray:
     return positions
 
 
-def _extras(ask: Ask, spans: list[tuple[int, Picture]], size: int) -> dict[int, bytes]:
+def _extras(ask: Ask, spans: list[tuple[int, Picture, int]], size: int) -> dict[int, bytes]:
     extras: dict[int, bytes] = {}
-    for start, picture in spans:
-        name = key_of(picture) + struct.pack("<II", picture.height, picture.width)
+    for start, picture, first in spans:
+        name = key_of(picture) + struct.pack("<III", picture.height, picture.width, first)
         stop = start + picture.height * picture.width
         for block in range(start // size, -(-stop // size)):
             extras[block] = extras.get(block, b"") + name

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanoactor.errors import InvalidRequest
@@ -162,6 +162,7 @@ def names(found, items):
 
 
 @given(ITEMS, ITEMS, st.lists(st.text("xyz", max_size=5), min_size=5, max_size=5))
+@example([video(1, 1, 1, 0.0)] * 2, [video(1, 1, 1, 0.0, 0.0)], [""] * 5)
 def test_blocks_share_a_name_only_where_all_up_to_there_is_equal(one, other, words):
     """Equal means: the same ids, and the same rows of the same items in the same shape."""
     meanings, named = [], []
