@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from nanoactor.messages import Admissions, Int32, Step
 from nanoactor.runner.ruled_rows import NO_ROWS, Long
 
-# A longer run reads its context so often that a chunk, which reads it once, is faster.
+# Each row reads the whole context, which a chunk reads once: longer runs stay chunks.
 LONGEST_RUN = 16
 
 

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoactor.messages import Forks, ScoredChunks, Step
+from nanoactor.models.devices.cuda import CUDADevice
+from nanoactor.models.kernels.decode_step.table import MOST_ROWS
 from nanoactor.runner.batch import BatchTraits, HostBatch
 from nanoactor.runner.row_order import RowOrder
 from nanoactor.runner.warmup import admissions
@@ -181,3 +183,21 @@ def test_a_run_that_is_scored_stays_a_chunk():
     scored = ScoredChunks(int32(0), int32(20), int32(2), int32(40, 41))
     _, update = update_of(RUNS, joins=(1,), runs_from=1, scored=(scored,))
     assert update.prefill.rows[0].tolist() == [6]
+
+
+def test_steps_of_the_kernel_for_few_rows_have_no_two_of_a_sequence():
+    """It reads the cache of a row while others still write theirs."""
+    slots, sizes = MOST_ROWS + 8, set()
+    for decodes in range(slots - 2):
+        traits = BatchTraits(runs_as_rows_from=CUDADevice.runs_as_rows_from)
+        batch = HostBatch(slots, 4, traits)
+        new = admissions(np.arange(slots, dtype=np.int32))
+        new = dataclasses.replace(
+            new, prompt_lengths=np.full(slots, 10, np.int32), constrained=int32(slots - 1)
+        )
+        step = step_of([(slots - 1, 12, 3, False)], joins=range(decodes))
+        update = batch.update(dataclasses.replace(step, admissions=new))
+        assert (update.prefill is None) == (update.decode_rows > decodes)
+        if update.prefill is None:
+            sizes.add(update.decode_rows)
+    assert sizes == {*range(MOST_ROWS + 1, slots + 1)}
