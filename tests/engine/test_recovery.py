@@ -299,11 +299,13 @@ async def bits_of_a_lone_stream(names, **changes):
     """What a stream says undisturbed, and when each of these dies meanwhile: ids and the bits of
     all log-probabilities."""
     params = SamplingParams(seed=3, max_tokens=150, ignore_eos=True, logprobs=3)
-    # Of its blocks, of 16 or 64 tokens, all but one token are in the cache, each time.
-    prompt, found = {"prompt_token_ids": list(range(40, 233))}, []
+    ids, found = list(range(40, 233)), []
+    prompt, start = {"prompt_token_ids": ids}, {"prompt_token_ids": ids[:-1]}
     async with AsyncLLM("demo", **options(**changes)) as llm:
         tortured = Tortured(llm, 1)
-        await read(llm, prompt, params)  # from here on all find the prompt in the cache
+        # From here on all find the prompt, but for its last token, in the cache. What stands behind
+        # it there was computed as it is now: no bits are of a larger chunk.
+        await read(llm, start, SamplingParams(max_tokens=1))
         before = await output_tokens(llm)
         for name in (None, *names):
             stream = asyncio.ensure_future(read(llm, prompt, params))
