@@ -1,14 +1,17 @@
 """Measure what constrained answers cost, and what they cost others.
 
     python bench/structured_outputs.py [--device cuda|cpu|simulated:MS] [--model demo|0.6b|8b]
-        [--vocabulary 151936] [--modes 2-eager 2-late 1-eager]
-        [--max-pipeline-depth 4] [--no-jump-forward] [--rounds 3] [--seconds 1] [--out FILE]
+        [--vocabulary 151936] [--context 64] [--modes 2-eager 2-late 1-eager]
+        [--max-pipeline-depth 4] [--no-jump-forward] [--rounds 3] [--tokens 300] [--out FILE]
 
-64 free streams are measured in windows in which all of them decode: alone, beside 16 clients whose
-answers follow JSON schemas (one after the other, of at most 200 tokens), and beside 16 more free
-streams. Only the 64 count; ratios are of neighbours in a round. Then one constrained answer alone,
-and a free one of the same length. A mode is a pipeline depth and when steps are planned; at depth 1
-both ways of planning are the same.
+64 free streams, of prompts of `--context` tokens, are measured in windows in which each of them
+decodes the same `--tokens`, as a step takes longer the longer contexts are: alone, beside 16
+clients whose answers follow JSON schemas (one after the other, of at most 200 tokens behind a
+prompt of 64), and beside 16 more free streams. Only the 64 count; ratios are of neighbours in a
+round. `us_per_token` is what a token of the other streams adds to a step; those of
+constrained ones include their prompts. Then one constrained answer alone, and a free one of the
+same length. A mode is a pipeline depth and when steps are planned; at depth 1 both ways of planning
+are the same.
 
 `steps_per_token` counts the steps of the engine for each token of a client's, the time between its
 answers included. `forced` is the share of tokens that nobody chose; random weights spell names in
@@ -31,6 +34,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +52,8 @@ from nanoactor.model_files import DEMO, resolve_model
 
 FREE, OTHERS = 64, 16
 PROMPT, MAX_TOKENS = 64, 200
-SETTLE = 0.2
+SETTLE = 64
+"""Tokens of each free stream before its window."""
 CONTENDERS = ("alone", "constrained", "free")
 USED = ("at_once", "next_step", "later")
 
@@ -82,16 +87,19 @@ def mode_of(name: str) -> tuple[int, str]:
 class Bench:
     """One engine."""
 
-    def __init__(self, llm: AsyncLLM, seconds: float) -> None:
-        self.llm, self.seconds = llm, seconds
+    def __init__(self, llm: AsyncLLM, tokens: int, context: int) -> None:
+        self.llm, self.tokens, self.context = llm, tokens, context
         self.number = 0
+        self.streams: Counter[int] = Counter()
         self.answers = {"complete": 0, "cut": 0, "tokens": 0}
 
-    def request(self, max_tokens: int, **options: Any) -> tuple[dict[str, Any], SamplingParams]:
+    def request(
+        self, max_tokens: int, *, length: int = PROMPT, **options: Any
+    ) -> tuple[dict[str, Any], SamplingParams]:
         """A prompt that is new, and what to do with it."""
         self.number += 1
         prompt = [
-            (self.number * 13 + at * (self.number % 7 + 1)) % 1900 + 8 for at in range(PROMPT)
+            (self.number * 13 + at * (self.number % 7 + 1)) % 1900 + 8 for at in range(length)
         ]
         params = SamplingParams(
             temperature=0.8,
@@ -102,10 +110,18 @@ class Bench:
         )
         return {"prompt_token_ids": prompt}, params
 
-    async def stream(self) -> None:
+    async def stream(self, number: int) -> None:
         """A free stream that outlives every window."""
-        async for _ in self.llm.generate(*self.request(16_000, ignore_eos=True)):
-            pass
+        request = self.request(16_000, length=self.context, ignore_eos=True)
+        async for output in self.llm.generate(*request):
+            self.streams[number] += len(output.outputs[0].token_ids)
+
+    async def reach(self, tokens: int, tasks: list[asyncio.Task[None]]) -> dict[str, Any]:
+        """Return what the scheduler tells once each free stream has so many tokens."""
+        while min(self.streams.values()) < tokens:
+            check(tasks)
+            await asyncio.sleep(0.002)
+        return await self.scheduler()
 
     async def answer(self) -> tuple[int, float]:
         """One constrained answer; its tokens, and seconds per token behind the first."""
@@ -144,25 +160,19 @@ class Bench:
         return dict(figures)
 
     async def window(self, contender: str) -> dict[str, Any]:
-        """A stretch in which 64 free streams decode, alone or beside others."""
+        """A stretch in which 64 free streams decode the same contexts, alone or beside others."""
         rows = FREE + OTHERS * (contender == "free")
-        start = await self.scheduler()
-        tasks = [asyncio.ensure_future(self.stream()) for _ in range(rows)]
-        while (now := await self.scheduler())["output_tokens"] < start["output_tokens"] + rows * 8:
-            check(tasks)
-            await asyncio.sleep(0.02)
-        used, wanted = now["used"], 0
+        tasks: list[asyncio.Task[None]] = []
         if contender == "constrained":
+            wanted = (await self.scheduler())["used"] + 4 * OTHERS
             tasks += [asyncio.ensure_future(self.client()) for _ in range(OTHERS)]
-            wanted = 4 * OTHERS
-        while (await self.scheduler())["used"] < used + wanted:
-            check(tasks)
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(SETTLE)
-        before = await self.scheduler()
-        await asyncio.sleep(self.seconds)
-        after = await self.scheduler()
-        check(tasks)
+            while (await self.scheduler())["used"] < wanted:
+                check(tasks)
+                await asyncio.sleep(0.02)
+        self.streams = Counter(dict.fromkeys(range(rows), 0))
+        tasks += [asyncio.ensure_future(self.stream(number)) for number in range(rows)]
+        before = await self.reach(SETTLE, tasks)
+        after = await self.reach(SETTLE + self.tokens, tasks)
         grammar = (await self.llm.statistics())["grammar"]["actor"]
         for task in tasks:
             task.cancel()
@@ -243,7 +253,7 @@ async def measure(model: str, args: argparse.Namespace, mode: str) -> dict[str, 
         **options,
     ) as llm:
         started = time.perf_counter() - begin
-        bench = Bench(llm, args.seconds)
+        bench = Bench(llm, args.tokens, args.context)
         await asyncio.gather(*(bench.answer() for _ in range(2 * len(SCHEMAS))))
         compiled = (await llm.statistics())["grammar"]["actor"]
         rounds = []
@@ -280,6 +290,9 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
             name: spread([a / b for a, b in zip(rates[name], rates["alone"], strict=True)])
             for name in CONTENDERS[1:]
         },
+        "us_per_token": {
+            name: spread([us_per_token(row, name) for row in rounds]) for name in CONTENDERS[1:]
+        },
         "beside": {
             **{name: spread([row[name] for row in constrained]) for name in names},
             "chosen": {name: spread([row["chosen"][name] for row in constrained]) for name in USED},
@@ -292,6 +305,13 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
             "chosen": {name: spread([row["chosen"][name] for row in singles]) for name in USED},
         },
     }
+
+
+def us_per_token(row: dict[str, Any], contender: str) -> float:
+    """Return the microseconds that a token of the other streams adds to a step."""
+    alone, beside = row["alone"]["ms_per_step"], row[contender]["ms_per_step"]
+    rate = row[contender].get("constrained_tokens_per_s", OTHERS * 1e3 / beside)
+    return float((beside - alone) * 1e6 / (rate * beside))
 
 
 def shown(value: dict[str, float], form: str) -> str:
@@ -313,6 +333,8 @@ def show(run: dict[str, Any]) -> None:
         ratio = shown(run["ratio"][name], ".3f") if name in run["ratio"] else ""
         figures = f"{statistics.median(steps[name]):9.3f} {statistics.median(idle[name]):6.1%}"
         print(f"  {words:22s} {rate:>32s} {ratio:>26s} {figures}")
+    cost = {name: shown(row, ".1f") for name, row in run["us_per_token"].items()}
+    print(f"  a constrained token adds {cost['constrained']} us, a free one {cost['free']} us")
     for where, row in (("beside 64", beside), ("alone", single)):
         chosen = ", ".join(f"{name} {row['chosen'][name]['median']:.1%}" for name in USED)
         steps_ = shown(row["steps_per_token"], ".2f")
@@ -350,11 +372,12 @@ def main() -> None:
     parser.add_argument("--model", choices=("demo", *MODELS), default="demo")
     parser.add_argument("--device", default="simulated:5")
     parser.add_argument("--vocabulary", type=int, default=0, help="for a simulated demo")
+    parser.add_argument("--context", type=int, default=PROMPT, help="of the free streams at first")
     parser.add_argument("--modes", nargs="+", default=["2-eager", "2-late", "1-eager"])
     parser.add_argument("--max-pipeline-depth", type=int, help="while steps are short")
     parser.add_argument("--jump-forward", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--tokens", type=int, default=300, help="of each free stream, in a window")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     simulated = args.device.startswith("simulated")
