@@ -38,7 +38,7 @@ POINTERS = {
     "i64": "slot_mapping all_scratch",
     "i32": "tables slots contexts item_rows item_numbers firsts plan rows tiles blocks lengths "
     "parts_done last_tokens token_ids positions rope_deltas seeds highest_ids score_ids chosen "
-    "top_ks",
+    "top_ks own_positions own_token_ids ids",
 }
 SCALARS = {"scale": "fp32", "eps": "fp32"}
 TARGET = GPUTarget("cuda", 90, 32)
