@@ -366,11 +366,12 @@ class SimulatedRunner(RunnerActor):
         """The right one; none where the row failed, any where it has read what such a row wrote.
         Behind free text it is what would follow that."""
         oracle, end = self._world.oracle, self._ends[uid]
-        answer = oracle.answers[uid]
+        answer, dropped = oracle.answers[uid], False
         token = oracle.token_after(uid, end)
-        dropped = answer is not None and answer.is_chosen(end) and not masked
-        if answer is not None and dropped:
+        if answer is not None and answer.is_chosen(end) and not masked:
             token = sample(int(answer.states[end - 1]), oracle.numbers[uid])
+            # Nobody knows yet that an end will be refused here: what else comes is taken.
+            dropped = end != answer.refused
         if uid not in self._astray and oracle.fails(uid, end):
             return NO_TOKEN
         if oracle.is_choiceless(uid, end, dropped):
