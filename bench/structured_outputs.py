@@ -8,10 +8,9 @@
 decodes the same `--tokens`, as a step takes longer the longer contexts are: alone, beside 16
 clients whose answers follow JSON schemas (one after the other, of at most 200 tokens behind a
 prompt of 64), and beside 16 more free streams. Only the 64 count; ratios are of neighbours in a
-round. `us_per_token` is what a token of the other streams adds to a step; those of
-constrained ones include their prompts. Then one constrained answer alone, and a free one of the
-same length. A mode is a pipeline depth and when steps are planned; at depth 1 both ways of planning
-are the same.
+round. `us_per_token` is what a token of the other streams adds to a step; those of constrained ones
+include their prompts. Then one constrained answer alone, and a free one of the same length. A mode
+is a pipeline depth and when steps are planned; at depth 1 both ways of planning are the same.
 
 `steps_per_token` counts the steps of the engine for each token of a client's, the time between its
 answers included. `forced` is the share of tokens that nobody chose; random weights spell names in
@@ -34,7 +33,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +88,8 @@ class Bench:
     def __init__(self, llm: AsyncLLM, tokens: int, context: int) -> None:
         self.llm, self.tokens, self.context = llm, tokens, context
         self.number = 0
-        self.streams: Counter[int] = Counter()
+        self.streams: list[int] = []
+        """Tokens of each free stream."""
         self.answers = {"complete": 0, "cut": 0, "tokens": 0}
 
     def request(
@@ -118,7 +117,7 @@ class Bench:
 
     async def reach(self, tokens: int, tasks: list[asyncio.Task[None]]) -> dict[str, Any]:
         """Return what the scheduler tells once each free stream has so many tokens."""
-        while min(self.streams.values()) < tokens:
+        while min(self.streams) < tokens:
             check(tasks)
             await asyncio.sleep(0.002)
         return await self.scheduler()
@@ -169,7 +168,7 @@ class Bench:
             while (await self.scheduler())["used"] < wanted:
                 check(tasks)
                 await asyncio.sleep(0.02)
-        self.streams = Counter(dict.fromkeys(range(rows), 0))
+        self.streams = [0] * rows
         tasks += [asyncio.ensure_future(self.stream(number)) for number in range(rows)]
         before = await self.reach(SETTLE, tasks)
         after = await self.reach(SETTLE + self.tokens, tasks)
