@@ -84,10 +84,17 @@ def test_hundreds_of_streams_at_once_end_well_and_leave_no_memory(streams):
         assert all(reason == "length" for _, reason in first)
         assert len({text for text, _ in first}) > 0.9 * streams
         until(lambda: idle(server))
-        before = server.resident()
-        assert asyncio.run(wave()) == first
-        until(lambda: idle(server))
-        assert server.resident() - before < 8 << 20
+
+        def grows():
+            """What another wave leaves behind."""
+            before = server.resident()
+            assert asyncio.run(wave()) == first
+            until(lambda: idle(server))
+            return server.resident() - before
+
+        # The heap keeps room for the most streams that were ever served at once, and how many those
+        # are depends on the machine. What is lost is lost by each wave.
+        assert any(grows() < 8 << 20 for _ in range(4))
 
 
 def idle(server):
