@@ -74,7 +74,7 @@ class SimulatedExecutor:
 
     def __init__(self, config: RankConfig) -> None:
         engine, files = config.engine, config.files
-        self.max_depth = engine.steps_in_flight(deep=False)
+        self.max_depth = engine.steps_in_flight(deep=True)
         self._nanoseconds = round(float(engine.device.removeprefix(SIMULATED)) * 1e6)
         self.warmed_up: tuple[tuple[int, float], ...] = ((1, self._nanoseconds * 1e-9),)
         self._vocabulary = files.config.vocab_size

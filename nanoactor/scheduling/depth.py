@@ -11,18 +11,22 @@ _WEIGHT = 0.2
 AHEAD_SECONDS = 0.002
 """Work that is queued on the device while the host turns a result into the next step. On one H200's
 host that takes some 1 ms, and now and then twice as long."""
+STEPWISE_SECONDS = 0.0025
+"""What the host may take for it where some sequences never decode; on the same host some 2 ms."""
 
 
 class _Planned(Protocol):
     @property
-    def only_decodes(self) -> bool:
-        """Tell whether it has decode rows, and nothing else."""
+    def decodes(self) -> bool:
+        """Tell whether it has rows that decode, computes nothing of prompts, and encodes
+        nothing."""
 
 
 class PipelineDepth:
     """Two steps in flight hide the host where a step takes longer than the host does. Where steps
-    are shorter, more are planned, as far as `AHEAD_SECONDS` and a limit go: who arrives meanwhile
-    waits for them. Steps with prompts are long, and never followed by more than `least` allows.
+    are shorter, more are planned, as far as the host's time and a limit go: who arrives meanwhile
+    waits for them. Steps with prompts are long, and never followed by more than `least` allows; nor
+    are those in which nobody decodes, as a sequence that never does has but one step under way.
     """
 
     def __init__(self, least: int, most: int) -> None:
@@ -32,16 +36,20 @@ class PipelineDepth:
 
     def note(self, planned: _Planned, seconds: float) -> None:
         """Remember how long a step took that is done."""
-        if not planned.only_decodes:
+        if not planned.decodes:
             return
         if self._seconds == math.inf:
             self._seconds = seconds
         self._seconds += _WEIGHT * (seconds - self._seconds)
 
-    def has_room(self, in_flight: Collection[_Planned]) -> bool:
-        """Tell whether one more may be planned behind these."""
+    def has_room(self, in_flight: Collection[_Planned], *, stepwise: bool) -> bool:
+        """Tell whether one more may be planned behind these; `stepwise`: some sequence never
+        decodes, so that the host takes longer for a step."""
         steps = len(in_flight)
         if steps < self._least or steps >= self._most:
             return steps < self._least
-        short = steps * self._seconds < AHEAD_SECONDS
-        return short and all(planned.only_decodes for planned in in_flight)
+        if stepwise:
+            short = (steps - 1) * self._seconds < STEPWISE_SECONDS
+        else:
+            short = steps * self._seconds < AHEAD_SECONDS
+        return short and all(planned.decodes for planned in in_flight)

@@ -89,9 +89,12 @@ class PlannedStep:
         return [chunk for chunk in self.beginners if chunk.samples]
 
     @property
-    def only_decodes(self) -> bool:
-        """Tell whether it has rows that decode, and nothing else."""
-        return not self.chunks and self.slices is None and not self.deferred
+    def decodes(self) -> bool:
+        """Tell whether it has rows that decode, computes nothing of prompts, and encodes
+        nothing."""
+        if not len(self.decode_batch.slots) or self.slices is not None:
+            return False
+        return not self.chunks or self.chunks[0].place > 0  # prompts come first
 
     @property
     def sampling(self) -> int:

@@ -323,7 +323,7 @@ class Scheduler:
     # -- steps ----------------------------------------------------------------------------
 
     def _may_plan(self) -> bool:
-        if not self._depth.has_room(self._in_flight):
+        if not self._depth.has_room(self._in_flight, stepwise=bool(self._running.stepwise)):
             return False
         # What a preemption gave back is known within `depth` steps, however slow the edge is.
         unanswered = self.budget.oldest_unanswered

@@ -7,16 +7,16 @@ from nanoactor.scheduling.depth import PipelineDepth
 
 @dataclass
 class Step:
-    only_decodes: bool = True
+    decodes: bool = True
 
 
-DECODES, PROMPTS = Step(), Step(only_decodes=False)
+DECODES, OTHER = Step(), Step(decodes=False)
 
 
-def depth(pipeline):
+def depth(pipeline, *, stepwise=False):
     """How many steps that decode may be in flight."""
     steps = 0
-    while pipeline.has_room([DECODES] * steps):
+    while pipeline.has_room([DECODES] * steps, stepwise=stepwise):
         steps += 1
     return steps
 
@@ -36,27 +36,38 @@ def test_short_steps_are_planned_further_ahead(milliseconds, expected):
     assert depth(taking(milliseconds)) == expected
 
 
-def test_before_any_step_is_done_they_count_as_long():
-    assert depth(PipelineDepth(2, 4)) == 2
+@pytest.mark.parametrize(
+    ("milliseconds", "expected"), [(0.1, 4), (1.2, 4), (1.3, 3), (2.4, 3), (2.6, 2), (5.0, 2)]
+)
+def test_they_are_planned_further_ahead_beside_sequences_that_never_decode(milliseconds, expected):
+    assert depth(taking(milliseconds), stepwise=True) == expected
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_before_any_step_is_done_they_count_as_long(stepwise):
+    assert depth(PipelineDepth(2, 4), stepwise=stepwise) == 2
 
 
 @pytest.mark.parametrize("least", [1, 2, 3])
-def test_with_no_more_than_the_least_nothing_depends_on_time(least):
-    assert depth(taking(0.01, least, least)) == depth(taking(100, least, least)) == least
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_with_no_more_than_the_least_nothing_depends_on_time(least, stepwise):
+    for milliseconds in (0.01, 100):
+        assert depth(taking(milliseconds, least, least), stepwise=stepwise) == least
 
 
-def test_nothing_more_is_planned_behind_a_prompt():
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_nothing_more_is_planned_behind_prompts_or_where_nobody_decodes(stepwise):
     pipeline = taking(0.1)
-    assert pipeline.has_room([PROMPTS])
-    assert not pipeline.has_room([DECODES, PROMPTS])
-    assert not pipeline.has_room([PROMPTS, DECODES])
-    assert pipeline.has_room([DECODES, DECODES])
+    assert pipeline.has_room([OTHER], stepwise=stepwise)
+    assert not pipeline.has_room([DECODES, OTHER], stepwise=stepwise)
+    assert not pipeline.has_room([OTHER, DECODES], stepwise=stepwise)
+    assert pipeline.has_room([DECODES, DECODES], stepwise=stepwise)
 
 
-def test_a_step_with_prompts_says_nothing_about_those_that_decode():
+def test_other_steps_say_nothing_about_those_that_decode():
     pipeline = taking(0.1)
     for _ in range(64):
-        pipeline.note(PROMPTS, 1.0)
+        pipeline.note(OTHER, 1.0)
     assert depth(pipeline) == 4
 
 

@@ -257,8 +257,20 @@ MUTATIONS = [
     Mutation(
         "steps are planned deep behind prompts",
         DEPTH,
-        "return short and all(planned.only_decodes for planned in in_flight)",
+        "return short and all(planned.decodes for planned in in_flight)",
         "return short",
+    ),
+    Mutation(
+        "beside sequences that never decode steps are planned deep however long they are",
+        DEPTH,
+        "short = (steps - 1) * self._seconds < STEPWISE_SECONDS",
+        "short = True",
+    ),
+    Mutation(
+        "steps that decode are planned as deep as beside sequences that never do",
+        DEPTH,
+        "        if stepwise:\n",
+        "        if self._seconds:\n",
     ),
     Mutation(
         "steps that are planned deep know no limit",

@@ -342,7 +342,7 @@ def _with_short_steps(rng: random.Random, scenario: Scenario) -> Scenario:
     if rng.random() < 0.85:
         return scenario
     deeper = scenario.depth + rng.choice([1, 2])
-    seconds = rng.choice([0.0002, 0.0004, 0.001])
+    seconds = rng.choice([0.0002, 0.0004, 0.003])
     return dataclasses.replace(scenario, max_depth=deeper, step_seconds=seconds)
 
 
