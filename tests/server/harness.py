@@ -44,7 +44,7 @@ class Served:
         self._listening = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self._listening.wait(60)
+        self._listening.wait(240)  # a busy machine may have kernels to compile; who dies is noticed
         if not self.url:  # or it would stay, and slow down all that follows
             self.process.kill()
             self.process.wait()
