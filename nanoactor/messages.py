@@ -450,7 +450,8 @@ class Opened:
 
 @message(61)
 class Terminal:
-    """The last word on a request; nothing follows. Its counts are those of the whole output."""
+    """The last word on a request; nothing follows. Its counts are those of the whole output, or 0
+    where it ends before it was opened, or, after a death, opened again."""
 
     uid: int
     reason: str

@@ -17,7 +17,7 @@ STEPWISE_SECONDS = 0.0025
 
 class _Planned(Protocol):
     @property
-    def decodes(self) -> bool:
+    def is_decode_step(self) -> bool:
         """Tell whether it has rows that decode, computes nothing of prompts, and encodes
         nothing."""
 
@@ -36,7 +36,7 @@ class PipelineDepth:
 
     def note(self, planned: _Planned, seconds: float) -> None:
         """Remember how long a step took that is done."""
-        if not planned.decodes:
+        if not planned.is_decode_step:
             return
         if self._seconds == math.inf:
             self._seconds = seconds
@@ -52,4 +52,4 @@ class PipelineDepth:
             short = (steps - 1) * self._seconds < STEPWISE_SECONDS
         else:
             short = steps * self._seconds < AHEAD_SECONDS
-        return short and all(planned.decodes for planned in in_flight)
+        return short and all(planned.is_decode_step for planned in in_flight)

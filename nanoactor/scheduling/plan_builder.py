@@ -89,7 +89,7 @@ class PlannedStep:
         return [chunk for chunk in self.beginners if chunk.samples]
 
     @property
-    def decodes(self) -> bool:
+    def is_decode_step(self) -> bool:
         """Tell whether it has rows that decode, computes nothing of prompts, and encodes
         nothing."""
         if not len(self.decode_batch.slots) or self.slices is not None:

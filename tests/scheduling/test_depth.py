@@ -2,15 +2,19 @@ from dataclasses import dataclass
 
 import pytest
 
+from nanoactor.messages import Plan, StepDone
+from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.depth import PipelineDepth
+from nanoactor.scheduling.scheduler import Scheduler
+from tests.scheduling.test_free_text import admitted, credits_of, ints
 
 
 @dataclass
 class Step:
-    decodes: bool = True
+    is_decode_step: bool = True
 
 
-DECODES, OTHER = Step(), Step(decodes=False)
+DECODES, OTHER = Step(), Step(is_decode_step=False)
 
 
 def depth(pipeline, *, stepwise=False):
@@ -78,3 +82,28 @@ def test_it_follows_steps_that_grow():
     for _ in range(16):
         pipeline.note(DECODES, 0.002)
     assert depth(pipeline) == 2
+
+
+@pytest.mark.parametrize(
+    ("grammars", "expected"),
+    [
+        pytest.param(["", ""], 2, id="two that decode"),
+        pytest.param(["", "{}"], 3, id="one decodes, one waits for its mask"),
+    ],
+)
+def test_a_step_more_is_planned_where_a_constrained_sequence_runs_beside_others(grammars, expected):
+    shape = dict(blocks=64, block_size=4, max_num_seqs=2, max_num_batched_tokens=32)
+    scheduler = Scheduler(SchedulerConfig(**shape, max_model_len=64, depth=2, max_depth=4))
+    free, planned, told = grammars.count(""), 0, 0
+
+    def tell(event):
+        nonlocal planned
+        planned += sum(type(message) is Plan for _, message in scheduler.handle(event))
+
+    for uid, grammar in enumerate(grammars):
+        tell(admitted(uid, grammar))
+    tell(credits_of(hits=[0, 0], refunds=[0, 0], uids=[0, 1]))
+    while told < min(planned, 12):
+        told += 1
+        tell(StepDone(told, ints(*[1] * free), 0.0018, 0, ints(), [], ints()))
+    assert planned - told == expected

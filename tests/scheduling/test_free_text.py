@@ -91,6 +91,23 @@ def credits_of(hits=(), refunds=(), uids=(), tainted=()):
     return Credits(*matches, ints(), ints(), (), 0, longs(*tainted))
 
 
+def admitted(uid, grammar, *free):
+    """A prompt of three tokens, answered by 20."""
+    return Admit(
+        uid=uid,
+        epoch=0,
+        token_ids=ints(1, 2, 3),
+        prompt_length=3,
+        hashes=np.zeros((0, 16), np.uint8),
+        priority=0,
+        sampling=pack({}),
+        stopping=Stopping(20, 0, (), ()),
+        text_options=TextOptions((), False, True, 0),
+        grammar=grammar,
+        free=free,
+    )
+
+
 class Course:
     """One request through a scheduler, up to the step in flight behind the end of its thoughts."""
 
@@ -98,21 +115,7 @@ class Course:
         shape = dict(blocks=64, block_size=4, max_num_seqs=2, max_num_batched_tokens=32)
         self.scheduler = Scheduler(SchedulerConfig(**shape, max_model_len=64, depth=2))
         self.sent = []
-        self.tell(
-            Admit(
-                uid=0,
-                epoch=0,
-                token_ids=ints(1, 2, 3),
-                prompt_length=3,
-                hashes=np.zeros((0, 16), np.uint8),
-                priority=0,
-                sampling=pack({}),
-                stopping=Stopping(20, 0, (), ()),
-                text_options=TextOptions((), False, True, 0),
-                grammar="{}",
-                free=(KINDS["thoughts, then the form"],),
-            )
-        )
+        self.tell(admitted(0, "{}", KINDS["thoughts, then the form"]))
         self.tell(credits_of(hits=[0], refunds=[0], uids=[0]))
         self.done(1, OTHER)
         self.done(2, CLOSE)

@@ -257,7 +257,7 @@ MUTATIONS = [
     Mutation(
         "steps are planned deep behind prompts",
         DEPTH,
-        "return short and all(planned.decodes for planned in in_flight)",
+        "return short and all(planned.is_decode_step for planned in in_flight)",
         "return short",
     ),
     Mutation(

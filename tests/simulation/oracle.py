@@ -791,7 +791,7 @@ class Oracle:
         self._note_facts()
         for position, entry in self._world.entries.items():
             for uid in entry.uids:
-                if uid not in self.terminals and self._is_abandoned(position, entry, uid):
+                if self._is_abandoned(position, entry, uid):
                     continue
                 assert uid in self.terminals, f"request {uid} got no end"
                 self._check_answer(position, entry, self.terminals[uid])
@@ -801,10 +801,12 @@ class Oracle:
         self._count()
 
     def _is_abandoned(self, position: int, entry: Any, uid: int) -> bool:
-        """Whether it was aborted while nobody but its journal knew of it: then what it was told is
-        right as far as it goes."""
+        """Whether it was aborted while nobody but its journal knew of it, or after a death before
+        it was opened again: then what it was told is right as far as it goes."""
         own, expected = entry.answer(uid), self.answers[uid]
         if not self._scenario.deaths or own.terminal is None:
+            return False
+        if uid in self.terminals and (own.terminal.tokens or not own.token_ids):
             return False
         assert own.terminal.reason == "abort"
         assert self._scenario.asks[position].aborts or entry.error
