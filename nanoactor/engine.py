@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,16 +31,18 @@ from nanoactor.errors import (
     InvalidRequest,
     only_ours,
 )
+from nanoactor.file_prints import FilePrints
 from nanoactor.messages import Submit
-from nanoactor.model_files import check_unchanged, read_model_files
+from nanoactor.model_files import read_model_files
 from nanoactor.outputs import BeamSearchOutput, RequestOutput
 from nanoactor.params import BeamSearchParams, SamplingParams
 from nanoactor.rendezvous import Rendezvous
 from nanoactor.request import Request
 from nanoactor.request_builder import RequestBuilder
-from nanoactor.runner.threads import usable_cores
+from nanoactor.runtime.recovery import Death
 from nanoactor.runtime.system import System, run_on
-from nanoactor.runtime.wiring import Options
+from nanoactor.runtime.topology import Topology
+from nanoactor.system_options import system_options
 from nanoactor.text.huggingface import load_pretrained
 from nanoactor.topology import engine_topology
 from nanoactor.tracing import Trace
@@ -52,8 +54,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoactor.engine")
 
-_AWAKE_MS = 3.0
-"""Until a request that was sent reaches the runner, or its first token the user."""
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Text, `{"prompt": text}`, `{"prompt_token_ids": [...]}`, or a list of chat messages. A dict may
 have `"multi_modal_data": {"image": [...]}`, a message content parts with pictures."""
@@ -91,9 +91,9 @@ class AsyncLLM:
         self._rendezvous = Rendezvous(ranks) if ranks > 1 else None
         if self._rendezvous is not None:  # for an engine that is never started
             weakref.finalize(self, self._rendezvous.close)
-        shared = ActorConfig(self.config, self.files, salt=secrets.token_bytes(16))
-        topology = engine_topology(shared, self._rendezvous)
-        self._awake_ms = _awake_ms(self.config, len(topology.nodes))
+        self._salt = secrets.token_bytes(16)
+        self._prints = FilePrints(self.files)
+        topology = self._topology()
         self._frontend: FrontendActor | None = None
         seeds = random.Random(self.config.seed)
         self._requests = RequestBuilder(self.config, self.files, seeds)
@@ -110,15 +110,21 @@ class AsyncLLM:
         # The loop and a thread refer to the system. They must not keep an engine alive that its
         # user has dropped.
         on_death, has_work = weakref.WeakMethod(self._on_death), weakref.WeakMethod(self._has_work)
-        on_cut = weakref.WeakMethod(self._on_cut)
+        on_cut, on_recovered = weakref.WeakMethod(self._on_cut), weakref.WeakMethod(self._resume)
+        before_restart = weakref.WeakMethod(self._before_restart)
         self._system = System(
             topology,
-            self._options(),
+            system_options(self.config, len(topology.nodes)),
             lambda error: (found := on_death()) and found(error),
             lambda: bool((found := has_work()) and found()),
-            lambda: (found := on_cut()) and found(False),
-            lambda: (found := on_cut()) and found(True),
+            lambda deaths: found(deaths) if (found := on_cut()) else 0,
+            lambda: (found := on_recovered()) and found(),
+            lambda names: found(names) if (found := before_restart()) else asyncio.sleep(0),
         )
+
+    def _topology(self) -> Topology:
+        shared = ActorConfig(self.config, self.files, salt=self._salt)
+        return engine_topology(shared, self._rendezvous)
 
     def __del__(self) -> None:
         """End the processes of an engine that was not closed, with a `ResourceWarning`."""
@@ -134,21 +140,6 @@ class AsyncLLM:
             ResourceWarning,
             stacklevel=2,
             source=self,
-        )
-
-    def _options(self) -> Options:
-        config = self.config
-        return Options(
-            transport=config.transport,
-            debug=config.debug,
-            debug_delay_ms=config.debug_delay_ms,
-            awake_seconds=self._awake_ms * 1e-3,
-            record_dir=config.debug_record_dir,
-            start_timeout=config.start_timeout,
-            stop_timeout=config.stop_timeout,
-            stall_timeout=config.stall_timeout,
-            max_restarts=config.restarts_allowed,
-            restart_window=config.restart_window,
         )
 
     async def start(self) -> AsyncLLM:
@@ -174,6 +165,8 @@ class AsyncLLM:
         if self.dead is not None:  # in the very moment in which all was ready
             await self.close()
             raise self.dead
+        if self.config.restarts_allowed:
+            self._prints.learn()
         log.info("engine ready in %.1f s", time.monotonic() - begin)
         return self
 
@@ -197,6 +190,7 @@ class AsyncLLM:
             return
         if self._frontend is not None and self._system.is_here:
             self._frontend.fail_all(EngineClosed("the engine was closed"))
+        self._prints.close()
         await self._system.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
@@ -206,10 +200,19 @@ class AsyncLLM:
         if self._frontend is not None:
             self._frontend.fail_all(_dead(error))
 
-    def _on_cut(self, over: bool) -> None:
-        check_unchanged(self.files)
+    def _on_cut(self, deaths: Sequence[Death]) -> int:
+        return 0 if self._frontend is None else self._frontend.pause(deaths)
+
+    async def _before_restart(self, nodes: Collection[str]) -> None:
+        with only_ours():
+            moved = await self._prints.check(nodes)
+        if moved is not None:
+            self.files = moved
+            self._system.use(self._topology())
+
+    def _resume(self) -> None:
         if self._frontend is not None:
-            (self._frontend.resume if over else self._frontend.pause)()
+            self._frontend.resume()
 
     @property
     def recovering(self) -> tuple[str, float] | None:
@@ -419,9 +422,10 @@ class AsyncLLM:
             raise InvalidRequest(f"request id {request_id!r} is in use")
 
     async def abort(self, request_id: str) -> None:
-        """End a request and wait until the engine has let go of it; unknown ids are ignored.
+        """End a request; unknown ids are ignored.
 
-        Its iterator yields a last output with finish_reason "abort".
+        Its iterator yields a last output with finish_reason "abort" at once, whatever the engine is
+        at. The engine lets go of it within one step more than may be in flight.
         """
         frontend = self._running()
         opening = self._opening.get(request_id)
@@ -431,7 +435,7 @@ class AsyncLLM:
         if entry is None:
             return
         frontend.abort(entry)
-        await entry.ended.wait()
+        frontend.end_for_reader(entry)
 
     async def wait_for_capacity(self) -> None:
         """Wait until the queue may take another request, after `EngineOverloaded`."""
@@ -491,10 +495,3 @@ def _dead(error: BaseException) -> EngineDead:
     failure = EngineDead(f"the engine has died: {error}")
     failure.__cause__ = error
     return failure
-
-
-def _awake_ms(config: EngineConfig, processes: int) -> float:
-    """Return how long loops look for messages before they sleep: 0 where cores are scarce."""
-    if config.awake_ms is not None:
-        return config.awake_ms
-    return _AWAKE_MS if usable_cores() >= 2 * processes else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ DEMOS = {DEMO: "demo", "demo-vl": "demo_vl"}
 """Models that come with the package, and their directories."""
 
 
-_READ = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+READ = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+"""Patterns of the files that are read."""
 FilePrint = tuple[int, int, int]
 """Size, time of the last change in ns, inode."""
 
@@ -101,27 +103,22 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
 def _prints(directories: Iterable[Path]) -> dict[Path, FilePrint]:
     found: dict[Path, FilePrint] = {}
     for directory in directories:
-        for pattern in _READ:
-            found |= {path: _print(path) for path in directory.glob(pattern)}
+        for pattern in READ:
+            for path in directory.glob(pattern):
+                try:
+                    found[path] = file_print(path)
+                except OSError as error:
+                    raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     return found
 
 
-def _print(path: Path) -> FilePrint:
+def file_print(path: Path) -> FilePrint:
+    """Return what tells by its look whether a file was changed. Raises `OSError`, and `ModelError`
+    for what is no file: a pipe or a device would be waited for."""
     told = path.stat()
+    if not stat.S_ISREG(told.st_mode):
+        raise ModelError(f"{path} is no regular file")
     return told.st_size, told.st_mtime_ns, told.st_ino
-
-
-def check_unchanged(files: ModelFiles) -> None:
-    """Raise `ModelError` where a process that starts now would read other files than the others
-    have read."""
-    for path, known in files.prints.items():
-        try:
-            now = _print(path)
-        except OSError:
-            raise ModelError(f"{path} is gone since the engine was started") from None
-        if now != known:
-            how = "replaced" if now[2] != known[2] else "changed"
-            raise ModelError(f"{path} was {how} since the engine was started: start a new one")
 
 
 def _videos(directory: Path, model: ModelConfig, images: ImageConfig | None) -> VideoConfig | None:
@@ -188,7 +185,7 @@ def _from_hub(name: str) -> Path:
     except (LocalEntryNotFoundError, ValueError):
         pass  # not in the cache: ask the hub
     try:
-        found = Path(snapshot_download(name, allow_patterns=list(_READ)))
+        found = Path(snapshot_download(name, allow_patterns=list(READ)))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(
             f"{name} is no directory, is not in the Hugging Face cache, and cannot be "

@@ -1,69 +1,143 @@
-"""Requests that may be what ends a process: who was there at two deaths is tried alone, in halves.
+"""Requests that may be what ends a process: suspects are tried apart, in halves.
 
 A request whose tokens, pictures or grammar crash a process does so again when it goes on, at the
-same place. So a request that lives at two deaths, and was told next to nothing between them, is a
-suspect. Suspects are admitted again in groups while everybody else waits; a death meanwhile halves
-the group, and who kills alone is convicted. A group is cleared once all of it is over or well past
-where it was. One among n costs two deaths, and one more for each halving: log2(n).
+same place. Evidence against it is a death that its work may have caused: of a node where it was,
+and not by a signal that only others send. A request that was there at two such deaths of one kind
+of node, and came no further between them, is a suspect. Suspects are admitted again in groups; a
+death meanwhile halves the group. Beside a group run those that were not there, new requests too.
+One suspect runs by itself, as only a death with nothing else running proves anything. A group is
+cleared once all of it is over or past the place where it was. One among n costs two deaths, and one
+more for each halving: log2(n).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 
 NEXT_TO_NOTHING = 32
 """Tokens of an answer: readers may have been so far behind what was computed, on a busy machine."""
 WELL_PAST = 64
 """Tokens that an answer gets on trial."""
+_SOON = 2.0
+"""Seconds in which what is computed reaches its reader, however slow tokens are."""
 TRIAL_SECONDS = 30.0
 """A group that has not killed for so long is cleared too: its readers may be slow."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """The request that has killed, and how many deaths that explains."""
+
+    request: int
+    deaths: int
+
+
 class Suspects:
-    """Looks for what kills. Requests are numbers."""
+    """Looks for what kills. Requests are numbers, moments are seconds."""
 
     def __init__(self) -> None:
         self._told: Mapping[int, int] = {}
-        """Tokens by request, of those who were there at the last death."""
+        """Tokens by request, of those who may have caused the last death, ..."""
+        self._kind = ""
+        """... which was of this kind of node."""
         self._groups: list[list[int]] = []
         """To be tried, the next one first."""
-        self._goals: dict[int, int] = {}
-        """Of the group on trial: tokens with which each is cleared."""
+        self._there: Collection[int] = ()
+        """Who may have caused the death that made them suspects; until all are tried, they wait."""
+        self._trial: dict[int, int] = {}
+        """Of the group on trial: tokens that each had been told before."""
+        self._began = 0.0
+        """When those who run were admitted."""
         self._is_alone = self._is_first = False
-        """Whether nobody runs but the group on trial: it is the first since the last death."""
+        """Whether nothing runs but the one on trial: it is the first since the last death."""
+        self._deaths = 0
+        """How many this suspicion has cost."""
 
     @property
     def on_trial(self) -> Collection[int]:
-        """Requests that alone run; empty where there is no trial."""
-        return self._goals.keys()
+        """Requests that are tried; empty where there is no trial."""
+        return self._trial.keys()
 
-    def note_death(self, told: Mapping[int, int]) -> int | None:
-        """Take note of a death; `told` has the tokens of each request that may have been at work.
-        Return the one that has killed alone, if one has."""
-        ran = [one for one in self._goals if one in told]
-        group = [one for one in ran if told[one] < self._goals[one]]
-        self._goals, self._is_first = {}, True
-        if group and ran == group[:1] and self._is_alone:
-            return group[0]
-        if not group and not self._groups:
-            last, self._told = self._told, dict(told)
-            group = [one for one in told if one in last and told[one] - last[one] < NEXT_TO_NOTHING]
-        if group:
-            self._told = {}  # whatever comes of it, suspicion begins anew
+    @property
+    def is_alone(self) -> bool:
+        """Tell whether nothing else may run beside the trial."""
+        return bool(self._trial) and self._is_alone
+
+    def note_death(
+        self, told: Mapping[int, int], accused: Collection[int], kind: str, now: float
+    ) -> Verdict | None:
+        """Take note of a death of a kind of node. `told` has the tokens of each living request,
+        `accused` those that may have caused it: none where it is no evidence. Return the one that
+        has killed alone, if one has."""
+        trial, self._trial, self._is_first = self._trial, {}, True
+        seconds = now - self._began
+        left = [
+            one
+            for one, before in trial.items()
+            if one in told and _is_near(told[one] - before, seconds)
+        ]
+        if not accused or (trial and kind != self._kind):
+            self._groups[:0] = [left] if left else []  # as if it had not been tried
+            return None
+        group = [one for one in left if one in accused]
+        if trial and group:
+            self._deaths += 1
+            if self._is_alone:
+                return self._verdict(group[0])
+        elif not self._groups:
+            group = self._found(told, accused, kind, seconds)
         self._groups[:0] = _halves(group)
         return None
 
-    def admit(self, told: Mapping[int, int]) -> Collection[int] | None:
-        """Return who of those that live may run now; None: everybody."""
-        self._goals, self._is_alone, self._is_first = {}, self._is_first, False
-        while self._groups and not self._goals:
-            group = self._groups.pop(0)
-            self._goals = {one: told[one] + WELL_PAST for one in group if one in told}
-        return self.on_trial if self._goals else None
+    def _verdict(self, request: int) -> Verdict:
+        deaths, self._deaths = self._deaths, 0
+        return Verdict(request, deaths)
 
-    def is_cleared(self, told: Mapping[int, int]) -> bool:
-        """Tell whether the group on trial is over or well past its place."""
-        return all(told.get(one, goal) >= goal for one, goal in self._goals.items())
+    def _found(
+        self, told: Mapping[int, int], accused: Collection[int], kind: str, seconds: float
+    ) -> list[int]:
+        """Return who was there at the last death too, and came no further since."""
+        last = self._told if kind == self._kind else {}
+        self._told, self._kind = {one: told[one] for one in accused}, kind
+        group = [
+            one for one in accused if one in last and _was_near(told[one] - last[one], seconds)
+        ]
+        if group:
+            self._told, self._deaths = {}, 2  # whatever comes of it, suspicion begins anew
+            self._there = frozenset(accused)
+        return group
+
+    def admit(self, told: Mapping[int, int], now: float) -> Collection[int] | None:
+        """Return which of those that live may run now; None: all of them."""
+        first, self._is_first, self._trial, self._began = self._is_first, False, {}, now
+        while self._groups and not self._trial:
+            self._trial = {one: told[one] for one in self._groups.pop(0) if one in told}
+        self._is_alone = first and len(self._trial) == 1
+        if not self._trial:
+            return None
+        if self._is_alone:
+            return self.on_trial
+        return {one for one in told if one in self._trial or one not in self._there}
+
+    def is_cleared(self, told: Mapping[int, int], now: float) -> bool:
+        """Tell whether all of the group on trial are over, or past their place."""
+        return not self._near(self._trial, told, now - self._began)
+
+    def _near(self, trial: Mapping[int, int], told: Mapping[int, int], seconds: float) -> list[int]:
+        """Return those on trial that live, and are not past their place."""
+        return [one for one in trial if one in told and _is_near(told[one] - trial[one], seconds)]
+
+
+def _was_near(tokens: int, seconds: float) -> bool:
+    """Tell whether a request may have been at the same place at a death as at the one before, if it
+    was told so many tokens in between and ran for so long."""
+    return tokens < NEXT_TO_NOTHING and (seconds < _SOON or tokens < 2)
+
+
+def _is_near(tokens: int, seconds: float) -> bool:
+    """The same of one on trial, which must come further to be cleared."""
+    return tokens < WELL_PAST and (seconds < 2 * _SOON or tokens < 4)
 
 
 def _halves(group: list[int]) -> list[list[int]]:

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,16 @@ from nanoactor.runtime import control
 from nanoactor.runtime.errors import NodeDied, NodeStalled, StartupFailed, UnsupportedPlatform
 from nanoactor.runtime.node import NodePlan
 from nanoactor.runtime.process import GROUP_SIGNALS
+from nanoactor.runtime.recovery import Death
 from nanoactor.runtime.topology import NodeSpec
 
 _MOST_UNANSWERED = 64
 _SEND_SECONDS = 5
 """How long a message may wait for room in a child's control channel."""
+_END_SECONDS = 0.1
+"""How long a process may take from its last word to its end."""
+_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGQUIT, *GROUP_SIGNALS})
+"""Signals that no fault of a program's own sends: people do, and the kernel that needs memory."""
 
 
 class Children:
@@ -152,6 +157,16 @@ class Children:
         since = self._replaying_since
         return bool(since) and time.monotonic() - since > seconds
 
+    def late(self) -> list[ChildProcess]:
+        """Return those for which all wait: who is not ready, or, once all are, not started."""
+        unready = [child for child in self if not child.is_ready]
+        return unready or [child for child in self if not child.started.done()]
+
+    async def have_ended(self, some: Sequence[ChildProcess], seconds: float) -> bool:
+        """Wait until the ends of these were noted; False where that takes longer."""
+        await asyncio.wait([child.noted for child in some], timeout=seconds)
+        return all(child.is_over for child in some)
+
     def send(self, message: Any) -> None:
         """Tell all of them."""
         for child in self:
@@ -211,8 +226,13 @@ class ChildProcess:
         self.failure: control.Failed | None = None
         self.hangs = ""
         """Why it is ended, where it hangs."""
-        self.is_over = False
-        """Whether its end was taken note of: its channel and the kernel both tell."""
+        self.is_innocent = False
+        """Whether it is ended only as another of its group has died."""
+        self._began = 0.0
+        self.start_seconds = 0.0
+        """How long it took to become ready; 0 until it is."""
+        self.noted: asyncio.Future[None] = loop.create_future()
+        """Done once its end was taken note of: its channel and the kernel both tell."""
         self.pidfd = -1
         self.process: subprocess.Popen[bytes] | None = None
         self.introduced: asyncio.Future[None] = loop.create_future()
@@ -241,6 +261,7 @@ class ChildProcess:
     def spawn(self) -> None:
         """Start the process; runs on the library's thread. Its descriptors are closed here."""
         path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores others too
+        self._began = time.monotonic()
         program = (
             f"import sys; sys.path[:] = {path!r}; "
             f"from nanoactor.runtime.child import main; main({self._theirs.fileno()})"
@@ -271,6 +292,7 @@ class ChildProcess:
         """Take what it says of itself, on the loop."""
         match message:
             case control.Ready():
+                self.start_seconds = self.start_seconds or time.monotonic() - self._began
                 _resolve(self.ready, message)
             case control.Started():
                 _resolve(self.started, None)
@@ -327,6 +349,15 @@ class ChildProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout)
 
+    @property
+    def is_over(self) -> bool:
+        """Tell whether its end was taken note of."""
+        return self.noted.done()
+
+    def note_end(self) -> None:
+        """Take note of its end."""
+        _resolve(self.noted, None)
+
     def kill(self) -> None:
         """End it now."""
         if self.process is not None and self.process.returncode is None:
@@ -341,15 +372,36 @@ class ChildProcess:
                 future.exception()  # it is raised where the start awaits it, if it still does
         return error
 
+    def death(self) -> Death:
+        """Return how it has ended, once it has."""
+        if self.hangs:
+            return Death(self.name, "it hung", is_evidence=True)
+        if self.is_innocent:
+            return Death(self.name, "ended with its group", is_evidence=False)
+        if self.failure is not None:
+            return Death(self.name, self.failure.summary, not self.failure.is_refusal)
+        code = self._exit_code()
+        outside = code is not None and -code in _FROM_OUTSIDE
+        return Death(self.name, _ending(code), not outside)
+
+    def _exit_code(self) -> int | None:
+        """Return what `Popen.returncode` is once the process has ended, as it has or is about to;
+        `poll` knows nothing while another thread waits for it."""
+        if self.process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(_END_SECONDS)
+        return None
+
     def _describe_end(self) -> BaseException:
         if self.hangs:
             return NodeStalled(self.hangs)
         if self.failure is None:
-            code = self.process.poll() if self.process else None
-            how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"status {code}"
+            how = _ending(self._exit_code())
             return NodeDied(f"node {self.name} (pid {self.pid}) ended unexpectedly: {how}")
         original = self.failure.original()
-        described = StartupFailed(f"actor {self.failure.actor} failed:\n{self.failure.trace}")
+        described = StartupFailed(self.failure.summary)
+        described.add_note(f"In the process of node {self.name}:\n{self.failure.trace}")
         if original is None:
             return described
         original.__cause__ = described
@@ -369,6 +421,17 @@ class ChildProcess:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "its channel was closed, and it lives"
+    if code >= 0:
+        return f"status {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"
 
 
 def check_surroundings() -> None:

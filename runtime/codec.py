@@ -30,14 +30,14 @@ import time
 import types
 import typing
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.runtime.errors import CodecError, RecordTooLarge, RingCorrupted
+from nanoactor.runtime.errors import CodecError, RecordTooLarge, RingCorrupted, SchemaMismatch
 
 ALIGNMENT = 64
 HEADER = struct.Struct("<IIQQII")
@@ -373,3 +373,14 @@ def copied(value: M) -> M:
             field = tuple(copied(item) for item in field)
         fields.append(field)
     return typing.cast(M, schema.cls(*fields))
+
+
+def check_schema(node: str, theirs: Mapping[int, str]) -> None:
+    """Raise `SchemaMismatch` where another node lays out messages differently."""
+    ours = schema_hashes()
+    differing = [number for number in theirs if ours.get(number, theirs[number]) != theirs[number]]
+    if differing:
+        raise SchemaMismatch(
+            f"node {node} lays out the messages {differing} differently from this process: "
+            "its code is of another version"
+        )

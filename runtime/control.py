@@ -21,7 +21,10 @@ from multiprocessing.reduction import recvfds, sendfds
 from typing import Any, Literal
 
 from nanoactor.runtime.actor import Progress, ReadyInfo
+from nanoactor.runtime.errors import machine_refuses
 from nanoactor.runtime.node import NodePlan
+
+_LONGEST_SUMMARY = 500
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,16 +105,23 @@ class Failed:
     """Child to parent: an actor raised, at start or later; the process ends."""
 
     actor: str
+    summary: str
+    """One line: the actor, the exception's class and what it says."""
     trace: str
     exception: bytes
     """The pickled exception where its class says `picklable = True`, else empty."""
+    is_refusal: bool
+    """Whether the machine had no more of something."""
 
     @classmethod
     def of(cls, actor: str, error: BaseException) -> Failed:
         """Describe an exception so that it can be raised, or at least read, elsewhere."""
         trace = "".join(traceback.format_exception(error))
+        line = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_SUMMARY]
         picklable = getattr(type(error), "picklable", False)
-        return cls(actor, trace, pickle.dumps(error) if picklable else b"")
+        pickled = pickle.dumps(error) if picklable else b""
+        summary = f"actor {actor} failed: {line}"
+        return cls(actor, summary, trace, pickled, machine_refuses(error))
 
     def original(self) -> BaseException | None:
         """The exception itself, where it is picklable."""

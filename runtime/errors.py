@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+
+_REFUSALS = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOSPC})
+
 
 class RuntimeFault(Exception):
     """Base of every error that the actor runtime raises."""
@@ -61,3 +65,12 @@ class ReplayDiverged(RuntimeFault):
 
 class NotUsableHere(RuntimeFault):
     """The system is used from another event loop or another process than it was started in."""
+
+
+def machine_refuses(error: BaseException) -> bool:
+    """Tell whether an error says that the machine has no more of something: memory, threads,
+    processes, descriptors, room on a disk. Whatever needed it may go well at another time."""
+    if isinstance(error, OSError):
+        return error.errno in _REFUSALS
+    no_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
+    return no_thread or isinstance(error, MemoryError)

@@ -28,6 +28,16 @@ _COMPUTING = 0.05
 """Share of a processor from which on a node counts as computing."""
 
 
+def is_computing(used: float, passed: float) -> bool:
+    """Tell whether a process that used so many CPU seconds while so many passed is at work."""
+    return used > _COMPUTING * passed
+
+
+def patience(computes: bool) -> float:
+    """Return by how much silence counts less."""
+    return _PATIENCE if computes else 1.0
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stall:
     """A stall: who has stalled, and how it shows."""
@@ -90,8 +100,7 @@ class StallDetector:
         self._ticked_at = now
         for node in self._silence:
             used = cpu_seconds.get(node, 0.0) - self._cpu.get(node, cpu_seconds.get(node, 0.0))
-            computes = used > _COMPUTING * passed
-            self._silence[node] += passed / _PATIENCE if computes else passed
+            self._silence[node] += passed / patience(is_computing(used, passed))
             self._told[node] = self._told.get(node, 0) + 1
             if self._told[node] <= _FRESH:
                 for work in self._work.get(node, {}).values():

@@ -10,8 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,14 @@ from numpy.typing import NDArray
 from nanoactor.runtime import control
 from nanoactor.runtime.actor import Actor, ReadyInfo
 from nanoactor.runtime.children import ChildProcess, Children, check_surroundings, os_refuses
-from nanoactor.runtime.codec import schema_hashes
-from nanoactor.runtime.errors import NotUsableHere, RuntimeFault, SchemaMismatch, StartupFailed
+from nanoactor.runtime.codec import check_schema
+from nanoactor.runtime.errors import NotUsableHere, RuntimeFault, StartupFailed
 from nanoactor.runtime.node import Node
 from nanoactor.runtime.process import occupy_standard_descriptors
-from nanoactor.runtime.recovery import DIED, RestartBudget
+from nanoactor.runtime.recovery import Death, Deaths, details, start_limit
 from nanoactor.runtime.topology import NodeSpec, Topology
 from nanoactor.runtime.tracing import NodeTrace
-from nanoactor.runtime.watchdog import Watchdog
+from nanoactor.runtime.watchdog import Watchdog, end_late
 from nanoactor.runtime.wiring import Options, wire
 
 log = logging.getLogger("nanoactor.system")
@@ -37,8 +36,8 @@ _LATE = 30.0
 _PATIENCE, _STALLED = 2.0, 60.0
 """Who lives may take so many times `stall_timeout` to begin anew, or so many seconds where there is
 none."""
-_EXPECTED = 8
-"""So many times as many deaths are made good while their cause is looked for."""
+_BURIAL = 5.0
+"""Seconds that a process may take to end once it was killed."""
 
 
 class System:
@@ -50,32 +49,35 @@ class System:
         options: Options,
         on_death: Callable[[BaseException], None],
         has_work: Callable[[], bool] = lambda: False,
-        on_cut: Callable[[], None] = lambda: None,
+        on_cut: Callable[[Sequence[Death]], int] = lambda deaths: 0,
         on_recovered: Callable[[], None] = lambda: None,
+        before_restart: Callable[[Collection[str]], Awaitable[None]] | None = None,
     ) -> None:
         """`on_death` is called once, on the loop, when the running system has become useless;
         nodes are watched, with the `stall_timeout` of the options, while `has_work` says so.
 
-        Where a death is made good, `on_cut` is called, perhaps again, and then `on_recovered`:
-        between the two nothing can be sent, and what was sent before has not arrived. Where one
-        of them raises, that is what the system dies of."""
+        Where a death is made good, `on_cut` is called with the deaths that it was not told of,
+        perhaps again, and then `on_recovered`: between the two nothing can be sent, and what was
+        sent before has not arrived. `on_cut` returns how many of the latest deaths have a cause
+        that is gone: they count no more. `before_restart` is awaited before nodes of these names
+        are started again. Where one of them raises, that is what the system dies of."""
         topology.validate()
         self._topology = topology
         self._options = options
         self._on_death = on_death
         self._has_work = has_work
         self._on_cut, self._on_recovered = on_cut, on_recovered
-        self._budget = RestartBudget(options.max_restarts, options.restart_window)
-        self._expected = RestartBudget(_EXPECTED * options.max_restarts, options.restart_window)
-        self._victims: dict[str, BaseException] = {}
-        """Nodes that have died, and are not replaced yet."""
+        self._before_restart = before_restart
+        self._deaths = Deaths(options.max_restarts, options.restart_window)
+        self.restarts: Mapping[str, int] = self._deaths.restarts
+        """By node: how often it was replaced."""
+        self._start_seconds: dict[str, float] = {}
+        """By node: the longest that it took to become ready."""
         self._recovery: asyncio.Task[None] | None = None
         self.recovering: tuple[str, float] | None = None
         """Who has died, and when by the monotonic clock, while that is made good."""
-        self.restarts: Counter[str] = Counter()
-        """By node: how often it was replaced."""
         self.restart_seconds = 0.0
-        """How long it took, in all."""
+        """How long that took, in all."""
         self._runs = False
         self._watchdog: Watchdog | None = None
         self._children = Children(self._hear)
@@ -130,9 +132,8 @@ class System:
 
     def _late(self) -> str:
         """The nodes that are not ready, each with the state of its process."""
-        late = [c for c in self._children if not (c.is_ready and c.started.done())]
-        unready = [child for child in late if not child.is_ready] or late
-        return ", ".join(f"{child.name} ({child.condition()})" for child in unready)
+        late = self._children.late()
+        return ", ".join(f"{child.name} ({child.condition()})" for child in late)
 
     def _tell_late(self) -> None:
         if (late := self._late()) and not self._closing and self._dead is None:
@@ -153,6 +154,10 @@ class System:
         self.ready |= self._node.setup()
         await self._begin()
 
+    def use(self, topology: Topology) -> None:
+        """Make what starts from now on after another topology of the same shape."""
+        self._topology = topology
+
     @property
     def _specs(self) -> dict[str, NodeSpec]:
         return {node.name: node for node in self._topology.nodes}
@@ -163,8 +168,10 @@ class System:
         waiting = list(self._children)
         reports = await asyncio.gather(*(child.ready for child in waiting))
         for child, report in zip(waiting, reports, strict=True):
-            _check_schema(child.name, report.schema)
+            check_schema(child.name, report.schema)
             self.ready |= report.actors
+            longest = max(self._start_seconds.get(child.name, 0.0), child.start_seconds)
+            self._start_seconds[child.name] = longest
         for child in waiting:  # where one is watched already, nothing changes
             self._loop.add_reader(child.pidfd, self._child_died, child)
         self._children.send(control.Start(self.ready))
@@ -176,45 +183,51 @@ class System:
     async def _recover(self) -> None:
         """Replace who has died, until nobody has; everybody begins anew on other edges."""
         begin = time.monotonic()
-        while self._victims and self._dead is None:
-            self.recovering = ", ".join(self._victims), begin
-            if not self._told(self._on_cut):
-                break
-            await asyncio.sleep(self._budget.pause())
-            victims: dict[str, BaseException] = {}
-            try:
-                async with asyncio.timeout(self._options.start_timeout):
-                    await asyncio.gather(*(child.introduced for child in self._children))
-                    # Until all that live have been told, nothing is awaited: a death that is noted
-                    # before is among these, and one that is noted behind fails what is awaited.
-                    victims = self._take_victims()
-                    await self._begin_anew(victims)
-            except Exception as error:
-                if self._closing:
-                    return
-                if not victims or not self._victims:  # nobody else has died: no better next time
-                    self._die(self._why_not_anew(error))
+        while self._deaths.victims and self._dead is None and not self._closing:
+            self.recovering = ", ".join(self._deaths.victims), begin
+            if self._told(lambda: self._deaths.tell(self._on_cut)):
+                await asyncio.sleep(self._deaths.pause())
+                await self._replace_victims()
         self._recovery, self.recovering = None, None
-        if self._dead is None:
+        if self._dead is None and not self._closing:
             seconds = time.monotonic() - begin
             self.restart_seconds += seconds
             log.warning("all nodes run again after %.1f s", seconds)
             if self._told(self._on_recovered):
                 self._watch()
 
-    def _take_victims(self) -> dict[str, BaseException]:
-        """Those that have died until now, each of which is told once."""
-        victims, self._victims = self._victims, {}
-        for name, error in victims.items():
-            log.warning(DIED, name, error)
-            self.restarts[name] += 1
-        return victims
+    async def _replace_victims(self) -> None:
+        victims: dict[str, BaseException] = {}
+        try:
+            await self._ask_user()
+            async with asyncio.timeout(self._options.start_timeout):
+                await asyncio.gather(*(child.introduced for child in self._children))
+                # Until all that live have been told, nothing is awaited: a death that is noted
+                # before is among these, and one that is noted behind fails what is awaited.
+                victims = self._deaths.take_victims()
+                await self._begin_anew(victims)
+        except TimeoutError:
+            await self._end_all_late(bool(victims))
+        except Exception as error:
+            if not victims or not self._deaths.victims:  # nobody else has died: no better next time
+                self._die(os_refuses(error) if isinstance(error, OSError) else error)
 
-    def _why_not_anew(self, error: Exception) -> Exception:
-        if isinstance(error, TimeoutError):
-            limit = self._options.start_timeout
-            return StartupFailed(f"not ready again after {limit:.0f} s: node(s) {self._late()}")
-        return os_refuses(error) if isinstance(error, OSError) else error
+    async def _ask_user(self) -> None:
+        """Let the system's user raise for nodes that cannot start again."""
+        asked: set[str] = set()
+        while self._before_restart is not None and (new := self._deaths.victims.keys() - asked):
+            asked |= new
+            await self._before_restart(new)
+
+    async def _end_all_late(self, may_go_on: bool) -> None:
+        """The time for all to begin anew is over: end the nodes that are late, so that they are
+        replaced as any that die."""
+        late, limit = self._children.late(), self._options.start_timeout
+        told = f"not ready again after {limit:.0f} s: node(s) {self._late()}"
+        for child in late if may_go_on else ():
+            self._give_up_on(child, told)
+        if not may_go_on or not await self._children.have_ended(late, _BURIAL):
+            self._die(StartupFailed(told))
 
     def _told(self, what: Callable[[], None]) -> bool:
         """Tell the system's user; False where they cannot go on."""
@@ -236,21 +249,15 @@ class System:
             else:
                 child.cut(plans[child.name])
                 survivors.append(child)
-        assert self._loop is not None
-        patience = _PATIENCE * (self._options.stall_timeout or _STALLED)
-        late = self._loop.call_later(patience, self._end_late, survivors)
+        stall = self._options.stall_timeout
+        limits = dict.fromkeys(specs, _PATIENCE * (stall or _STALLED))
+        for name in victims:
+            limits[name] = start_limit(self._start_seconds.get(name, 0.0), stall)
+        watch = asyncio.ensure_future(end_late(self._children, limits, self._give_up_on))
         try:
             await self._begin()
         finally:
-            late.cancel()
-
-    def _end_late(self, children: Sequence[ChildProcess]) -> None:
-        """End those that do not begin anew: they hang, and nobody else watches them now."""
-        for child in children:
-            if not child.ready.done():
-                self._give_up_on(
-                    child, f"node {child.name} ({child.condition()}) does not begin anew"
-                )
+            watch.cancel()
 
     def _give_up_on(self, child: ChildProcess, why: str) -> None:
         """End a node that hangs; its death is told for what it is, and made good."""
@@ -272,10 +279,9 @@ class System:
 
     def _is_made_good(self, child: ChildProcess, error: BaseException) -> bool:
         """Note a death, and begin to recover from it, where that may be."""
-        budget = self._expected if self._running_node.expects_death() else self._budget
-        if not self._runs or not budget.spend(time.monotonic()):
+        expected, now = self._running_node.expects_death(), time.monotonic()
+        if not self._runs or not self._deaths.note(child.death(), error, now, expected=expected):
             return False
-        self._victims[child.name] = error
         self._end_groups(child)
         self._stop_watching()
         if self._recovery is None:
@@ -286,11 +292,12 @@ class System:
         """End at once who cannot stop where others of its group do; that is nobody's fault."""
         for child in self._children:
             if child.group and not child.is_over:
-                child.is_over = True
+                child.is_innocent = True
+                child.note_end()
                 child.kill()
                 error = RuntimeFault(f"node {dead.name} has died, and group {child.group} with it")
                 child.give_up(error)
-                self._victims.setdefault(child.name, error)
+                self._deaths.victims.setdefault(child.name, error)
 
     def actor(self, name: str) -> Actor:
         """An actor of the local node."""
@@ -385,16 +392,15 @@ class System:
     def _child_ended(self, child: ChildProcess) -> None:
         if child.is_over or self._children.by_name.get(child.name) is not child:
             return  # that is known
-        child.is_over = True
+        child.note_end()
         error = child.give_up()
         if self._dead is None and not self._closing and not self._is_made_good(child, error):
             self._die(error)
 
     def _child_died(self, child: ChildProcess) -> None:
         """The pidfd is readable: the process is gone, perhaps with a last word in its channel."""
-        assert self._loop is not None
         self._forget(child)
-        if not self._closing:
+        if not self._closing and self._loop is not None:
             self._loop.call_later(0.02, self._child_ended, child)
 
     def _local_failed(self, actor: str, error: BaseException) -> None:
@@ -407,6 +413,8 @@ class System:
         if self._dead is not None or self._closing:
             return
         self._dead = error
+        if self._runs:
+            log.error("the system has died: %s%s", error, details(error))
         if self._node is not None:
             self._node.break_off(str(error))
         self._stop_watching()
@@ -484,13 +492,3 @@ async def run_on(
             return False
     await ending
     return True
-
-
-def _check_schema(node: str, theirs: Mapping[int, str]) -> None:
-    ours = schema_hashes()
-    differing = [number for number in theirs if ours.get(number, theirs[number]) != theirs[number]]
-    if differing:
-        raise SchemaMismatch(
-            f"node {node} lays out the messages {differing} differently from this process: "
-            "its code is of another version"
-        )

@@ -12,15 +12,32 @@ from collections.abc import Callable, Mapping
 
 from nanoactor.runtime import control
 from nanoactor.runtime.actor import Progress
-from nanoactor.runtime.children import Children
+from nanoactor.runtime.children import ChildProcess, Children
 from nanoactor.runtime.errors import NodeStalled
 from nanoactor.runtime.node import Node
+from nanoactor.runtime.recovery import StartWatch
 from nanoactor.runtime.stall import Stall, StallDetector
 
 log = logging.getLogger("nanoactor.system")
 
 _LAST_WORDS = 0.25
 """Share of the stall timeout that stacks may take to arrive."""
+
+
+async def end_late(
+    children: Children, limits: Mapping[str, float], give_up: Callable[[ChildProcess, str], None]
+) -> None:
+    """Give up nodes that do not begin anew within their limits (`StartWatch`): they hang, and
+    nothing else watches them now. Runs until it is cancelled."""
+    watch, before = StartWatch(limits), time.monotonic()
+    while True:
+        await asyncio.sleep(watch.interval)
+        now = time.monotonic()
+        cpu = {child.name: child.cpu_seconds() for child in children.late()}
+        for name in watch.tick(now - before, cpu):
+            child = children.by_name[name]
+            give_up(child, f"node {name} ({child.condition()}) does not begin anew")
+        before = now
 
 
 class Watchdog:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 
 from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.actors.journal import Entry
+from nanoactor.actors.media_sending import MediaSender
 from nanoactor.actors.readmission import Readmission
 from nanoactor.actors.resuming import CHANGED, LOST, POISON, own_terminal, resumed
 from nanoactor.admission import Admission
@@ -28,10 +27,10 @@ from nanoactor.errors import (
 )
 from nanoactor.messages import Abort, Continue, OutputDelta, Submit, Terminal
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
+from nanoactor.runtime.recovery import Death
 from nanoactor.suspects import TRIAL_SECONDS
 from nanoactor.text.scores import ToldRun, told_runs
-from nanoactor.vision.media import PIECE_BYTES
-from nanoactor.vision.messages import MediaPiece, ResendMedia
+from nanoactor.vision.messages import ResendMedia
 
 log = logging.getLogger("nanoactor.engine")
 
@@ -62,11 +61,7 @@ class FrontendActor(Actor):
         self._direct = 0
         """Requests that no tokenizer has seen."""
         self._step_at = 0
-        self._sending: dict[int, deque[MediaPiece]] = {}
-        """By vision worker: pieces of pictures for which its edge had no room; of each item the
-        next one, ..."""
-        self._data: dict[tuple[int, int], memoryview] = {}
-        """... and all bytes of those."""
+        self._media = MediaSender(())
         self._progress: asyncio.Event | None = None
         """Set, and forgotten, when a request no longer waits; None where nobody wants to know."""
 
@@ -80,23 +75,38 @@ class FrontendActor(Actor):
         block_size = RunnerReady.find(ready).block_size
         self._admission = Admission(self._files, self._salt, block_size)
         workers = self._config.num_vision_workers if self._sees else 0
-        self._vision = [context.outbox(f"vision.{index}") for index in range(workers)]
+        self._media = MediaSender([context.outbox(f"vision.{index}") for index in range(workers)])
         self._submit_kind = context.track.kind("submit", "uid")
 
-    def pause(self) -> None:
-        """Everybody is about to begin anew: keep what comes meanwhile."""
-        if not self._paused:  # else nobody has run since the last death
-            self._paused = True
-            culprit = self._readmission.note_death(self._each_entry())
-            if culprit is not None:
-                log.error("request %s has killed a process alone: it ends", culprit.request_id)
-                culprit.error, culprit.aborted = PoisonRequest(POISON), True
-                self._end_aborted(culprit)
+    def pause(self, deaths: Sequence[Death]) -> int:
+        """Everybody is about to begin anew: keep what comes meanwhile. Return how many deaths have
+        a cause that is gone."""
+        if self._paused:  # nothing has run since the last death
+            return 0
+        self._paused = True
+        now = self.context.now()
+        found = self._readmission.note_deaths(deaths, self._each_entry(), self._is_at, now)
+        if found is None:
+            return 0
+        culprit, death, explained = found
+        log.error("request %s has killed %s alone: it ends", culprit.request_id, death)
+        culprit.error, culprit.aborted = PoisonRequest(POISON.format(death)), True
+        self._end_aborted(culprit)
+        return explained
+
+    def _is_at(self, entry: Entry, node: str) -> bool:
+        """Tell whether a request may have been at work in a node when it died."""
+        kind, _, number = node.partition(".")
+        if kind == "tokenizer":
+            own = int(number)
+            return any(self._untokenized.get(uid, (-1, 0))[0] == own for uid in entry.uids)
+        if kind == "vision":
+            return bool(entry.media)
+        return kind != "grammar" or bool(entry.submit.grammar)
 
     def renew(self) -> None:
         """Keep the journal."""
         self._untokenized, self._load = {}, [0] * self._config.num_tokenizers
-        self._sending, self._data = {}, {}
 
     def expects_death(self) -> bool:
         """Tell whether requests run that may be what kills."""
@@ -113,7 +123,7 @@ class FrontendActor(Actor):
             else:
                 entry.forget_partial_scores()
         self._scheduler.send(Resume(self._next_uid, np.array([*self._entries], np.int64)))
-        self._go_on(self._readmission.admit(self._each_entry()))
+        self._go_on(self._readmission.admit(self._each_entry(), self.context.now()))
 
     def _each_entry(self) -> list[Entry]:
         return list({id(entry): entry for entry in self._entries.values()}.values())
@@ -132,9 +142,13 @@ class FrontendActor(Actor):
             # Streams go on at once; requests that only waited are left to the tokenizers.
             self._dispatch(entry, submit, direct=bool(submit.output))
 
+    def _look_at_trial(self) -> None:
+        if self._readmission.is_cleared(self._each_entry(), self.context.now()):
+            self._end_trial(self._readmission.trials)
+
     def _end_trial(self, trial: int) -> None:
         if self._readmission.is_trial and trial == self._readmission.trials:
-            self._go_on(self._readmission.admit_next())
+            self._go_on(self._readmission.admit_next(self.context.now()))
 
     def _end_aborted(self, entry: Entry) -> None:
         """Nobody else knows of it any more."""
@@ -232,59 +246,20 @@ class FrontendActor(Actor):
         uid, tokenizer = submit.uid, self._choose_tokenizer(entry.charge)
         self._tokenizers[tokenizer].send(submit)
         for item in range(len(entry.media)):
-            self._send_media(entry, uid, item, tokenizer)
+            self._media.send(entry, uid, item, tokenizer)
         self._load[tokenizer] += entry.charge
         self._untokenized[uid] = (tokenizer, entry.charge)
-
-    # -- pictures -------------------------------------------------------------------------
-
-    def _send_media(self, entry: Entry, uid: int, item: int, tokenizer: int) -> None:
-        """Send a picture's bytes, in pieces, as its worker's edge has room for them; for all of a
-        request's answers that is the same worker."""
-        media = entry.media[item]
-        worker = entry.submit.uid % len(self._vision)
-        data = memoryview(media.data).cast("B")
-        empty = np.empty(0, np.uint8)
-        piece = MediaPiece(
-            uid,
-            item,
-            tokenizer,
-            form=media.form,
-            shape=media.shape,
-            area=media.area,
-            frames=media.frames,
-            size=len(data),
-            offset=0,
-            data=empty,
-        )
-        self._data[uid, item] = data
-        self._sending.setdefault(worker, deque()).append(piece)
-        self._send_pieces(worker)
-
-    def _send_pieces(self, worker: int) -> None:
-        pieces, outbox = self._sending.get(worker, deque()), self._vision[worker]
-        while pieces and outbox.ready:
-            piece = pieces.popleft()
-            place, end = (piece.uid, piece.item), piece.offset + PIECE_BYTES
-            data = np.frombuffer(self._data[place][piece.offset : end], np.uint8)
-            outbox.send(dataclasses.replace(piece, data=data))
-            if end < piece.size:
-                pieces.appendleft(dataclasses.replace(piece, offset=end))
-            else:
-                del self._data[place]
 
     def _resend(self, event: ResendMedia) -> None:
         """A worker has forgotten some bytes. Of a request that is over nobody wants them."""
         for uid, item in zip(event.uids.tolist(), event.items.tolist(), strict=True):
             entry = self._entries.get(uid)
-            if entry is not None and (uid, item) not in self._data:
-                self._send_media(entry, uid, item, -1)
+            if entry is not None and not self._media.is_sending(uid, item):
+                self._media.send(entry, uid, item, -1)
 
     def on_ready(self, outbox: Any) -> None:
         """An edge has room again."""
-        for worker, mine in enumerate(self._vision):
-            if mine is outbox:
-                self._send_pieces(worker)
+        self._media.on_ready(outbox)
 
     # -- the queue ------------------------------------------------------------------------
 
@@ -316,6 +291,18 @@ class FrontendActor(Actor):
         for uid in living:
             if waits and uid in self._untokenized:
                 self._tokenizers[self._untokenized[uid][0]].send(Abort(uid))
+
+    def end_for_reader(self, entry: Entry) -> None:
+        """End a request that is aborted for its reader now, whatever the engine is at. It counts,
+        as its entry lives, until the engine has let go of it."""
+        for uid in entry.uids:
+            if entry.answer(uid).terminal is None:
+                entry.note_end(uid, own_terminal(entry, uid, "abort"))
+        self._forget_name(entry)
+
+    def _forget_name(self, entry: Entry) -> None:
+        if self._by_id.get(entry.request_id) is entry:  # else it was given to another since
+            del self._by_id[entry.request_id]
 
     def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Have each answer of a held request become a copy of what `parents` names, and go on with
@@ -349,12 +336,12 @@ class FrontendActor(Actor):
 
     def fail_all(self, error: NanoactorError) -> None:
         """The engine is gone: every waiting request gets the error."""
-        for entry in self._entries.values():
-            entry.error = error
-            entry.end()
+        for entry in self._each_entry():
+            if not entry.over:
+                entry.error = error
+                entry.end()
         self._entries.clear()
-        self._sending.clear()
-        self._data.clear()
+        self._media.forget()
         self._by_id.clear()
         self._waiting_requests.clear()
         self._waiting_tokens = self._waiting_media_bytes = 0
@@ -389,8 +376,8 @@ class FrontendActor(Actor):
             at += count
         for terminal in chunk.terminals:
             self._terminal(terminal)
-        if self._readmission.is_trial and self._readmission.is_cleared(self._each_entry()):
-            self._end_trial(self._readmission.trials)
+        if self._readmission.is_trial:
+            self._look_at_trial()
 
     def _opened(self, uid: int, prompt: list[int]) -> None:
         self._tokenized(uid)
@@ -412,7 +399,7 @@ class FrontendActor(Actor):
 
     def _delta(self, uid: int, text: str, ids: list[int], logprobs: ToldRun | None) -> None:
         entry = self._entries.get(uid)
-        if entry is None:
+        if entry is None or entry.answer(uid).terminal is not None:  # its reader has gone
             return
         answer = entry.answer(uid)
         now, metrics = time.monotonic(), answer.metrics
@@ -449,17 +436,21 @@ class FrontendActor(Actor):
             return
         if terminal.uid in self._waiting_requests:
             self._no_longer_waiting(entry, terminal.uid)
+        if entry.answer(terminal.uid).terminal is None:
+            self._note_end(entry, terminal)
+        if entry.error is not None:
+            self.abort(entry)
+        if all(answer.terminal is not None for answer in entry.answers):
+            self._forget_name(entry)
+            entry.end()
+
+    def _note_end(self, entry: Entry, terminal: Terminal) -> None:
         metrics = entry.answer(terminal.uid).metrics
         metrics.finished_time = time.monotonic()
         if terminal.began >= 0:
             began = terminal.began * 1e-9  # of those that went on after a death, when they did
             metrics.first_scheduled_time = min(began, metrics.first_token_time or began)
         entry.note_end(terminal.uid, terminal)
-        if entry.error is not None:
-            self.abort(entry)
-        if all(answer.terminal is not None for answer in entry.answers):
-            self._by_id.pop(entry.request_id, None)
-            entry.end()
 
     def statistics(self) -> dict[str, Any]:
         """Living answers, those without a first token; requests that wait for others to be tried,
@@ -473,6 +464,6 @@ class FrontendActor(Actor):
             "kept": self._readmission.waiting,
             "untokenized": len(self._untokenized),
             "direct": self._direct,
-            "media_sending": len(self._data),
+            "media_sending": len(self._media),
             "step_at": self._step_at,
         }

@@ -170,7 +170,8 @@ class Entry:
     def raise_error(self) -> None:
         """Raise what ended the request, if it was an error."""
         if self.error is not None:
-            raise self.error
+            # Requests that end together share it: else its traceback would grow with each of them.
+            raise self.error.with_traceback(None)
 
     def take_prompt_logprobs(self, run: ToldRun) -> None:
         """Take what comes of the prompt, in its order."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from nanoactor.actors.journal import Entry
+from nanoactor.runtime.recovery import Death
 from nanoactor.suspects import Suspects
 
 log = logging.getLogger("nanoactor.engine")
 
+# Whatever has no place of its own here may run anywhere in the engine.
+_AT_THE_DOOR = ("tokenizer", "vision")
+
 
 class Readmission:
     """Admits requests again after deaths: all at once, unless some may be what kills; then those
-    run apart, and all others wait (`Suspects`)."""
+    run apart (`Suspects`)."""
 
     def __init__(self, most_at_work: int) -> None:
         """`most_at_work` is how many requests run at once: those that came first."""
@@ -26,7 +30,7 @@ class Readmission:
 
     @property
     def is_trial(self) -> bool:
-        """Tell whether some run and all others wait."""
+        """Tell whether some are tried."""
         return bool(self._suspects.on_trial)
 
     @property
@@ -34,46 +38,64 @@ class Readmission:
         """Return how many wait for the end of a trial."""
         return len(self._kept)
 
-    def note_death(self, entries: Iterable[Entry]) -> Entry | None:
-        """Take note of a death; return who has caused it, where that is known."""
+    def note_deaths(
+        self,
+        deaths: Sequence[Death],
+        entries: Iterable[Entry],
+        is_at: Callable[[Entry, str], bool],
+        now: float,
+    ) -> tuple[Entry, Death, int] | None:
+        """Take note of deaths at one moment, in seconds; `is_at` tells whether a request may have
+        been at work in a node. Return which request has caused one of them, where that is known,
+        and how many deaths it explains."""
         living = [entry for entry in entries if not entry.over and _uid(entry) not in self._kept]
         living.sort(key=lambda entry: (entry.submit.priority, _uid(entry)))
         self._kept = {}
-        at_work = {_uid(entry): entry for entry in living[: self._most]}
-        culprit = self._suspects.note_death({uid: _told(e) for uid, e in at_work.items()})
-        return None if culprit is None else at_work[culprit]
+        # Of several at once, one is looked at: the others may have followed from it.
+        death = next((death for death in deaths if death.is_evidence), deaths[0])
+        kind = death.node.partition(".")[0]
+        at_work = living if kind in _AT_THE_DOOR else living[: self._most]
+        there = [_uid(entry) for entry in at_work if death.is_evidence and is_at(entry, death.node)]
+        by_uid = {_uid(entry): entry for entry in living}
+        told = {uid: _told(entry) for uid, entry in by_uid.items()}
+        verdict = self._suspects.note_death(told, there, kind, now)
+        return None if verdict is None else (by_uid[verdict.request], death, verdict.deaths)
 
-    def admit(self, entries: Iterable[Entry]) -> Sequence[Entry]:
+    def admit(self, entries: Iterable[Entry], now: float) -> Sequence[Entry]:
         """Return those that go on now; the others are kept."""
         living = {_uid(entry): entry for entry in entries if not entry.over}
         told = {uid: _told(entry) for uid, entry in living.items()}
-        chosen = self._suspects.admit(told)
+        chosen = self._suspects.admit(told, now)
         if chosen is None:
             return list(living.values())
         self.trials += 1
-        log.warning("one of %d requests may have killed a process: they run apart", len(chosen))
+        log.warning(
+            "%d requests may have killed a process: they are tried %s",
+            len(self._suspects.on_trial),
+            "with nothing else running" if self._suspects.is_alone else "apart from other suspects",
+        )
         self._kept = {uid: entry for uid, entry in living.items() if uid not in chosen}
-        return [living[uid] for uid in chosen]
+        return [entry for uid, entry in living.items() if uid in chosen]
 
-    def admit_next(self) -> Sequence[Entry]:
+    def admit_next(self, now: float) -> Sequence[Entry]:
         """Return who goes on when a trial is over: all that were kept, or the next to be tried."""
         kept, self._kept = self._kept, {}
-        return self.admit(kept.values())
+        return self.admit(kept.values(), now)
 
     def keep(self, entry: Entry) -> bool:
-        """Keep a new request where there is a trial; tell whether there is one."""
-        if self.is_trial:
+        """Keep a new request where one is tried with nothing else running; tell whether it is."""
+        if self._suspects.is_alone:
             self._kept[_uid(entry)] = entry
-        return self.is_trial
+        return self._suspects.is_alone
 
     def let_go(self, entry: Entry) -> bool:
         """Keep a request no longer; tell whether it was kept."""
         return self._kept.pop(_uid(entry), None) is not None
 
-    def is_cleared(self, entries: Iterable[Entry]) -> bool:
+    def is_cleared(self, entries: Iterable[Entry], now: float) -> bool:
         """Tell whether none of those on trial is what kills."""
         told = {_uid(entry): _told(entry) for entry in entries if not entry.over}
-        return self._suspects.is_cleared(told)
+        return self._suspects.is_cleared(told, now)
 
 
 def _uid(entry: Entry) -> int:

@@ -13,9 +13,11 @@ import time
 import pytest
 
 from nanoactor import LLM, AsyncLLM, SamplingParams
+from nanoactor.config import EngineConfig
 from nanoactor.errors import EngineClosed, EngineDead
 from nanoactor.runtime.errors import NotUsableHere
 from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.system_options import system_options
 from tests.conftest import children, descriptors, survivors
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, greedy, settled
@@ -413,9 +415,9 @@ def test_no_process_survives_its_user(way, tmp_path):
 def test_loops_stay_awake_where_there_are_two_cores_for_each_process(monkeypatch, cores, awake):
     """Five processes and the user's own; None: as many as this machine has, and told not to."""
     if cores:
-        monkeypatch.setattr("nanoactor.engine.usable_cores", lambda: cores)
-    llm = AsyncLLM("demo", **({} if cores else {"awake_ms": 0}))
-    assert llm._options().awake_seconds == awake * 1e-3
+        monkeypatch.setattr("nanoactor.system_options.usable_cores", lambda: cores)
+    config = EngineConfig("demo", **({} if cores else {"awake_ms": 0}))
+    assert system_options(config, 6).awake_seconds == awake * 1e-3
 
 
 def test_a_request_rouses_those_it_will_pass_and_they_sleep_again():

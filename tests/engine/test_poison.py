@@ -99,6 +99,8 @@ def test_one_among_many_costs_itself_alone(poison, others):
             (guilty,) = await among(llm, [poison], others)
             assert isinstance(guilty, PoisonRequest)
             assert "each time the request ran" in str(guilty)
+            assert "runner.0 (signal SIGSEGV)" in str(guilty)
+            assert llm._system._deaths._budget.refund(9) == 0, "all deaths have a cause"
             assert llm.restarts[0].keys() == {"runner.0"}
             assert llm.restarts[0]["runner.0"] <= 2 + math.log2(others + 1) + 1
             # The engine is as good as before.
@@ -127,6 +129,7 @@ def test_a_word_that_ends_the_tokenizer():
             poison = f"To drink the {WORD}", SamplingParams(max_tokens=5)
             (guilty,) = await among(llm, [poison], 8)
             assert isinstance(guilty, PoisonRequest)
+            assert "tokenizer.0 (actor tokenizer.0 failed: ValueError: it burns)" in str(guilty)
             assert llm.restarts[0].keys() == {"tokenizer.0"}
 
     asyncio.run(main())

@@ -453,29 +453,126 @@ def test_answers_that_their_caller_leads_say_that_they_are_lost():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("how", ["gone", "replaced", "changed"])
-def test_files_that_are_not_the_same_end_the_engine(tmp_path, how):
+async def digested(llm):
+    """Wait until the engine knows its files' digests, which it takes in the background."""
+    while llm._prints._digests.keys() != llm.files.prints.keys():
+        await asyncio.sleep(0.01)
+
+
+def copied(tmp_path):
     model = tmp_path / "model"
     shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    return model
+
+
+@pytest.mark.parametrize("how", ["gone", "replaced", "changed"])
+def test_files_that_are_not_the_same_end_the_engine(tmp_path, how):
+    """Where the process that starts again reads them."""
+    model = copied(tmp_path)
     path = model / "tokenizer.json"
 
     async def main():
         async with AsyncLLM(str(model), **options(device="simulated:1")) as llm:
+            await digested(llm)
             stream = asyncio.ensure_future(read(llm, *asks()[0]))
             await asyncio.sleep(0.05)
             if how == "gone":
                 path.unlink()
             elif how == "replaced":
-                shutil.copy(path, model / "new")
+                (model / "new").write_text(path.read_text() + " ")
                 os.replace(model / "new", path)
             else:
                 path.write_text(path.read_text() + " ")
-            os.kill(llm.pids["control"], signal.SIGKILL)
+            os.kill(llm.pids["control"], signal.SIGKILL)  # which reads none
+            while not llm.restarts[0] or llm.recovering:
+                await asyncio.sleep(0.01)
+            os.kill(llm.pids["tokenizer.0"], signal.SIGKILL)
             with pytest.raises(EngineDead, match=f"tokenizer.json .* {how}|is {how}"):
                 await stream
         assert not children()
 
     asyncio.run(main())
+
+
+def touch(model):
+    for path in model.iterdir():
+        os.utime(path)
+
+
+def write_again(model):
+    for path in model.glob("*.*"):
+        path.write_bytes(path.read_bytes())
+
+
+def replace(model):
+    for path in model.glob("*.*"):
+        shutil.copy(path, model / "new")
+        os.replace(model / "new", path)
+
+
+def rename(model):
+    model.rename(model.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("change", [touch, write_again, replace, rename])
+def test_files_with_the_same_bytes_are_the_same(tmp_path, change):
+    model = copied(tmp_path)
+
+    async def main():
+        async with AsyncLLM(str(model), **options(device="simulated:1")) as llm:
+            wanted = await read(llm, *asks()[0])
+            await digested(llm)
+            change(model)
+            for turn, name in enumerate(("tokenizer.0", "runner.0")):
+                stream = asyncio.ensure_future(read(llm, *asks()[0]))
+                await asyncio.sleep(0.05)
+                os.kill(llm.pids[name], signal.SIGKILL)
+                compare(await stream, wanted)
+                assert sum(llm.restarts[0].values()) == turn + 1
+                while llm.recovering:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert not children()
+
+
+@pytest.mark.parametrize("victim", ["control", "detokenizer", "tokenizer.0", "runner.0"])
+def test_an_abort_is_acknowledged_whoever_hangs(victim):
+    """It waits for nobody, so not for `stall_timeout`."""
+
+    async def main():
+        config = options(device="simulated:5", stall_timeout=5.0)
+        async with AsyncLLM("demo", **config) as llm:
+            for when in ("before", "during", "after"):
+                request = llm.generate(TEXT, SamplingParams(max_tokens=200), request_id="x")
+                first = await anext(request)
+                assert not first.finished
+                if when == "before":
+                    os.kill(llm.pids[victim], signal.SIGSTOP)
+                elif when == "during":
+                    os.kill(llm.pids[victim], signal.SIGKILL)
+                    while llm.recovering is None:
+                        await asyncio.sleep(0.001)
+                suspensions = 0
+                abort = llm.abort("x").__await__()
+                with contextlib.suppress(StopIteration):
+                    while True:
+                        next(abort)
+                        suspensions += 1
+                assert not suspensions
+                *_, last = [output async for output in request]
+                assert last.outputs[0].finish_reason == "abort"
+                assert last.outputs[0].token_ids[: len(first.outputs[0].token_ids)]
+                if when == "before":
+                    os.kill(llm.pids[victim], signal.SIGKILL)
+                while when != "after" and (llm.recovering or len(llm.restarts[0]) < 1):
+                    await asyncio.sleep(0.01)
+                again = llm.generate(TEXT, SamplingParams(max_tokens=3), request_id="x")
+                assert [output async for output in again][-1].finished, "the id is free"
+            await settled(llm)
+
+    asyncio.run(main())
+    assert not children()
 
 
 def test_one_death_too_many_ends_every_request():

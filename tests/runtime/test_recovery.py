@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import time
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from nanoactor.runtime import children as children_module
 from nanoactor.runtime.actor import Actor
-from nanoactor.runtime.errors import NodeDied, NodeStalled, StartupFailed
-from nanoactor.runtime.recovery import RestartBudget
+from nanoactor.runtime.control import Failed
+from nanoactor.runtime.errors import NodeDied, NodeStalled, StartupFailed, machine_refuses
+from nanoactor.runtime.recovery import RestartBudget, StartWatch, start_limit
 from nanoactor.runtime.system import System
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 from nanoactor.runtime.wiring import Options
@@ -132,6 +134,7 @@ class Running:
 
     def __init__(self, delay=0.0, **options):
         self.deaths, self.told = [], []
+        self.untold, self.explained = [], 0
         values = dict(debug=True, max_restarts=100, restart_window=0.01, awake_seconds=0.001)
         values |= options
         self.system = System(
@@ -139,9 +142,14 @@ class Running:
             Options(**values),
             self.deaths.append,
             lambda: True,
-            on_cut=lambda: self.told.append("cut"),
+            on_cut=self.cut,
             on_recovered=lambda: self.told.append("recovered"),
         )
+
+    def cut(self, deaths):
+        self.told.append("cut")
+        self.untold += deaths
+        return self.explained
 
     async def __aenter__(self):
         await self.system.start()
@@ -397,15 +405,142 @@ def test_the_stall_that_is_one_death_too_many_is_told_as_one():
     asyncio.run(main())
 
 
-def test_who_is_not_ready_again_in_time_is_named():
+def test_who_is_never_ready_again_in_time_is_named():
     async def main():
-        async with Running(delay=1.5) as run:
+        async with Running(delay=1.5, max_restarts=2, restart_window=60.0) as run:
             run.system._options = dataclasses.replace(run.system._options, start_timeout=0.3)
             run.kill("far")
             await run.until(lambda: run.deaths)
             assert "not ready again after 0 s: node(s) far" in str(run.deaths[0])
+            assert run.system.restarts == {"far": 2}, "the culprit dies first, then the system"
 
     asyncio.run(main())
+
+
+def test_a_node_that_hangs_while_it_starts_again_is_replaced(caplog):
+    """Its deadline follows from what its own start took, not from start_timeout."""
+
+    async def main():
+        async with Running(stall_timeout=1.0) as run:
+            run.kill("far")
+            old = run.system.pids["far"]
+            await run.until(lambda: run.system.pids.get("far", old) not in (old, 0))
+            run.kill("far", signal.SIGSTOP)
+            await run.recovered()
+            await run.echo(range(5))
+            assert run.system.restarts == {"far": 2}
+            assert run.untold[-1].how == "it hung"
+
+    asyncio.run(main())
+    assert "does not begin anew" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("how", "told", "is_evidence"),
+    [
+        (signal.SIGKILL, "signal SIGKILL", False),
+        (signal.SIGSEGV, "signal SIGSEGV", True),
+        (signal.SIGABRT, "signal SIGABRT", True),
+    ],
+)
+def test_how_a_node_has_died_is_told(how, told, is_evidence, caplog):
+    async def main():
+        async with Running() as run:
+            for turn in range(6):  # channel and kernel tell of it in either order
+                run.kill("near", how)
+                await run.recovered(turn + 1)
+            assert {death.how for death in run.untold} == {told}
+            assert {death.node for death in run.untold} == {"near"}
+            assert {death.is_evidence for death in run.untold} == {is_evidence}
+
+    asyncio.run(main())
+    assert "status None" not in caplog.text
+
+
+def test_what_an_actor_raised_is_told_in_one_line_and_logged_whole(caplog):
+    async def main():
+        async with Running() as run:
+            run.user.context.outbox("near").send(Do("raise"))
+            await run.recovered()
+            (death,) = run.untold
+            assert death.how == "actor near failed: ValueError: asked to"
+            assert death.is_evidence
+
+    asyncio.run(main())
+    assert "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (MemoryError(), True),
+        (OSError(errno.EMFILE, "too many"), True),
+        (OSError(errno.ENOENT, "nothing there"), False),
+        (RuntimeError("can't start new thread"), True),
+        (ValueError("can't start new thread"), False),
+    ],
+)
+def test_what_the_machine_refuses(error, refused):
+    assert machine_refuses(error) is refused
+    assert Failed.of("near", error).is_refusal is refused
+
+
+def test_deaths_with_a_cause_that_is_gone_are_not_counted():
+    async def main():
+        async with Running(max_restarts=2, restart_window=60.0) as run:
+            run.explained = 1
+            for turn in range(4):
+                run.kill("near")
+                await run.recovered(turn + 1)
+            run.explained = 0
+            for turn in range(2):
+                run.kill("near")
+                await run.recovered(turn + 5)
+            run.kill("near")
+            await run.until(lambda: run.deaths)
+
+    asyncio.run(main())
+
+
+def test_the_start_of_a_node_is_vetoed():
+    async def main():
+        async with Running() as run:
+            asked = []
+
+            async def veto(names):
+                asked.append({*names})
+                await asyncio.sleep(0)
+                if "far" in names:
+                    raise StartupFailed("its files are gone")
+
+            run.system._before_restart = veto
+            run.kill("near")
+            await run.recovered()
+            run.kill("far")
+            await run.until(lambda: run.deaths)
+            assert asked == [{"near"}, {"far"}]
+            assert "its files are gone" in str(run.deaths[0])
+
+    asyncio.run(main())
+    assert not children()
+
+
+def test_time_in_which_a_node_computes_counts_less():
+    watch = StartWatch({"busy": 1.0, "idle": 1.0, "ready": 1.0})
+    late, cpu = {}, 0.0
+    for tick in range(1, 200):
+        cpu += 0.05
+        for name in watch.tick(0.1, {"busy": cpu, "idle": 3.0}):
+            late[name] = tick
+    assert late["idle"] == 11
+    assert late["busy"] == pytest.approx(100, abs=10)
+    assert "ready" not in late
+
+
+def test_a_restart_may_take_a_multiple_of_the_start():
+    assert start_limit(1.0, None) == start_limit(1.0, 60.0) == 15.0
+    assert start_limit(1.0, 2.0) == 7.0
+    assert start_limit(100.0, 2.0) == 502.0
 
 
 def test_nothing_is_left_behind_however_often_somebody_dies():

@@ -154,7 +154,7 @@ def test_a_picklable_exception_is_raised_where_start_is_awaited():
 
     with pytest.raises(Travelling, match="no such weights") as caught:
         asyncio.run(main())
-    assert "in setup" in str(caught.value.__cause__)
+    assert "in setup" in caught.value.__cause__.__notes__[0]
     assert not children()
 
 

@@ -1132,8 +1132,8 @@ MUTATIONS = [
     Mutation(
         "who waits for a trial to end waits for ever",
         FRONTEND,
-        "            self._go_on(self._readmission.admit_next())\n",
-        "            self._readmission.admit_next()\n",
+        "            self._go_on(self._readmission.admit_next(self.context.now()))\n",
+        "            self._readmission.admit_next(self.context.now())\n",
     ),
     Mutation(
         "requests run beside those on trial",
@@ -1146,6 +1146,19 @@ MUTATIONS = [
         FRONTEND,
         "        if not self._paused and self._readmission.let_go(entry):\n",
         "        if self._paused and self._readmission.let_go(entry):\n",
+    ),
+    Mutation(
+        "tokens of a request that was ended for its reader are told",
+        FRONTEND,
+        "if entry is None or entry.answer(uid).terminal is not None:",
+        "if entry is None:",
+    ),
+    Mutation(
+        "a request that was ended for its reader takes no room any more",
+        FRONTEND,
+        "        self._forget_name(entry)\n\n    def _forget_name",
+        "        for uid in entry.uids:\n            self._entries.pop(uid, None)\n\n"
+        "    def _forget_name",
     ),
     Mutation(
         "behind a trial only new requests go on",

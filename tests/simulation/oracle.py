@@ -801,16 +801,16 @@ class Oracle:
         self._count()
 
     def _is_abandoned(self, position: int, entry: Any, uid: int) -> bool:
-        """Whether it was aborted while nobody but its journal knew of it, or after a death before
-        it was opened again: then what it was told is right as far as it goes."""
+        """Whether it was ended for its reader before the engine had let go of it, or while nobody
+        but its journal knew of it: then what it was told is right as far as it goes."""
         own, expected = entry.answer(uid), self.answers[uid]
-        if not self._scenario.deaths or own.terminal is None:
-            return False
-        if uid in self.terminals and (own.terminal.tokens or not own.token_ids):
+        ended_here = own.terminal is not None and own.terminal is not self.terminals.get(uid)
+        if own.terminal is None or not ended_here:
             return False
         assert own.terminal.reason == "abort"
         assert self._scenario.asks[position].aborts or entry.error
-        if expected is not None and not self._scenario.asks[position].grammar:
+        ask = self._scenario.asks[position]
+        if expected is not None and not ask.grammar and ask.caller is None:
             assert tuple(own.token_ids) == expected.output[: len(own.token_ids)]
         self.counts["aborted between lives"] += 1
         return True

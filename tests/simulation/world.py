@@ -31,6 +31,7 @@ from nanoactor.outputs import RequestOutputKind
 from nanoactor.runtime.actor import FRESH, Actor, Context
 from nanoactor.runtime.codec import copied, decode, encode
 from nanoactor.runtime.errors import OutboxOverflow, PeerBroken
+from nanoactor.runtime.recovery import Death as NodeDeath
 from nanoactor.runtime.topology import EdgeSpec
 from nanoactor.scheduling.plan_builder import as_int32
 from nanoactor.topology import engine_topology
@@ -253,9 +254,17 @@ class World:
             edge.is_cut = True
         self.oracle.cut()
         frontend: Any = self.actors["frontend"]
-        frontend.pause()
+        frontend.pause([self._told(death.victims[0])])
         self.loop.call_later(death.after, self._begin_anew, death.victims, self.cuts)
         self._dead |= set(death.victims)
+
+    def _told(self, actor: str) -> NodeDeath:
+        """How the death of an actor is told; in half of the seeds so that anybody may have caused
+        it, in some of the others as if it had come from outside."""
+        anywhere = self.scenario.seed % 2 or actor in ("scheduler", "blocks")
+        outside = self.scenario.seed % 8 == 4
+        node = "control" if anywhere else actor
+        return NodeDeath(node, "signal SIGSEGV", is_evidence=not outside)
 
     def _begin_anew(self, victims: tuple[str, ...], cuts: int) -> None:
         """As a node does, unless somebody else has died meanwhile."""
@@ -332,7 +341,17 @@ class World:
             return
         self.oracle.check_door(self.entries[position].charge)
         for after in ask.aborts:
-            self.loop.call_later(after, frontend.abort, self.entries[position])
+            self.loop.call_later(after, self._abort, self.entries[position])
+
+    def _abort(self, entry: Entry) -> None:
+        """As a stream that is closed does, or in some seeds as `AsyncLLM.abort`."""
+        frontend: Any = self.actors["frontend"]
+        over = entry.over
+        frontend.abort(entry)
+        if self.scenario.seed % 4 == 2 and not over:
+            frontend.end_for_reader(entry)
+            self.oracle.counts["ended for the reader"] += 1
+            assert entry.over
 
     # -- the course of events -------------------------------------------------------------
 

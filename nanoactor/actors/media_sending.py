@@ -1,0 +1,80 @@
+"""Pictures on their way from the journal to the vision workers, in pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nanoactor.actors.journal import Entry
+from nanoactor.runtime.outbox import Outbox
+from nanoactor.vision.media import PIECE_BYTES
+from nanoactor.vision.messages import MediaPiece
+
+
+class MediaSender:
+    """Sends the bytes of pictures as the workers' edges have room for them."""
+
+    def __init__(self, workers: Sequence[Outbox]) -> None:
+        """`workers`: the edges to them."""
+        self._workers = workers
+        self._sending: dict[int, deque[MediaPiece]] = {}
+        """By worker: pieces for which its edge had no room; of each item the next one, ..."""
+        self._data: dict[tuple[int, int], memoryview] = {}
+        """... and all bytes of those."""
+
+    def __len__(self) -> int:
+        """Return how many items are on their way."""
+        return len(self._data)
+
+    def is_sending(self, uid: int, item: int) -> bool:
+        """Tell whether a request's item is on its way."""
+        return (uid, item) in self._data
+
+    def send(self, entry: Entry, uid: int, item: int, tokenizer: int) -> None:
+        """Send a picture of a request; for all of its answers to the same worker, which tells that
+        tokenizer what it is, or, for -1, none."""
+        media = entry.media[item]
+        worker = entry.submit.uid % len(self._workers)
+        data = memoryview(media.data).cast("B")
+        piece = MediaPiece(
+            uid,
+            item,
+            tokenizer,
+            form=media.form,
+            shape=media.shape,
+            area=media.area,
+            frames=media.frames,
+            size=len(data),
+            offset=0,
+            data=np.empty(0, np.uint8),
+        )
+        self._data[uid, item] = data
+        self._sending.setdefault(worker, deque()).append(piece)
+        self._send_pieces(worker)
+
+    def on_ready(self, outbox: Any) -> None:
+        """An edge has room again."""
+        for worker, mine in enumerate(self._workers):
+            if mine is outbox:
+                self._send_pieces(worker)
+
+    def _send_pieces(self, worker: int) -> None:
+        pieces, outbox = self._sending.get(worker, deque()), self._workers[worker]
+        while pieces and outbox.ready:
+            piece = pieces.popleft()
+            place, end = (piece.uid, piece.item), piece.offset + PIECE_BYTES
+            data = np.frombuffer(self._data[place][piece.offset : end], np.uint8)
+            outbox.send(dataclasses.replace(piece, data=data))
+            if end < piece.size:
+                pieces.appendleft(dataclasses.replace(piece, offset=end))
+            else:
+                del self._data[place]
+
+    def forget(self) -> None:
+        """Send nothing more."""
+        self._sending.clear()
+        self._data.clear()

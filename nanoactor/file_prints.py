@@ -1,0 +1,183 @@
+"""The model's files as they were when the engine was made: what starts again must read the same.
+
+A file whose size, time and inode are the same is not read. Else its digest decides: the engine
+takes one of every file when it starts, on a thread, and compares it where a file was touched,
+copied over or moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import fnmatch
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from nanoactor.errors import ModelError
+from nanoactor.model_files import READ, FilePrint, ModelFiles, file_print
+
+log = logging.getLogger("nanoactor.engine")
+T = TypeVar("T")
+
+_TOKENIZER = ("tokenizer.json",)
+_TEMPLATE = ("tokenizer_config.json", "special_tokens_map.json", "*.jinja")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_READERS: Mapping[str, tuple[str, ...]] = {
+    "tokenizer": (*_TOKENIZER, *_TEMPLATE),
+    "detokenizer": _TOKENIZER,
+    "grammar": _TOKENIZER,
+    "runner": _WEIGHTS,
+    "vision": (),
+    "control": (),
+}
+"""By kind of node: the files that it reads. The user's process reads the rest."""
+_CHUNK = 1 << 20
+_LOWEST = 19
+
+
+class FilePrints:
+    """Tells whether nodes that start again would read what the others have read."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        """Opens nothing yet; the prints are those of `files`."""
+        self._files = files
+        self._digests: dict[Path, bytes] = {}
+        """By path at the start."""
+        self._directories: dict[Path, int] = {}
+        """Descriptors by path at the start: a directory that is renamed is found by its own."""
+        self._stopping = False
+
+    def learn(self) -> None:
+        """Take the digest of every file, on a thread of the lowest priority."""
+        for directory in {path.parent for path in self._files.prints}:
+            self._directories[directory] = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+        thread = threading.Thread(target=self._learn, name="nanoactor-digests", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # of which the machine has no more
+            log.warning("no digests of the model's files, so that none may be touched: %s", error)
+
+    def _learn(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        for path, known in self._files.prints.items():
+            with contextlib.suppress(OSError):
+                digest = self._digest(path)
+                # Else somebody was quicker, and it is too late.
+                if digest and file_print(path) == known:
+                    self._digests[path] = digest
+
+    def _digest(self, path: Path) -> bytes:
+        """Return a file's digest; nothing where the engine ends before that."""
+        found = hashlib.blake2b(digest_size=32)
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK):
+                if self._stopping:
+                    return b""
+                found.update(chunk)
+        return found.digest()
+
+    def close(self) -> None:
+        """Stop, and let go of descriptors."""
+        self._stopping = True
+        for descriptor in self._directories.values():
+            os.close(descriptor)
+        self._directories = {}
+
+    async def check(self, nodes: Iterable[str]) -> ModelFiles | None:
+        """Look at the files that these nodes read. Return where the model lies now, if it was
+        moved; raise `ModelError` where a file is gone, or is another one."""
+        patterns = {pattern for node in nodes for pattern in _readers(node)}
+        paths = [
+            path
+            for path in self._files.prints
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns)
+        ]
+        places = {path: self._place(path) for path in paths}
+        doubtful = {
+            path: place for path, place in places.items() if self._differs(path, place) is not None
+        }
+        if doubtful:
+            await _on_thread(lambda: self._compare(doubtful))
+        return self._moved(places)
+
+    def _place(self, path: Path) -> Path:
+        """Return where a file is now: where it was, unless its directory was renamed."""
+        descriptor = self._directories.get(path.parent)
+        if path.exists() or descriptor is None:
+            return path
+        with contextlib.suppress(OSError):
+            now = Path(os.readlink(f"/proc/self/fd/{descriptor}")) / path.name
+            if now.exists():
+                return now
+        return path
+
+    def _differs(self, path: Path, place: Path) -> str | None:
+        """Return how a file differs from what it was, by the look of it; None: it is the same."""
+        try:
+            now = file_print(place)
+        except OSError:
+            raise ModelError(f"{path} is gone since the engine was started") from None
+        known: FilePrint = self._files.prints[path]
+        if now == known:
+            return None
+        return "replaced" if now[2] != known[2] else "changed"
+
+    def _compare(self, places: Mapping[Path, Path]) -> None:
+        """Compare digests; on a thread."""
+        for path, place in places.items():
+            how, known = self._differs(path, place), self._digests.get(path)
+            same_size = place.stat().st_size == self._files.prints[path][0]
+            if not (known and same_size and self._digest(place) == known):
+                raise ModelError(f"{path} was {how} since the engine was started: start a new one")
+            log.warning("%s was %s, and holds the same bytes", path, how)
+
+    def _moved(self, places: Mapping[Path, Path]) -> ModelFiles | None:
+        moved = {path.parent: place.parent for path, place in places.items() if path != place}
+        if not moved:
+            return None
+        files, tokenizer = self._files, self._files.tokenizer_directory
+        for before, after in moved.items():
+            log.warning("%s was moved to %s", before, after)
+        return dataclasses.replace(
+            files,
+            directory=moved.get(files.directory, files.directory),
+            tokenizer_directory=moved.get(tokenizer, tokenizer) if tokenizer else None,
+        )
+
+
+def _readers(node: str) -> Collection[str]:
+    """Return the patterns of what a node reads; of one that is not known, everything."""
+    return _READERS.get(node.partition(".")[0], READ)
+
+
+async def _on_thread(work: Callable[[], T]) -> T:
+    """Return what `work` returns on a thread of its own: others may have filled the loop's pool."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(finish, result, error)
+
+    threading.Thread(target=run, name="nanoactor-compare", daemon=True).start()
+    return await done

@@ -1,0 +1,33 @@
+"""The options of an engine that are its system's."""
+
+from __future__ import annotations
+
+from nanoactor.config import EngineConfig
+from nanoactor.runner.threads import usable_cores
+from nanoactor.runtime.wiring import Options
+
+_AWAKE_MS = 3.0
+"""Until a request that was sent reaches the runner, or its first token the user."""
+
+
+def system_options(config: EngineConfig, processes: int) -> Options:
+    """Return the options of a system with so many processes."""
+    return Options(
+        transport=config.transport,
+        debug=config.debug,
+        debug_delay_ms=config.debug_delay_ms,
+        awake_seconds=_awake_ms(config, processes) * 1e-3,
+        record_dir=config.debug_record_dir,
+        start_timeout=config.start_timeout,
+        stop_timeout=config.stop_timeout,
+        stall_timeout=config.stall_timeout,
+        max_restarts=config.restarts_allowed,
+        restart_window=config.restart_window,
+    )
+
+
+def _awake_ms(config: EngineConfig, processes: int) -> float:
+    """Return how long loops look for messages before they sleep: 0 where cores are scarce."""
+    if config.awake_ms is not None:
+        return config.awake_ms
+    return _AWAKE_MS if usable_cores() >= 2 * processes else 0.0
