@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,26 @@ class ModelConfig:
     vision: VisionConfig | None = None
 
 
+def check_file(path: Path) -> None:
+    """Raise `ModelError` for what is no regular file: a pipe would be waited for, and a device may
+    never end."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise ModelError(
+                f"{path} is a link to {path.readlink()}, which does not exist"
+            ) from None
+        raise ModelError(f"{path} does not exist") from None
+    except OSError as error:  # a link to itself, say
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise ModelError(f"{path} is no regular file")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; `ModelError` where it is missing or malformed."""
+    check_file(path)
     try:
         # Some editors begin a file with a byte order mark.
         content = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -79,6 +98,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not readable as JSON: {error}") from error
+    except RecursionError:
+        raise ModelError(f"{path} is nested too deeply") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds no JSON object")
     return content

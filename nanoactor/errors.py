@@ -31,6 +31,17 @@ class EngineOverloaded(NanoactorError):
     """The waiting queue is full: try again later, or raise its bound."""
 
 
+class OutOfResources(NanoactorError):
+    """The machine has no more of something that the request needs: memory, threads, processes,
+    descriptors. It is not the request's fault, and may go well at another time."""
+
+
+def out_of_resources(error: BaseException) -> OutOfResources:
+    """Say what the machine has no more of."""
+    told = " ".join(str(error).split()) or "there is not enough memory"
+    return OutOfResources(f"the machine has no more of what the request needs: {told}; try later")
+
+
 class EngineDead(NanoactorError):
     """Processes of the engine have died more often than that is made good; every waiting request
     gets this. Start a new engine."""

@@ -155,6 +155,8 @@ class Reject:
     text: str
     """Empty where it was aborted before it was tokenized."""
     answers: int = 1
+    refused: bool = False
+    """Whether the machine is to blame, not the request."""
     """How many uids it has, from this one on."""
 
 
@@ -407,14 +409,18 @@ class Open:
     options: TextOptions
 
 
+FAILURES = ("error", "failed", "expired", "refused")
+
+
 @message(51)
 class Finish:
     """The end of a request's token stream, after the tokens it travels with."""
 
     uid: int
     reason: str
-    """"stop", "length", "abort", "error" (of the request), "failed" (its computation) or "expired"
-    (its caller said nothing)."""
+    """"stop", "length", "abort", or one of `FAILURES`: "error" (of the request), "failed" (its
+    computation), "expired" (its caller said nothing) or "refused" (the machine has no more of
+    something)."""
     stop_reason: int | str | None
     error: str
     cached_tokens: int

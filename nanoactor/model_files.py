@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from nanoactor.models.columns import DEFAULTS
 from nanoactor.models.config import (
     ModelConfig,
     as_ids,
+    check_file,
     read_config,
     read_json,
 )
@@ -105,19 +105,14 @@ def _prints(directories: Iterable[Path]) -> dict[Path, FilePrint]:
     for directory in directories:
         for pattern in READ:
             for path in directory.glob(pattern):
-                try:
-                    found[path] = file_print(path)
-                except OSError as error:
-                    raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+                check_file(path)
+                found[path] = file_print(path)
     return found
 
 
 def file_print(path: Path) -> FilePrint:
-    """Return what tells by its look whether a file was changed. Raises `OSError`, and `ModelError`
-    for what is no file: a pipe or a device would be waited for."""
+    """Return what tells by its look whether a file was changed. Raises `OSError`."""
     told = path.stat()
-    if not stat.S_ISREG(told.st_mode):
-        raise ModelError(f"{path} is no regular file")
     return told.st_size, told.st_mtime_ns, told.st_ino
 
 

@@ -75,7 +75,8 @@ class FrontendActor(Actor):
         block_size = RunnerReady.find(ready).block_size
         self._admission = Admission(self._files, self._salt, block_size)
         workers = self._config.num_vision_workers if self._sees else 0
-        self._media = MediaSender([context.outbox(f"vision.{index}") for index in range(workers)])
+        vision = [context.outbox(f"vision.{index}") for index in range(workers)]
+        self._media = MediaSender(vision)
         self._submit_kind = context.track.kind("submit", "uid")
 
     def pause(self, deaths: Sequence[Death]) -> int:

@@ -2,22 +2,84 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from nanoactor.actors.config import MASKS_AT_ONCE, ActorConfig
-from nanoactor.errors import InvalidRequest
-from nanoactor.grammar.book import AnswerMatcher, GrammarBook
+from nanoactor.errors import InvalidRequest, OutOfResources, out_of_resources
+from nanoactor.grammar.book import AnswerMatcher, Fill, GrammarBook, Refusal
 from nanoactor.grammar.messages import BeginGrammar, CloseGrammars, GrammarTokens, OpenGrammar
+from nanoactor.native import native_calls
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
+from nanoactor.runtime.errors import machine_refuses
+
+if TYPE_CHECKING:
+    from nanoactor.grammar.compiling import GrammarCompiler
+
+log = logging.getLogger("nanoactor.grammar")
 
 # The latest masks, whose times are told.
 _TIMES = 4096
+# Masks that threads of the parser make at once.
+_BATCH = 16
+# Bytes of a specification; a larger one is compiled beside those that are not.
+_SMALL_GRAMMAR = 16 * 1024
+_FAILED = "the parser failed on the grammar; the log has its words"
+
+
+class _Lane:
+    """A thread that does one piece of work after the other; it starts with the first."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Tell whether the thread was started."""
+        return self._thread is not None
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Have something done, which must not raise. Raises `RuntimeError` where the machine has no
+        more threads."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+    def end(self) -> None:
+        """End the thread, once it has done what is at hand."""
+        if self._thread is not None:
+            while not self._work.empty():
+                self._work.get()
+            self._work.put(None)
+            self._thread.join(timeout=1.0)
+
+
+def _made(config: ActorConfig) -> GrammarCompiler | InvalidRequest:
+    """Return what compiles grammars, or why nothing does."""
+    from nanoactor.grammar.compiling import GrammarCompiler
+
+    try:
+        with native_calls():
+            return GrammarCompiler(config.files)
+    except Exception as error:
+        log.error("structured outputs will be refused", exc_info=error)
+        line = " ".join(str(error).split())[:300]
+        return InvalidRequest(f"this model has no structured outputs: {line}")
 
 
 class GrammarActor(Actor):
@@ -26,9 +88,14 @@ class GrammarActor(Actor):
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._book = self._new_book()
-        self._work: queue.SimpleQueue[tuple[GrammarBook, int, str] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._stopping = False
+        # Large grammars take the parser longest: those of others need not wait behind them.
+        self._small = _Lane("compile")
+        self._large = _Lane("compile large")
+        self._compiler: GrammarCompiler | InvalidRequest | None = None
+        """Made by the first thread; the reason why there is none refuses every grammar."""
+        self._making = threading.Lock()
+        self._turning = False
+        """Whether another turn is to come."""
         self._masks = 0
         self._times: deque[int] = deque(maxlen=_TIMES)
         self._compiled = 0
@@ -40,20 +107,33 @@ class GrammarActor(Actor):
 
     def renew(self) -> None:
         """Keep what was read of the vocabulary, and compiled grammars."""
-        fill, self._book = self._book.fill, self._new_book()
-        self._book.fill = fill
+        before, self._book = self._book, self._new_book()
+        self._book.fill, self._book.batch = before.fill, before.batch
+        self._turning = False
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Find the edges; begin to read the vocabulary."""
         super().start(context, ready)
         self._runners = context.outbox("runners")
         self._scheduler = context.outbox("scheduler")
-        if self._thread is None:
-            self._start_thread()
+        self._start_thread()
 
     def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=self._compile_all, name="compile", daemon=True)
-        self._thread.start()
+        if not self._small.runs:
+            self._small.put(self._read_vocabulary)
+
+    def _read_vocabulary(self) -> None:
+        """On a thread."""
+        with self._making:
+            if self._compiler is None:
+                self._compiler = _made(self._config)
+                if not isinstance(self._compiler, InvalidRequest):
+                    self._use(self._compiler.parallel_fill(len(os.sched_getaffinity(0))))
+
+    def _use(self, fill: Fill | None) -> None:
+        """Have masks be made by what makes several at once, where there is one."""
+        if fill is not None:
+            self._book.batch, self._book.fill = _BATCH, fill
 
     def handlers(self) -> Mapping[type, Handler]:
         """Answers begin, go on, and end."""
@@ -75,58 +155,75 @@ class GrammarActor(Actor):
 
     def _open(self, event: OpenGrammar) -> None:
         self._book.open(event)
-        self._work.put((self._book, event.uid, event.grammar))
+        lane = self._small if len(event.grammar) <= _SMALL_GRAMMAR else self._large
+        work = functools.partial(self._compile, self.context, self._book, event.uid, event.grammar)
+        try:
+            lane.put(work)
+        except RuntimeError as error:  # there is no thread for it
+            self._book.note_compiled(event.uid, out_of_resources(error))
+            self._report()
 
     def _begin(self, event: BeginGrammar) -> None:
         self._book.begin(event)
-        self._report()
+        self._turn_unless_due()
 
     def _take(self, event: GrammarTokens) -> None:
-        begin = time.monotonic_ns()
         self._book.take(event)
-        count = len(event.uids)
-        self._masks += count
-        self._times += [(time.monotonic_ns() - begin) // count] * count
-        self._report()
+        self._turn_unless_due()
 
     def _close(self, event: CloseGrammars) -> None:
         self._book.close(event)
         self._report()
 
-    # -- the thread -----------------------------------------------------------------------
+    # -- turns ----------------------------------------------------------------------------
 
-    def _compile_all(self) -> None:
-        """Compile one grammar after the other: the parser lets go of the interpreter while it
-        does, so that masks of others are made meanwhile."""
-        from nanoactor.grammar.compiling import GrammarCompiler
+    def _turn_unless_due(self) -> None:
+        """Make masks now, unless work of before is left: then all go on in the turn to come."""
+        if not self._turning:
+            self._turn()
 
-        compiler = GrammarCompiler(self._config.files)
-        if fill := compiler.parallel_fill(len(os.sched_getaffinity(0))):
-            self._book.fill = fill
-        while (work := self._work.get()) is not None and not self._stopping:
-            book, uid, text = work
-            if book is not self._book:  # everybody began anew
-                continue
-            begin = time.monotonic_ns()
-            try:
-                found: AnswerMatcher | InvalidRequest = compiler.matcher(text)
-            except InvalidRequest as error:
-                found = error
-            except BaseException as error:
-                self.context.call_soon(self.context.fail, error)
-                return
-            if not self._stopping:
-                took = time.monotonic_ns() - begin
-                self.context.call_soon(self._note, book, uid, found, took)
+    def _turn(self) -> None:
+        """Make some masks; let messages be handled before the next ones."""
+        begin = time.monotonic_ns()
+        count = self._book.advance()
+        if count:
+            self._masks += count
+            self._times += [(time.monotonic_ns() - begin) // count] * count
+        self._report()
+        self._turning = self._book.has_work
+        if self._turning:
+            self.context.call_soon(self._turn)
 
-    def _note(
-        self, book: GrammarBook, uid: int, found: AnswerMatcher | InvalidRequest, took: int
-    ) -> None:
+    # -- the threads ----------------------------------------------------------------------
+
+    def _compile(self, context: Context, book: GrammarBook, uid: int, text: str) -> None:
+        """On a thread: the parser lets go of the interpreter while it compiles, so that masks of
+        others are made meanwhile."""
+        if book is not self._book:  # everybody began anew
+            return
+        begin = time.monotonic_ns()
+        found: AnswerMatcher | Refusal
+        try:
+            with native_calls():
+                self._read_vocabulary()
+                if isinstance(self._compiler, InvalidRequest):
+                    raise self._compiler
+                assert self._compiler is not None
+                found = self._compiler.matcher(text)
+        except (InvalidRequest, OutOfResources) as error:
+            found = error
+        except Exception as error:  # nothing in a grammar may end the engine
+            log.error("a grammar cannot be compiled", exc_info=error)
+            refused = machine_refuses(error)
+            found = out_of_resources(error) if refused else InvalidRequest(_FAILED)
+        context.call_soon(self._note, book, uid, found, time.monotonic_ns() - begin)
+
+    def _note(self, book: GrammarBook, uid: int, found: AnswerMatcher | Refusal, took: int) -> None:
         self._compiled += 1
         self._compile_ns += took
         if book is self._book:
             self._book.note_compiled(uid, found)
-        self._report()
+            self._turn_unless_due()
 
     # -- the edges ------------------------------------------------------------------------
 
@@ -146,11 +243,9 @@ class GrammarActor(Actor):
         self._report()
 
     def stop(self) -> None:
-        """End the thread."""
-        self._stopping = True
-        self._work.put(None)
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
+        """End the threads."""
+        for lane in (self._small, self._large):
+            lane.end()
 
     def statistics(self) -> dict[str, Any]:
         """Answers that are open; grammars prepared and the seconds that took; masks, and the

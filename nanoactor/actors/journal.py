@@ -6,7 +6,13 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from nanoactor.errors import ComputationFailed, HoldExpired, InvalidRequest, NanoactorError
+from nanoactor.errors import (
+    ComputationFailed,
+    HoldExpired,
+    InvalidRequest,
+    NanoactorError,
+    OutOfResources,
+)
 from nanoactor.messages import Submit, Terminal
 from nanoactor.outputs import (
     CompletionOutput,
@@ -128,6 +134,8 @@ class Entry:
             self.error = self.error or ComputationFailed(terminal.error)
         elif terminal.reason == "expired":
             self.error = self.error or HoldExpired(terminal.error)
+        elif terminal.reason == "refused":
+            self.error = self.error or OutOfResources(terminal.error)
         if self.over:
             self.end()
         else:

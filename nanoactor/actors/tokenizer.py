@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits, render_limits
 from nanoactor.admission import Admission
-from nanoactor.errors import InvalidRequest
+from nanoactor.errors import InvalidRequest, OutOfResources
 from nanoactor.grammar.freeing import freed
 from nanoactor.kv.hashing import block_hashes
-from nanoactor.messages import Abort, FreeText, Int32, Reject, Submit, TokenRules
+from nanoactor.messages import Abort, Admit, FreeText, Int32, Reject, Submit, TokenRules
 from nanoactor.models.columns import rows_of
+from nanoactor.native import native_calls
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
-from nanoactor.text.bad_words import check_choice, with_words
+from nanoactor.runtime.errors import machine_refuses
+from nanoactor.text.bad_words import check_choice, spellings, with_words
+from nanoactor.text.long_texts import LONG_BYTES, LongTexts
 from nanoactor.text.renderer import Cancelled, RenderQueue
 from nanoactor.text.template import TemplateFacts
 from nanoactor.vision.gather import ItemGathering
-from nanoactor.vision.media import ReadItem
+from nanoactor.vision.media import ReadItem, Unusable
 from nanoactor.vision.messages import Items, ItemsRead
 from nanoactor.vision.prompt import VisualItem, block_extras, expand_prompt, items_message
+
+if TYPE_CHECKING:
+    from nanoactor.text.tokenizer import Piece
 
 log = logging.getLogger("nanoactor.tokenizer")
 
 # A template's complaint may quote the prompt.
 _LONGEST_REASON = 2000
 _MADE_UP = "Speak the speech, I pray you, as I pronounced it to you, trippingly on the tongue. " * 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Encoded:
+    """Ids of a prompt, and of the spellings of its request's bad words."""
+
+    prompt: Int32
+    words: Mapping[str, Sequence[int]]
+
+
+def _result_of(work: Callable[[], Encoded]) -> Encoded | Exception:
+    try:
+        with native_calls():
+            return work()
+    except Exception as error:
+        return error
 
 
 class TokenizerActor(Actor):
@@ -48,8 +71,9 @@ class TokenizerActor(Actor):
         self._items = ItemGathering()
         self._tags: dict[str, int | None] = {}
         """Ids of the tags that end free text, as far as they were asked for."""
-        self._held: dict[int, tuple[Submit, Callable[[Submit], Int32]]] = {}
+        self._held: dict[int, tuple[Submit, Encoded | Exception]] = {}
         """Requests that wait for what their pictures are."""
+        self._long_texts = LongTexts()
         self._workers: dict[int, int] = {}
         """By request: the vision worker that has its pictures."""
 
@@ -103,14 +127,14 @@ class TokenizerActor(Actor):
 
     def _submit(self, event: Submit) -> None:
         if event.chat is None:
-            self._answer(event, self._tokenize)
+            self._encode_text(event, event.text)
             return
         assert self._templates is not None
         own = self.context.own(event)  # it outlives this handler
         try:
             self._check_options(event.chat_options)
         except InvalidRequest as error:
-            self._refuse(own, str(error))
+            self._refuse(own, error)
             return
         done = functools.partial(self.context.call_soon, self._rendered, own)
         chat = self._encoder.hide_placeholders(event.chat)
@@ -130,7 +154,7 @@ class TokenizerActor(Actor):
             self._templates.cancel(self._number(event.uid))
         if event.uid in self._held:
             submit, _ = self._held.pop(event.uid)
-            self._refuse(submit, "")
+            self._refuse(submit)
 
     def _items_read(self, event: ItemsRead) -> None:
         for row, (uid, item) in enumerate(
@@ -138,28 +162,81 @@ class TokenizerActor(Actor):
         ):
             error = event.errors[row]
             read = ReadItem(bytes(event.keys[row]), tuple(event.grids[row].tolist()))
-            count = self._items.add(uid, item, error or read)
+            unusable = Unusable(error, bool(event.refused[row])) if error else None
+            count = self._items.add(uid, item, unusable or read)
             if count:
                 self._workers[uid] = event.worker
             if uid in self._held and count == len(self._held[uid][0].item_times):
                 self._answer(*self._held.pop(uid))
 
     def _rendered(self, event: Submit, result: str | Exception) -> None:
-        if isinstance(result, Cancelled):
-            self._refuse(event, "")
+        if isinstance(result, str):
+            self._encode_text(event, result)
+        else:
+            self._answer(event, result)
+
+    # -- encoding -------------------------------------------------------------------------
+
+    def _encode_text(self, event: Submit, text: str | None) -> None:
+        """Encode a request's prompt, unless it is ids, and its bad words: here, where that is short
+        and bounded, else on a thread, or in a process that can be thrown away."""
+        own_ids = event.token_ids.copy()
+        if text is None and not event.bad_words:  # perhaps there is no tokenizer at all
+            self._answer(event, Encoded(own_ids, {}))
             return
+        pieces: list[Piece] = []
+        if text is not None:
+            pieces = self._encoder.rendered_pieces(text) if event.chat else [(text, True)]
+        words = spellings(event.bad_words)
+        every = [*pieces, *((word, False) for word in words)]
 
-        def tokenize(_: Submit) -> Int32:
-            if isinstance(result, Exception):
-                raise result
-            return self._encoder.encode_rendered(result)
+        def encoded(ids: Sequence[Sequence[int]]) -> Encoded:
+            own, spelt = ids[: len(pieces)], ids[len(pieces) :]
+            if text is None:
+                prompt = own_ids
+            elif event.chat:
+                prompt = self._encoder.joined(text, own)
+            else:
+                prompt = np.array(own[0], np.int32)
+            return Encoded(prompt, dict(zip(words, spelt, strict=True)))
 
-        self._answer(event, tokenize)
+        if not self._encoder.is_bounded and self._templates is not None:
+            done = self._later(event, encoded)
+            self._templates.encode(self._number(event.uid), every, done)
+        elif len(text or "") > LONG_BYTES:
+            done = self._later(event, lambda found: found)
+            self._put_long(event, lambda: encoded(self._encoder.encode(every)), done)
+        else:
+            self._answer(event, _result_of(lambda: encoded(self._encoder.encode(every))))
 
-    def _refuse(self, event: Submit, reason: str) -> None:
+    def _put_long(
+        self, event: Submit, work: Callable[[], Encoded], done: Callable[[Any], None]
+    ) -> None:
+        try:
+            self._long_texts.put(work, done)
+        except RuntimeError as error:  # there is no thread for it
+            self._answer(event, error)
+
+    def _later(self, event: Submit, made: Callable[[Any], Encoded]) -> Callable[[Any], None]:
+        """Return what takes a result on another thread and goes on with it here."""
+        own = self.context.own(event)
+
+        def answer(result: Any) -> None:
+            failed = isinstance(result, Exception)
+            self._answer(own, result if failed else _result_of(lambda: made(result)))
+
+        return functools.partial(self.context.call_soon, answer)
+
+    def _refuse(self, event: Submit, error: Exception | None = None) -> None:
+        """Say why a request cannot run; None: it was aborted."""
         self._forget_items(event)
+        reason, refused = "", error is not None and machine_refuses(error)
+        if isinstance(error, InvalidRequest | OutOfResources):
+            reason, refused = str(error), isinstance(error, OutOfResources)
+        elif error is not None:
+            reason = f"the prompt cannot be tokenized: {error!r}"
         answers = len(rows_of(event.sampling))
-        reject = Reject(event.uid, event.epoch, reason[:_LONGEST_REASON], answers)
+        reject = Reject(event.uid, event.epoch, reason[:_LONGEST_REASON], answers, refused)
         self.context.outbox("scheduler").send(reject)
 
     def _forget_items(self, event: Submit) -> None:
@@ -167,29 +244,36 @@ class TokenizerActor(Actor):
             self._items.forget(event.uid, len(event.item_times))
             self._workers.pop(event.uid, None)
 
-    def _answer(self, event: Submit, tokenize: Callable[[Submit], Int32]) -> None:
+    def _answer(self, event: Submit, result: Encoded | Exception) -> None:
+        if isinstance(result, Cancelled):
+            self._refuse(event)
+            return
         count = len(event.item_times)
         if count and not self._items.has(event.uid, count):
-            self._held[event.uid] = self.context.own(event), tokenize
+            self._held[event.uid] = self.context.own(event), result
             return
         try:
-            tokens, items = self._place_items(event, tokenize(event)[-event.keep_last :])
-            stopping = self._admission.check(tokens, event.stopping)
-            rules = self._rules(event)
-            grammar, free = self._freed(event)
+            with native_calls():
+                if isinstance(result, Exception):
+                    raise result
+                admit = self._admitted(event, result)
         except Exception as error:  # nothing in a prompt may end the engine
-            known = isinstance(error, InvalidRequest)
-            reason = str(error) if known else f"the prompt cannot be tokenized: {error!r}"
-            self._refuse(event, reason)
+            self._refuse(event, error)
             return
         self._forget_items(event)
         self._requests += 1
-        self._tokens += len(tokens)
+        self._tokens += len(admit.token_ids)
+        self.context.outbox("scheduler").send(admit)
+
+    def _admitted(self, event: Submit, encoded: Encoded) -> Admit:
+        tokens, items = self._place_items(event, encoded.prompt[-event.keep_last :])
+        stopping = self._admission.check(tokens, event.stopping)
+        rules = self._rules(event, encoded.words)
+        grammar, free = self._freed(event)
         extras = block_extras(items[0], self._admission.block_size) if items else {}
-        admit = self._admission.admit(
+        return self._admission.admit(
             event, tokens, stopping, items, extras, rules=rules, grammar=grammar, free=free
         )
-        self.context.outbox("scheduler").send(admit)
 
     def _freed(self, event: Submit) -> tuple[str, tuple[FreeText, ...]]:
         """Return the grammar without the free text before it, and where that ends."""
@@ -209,12 +293,12 @@ class TokenizerActor(Actor):
                 )
         return self._tags[tag]
 
-    def _rules(self, event: Submit) -> tuple[TokenRules, ...]:
+    def _rules(self, event: Submit, words: Mapping[str, Sequence[int]]) -> tuple[TokenRules, ...]:
         """Return the rules with the ids of the bad words. Raises `InvalidRequest` where they leave
         nothing to choose from the start."""
         if not event.rules:
             return ()
-        rules = with_words(event.rules[0], event.bad_words, self._encode)
+        rules = with_words(event.rules[0], event.bad_words, words.__getitem__)
         check_choice(rules, event.stopping)
         return (rules,)
 
@@ -256,11 +340,6 @@ class TokenizerActor(Actor):
         ids: list[int] = self._encoder.encode_text(text, special=False).tolist()
         return ids
 
-    def _tokenize(self, event: Submit) -> Int32:
-        if event.text is not None:
-            return self._encoder.encode_text(event.text)
-        return event.token_ids.copy()
-
     def rehearse(self) -> Iterator[object]:
         """A text's ids and hashes."""
         if self._config.files.tokenizer_directory is not None:
@@ -269,6 +348,7 @@ class TokenizerActor(Actor):
 
     def stop(self) -> None:
         """End the template's process."""
+        self._long_texts.close()
         if self._templates is not None:
             self._templates.close()
 

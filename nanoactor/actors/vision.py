@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from nanoactor.actors.config import ActorConfig
 from nanoactor.errors import InvalidRequest
+from nanoactor.native import native_calls
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
-from nanoactor.vision.media import PIECE_BYTES, Media, MediaReader, ReadItem
+from nanoactor.vision.media import PIECE_BYTES, Media, MediaReader, ReadItem, Unusable
 from nanoactor.vision.messages import (
     ItemsFailed,
     ItemsRead,
@@ -64,9 +65,9 @@ class VisionActor(Actor):
         self._waiting: dict[tuple[int, int], list[int]] = {}
         """Numbers of wants by the (request, item) whose bytes they wait for."""
         self._resends: list[tuple[int, int]] = []
-        self._read: dict[int, list[tuple[int, int, ReadItem | str]]] = {}
+        self._read: dict[int, list[tuple[int, int, ReadItem | Unusable]]] = {}
         """By tokenizer: (request, item, what it is or why it cannot be used)."""
-        self._failed: list[tuple[int, str]] = []
+        self._failed: list[tuple[int, Unusable]] = []
         self._absent: list[int] = []
         """Pixels that will not come, and of which the runners are not told."""
         self._sending: deque[tuple[int, NDArray[np.uint8]]] = deque()
@@ -133,11 +134,12 @@ class VisionActor(Actor):
         else:
             self._named(place, first, media, self._read_header(media))
 
-    def _read_header(self, media: Media) -> ReadItem | str:
+    def _read_header(self, media: Media) -> ReadItem | Unusable:
         try:
-            return self._reader.read(media, self._note_header)
+            with native_calls():
+                return self._reader.read(media, self._note_header)
         except Exception as error:
-            return _reason(error)
+            return _why(error)
 
     def _name_video(self, place: tuple[int, int], first: MediaPiece, media: Media) -> None:
         """On the thread."""
@@ -146,13 +148,13 @@ class VisionActor(Actor):
             self.context.call_soon(self._named_video, place, first, media, found)
 
     def _named_video(
-        self, place: tuple[int, int], first: MediaPiece, media: Media, found: ReadItem | str
+        self, place: tuple[int, int], first: MediaPiece, media: Media, found: ReadItem | Unusable
     ) -> None:
         self._naming -= 1
         self._named(place, first, media, found)
 
     def _named(
-        self, place: tuple[int, int], first: MediaPiece, media: Media, found: ReadItem | str
+        self, place: tuple[int, int], first: MediaPiece, media: Media, found: ReadItem | Unusable
     ) -> None:
         if isinstance(found, ReadItem):
             self._keep(found.key, media)
@@ -202,13 +204,14 @@ class VisionActor(Actor):
     def _decode_one(self, number: int, media: Media) -> None:
         begin = time.monotonic_ns()
         try:
-            result: NDArray[np.uint8] | str = self._reader.decode(
-                media, functools.partial(self._note_frame, number)
-            )
+            with native_calls():
+                result: NDArray[np.uint8] | Unusable = self._reader.decode(
+                    media, functools.partial(self._note_frame, number)
+                )
         except _BrokenOff:
             return
         except Exception as error:
-            result = _reason(error)
+            result = _why(error)
         if self._stopping:  # the loop may be gone
             return
         self.context.call_soon(self._note_decoded, number, begin, time.monotonic_ns())
@@ -244,11 +247,11 @@ class VisionActor(Actor):
         self._absent += numbers
         self._report()
 
-    def _decoded(self, number: int, result: NDArray[np.uint8] | str) -> None:
+    def _decoded(self, number: int, result: NDArray[np.uint8] | Unusable) -> None:
         if number not in self._wants:
             return
         self.decoded += 1
-        if isinstance(result, str):
+        if isinstance(result, Unusable):
             del self._wants[number]
             self._failed.append((number, result))
             self._absent.append(number)
@@ -271,23 +274,28 @@ class VisionActor(Actor):
             uids, items = zip(*_first(self._resends), strict=True)
             self._frontend.send(ResendMedia(np.array(uids, np.int64), np.array(items, np.int32)))
         while self._failed and self._scheduler.ready:
-            numbers, errors = zip(*_first(self._failed), strict=True)
-            self._scheduler.send(ItemsFailed(np.array(numbers, np.int64), list(errors)))
+            failed = _first(self._failed)
+            numbers = [number for number, _ in failed]
+            refused = [number for number, why in failed if why.is_refused]
+            told = np.array(numbers, np.int64), [why.reason for _, why in failed]
+            self._scheduler.send(ItemsFailed(*told, np.array(refused, np.int64)))
         while self._absent and self._runners.ready:
             self._runners.send(NoPixels(np.array(_first(self._absent), np.int64)))
         self._send_pixels()
 
-    def _items_read(self, found: list[tuple[int, int, ReadItem | str]]) -> ItemsRead:
+    def _items_read(self, found: list[tuple[int, int, ReadItem | Unusable]]) -> ItemsRead:
         uids, items, what = zip(*found, strict=True)
         nothing = ReadItem(bytes(16), (0, 0, 0))
-        read = [nothing if isinstance(one, str) else one for one in what]
+        read = [nothing if isinstance(one, Unusable) else one for one in what]
+        refused = [isinstance(one, Unusable) and one.is_refused for one in what]
         return ItemsRead(
             self._number,
             np.array(uids, np.int64),
             np.array(items, np.int32),
             keys=np.frombuffer(b"".join(one.key for one in read), np.uint8).reshape(-1, 16),
             grids=np.array([one.grid for one in read], np.int32),
-            errors=[one if isinstance(one, str) else "" for one in what],
+            errors=[one.reason if isinstance(one, Unusable) else "" for one in what],
+            refused=np.array(refused, np.uint8),
         )
 
     def _send_pixels(self) -> None:
@@ -334,8 +342,10 @@ def _first(entries: list[T]) -> list[T]:
     return some
 
 
-def _reason(error: Exception) -> str:
+def _why(error: Exception) -> Unusable:
     """Return what is wrong with a picture; nothing in one may end the engine."""
+    if isinstance(error, MemoryError):
+        return Unusable("there is not enough memory to decode the picture", is_refused=True)
     known = isinstance(error, InvalidRequest)
     text = str(error) if known else f"the picture cannot be decoded: {error!r}"
-    return text[:_LONGEST_REASON]
+    return Unusable(text[:_LONGEST_REASON])

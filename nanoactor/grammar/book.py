@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from nanoactor.errors import InvalidRequest, ProtocolBug
+from nanoactor.errors import InvalidRequest, NanoactorError, OutOfResources, ProtocolBug
 from nanoactor.grammar.messages import (
     MAX_REASON,
     MAX_RUN,
@@ -21,6 +23,13 @@ from nanoactor.grammar.messages import (
     Masks,
     OpenGrammar,
 )
+
+TURN_MASKS = 64
+"""Masks that one turn makes, for all answers together: so many tokens can be forced in it."""
+TURN_SECONDS = 0.005
+"""After so many seconds a turn begins no further batch of masks."""
+_TURN_TOKENS = 1024
+"""Known tokens that one turn gives to matchers, each of which takes some microseconds."""
 
 
 def only_bit(mask: Int32) -> int | None:
@@ -36,7 +45,7 @@ def only_bit(mask: Int32) -> int | None:
 
 class AnswerMatcher(Protocol):
     """The state of one answer in its grammar; every method raises `InvalidRequest` where the
-    parser reaches its limits."""
+    parser reaches its limits, `OutOfResources` where the machine does."""
 
     def take(self, tokens: Sequence[int]) -> None:
         """Append tokens to the answer."""
@@ -45,17 +54,18 @@ class AnswerMatcher(Protocol):
         """Write the mask of the next position, (words,)."""
 
 
-Fill = Callable[[list[AnswerMatcher], Int32], list[InvalidRequest | None]]
+Refusal = InvalidRequest | OutOfResources
+Fill = Callable[[list[AnswerMatcher], Int32], list[Refusal | None]]
 """Writes the masks of several answers, (answers, words); returns what went wrong with each."""
 
 
-def fill_singly(matchers: list[AnswerMatcher], out: Int32) -> list[InvalidRequest | None]:
+def fill_singly(matchers: list[AnswerMatcher], out: Int32) -> list[Refusal | None]:
     """Fill one mask after the other."""
-    found: list[InvalidRequest | None] = []
+    found: list[Refusal | None] = []
     for matcher, row in zip(matchers, out, strict=True):
         try:
             matcher.fill(row)
-        except InvalidRequest as error:
+        except (InvalidRequest, OutOfResources) as error:
             found.append(error)
         else:
             found.append(None)
@@ -72,26 +82,47 @@ class _Open:
     """Those that its matcher has not taken."""
     jumps: bool
     """Whether forced tokens are told, instead of masks with one bit."""
+    end: int
+    """The position behind its last token: what would be forced from there on is not wanted."""
+    run: list[int] = dataclasses.field(default_factory=list)
+    """Tokens that were forced since a mask was told; `position` is behind them."""
     matcher: AnswerMatcher | None = None
     """None while the grammar is compiled."""
 
 
 class GrammarBook:
     """Takes tokens to matchers, and masks from them. An answer whose matcher has failed is quiet
-    until it is closed; its masks are dropped when it is."""
+    until it is closed; its masks are dropped when it is.
 
-    def __init__(self, words: int, ends: Collection[int] = (), epoch: int = 0) -> None:
-        """Masks have so many int32 words; `ends` are the end-of-sequence ids, never forced."""
-        self._words, self._ends, self._epoch = words, ends, epoch
+    Messages only note which answers are due. The work is done in turns, each of which is bounded,
+    whatever a request asks for; who is due first goes first, and again behind all others.
+    """
+
+    def __init__(
+        self,
+        words: int,
+        ends: Collection[int] = (),
+        epoch: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Masks have so many int32 words; `ends` are the end-of-sequence ids, never forced;
+        `clock` tells seconds."""
+        self._words, self._ends, self._epoch, self._clock = words, ends, epoch, clock
         self.fill: Fill = fill_singly
-        """What makes the masks of several answers."""
+        """What makes the masks of several answers, ..."""
+        self.batch = 1
+        """... of so many between two looks at the clock."""
         self._open: dict[int, _Open] = {}
+        self._due: OrderedDict[int, None] = OrderedDict()
+        """Answers whose next mask is wanted and not made, the one that waits longest first."""
         self._masks: dict[int, tuple[int, Int32]] = {}
         """By answer: the position that a mask is for, and the row."""
         self._runs: dict[int, tuple[int, list[int]]] = {}
         """By answer: the position of the first of the tokens that are forced, and these."""
         self._closed: list[int] = []
         self._failed: dict[int, str] = {}
+        self._refused: set[int] = set()
+        """Answers that have failed since the machine had no more of something."""
 
     def __len__(self) -> int:
         """Return how many answers are open, and how many ends were not told."""
@@ -100,10 +131,10 @@ class GrammarBook:
     def open(self, event: OpenGrammar) -> None:
         """Await the matcher of a new answer."""
         tokens: list[int] = event.token_ids.tolist()
-        self._open[event.uid] = _Open(event.position + len(tokens), tokens, event.jumps)
+        self._open[event.uid] = _Open(event.position + len(tokens), tokens, event.jumps, event.end)
 
     def begin(self, event: BeginGrammar) -> None:
-        """Free text is over: make the next mask."""
+        """Free text is over: the next mask is wanted."""
         answer = self._open[event.uid]
         if event.position <= answer.position:
             raise ProtocolBug(
@@ -111,21 +142,21 @@ class GrammarBook:
             )
         answer.position = event.position
         answer.tokens += event.token_ids.tolist()
-        self._advance([event.uid])
+        self._due[event.uid] = None
 
-    def note_compiled(self, uid: int, found: AnswerMatcher | InvalidRequest) -> None:
+    def note_compiled(self, uid: int, found: AnswerMatcher | Refusal) -> None:
         """Take an answer's matcher, or why it has none; it may be over."""
         answer = self._open.get(uid)
         if answer is None:
             return
-        if isinstance(found, InvalidRequest):
+        if isinstance(found, InvalidRequest | OutOfResources):
             self._fail(uid, found)
             return
         answer.matcher = found
-        self._advance([uid])
+        self._due[uid] = None
 
     def take(self, event: GrammarTokens) -> None:
-        """Take new tokens; make the next masks."""
+        """Note new tokens; the next masks are wanted."""
         for uid, position, token in zip(
             event.uids.tolist(), event.positions.tolist(), event.token_ids.tolist(), strict=True
         ):
@@ -136,57 +167,82 @@ class GrammarBook:
                 )
             answer.position += 1
             answer.tokens.append(token)
-        self._advance(event.uids.tolist())
+        self._due |= dict.fromkeys(event.uids.tolist())
 
-    def _advance(self, uids: list[int]) -> None:
-        """Make the next masks of those of these answers that have a matcher and have not failed."""
-        taken = [uid for uid in uids if self._take_tokens(uid)]
-        if not taken:
-            return
-        matchers = [matcher for uid in taken if (matcher := self._open[uid].matcher)]
-        masks = np.empty((len(taken), self._words), np.int32)
-        for uid, mask, error in zip(taken, masks, self.fill(matchers, masks), strict=True):
-            answer = self._open[uid]
-            try:
-                if error is not None:
-                    raise error
-                if answer.jumps:
-                    self._jump(uid, answer, mask)
-            except InvalidRequest as failed:
-                self._fail(uid, failed)
-            else:
-                self._masks[uid] = answer.position, mask
+    # -- turns ----------------------------------------------------------------------------
 
-    def _take_tokens(self, uid: int) -> bool:
-        """Have an answer's matcher take its new tokens; False where it cannot."""
-        answer = self._open[uid]
-        if answer.matcher is None or answer.position < 0 or uid in self._failed:
-            return False
-        tokens, answer.tokens = answer.tokens, []
-        try:
-            answer.matcher.take(tokens)
-        except InvalidRequest as error:
-            self._fail(uid, error)
-            return False
-        return True
+    @property
+    def has_work(self) -> bool:
+        """Tell whether another turn has something to do."""
+        return bool(self._due)
 
-    def _jump(self, uid: int, answer: _Open, mask: Int32) -> None:
-        """Go on as long as one id alone is allowed; `mask` is that of the position reached."""
-        assert answer.matcher is not None
-        first, run = answer.position, list[int]()
-        while len(run) < MAX_RUN and (token := only_bit(mask)) is not None:
-            if token in self._ends:
+    def advance(self) -> int:
+        """Do one turn's work; return how many masks were made."""
+        until, masks, tokens = self._clock() + TURN_SECONDS, 0, _TURN_TOKENS
+        while self._due and masks < TURN_MASKS and tokens > 0:
+            if masks and self._clock() >= until:
                 break
-            run.append(token)
-            answer.position += 1
-            answer.matcher.take([token])
-            answer.matcher.fill(mask)
-        if run:
-            self._runs[uid] = first, run
+            ready: list[int] = []
+            while self._due and tokens > 0 and len(ready) < min(self.batch, TURN_MASKS - masks):
+                uid, _ = self._due.popitem(last=False)
+                tokens -= self._take_tokens(uid, tokens, ready)
+            masks += len(ready)
+            self._make_masks(ready)
+        return masks
 
-    def _fail(self, uid: int, error: InvalidRequest) -> None:
+    def _take_tokens(self, uid: int, most: int, ready: list[int]) -> int:
+        """Have an answer's matcher take its new tokens, or the first of them, where there are more
+        than `most`; note it in `ready` where a mask is next. Return how many were taken."""
+        answer = self._open.get(uid)
+        if answer is None or answer.matcher is None or answer.position < 0 or uid in self._failed:
+            return 0
+        some, answer.tokens = answer.tokens[:most], answer.tokens[most:]
+        try:
+            answer.matcher.take(some)
+        except (InvalidRequest, OutOfResources) as error:
+            self._fail(uid, error)
+        else:
+            if answer.tokens:
+                self._due[uid] = None
+            else:
+                ready.append(uid)
+        return len(some)
+
+    def _make_masks(self, uids: list[int]) -> None:
+        """Make the next masks of these answers; where only one id is allowed, it is forced, and the
+        answer is due again."""
+        matchers = [matcher for uid in uids if (matcher := self._open[uid].matcher)]
+        masks = np.empty((len(uids), self._words), np.int32)
+        for uid, mask, error in zip(uids, masks, self.fill(matchers, masks), strict=True):
+            answer = self._open[uid]
+            if error is not None:
+                self._fail(uid, error)
+            elif (token := self._forced(answer, mask)) is not None:
+                answer.run.append(token)
+                answer.tokens.append(token)
+                answer.position += 1
+                self._due[uid] = None
+            else:
+                self._tell(uid, answer, mask)
+
+    def _forced(self, answer: _Open, mask: Int32) -> int | None:
+        """Return the id that follows as nothing else may, where such are told."""
+        if not answer.jumps or len(answer.run) >= MAX_RUN or answer.position >= answer.end:
+            return None
+        token = only_bit(mask)
+        return None if token in self._ends else token
+
+    def _tell(self, uid: int, answer: _Open, mask: Int32) -> None:
+        run, answer.run = answer.run, []
+        if run:
+            self._runs[uid] = answer.position - len(run), run
+        self._masks[uid] = answer.position, mask.copy()
+
+    def _fail(self, uid: int, error: NanoactorError) -> None:
         # Begins with the parameter's name, as all that is said of parameters.
         self._failed[uid] = f"structured_outputs: {error}"[:MAX_REASON]
+        if isinstance(error, OutOfResources):
+            self._refused.add(uid)
 
     def close(self, event: CloseGrammars) -> None:
         """Forget answers that are over."""
@@ -195,6 +251,8 @@ class GrammarBook:
             self._masks.pop(uid, None)
             self._runs.pop(uid, None)
             self._failed.pop(uid, None)
+            self._due.pop(uid, None)
+            self._refused.discard(uid)
             self._closed.append(uid)
 
     def take_masks(self, most: int) -> Masks | None:
@@ -233,4 +291,7 @@ class GrammarBook:
         if not told:
             return None
         self._failed |= dict.fromkeys(told, "")
-        return GrammarsFailed(np.array(list(told), np.int64), list(told.values()))
+        refused = [uid for uid in told if uid in self._refused]
+        return GrammarsFailed(
+            np.array(list(told), np.int64), list(told.values()), np.array(refused, np.int64)
+        )

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.grammar.jsonschema import parse_json, parse_schema, shorten
+from nanoactor.grammar.jsonschema import check_literal, parse_json, parse_schema, shorten
 from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES, GrammarSpec, ToolFunction, ToolGrammar
 
 MAX_CHOICES = 10_000
@@ -55,6 +55,7 @@ def parse_choices(text: str) -> list[str]:
     for position, one in enumerate(choices):
         if not isinstance(one, str) or not one:
             raise InvalidRequest(f"choice[{position}] must be a text that is not empty")
+        check_literal(one, f"choice[{position}]")
     return choices
 
 

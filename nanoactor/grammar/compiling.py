@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import threading
 from pathlib import Path
 from typing import cast
 
@@ -25,6 +26,8 @@ class GrammarCompiler:
 
     def __init__(self, files: ModelFiles) -> None:
         self._cache = GrammarCache()
+        self._lock = threading.Lock()
+        """Of the cache: two threads compile."""
         self._vocabulary: Vocabulary | None = None
         self._reason = ""
         assert files.tokenizer_directory is not None
@@ -47,15 +50,18 @@ class GrammarCompiler:
         none."""
         if self._vocabulary is None:
             raise InvalidRequest(f"this model has no structured outputs: {self._reason}")
-        compiled = self._cache.get(text)
+        with self._lock:
+            compiled = self._cache.get(text)
         if compiled is None:
             before = _resident()
             try:
                 compiled = Compiled(GrammarSpec.of_text(text), self._vocabulary)
             except InvalidRequest as error:
-                self._cache.put(text, error)
+                with self._lock:
+                    self._cache.put(text, error)
                 raise
-            self._cache.put(text, compiled, max(0, _resident() - before))
+            with self._lock:
+                self._cache.put(text, compiled, max(0, _resident() - before))
         return compiled.matcher()
 
 

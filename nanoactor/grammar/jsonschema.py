@@ -12,6 +12,9 @@ from nanoactor.errors import InvalidRequest
 MAX_DEPTH = 64
 """Of objects and arrays within each other, in a schema or another JSON text."""
 
+MAX_LITERAL = 8192
+"""Characters of a text that is given to the letter. The parser looks at all that is left of it for
+each token: 0.13 us a character."""
 MAX_PROPERTIES = 1000
 """Of one object. The parser's time grows with their square."""
 MAX_NAME_PATTERNS = 64
@@ -41,6 +44,16 @@ _NAMED = (
     "patternProperties",
     "properties",
 )
+
+
+def check_literal(text: str, field: str) -> None:
+    """Raise `InvalidRequest` for a text that an answer would have to spell, and that is too
+    long."""
+    if len(text) > MAX_LITERAL:
+        raise InvalidRequest(
+            f"{field} asks for a text of {len(text)} characters to the letter; at most "
+            f"{MAX_LITERAL} are allowed"
+        )
 
 
 def parse_json(text: str, field: str) -> Any:
@@ -76,6 +89,8 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
                 f"{field} has an object of {properties} properties; "
                 f"at most {MAX_PROPERTIES} are allowed"
             )
+        for literal in _literals(part):
+            check_literal(literal, field)
         name_patterns += len(_if_dict(part.get("patternProperties")))
         reference = part.get("$ref", "#")
         if not isinstance(reference, str):
@@ -99,6 +114,21 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
             f"at most {MAX_PATTERNS_AT_ONCE} are allowed"
         )
     return schema
+
+
+def _literals(part: dict[str, Any]) -> Iterator[str]:
+    """Yield the texts that a schema gives to the letter: values, names, and patterns, which may be
+    as good as letters."""
+    waiting: list[Any] = [part.get("const"), part.get("enum"), part.get("pattern")]
+    waiting += [list(_if_dict(part.get("properties"))), part.get("required")]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, list):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += [*one, *one.values()]
 
 
 def reachable_schemas(schema: dict[str, Any] | bool) -> Iterator[dict[str, Any]]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
 from numpy.typing import NDArray
 
-from nanoactor.errors import InvalidRequest, ProtocolBug
+from nanoactor.errors import InvalidRequest, ProtocolBug, out_of_resources
+from nanoactor.grammar.book import Refusal, fill_singly
 from nanoactor.grammar.compiler import compile_grammar
-from nanoactor.grammar.jsonschema import shorten
+from nanoactor.grammar.jsonschema import check_literal, shorten
 from nanoactor.grammar.spec import GrammarSpec, Kind
 from nanoactor.grammar.vocabulary import Vocabulary
+from nanoactor.native import NativePanic, native_calls
 
 _STACK_BYTES = 512 * 2**20  # of addresses; memory is taken as it is used
 _ROW_OF_JSON = 2000
@@ -50,6 +53,7 @@ class Compiled:
         self._matcher = self._compile()
         # An empty language is found here, not by the parser's construction.
         self.matcher().fill(np.empty(vocabulary.words, np.int32))
+        check_literal("x" * len(self._matcher.compute_ff_bytes()), spec.kind)
 
     def matcher(self) -> Matcher:
         """Return a matcher at the beginning of an answer."""
@@ -110,9 +114,10 @@ class Matcher:
         Raises `ProtocolBug` for a token that the grammar does not allow, `InvalidRequest` where
         the parser reaches its limits. Neither leaves the matcher usable.
         """
-        for token in tokens:
-            if not self._matcher.consume_token(token):
-                self._raise(f"token {token}")
+        with _parsing():
+            for token in tokens:
+                if not self._matcher.consume_token(token):
+                    self._raise(f"token {token}")
 
     def fill(self, out: NDArray[np.int32]) -> None:
         """Write the mask of the next position: bit t % 32 of word t // 32 is set where the id t is
@@ -123,8 +128,9 @@ class Matcher:
         """
         if out.shape != (self._vocabulary.words,) or not out.flags.c_contiguous:
             raise ProtocolBug(f"a mask of shape {out.shape}, not {(self._vocabulary.words,)}")
-        self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
-        self._check(out)
+        with _parsing():
+            self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+            self._check(out)
 
     def _check(self, out: NDArray[np.int32]) -> None:
         """Look at what the parser has written. Raises as `fill` does."""
@@ -155,15 +161,17 @@ class ParallelFill:
     def __init__(self, threads: int) -> None:
         self._executor = LLExecutor(threads)
 
-    def __call__(
-        self, matchers: Sequence[Matcher], out: NDArray[np.int32]
-    ) -> list[InvalidRequest | None]:
+    def __call__(self, matchers: Sequence[Matcher], out: NDArray[np.int32]) -> list[Refusal | None]:
         """Write the mask of each answer's next position, (answers, words); return what
         `Matcher.fill` would raise for each."""
         rows = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
         width = out.shape[1] * out.itemsize
-        self._executor.unsafe_compute_mask_ptr(rows, out.ctypes.data, width, len(matchers))
-        found: list[InvalidRequest | None] = []
+        try:
+            with native_calls():
+                self._executor.unsafe_compute_mask_ptr(rows, out.ctypes.data, width, len(matchers))
+        except NativePanic:  # of one of them: find out which
+            return fill_singly([*matchers], out)
+        found: list[Refusal | None] = []
         for matcher, row in zip(matchers, out, strict=True):
             try:
                 matcher._check(row)
@@ -174,16 +182,38 @@ class ParallelFill:
         return found
 
 
+@contextlib.contextmanager
+def _parsing() -> Iterator[None]:
+    """Turn what the parser raises for an answer into that request's error."""
+    try:
+        with native_calls():
+            yield
+    except NativePanic as error:
+        raise InvalidRequest(f"the parser failed on the grammar: {shorten(str(error))}") from error
+    except MemoryError as error:
+        raise out_of_resources(error) from error
+
+
 def _on_deep_stack(work: Callable[[], None]) -> None:
     """Do what recurses as deeply as a grammar's rules follow each other: 16 KB for each of as many
     as there is text for. With the usual 8 MB, a chain of 1000 would end the process."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
     before = threading.stack_size(_STACK_BYTES)
     try:
-        thread = threading.Thread(target=work, name="grammar")
-        thread.start()
+        thread = threading.Thread(target=run, name="grammar")
+        thread.start()  # raises `RuntimeError` where so many addresses cannot be had
     finally:
         threading.stack_size(before)
     thread.join()
+    for error in raised:
+        raise error
 
 
 _CONTEXT = re.compile(r"\n +\d+ \| |\n<non-verbose/>|; following special tokens")

@@ -34,6 +34,8 @@ class OpenGrammar:
     """The grammar's tokens so far, where the answer goes on after everybody began anew."""
     jumps: bool
     """Whether ids that are the only ones allowed are told as `ForcedTokens`."""
+    end: int
+    """The position behind the last token that the answer may have."""
 
 
 @message(91, by="uid")
@@ -113,6 +115,8 @@ class GrammarsFailed:
 
     uids: Int64
     errors: list[str]
+    refused: Int64
+    """Those of them of which the machine is to blame, not their grammar."""
 
 
 @message(86)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoactor.continuing import Resume
 from nanoactor.messages import Abort, Admit, Open, Reject
 from nanoactor.scheduling.edges import TEXT, Send
-from nanoactor.scheduling.ends import End
+from nanoactor.scheduling.ends import End, rejected
 from nanoactor.scheduling.ids import SeenNumbers
 from nanoactor.scheduling.output import OutputBuffer
 from nanoactor.scheduling.plan_builder import as_int32
@@ -42,8 +42,7 @@ class Arrivals:
         for uid in range(event.uid, event.uid + event.answers):
             if not self._swallowed(uid):
                 self._statistics.aborted += not event.text
-                end = End("error", error=event.text) if event.text else End("abort")
-                self._output.finish(uid, end)
+                self._output.finish(uid, rejected(event.text, refused=event.refused))
 
     def resume(self, event: Resume) -> None:
         """Everybody began anew: those that are over do not arrive again."""

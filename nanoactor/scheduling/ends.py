@@ -33,9 +33,17 @@ NO_ANSWER = End(
 )
 NO_MASK = End(
     "failed",
-    error="the mask of the answer's grammar did not come in time (mask_timeout): the grammar is "
-    "too hard, or the machine too busy",
+    error="the mask of the answer's grammar did not come in time (mask_timeout): the machine is "
+    "busy, or this grammar or those of other requests are slow",
 )
+
+
+def rejected(error: str, *, refused: bool) -> End:
+    """Return how one ends that cannot run: `refused` where the machine is to blame, with no error
+    where it was aborted before."""
+    if not error:
+        return End("abort")
+    return End("refused" if refused else "error", error=error)
 
 
 def choiceless(constrained: bool) -> End:

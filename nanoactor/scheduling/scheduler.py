@@ -433,7 +433,7 @@ class Scheduler:
     def _on_grammars_failed(self, event: GrammarsFailed) -> None:
         for uid, error in zip(event.uids.tolist(), event.errors, strict=True):
             if (sequence := self.live.get(uid)) is not None:
-                self._end(sequence, End("error", error=error))
+                self._end(sequence, ends.rejected(error, refused=uid in event.refused))
 
     def _on_mask_clock(self, event: MaskClock) -> None:
         for uid in self.constraints.tick():
@@ -442,7 +442,7 @@ class Scheduler:
     def _on_items_failed(self, event: ItemsFailed) -> None:
         for pixels, error in zip(event.pixels.tolist(), event.errors, strict=True):
             for uid in self.items.failed(pixels):
-                self._end(self.live[uid], End("error", error=error))
+                self._end(self.live[uid], ends.rejected(error, refused=pixels in event.refused))
 
     # -- looking on -----------------------------------------------------------------------
 

@@ -15,26 +15,36 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import msgspec
 import numpy as np
 
-from nanoactor.errors import EngineDead, EngineOverloaded, InvalidRequest, NanoactorError
+from nanoactor.errors import (
+    EngineDead,
+    EngineOverloaded,
+    InvalidRequest,
+    NanoactorError,
+    OutOfResources,
+)
 from nanoactor.grammar.spec import Thoughts
-from nanoactor.messages import Int32
 from nanoactor.models.errors import ModelError
+from nanoactor.native import native_calls
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.codec import message
-from nanoactor.runtime.errors import PeerBroken, RecordTooLarge, RuntimeFault
+from nanoactor.runtime.errors import PeerBroken, RecordTooLarge, RuntimeFault, machine_refuses
 from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.system import System
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 from nanoactor.runtime.wiring import Options
+from nanoactor.text.long_texts import LONG_BYTES, LongTexts
 from nanoactor.text.renderer import RenderLimits, RenderQueue
 from nanoactor.text.spans import SpanFinder, Spans
 from nanoactor.text.template import TemplateFacts, thoughts_after
 from nanoactor.topology import LIGHT
+
+if TYPE_CHECKING:
+    from nanoactor.text.tokenizer import Piece
 
 log = logging.getLogger("nanoactor.server")
 
@@ -71,6 +81,8 @@ class TextReply:
     result: bytes
     """In msgpack; empty where there is an error."""
     error: str
+    refused: bool = False
+    """Whether the machine is to blame for the error, not the request."""
 
 
 @message(102)
@@ -87,6 +99,7 @@ class TextWorker(Actor):
         """`config`: where the tokenizer lies, and what a chat template may take."""
         self._directory, self._limits = config
         self._templates: RenderQueue | None = None
+        self._long_texts = LongTexts()
         self._finder: SpanFinder | None = None
         """Its tables take a moment, and few want them."""
 
@@ -104,6 +117,7 @@ class TextWorker(Actor):
 
     def stop(self) -> None:
         """End the template's process."""
+        self._long_texts.close()
         if self._templates is not None:
             self._templates.close()
 
@@ -117,17 +131,45 @@ class TextWorker(Actor):
 
     def _request(self, event: TextRequest) -> None:
         arguments = msgspec.msgpack.decode(event.arguments)
-        if event.method == "render":
+        if event.method == "encode":
+            text, special = arguments
+            self._encode(event.number, [(text, special)], lambda ids: ids[0])
+        elif event.method == "render":
             messages, options, whole = arguments
             done = functools.partial(self.context.call_soon, self._rendered, event.number, whole)
             assert self._templates is not None
             self._templates.render(event.number, messages, options, done)
         else:
-            method = self._METHODS[event.method]
-            self._reply(event.number, functools.partial(method, self, *arguments))
+            method = functools.partial(self._METHODS[event.method], self, *arguments)
+            if len(event.arguments) > LONG_BYTES:
+                self._put_long(event.number, method, lambda result: result)
+            else:
+                self._reply(event.number, method)
 
-    def _encode(self, text: str, special: bool) -> Int32:
-        return self._encoder.encode_text(text, special)
+    def _encode(self, number: int, pieces: Sequence[Piece], made: Callable[[Any], Any]) -> None:
+        """Reply with what `made` makes of the ids of these texts."""
+        if not self._encoder.is_bounded and self._templates is not None:
+            done = functools.partial(self.context.call_soon, self._encoded, number, made)
+            self._templates.encode(number, pieces, done)
+        elif sum(len(text) for text, _ in pieces) > LONG_BYTES:
+            self._put_long(number, lambda: self._encoder.encode(pieces), made)
+        else:
+            self._reply(number, lambda: made(self._encoder.encode(pieces)))
+
+    def _put_long(self, number: int, work: Callable[[], Any], made: Callable[[Any], Any]) -> None:
+        done = functools.partial(self.context.call_soon, self._encoded, number, made)
+        try:
+            self._long_texts.put(work, done)
+        except RuntimeError as error:  # there is no thread for it
+            self._encoded(number, made, error)
+
+    def _encoded(self, number: int, made: Callable[[Any], Any], result: Any) -> None:
+        def computed() -> Any:
+            if isinstance(result, Exception):
+                raise result
+            return made(result)
+
+        self._reply(number, computed)
 
     def _decode(self, several: list[list[int]]) -> list[str]:
         return [self._encoder.decode(ids) for ids in several]
@@ -141,26 +183,25 @@ class TextWorker(Actor):
         return [finder.of_text(p) if isinstance(p, str) else finder.of_ids(p) for p in several]
 
     _METHODS: ClassVar[Mapping[str, Callable[..., Any]]] = {
-        "encode": _encode,
         "decode": _decode,
         "spans": _spans,
     }
 
     def _rendered(self, number: int, whole: bool, prompt: str | Exception) -> None:
-        def result() -> Int32 | str:
-            if isinstance(prompt, Exception):
-                raise prompt
-            return self._encoder.encode_rendered(prompt) if whole else thoughts_after(prompt)
-
-        self._reply(number, result)
+        if whole and isinstance(prompt, str):
+            pieces = self._encoder.rendered_pieces(prompt)
+            self._encode(number, pieces, lambda ids: self._encoder.joined(prompt, ids))
+        else:
+            self._encoded(number, thoughts_after, prompt)
 
     def _reply(self, number: int, compute: Callable[[], Any]) -> None:
         try:
-            reply = TextReply(
-                number, msgspec.msgpack.encode(compute(), enc_hook=np.ndarray.tolist), ""
-            )
+            with native_calls():
+                result = msgspec.msgpack.encode(compute(), enc_hook=np.ndarray.tolist)
+            reply = TextReply(number, result, "")
         except Exception as error:  # nothing that a client asks may end the process
-            reply = TextReply(number, b"", (str(error) or repr(error))[:2000])
+            refused = isinstance(error, OutOfResources) or machine_refuses(error)
+            reply = TextReply(number, b"", (str(error) or repr(error))[:2000], refused)
         outbox = self.context.outbox("server")
         try:
             outbox.send(reply)
@@ -358,7 +399,7 @@ class TextService:
             raise EngineDead(f"the text service has not answered within {patience:g} s") from None
         self._silent = False
         if reply.error:
-            raise InvalidRequest(reply.error)
+            raise (OutOfResources if reply.refused else InvalidRequest)(reply.error)
         return msgspec.msgpack.decode(reply.result, type=kind)
 
 

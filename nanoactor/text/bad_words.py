@@ -12,14 +12,19 @@ from nanoactor.messages import Stopping, TokenRules
 from nanoactor.params import MAX_BAD_WORD_TOKENS
 
 
+def spellings(words: Sequence[str]) -> list[str]:
+    """Return words as they are, and behind a space."""
+    return [text for word in words for text in (word, " " + word.lstrip())]
+
+
 def with_words(
-    rules: TokenRules, words: Sequence[str], encode: Callable[[str], list[int]]
+    rules: TokenRules, words: Sequence[str], encode: Callable[[str], Sequence[int]]
 ) -> TokenRules:
     """Return the rules with the ids of bad words, as they are and behind a space: tokenizers tell
     the start of a word from its middle. Raises `InvalidRequest` for one of too many tokens."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
-        for text in (word, " " + word.lstrip()):
+        for text in spellings([word]):
             ids = tuple(encode(text))
             if len(ids) > MAX_BAD_WORD_TOKENS:
                 raise InvalidRequest(

@@ -11,6 +11,7 @@ import numpy as np
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.messages import (
+    FAILURES,
     Finish,
     Int32,
     Open,
@@ -202,7 +203,7 @@ class Detokenizer:
         pending = self._pending_of(finish.uid)
         if entry is not None:
             # After an error nothing more is read: held text must not pass for a stop.
-            if not entry.ended and entry.decoder and reason not in ("failed", "error", "expired"):
+            if not entry.ended and entry.decoder and reason not in FAILURES:
                 rest = entry.matcher.push(entry.decoder.finish()) + entry.matcher.finish()
                 self._emit(entry, pending, rest)
             if entry.matcher.matched is not None:

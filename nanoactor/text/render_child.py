@@ -1,4 +1,5 @@
-"""The process in which a chat template runs: requests on standard input, answers on the output.
+"""The process in which a chat template runs, and a tokenizer that is not known to be bounded:
+requests on standard input, answers on the output.
 
 Each is a length of 8 bytes and JSON. It ends when its input does.
 """
@@ -6,28 +7,35 @@ Each is a length of 8 bytes and JSON. It ends when its input does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import resource
 import struct
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanoactor.errors import InvalidRequest
+from nanoactor.errors import InvalidRequest, OutOfResources
 from nanoactor.models.errors import ModelError
-from nanoactor.runtime.process import die_with_parent, ignore_group_signals
+from nanoactor.runtime.process import ignore_group_signals
 from nanoactor.text.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 LENGTH = struct.Struct("<Q")
 _MOST_MEMORY = 1 << 30
 """Bytes of address space: a template can double a text in a few steps."""
 
 
-def main(parent: int, directory: str, characters: int) -> None:
+_MOST_FOR_TOKENS = 4 << 30
+"""The same for a tokenizer, whose vocabulary takes some."""
+
+
+def main(directory: str, characters: int) -> None:
     """Serve until the input ends; `characters` may a prompt have."""
     ignore_group_signals()
-    die_with_parent(parent, "template")
-    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_FOR_TOKENS))
     try:
         template = ChatTemplate(Path(directory), characters)
     except ModelError as error:
@@ -39,15 +47,20 @@ def main(parent: int, directory: str, characters: int) -> None:
     _say({"value": None})
     while head := os.read(0, LENGTH.size):
         (length,) = LENGTH.unpack(head)
-        _say(_answer(template, json.loads(_read(length))))
+        _say(_answer(template, Path(directory), json.loads(_read(length))))
 
 
-def _answer(template: ChatTemplate, request: list[Any]) -> dict[str, Any]:
+def _answer(template: ChatTemplate, directory: Path, request: list[Any]) -> dict[str, Any]:
     try:
+        if request[0] == "encode":
+            return {"value": _encoded(directory, request[1])}
         return {"value": _value(template, request)}
     except InvalidRequest as error:
         # Whoever has met the limit once may be near it from now on.
         return {"error": str(error), "spent": isinstance(error.__cause__, MemoryError)}
+    except OutOfResources:
+        gib = _MOST_FOR_TOKENS >> 30
+        return {"error": f"the tokenizer needs more than {gib} GiB for the text", "spent": True}
     except Exception as error:  # what came is no conversation
         return {"error": f"the prompt cannot be tokenized: {error!r}", "spent": True}
 
@@ -61,6 +74,20 @@ def _value(template: ChatTemplate, request: list[Any]) -> Any:
         case _:
             _, messages, options = request
             return template.render(json.loads(messages), json.loads(options))
+
+
+def _encoded(directory: Path, pieces: list[Any]) -> list[list[int]]:
+    from nanoactor.text.tokenizer import encode_all
+
+    return encode_all(_tokenizer(directory), pieces)
+
+
+@functools.cache
+def _tokenizer(directory: Path) -> Tokenizer:
+    from nanoactor.text.tokenizer import load_tokenizer
+
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_FOR_TOKENS, _MOST_FOR_TOKENS))
+    return load_tokenizer(directory)
 
 
 def _read(length: int) -> bytes:

@@ -1,7 +1,8 @@
-"""Chat templates rendered in a process that can be thrown away.
+"""Programs that come with a model run in a process that can be thrown away.
 
-A template is a program that comes with a model: a sandbox keeps it from doing harm, but not from
-running for ever or filling the memory. So it runs in a child of whoever renders, with limits on its
+A chat template is a program: a sandbox keeps it from doing harm, but not from running for ever or
+filling the memory. So are a tokenizer's regular expressions and replacements, where they are not
+known to be bounded (`patterns.py`). They run in a child of whoever renders, with limits on its
 processor time, its memory and its output; past one of them the child is killed and another started.
 """
 
@@ -18,14 +19,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.models.errors import ModelError
 from nanoactor.text.render_child import LENGTH
 from nanoactor.text.template import TemplateFacts, has_template
+
+if TYPE_CHECKING:
+    from nanoactor.text.tokenizer import Piece
 
 _LOOK = 0.02
 """Seconds between two looks at how long a child has computed."""
@@ -62,14 +66,17 @@ class _Child:
         path = [entry for entry in sys.path if isinstance(entry, str)]
         program = (
             f"import sys; sys.path[:] = {path!r}; "
+            # First, as everything else takes a moment, in which the parent may end.
+            "from nanoactor.runtime.process import die_with_parent; "
+            f"die_with_parent({os.getpid()}, 'template'); "
             "from nanoactor.text.render_child import main; "
-            f"main({os.getpid()}, {str(directory)!r}, {limits.characters})"
+            f"main({str(directory)!r}, {limits.characters})"
         )
         self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
             [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    def send(self, request: list[str]) -> None:
+    def send(self, request: list[Any]) -> None:
         """Hand it work; that it is gone shows when it is to answer."""
         assert self.process.stdin is not None
         body = json.dumps(request).encode()
@@ -141,12 +148,12 @@ class Renderer:
         if not has_template(self._directory):
             return TemplateFacts(), ""
         try:
-            found = self._ask(["facts"], self._limits.seconds)
+            found = self.ask(["facts"], self._limits.seconds)
         except Overdue:
             raise self.stopped() from None
         facts = TemplateFacts(**{**found, "variables": tuple(found["variables"])})
         try:
-            shows_tools, thoughts = self._ask(["probe"], self._limits.seconds)
+            shows_tools, thoughts = self.ask(["probe"], self._limits.seconds)
         except Overdue:
             return facts, str(self.stopped())
         except InvalidRequest as error:
@@ -157,15 +164,17 @@ class Renderer:
     def render(self, messages: str, options: str, seconds: float) -> str:
         """The prompt for a conversation, both given as JSON, within so many seconds of processor
         time; raises `InvalidRequest`, or `Overdue` where it takes longer."""
-        text: str = self._ask(["render", messages, options], seconds)
+        text: str = self.ask(["render", messages, options], seconds)
         return text
 
-    def stopped(self) -> InvalidRequest:
+    def stopped(self, request: list[Any] | None = None) -> InvalidRequest:
         """The error of who has taken all the time that there is."""
-        seconds = self._limits.seconds
-        return InvalidRequest(f"the chat template was stopped: it takes longer than {seconds:g} s")
+        what, seconds = _subject(request), self._limits.seconds
+        return InvalidRequest(f"{what} was stopped: it takes longer than {seconds:g} s")
 
-    def _ask(self, request: list[str], seconds: float) -> Any:
+    def ask(self, request: list[Any], seconds: float) -> Any:
+        """Return what the child answers, within so many seconds of processor time; raises as
+        `render` does."""
         try:
             try:
                 answer = self._asked(request, seconds)
@@ -177,7 +186,8 @@ class Renderer:
             raise
         except _Ended:
             self.end()
-            raise InvalidRequest("the chat template was stopped: its process has ended") from None
+            text = f"{_subject(request)} was stopped: its process has ended"
+            raise InvalidRequest(text) from None
         if "model_error" in answer:
             self.end()
             raise ModelError(answer["model_error"])
@@ -187,7 +197,7 @@ class Renderer:
             raise InvalidRequest(answer["error"])
         return answer["value"]
 
-    def _asked(self, request: list[str], seconds: float) -> Any:
+    def _asked(self, request: list[Any], seconds: float) -> Any:
         with self._lock:
             if self.cancelled:
                 raise _Ended
@@ -216,8 +226,8 @@ class Renderer:
             child.end()
 
 
-Done = Callable[[str | Exception], None]
-"""Takes the prompt, or what was raised instead."""
+Done = Callable[[Any], None]
+"""Takes the prompt, or the ids, or the `Exception` that was raised instead."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -228,8 +238,7 @@ class _Job:
     """0 at first, 1 once it has let others go first; negative to end."""
     place: int
     number: int = dataclasses.field(compare=False)
-    messages: str = dataclasses.field(compare=False)
-    options: str = dataclasses.field(compare=False)
+    request: list[Any] = dataclasses.field(compare=False)
     done: Done = dataclasses.field(compare=False)
 
 
@@ -268,9 +277,17 @@ class RenderQueue:
             text = "the model has no chat template; give a text prompt instead of messages"
             done(InvalidRequest(text))
             return
+        self._put(number, ["render", messages, options], done)
+
+    def encode(self, number: int, pieces: Sequence[Piece], done: Done) -> None:
+        """Encode texts whose tokenizer is not known to be bounded; `done` is called on the queue's
+        thread, with a list of ids for each."""
+        self._put(number, ["encode", [*pieces]], done)
+
+    def _put(self, number: int, request: list[Any], done: Done) -> None:
         with self._lock:
             self._known.add(number)
-        self._jobs.put(_Job(0, next(self._places), number, messages, options, done))
+        self._jobs.put(_Job(0, next(self._places), number, request, done))
 
     def cancel(self, number: int) -> None:
         """Have a conversation end with `Cancelled`, unless it is over."""
@@ -305,18 +322,18 @@ class RenderQueue:
                 job.done(result)
         self._renderer.end()
 
-    def _render(self, job: _Job) -> str | Exception:
+    def _render(self, job: _Job) -> Any:
         with self._lock:
             self._current = job.number if job.number in self._known else None
             self._renderer.cancelled = False
         if self._current is None:
             return Cancelled()
         seconds = self._seconds if job.turn else min(_FIRST, self._seconds)
-        result: str | Exception
+        result: Any
         try:
-            result = self._renderer.render(job.messages, job.options, seconds)
+            result = self._renderer.ask(job.request, seconds)
         except Overdue as error:
-            result = error if seconds < self._seconds else self._renderer.stopped()
+            result = error if seconds < self._seconds else self._renderer.stopped(job.request)
         except Exception as error:  # a template is a program: it can fail in any way
             result = error
         with self._lock:
@@ -331,9 +348,14 @@ class RenderQueue:
         """End the child and the thread."""
         with self._lock:
             self._known.clear()
-        self._jobs.put(_Job(-1, 0, 0, "", "", lambda result: None))
+        self._jobs.put(_Job(-1, 0, 0, [], lambda result: None))
         self._renderer.cancel()
         self._thread.join(timeout=2.0)
+
+
+def _subject(request: list[Any] | None) -> str:
+    """Return what an error is about."""
+    return "the tokenizer" if request and request[0] == "encode" else "the chat template"
 
 
 class Cancelled(Exception):

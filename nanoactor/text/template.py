@@ -144,8 +144,12 @@ class ChatTemplate:
             )
         except InvalidRequest:
             raise
+        except MemoryError as error:
+            why = "the chat template was stopped: it takes too much memory"
+            raise InvalidRequest(why) from error
         except Exception as error:  # a template is a program: it can fail in any way
-            raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
+            why = str(error) or type(error).__name__
+            raise InvalidRequest(f"the chat template refuses these messages: {why}") from error
         return _up_to_the_end_of(messages[-1], text) if continues else text
 
     def _bounded(self, pieces: Iterator[str]) -> str:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import itertools
+import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from nanoactor.errors import InvalidRequest
+from nanoactor.errors import InvalidRequest, OutOfResources
 from nanoactor.messages import Int32
+from nanoactor.models.config import check_file
 from nanoactor.models.errors import ModelError
+from nanoactor.native import native_calls
+from nanoactor.text.patterns import is_bounded
 
 
 def load_tokenizer(directory: Path, name: str = "tokenizer.json") -> Tokenizer:
@@ -21,8 +28,10 @@ def load_tokenizer(directory: Path, name: str = "tokenizer.json") -> Tokenizer:
     path = directory / name
     if not path.exists():
         raise ModelError(f"{path} does not exist")
+    check_file(path)
     try:
-        tokenizer = _read(path)
+        with native_calls():
+            tokenizer = _read(path)
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{path} is not a tokenizer: {error}") from error
     # Saved with some tokenizers for batches in training; a prompt must arrive as it is.
@@ -39,15 +48,31 @@ def _read(path: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
+Piece = tuple[str, bool]
+"""A text, and whether the tokenizer adds what it puts around a text."""
+
+
 class TextEncoder:
     """Prompts to token ids."""
 
     def __init__(self, directory: Path, reserved: Sequence[int] = ()) -> None:
         """`reserved`: ids that a conversation's template alone may write, as placeholders."""
         self._tokenizer = load_tokenizer(directory)
+        self.is_bounded = is_bounded(_steps(self._tokenizer))
+        """Whether what it takes grows as its text does; else `pieces` are encoded elsewhere."""
         names = [self._tokenizer.id_to_token(token) for token in reserved]
         # Unguessable: no text has them unless it was given them here.
         self._hidden = {f"\ue000{secrets.token_hex(8)}\ue001": name for name in names if name}
+        self._spelt = {hidden: self._spell(name) for hidden, name in self._hidden.items()}
+
+    def _spell(self, name: str) -> list[int]:
+        """Return the ids of a special token's name as plain characters."""
+        self._tokenizer.encode_special_tokens = True
+        try:
+            ids: list[int] = self._tokenizer.encode(name, add_special_tokens=False).ids
+            return ids
+        finally:
+            self._tokenizer.encode_special_tokens = False
 
     def hide_placeholders(self, text: str) -> str:
         """Return a conversation (JSON, before its template sees it) in which what users spell like
@@ -56,37 +81,38 @@ class TextEncoder:
             text = text.replace(name, hidden)
         return text
 
+    def encode(self, pieces: Sequence[Piece]) -> list[list[int]]:
+        """Return the ids of each of these texts. Raises `InvalidRequest` for what is no Unicode,
+        and where the library fails."""
+        return encode_all(self._tokenizer, pieces)
+
     def encode_text(self, text: str, special: bool = True) -> Int32:
         """The ids of a text; with `special`, those that the tokenizer adds by itself too."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=special).ids, np.int32)
+        return np.array(self.encode([(text, special)])[0], np.int32)
 
     def encode_rendered(self, text: str) -> Int32:
         """The ids of a conversation: its template has written all special tokens itself."""
-        try:
-            return np.concatenate([self._encode_piece(piece) for piece in self._pieces(text)])
-        except (TypeError, UnicodeError) as error:
-            raise InvalidRequest(f"the conversation is not valid Unicode: {error}") from error
+        return self.joined(text, self.encode(self.rendered_pieces(text)))
+
+    def rendered_pieces(self, text: str) -> list[Piece]:
+        """Return the texts of a rendered conversation, around what was hidden in it."""
+        return [(piece, False) for piece in self._split(text) if piece not in self._spelt]
+
+    def joined(self, text: str, ids: Sequence[Sequence[int]]) -> Int32:
+        """Return the ids of a rendered conversation, from those of its pieces."""
+        found = iter(ids)
+        parts = [self._spelt.get(piece) or next(found) for piece in self._split(text)]
+        return np.array(list(itertools.chain.from_iterable(parts)), np.int32)
 
     def id_of(self, tag: str) -> int | None:
         """Return the id of a token that was added to the vocabulary for a tag; None without one."""
         added = self._tokenizer.get_added_tokens_decoder()
         return next((id_ for id_, token in added.items() if token.content == tag), None)
 
-    def _pieces(self, text: str) -> list[str]:
-        """Split a rendered conversation around what was hidden in it."""
+    def _split(self, text: str) -> list[str]:
         if not any(hidden in text for hidden in self._hidden):
             return [text]
         return re.split("(" + "|".join(map(re.escape, self._hidden)) + ")", text)
-
-    def _encode_piece(self, piece: str) -> Int32:
-        spelt = self._hidden.get(piece)
-        if spelt is None:
-            return np.array(self._tokenizer.encode(piece, add_special_tokens=False).ids, np.int32)
-        self._tokenizer.encode_special_tokens = True
-        try:
-            return np.array(self._tokenizer.encode(spelt, add_special_tokens=False).ids, np.int32)
-        finally:
-            self._tokenizer.encode_special_tokens = False
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of ids, special tokens included; raises `InvalidRequest` for unknown ones."""
@@ -94,5 +120,34 @@ class TextEncoder:
         for token in token_ids:
             if not 0 <= token < size:
                 raise InvalidRequest(f"token id {token} is not in the vocabulary of {size} ids")
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        with _refusing("the ids cannot be decoded"):
+            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
+
+
+def _steps(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the steps before a tokenizer's vocabulary, as its file has them."""
+    steps = {"normalizer": tokenizer.normalizer, "pre_tokenizer": tokenizer.pre_tokenizer}
+    return {name: json.loads(one.__getstate__()) if one else None for name, one in steps.items()}
+
+
+def encode_all(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[list[int]]:
+    """Return the ids of each of these texts. Raises as `TextEncoder.encode` does."""
+    with _refusing("the prompt cannot be tokenized"):
+        return [tokenizer.encode(text, add_special_tokens=special).ids for text, special in pieces]
+
+
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Turn whatever the library raises for a text into that request's error."""
+    try:
+        with native_calls():
+            yield
+    except (TypeError, UnicodeError) as error:
+        raise InvalidRequest(f"{what}: it is not valid Unicode: {error}") from error
+    except MemoryError as error:
+        raise OutOfResources(f"{what}: there is not enough memory") from error
+    except InvalidRequest:
+        raise
+    except Exception as error:
+        raise InvalidRequest(f"{what}: the tokenizer failed: {error}") from error

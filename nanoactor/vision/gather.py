@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanoactor.errors import InvalidRequest
-from nanoactor.vision.media import ReadItem
+from nanoactor.errors import InvalidRequest, OutOfResources
+from nanoactor.vision.media import ReadItem, Unusable
 
 
 class ItemGathering:
     """Items by request. They come in any order, and may overtake the request itself."""
 
     def __init__(self) -> None:
-        self._found: dict[int, dict[int, ReadItem | str]] = {}
+        self._found: dict[int, dict[int, ReadItem | Unusable]] = {}
         self._swallow: dict[int, int] = {}
         """By request that is over: how many of its items are still to come."""
 
@@ -20,7 +20,7 @@ class ItemGathering:
         """Return how many requests it knows."""
         return len(self._found) + len(self._swallow)
 
-    def add(self, uid: int, item: int, found: ReadItem | str) -> int:
+    def add(self, uid: int, item: int, found: ReadItem | Unusable) -> int:
         """Take an item, or why it cannot be used; returns how many of its request there are."""
         if uid in self._swallow:
             self._swallow[uid] -= 1
@@ -37,13 +37,15 @@ class ItemGathering:
 
     def of(self, uid: int, kinds: Sequence[str]) -> list[ReadItem]:
         """Return a request's items, in their order; `kinds` says what each of them is. Raises
-        `InvalidRequest` where one cannot be used."""
+        `InvalidRequest` where one cannot be used, `OutOfResources` where the machine is to
+        blame."""
         items = self._found.get(uid, {})
         for index, found in sorted(items.items()):
-            if isinstance(found, str):
+            if isinstance(found, Unusable):
                 same = [number for number, kind in enumerate(kinds) if kind == kinds[index]]
                 name = f"{kinds[index]} {same.index(index) + 1} of {len(same)}"
-                raise InvalidRequest(f"{name}: {found}")
+                kind = OutOfResources if found.is_refused else InvalidRequest
+                raise kind(f"{name}: {found.reason}")
         return [found for _, found in sorted(items.items()) if isinstance(found, ReadItem)]
 
     def forget(self, uid: int, count: int) -> None:

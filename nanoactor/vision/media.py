@@ -50,6 +50,15 @@ class ReadItem:
     """Temporal patches, rows and columns of tokens."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unusable:
+    """Why a picture or a video cannot be used."""
+
+    reason: str
+    is_refused: bool = False
+    """Whether the machine is to blame: it had no more memory, say."""
+
+
 def _nothing() -> None:
     pass
 

@@ -114,6 +114,8 @@ class ItemsRead:
     """(items, 3), as in `Items`."""
     errors: list[str]
     """Why an item cannot be used; empty where it can."""
+    refused: NDArray[np.uint8]
+    """Of each item: whether the machine is to blame, not the item."""
 
 
 @message(72)
@@ -174,6 +176,8 @@ class ItemsFailed:
 
     pixels: Int64
     errors: list[str]
+    refused: Int64
+    """Those of them of which the machine is to blame, not the picture."""
 
 
 @message(79)

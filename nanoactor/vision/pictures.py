@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from nanoactor.errors import InvalidRequest
+from nanoactor.native import native_calls
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _ORIENTATION = 0x0112
@@ -95,8 +96,9 @@ def _refusing() -> Iterator[None]:
         # About sizes, which are bounded here, and odd metadata.
         warnings.simplefilter("ignore")
         try:
-            yield
-        except InvalidRequest:
+            with native_calls():
+                yield
+        except (InvalidRequest, MemoryError):
             raise
         except Exception as error:
             detail = str(error) or type(error).__name__

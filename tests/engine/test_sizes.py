@@ -149,7 +149,9 @@ def worst_messages(config, files):
 def worst_of_grammars(config, files):
     seqs = config.max_num_seqs
     rows, longs, run = i32(seqs), np.zeros(seqs, np.int64), i32(seqs * MAX_RUN)
-    opened = OpenGrammar(0, 0, "x" * MAX_GRAMMAR_BYTES, 0, i32(files.max_model_len), True)
+    opened = OpenGrammar(
+        0, 0, "x" * MAX_GRAMMAR_BYTES, 0, i32(files.max_model_len), True, 2**31 - 1
+    )
     yield "scheduler", "grammar", opened
     yield "scheduler", "grammar", BeginGrammar(0, 0, i32(2))
     yield "scheduler", "grammar", GrammarTokens(longs, rows, rows)
@@ -162,7 +164,7 @@ def worst_of_grammars(config, files):
     yield "grammar", "runners", Masks(0, *several, masks, longs)
     yield "grammar", "scheduler", ForcedTokens(longs, rows, rows, run)
     reasons = ["\U0001f600" * MAX_REASON] * seqs
-    yield "grammar", "scheduler", GrammarsFailed(longs, reasons)
+    yield "grammar", "scheduler", GrammarsFailed(longs, reasons, longs)
     yield "runner.0", "scheduler", MasksReady(0, longs, rows)
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from nanoactor.errors import InvalidRequest, ProtocolBug
-from nanoactor.grammar.book import GrammarBook, only_bit
+from nanoactor.errors import InvalidRequest, OutOfResources, ProtocolBug
+from nanoactor.grammar.book import TURN_MASKS, TURN_SECONDS, GrammarBook, only_bit
 from nanoactor.grammar.messages import (
     MAX_REASON,
     MAX_RUN,
@@ -38,8 +38,14 @@ class Script:
         out[:] = row(*self.allowed[len(self.taken)])
 
 
-def opened(uid, jumps=False, tokens=()):
-    return OpenGrammar(uid, 0, "{}", 10, np.array(tokens, np.int32), jumps)
+def opened(uid, jumps=False, tokens=(), end=10_000):
+    return OpenGrammar(uid, 0, "{}", 10, np.array(tokens, np.int32), jumps, end)
+
+
+def settle(book):
+    """Turns until nothing is left to do."""
+    while book.has_work:
+        book.advance()
 
 
 def tokens(*triples):
@@ -53,6 +59,7 @@ def book_of(*matchers, jumps=False):
     for uid, matcher in enumerate(matchers):
         book.open(opened(uid, jumps))
         book.note_compiled(uid, matcher)
+    settle(book)
     return book
 
 
@@ -70,6 +77,7 @@ def test_a_mask_follows_each_token_and_none_comes_twice():
     assert book.take_masks(9).masks.tolist() == [row(5, 33).tolist()]
     assert book.take_masks(9) is None
     book.take(tokens((1, 10, 33), (0, 10, 1)))
+    settle(book)
     both = book.take_masks(9)
     assert (both.uids.tolist(), both.positions.tolist()) == ([1, 0], [11, 11])
     assert both.masks.tolist() == [row(6).tolist(), row(2, 3).tolist()]
@@ -79,6 +87,7 @@ def test_a_token_for_another_position_is_a_bug():
     book = book_of(Script([1], [2]))
     with pytest.raises(ProtocolBug, match="tells its token at 11, that at 10 is due"):
         book.take(tokens((0, 11, 1)))
+        settle(book)
 
 
 def test_what_was_said_before_a_restart_is_taken_first():
@@ -86,6 +95,7 @@ def test_what_was_said_before_a_restart_is_taken_first():
     book.open(opened(7, tokens=[1, 2]))
     assert book.take_masks(9) is None
     book.note_compiled(7, matcher)
+    settle(book)
     assert matcher.taken == [1, 2]
     assert book.take_masks(9).positions.tolist() == [12]
 
@@ -97,6 +107,7 @@ def test_ids_that_are_alone_are_forced_up_to_a_choice():
     assert (runs.counts.tolist(), runs.token_ids.tolist()) == ([2], [8, 9])
     assert (masks.positions.tolist(), masks.masks.tolist()) == ([12], [row(1, 2).tolist()])
     book.take(tokens((0, 12, 2)))
+    settle(book)
     assert book.take_runs().token_ids.tolist() == [3]
 
 
@@ -122,6 +133,7 @@ def test_a_failure_is_told_once_and_shortly_and_the_answer_is_quiet_then():
     book = book_of(Script([1]), Script([2], [3]))
     book.take_masks(9)
     book.take(tokens((0, 10, 1), (1, 10, 2)))
+    settle(book)
     failed = book.take_failures()
     assert failed.uids.tolist() == [0]
     assert failed.errors[0].startswith("structured_outputs: too hard")
@@ -142,18 +154,21 @@ def test_an_answer_that_is_over_is_closed_once_with_all_it_had():
     assert (last.uids.tolist(), last.closed.tolist()) == ([], [1, 0])
     assert (book.take_masks(9), book.take_runs(), book.take_failures()) == (None, None, None)
     book.note_compiled(1, Script([1]))
+    settle(book)
     assert len(book) == 0
 
 
 def free_book(matcher):
     book = GrammarBook(WORDS, (END,))
-    book.open(OpenGrammar(0, 0, "{}", -1, np.array((), np.int32), False))
+    book.open(OpenGrammar(0, 0, "{}", -1, np.array((), np.int32), False, 10_000))
     book.note_compiled(0, matcher)
+    settle(book)
     return book
 
 
 def begin(book, position, *ids):
     book.begin(BeginGrammar(0, position, np.array(ids, np.int32)))
+    settle(book)
 
 
 def test_no_mask_is_made_while_text_is_free():
@@ -180,8 +195,83 @@ def test_a_grammar_that_fails_is_told_while_text_is_free():
 
 def test_free_text_may_end_before_the_grammar_is_compiled():
     book = GrammarBook(WORDS, (END,))
-    book.open(OpenGrammar(0, 0, "{}", -1, np.array((), np.int32), False))
+    book.open(OpenGrammar(0, 0, "{}", -1, np.array((), np.int32), False, 10_000))
     begin(book, 25, 7)
     assert book.take_masks(8) is None
     book.note_compiled(0, Script((1,), (2,)))
+    settle(book)
     assert book.take_masks(8).positions.tolist() == [25]
+
+
+def forced(uid_count, length=10_000, end=10_000):
+    """Answers all of whose tokens are forced, in a book that has not made a turn."""
+    book = GrammarBook(WORDS, (END,), clock=lambda: 0.0)
+    for uid in range(uid_count):
+        book.open(opened(uid, jumps=True, end=end))
+        book.note_compiled(uid, Script(*[[8]] * length))
+    return book
+
+
+@pytest.mark.parametrize("answers", [1, 3, 128, 1000])
+def test_a_turn_forces_no_more_than_its_share_for_all_answers_together(answers):
+    """Whatever one request asks for: 1,000 answers, each of a literal without an end."""
+    book = forced(answers)
+    taken = 0
+    for turn in range(1, 50):
+        assert book.advance() <= TURN_MASKS
+        now = sum(len(entry.matcher.taken) for entry in book._open.values())
+        assert now - taken <= TURN_MASKS, f"turn {turn}"
+        taken = now
+
+
+def test_who_comes_later_waits_for_one_round_of_the_others():
+    book = forced(20)
+    book.advance()
+    book.open(opened(99))
+    book.note_compiled(99, Script([1, 2]))
+    book.advance()
+    assert 99 in book.take_masks(99).uids.tolist()
+
+
+def test_a_turn_ends_when_its_time_is_over():
+    ticks = iter(range(1000))
+    book = GrammarBook(WORDS, (END,), clock=lambda: next(ticks) * TURN_SECONDS / 3)
+    for uid in range(30):
+        book.open(opened(uid))
+        book.note_compiled(uid, Script([1, 2]))
+    assert book.advance() == 3
+    settle(book)
+    assert len(book.take_masks(99).uids) == 30
+
+
+def test_no_more_is_forced_than_is_wanted():
+    book = forced(1, end=13)
+    settle(book)
+    assert book.take_runs().counts.tolist() == [3]
+    assert book.take_masks(9).positions.tolist() == [13]
+
+
+def test_what_was_said_before_a_restart_is_taken_over_several_turns():
+    book, matcher = GrammarBook(WORDS, clock=lambda: 0.0), Script(*[[1]] * 5001)
+    book.open(opened(7, tokens=[1] * 5000))
+    book.note_compiled(7, matcher)
+    lengths = []
+    while book.has_work:
+        book.advance()
+        lengths.append(len(matcher.taken))
+    assert max(np.diff([0, *lengths])) <= 1024
+    assert book.take_masks(9).positions.tolist() == [5010]
+
+
+def test_an_answer_that_is_over_is_no_more_work():
+    book = forced(3)
+    book.close(CloseGrammars(np.array([0, 1, 2])))
+    assert not book.has_work
+    assert book.advance() == 0
+
+
+def test_what_the_machine_refuses_is_told_as_that():
+    book = book_of(Script([1]), OutOfResources("no more threads"), InvalidRequest("nonsense"))
+    failed = book.take_failures()
+    assert failed.uids.tolist() == [1, 2]
+    assert failed.refused.tolist() == [1]

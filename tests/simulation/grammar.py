@@ -9,7 +9,7 @@ import numpy as np
 
 from nanoactor.actors.grammar import GrammarActor
 from nanoactor.actors.tokenizer import TokenizerActor
-from nanoactor.errors import InvalidRequest
+from nanoactor.errors import InvalidRequest, OutOfResources
 from nanoactor.grammar.book import GrammarBook
 from nanoactor.grammar.messages import Int32, OpenGrammar
 from nanoactor.messages import FreeText, Submit
@@ -42,12 +42,17 @@ def mask_of(ids: list[int], words: int) -> Int32:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+def is_refused(number: int) -> bool:
+    """Whether the machine is to blame where a toy fails, not the toy."""
+    return number % 3 == 0
+
+
 class ToyMatcher:
     """Stands where a `Matcher` does."""
 
     def __init__(self, number: int, fails_at: int, free: tuple[FreeText, ...]) -> None:
         self._toy = ToyState(number, *((f.thinks, f.think_id, f.close_id, f.call_id) for f in free))
-        self._left = fails_at
+        self._number, self._left = number, fails_at
 
     def take(self, tokens: list[int]) -> None:
         """A token that is not allowed is a bug of ours."""
@@ -59,7 +64,7 @@ class ToyMatcher:
     def fill(self, out: Int32) -> None:
         """Fails where it was told to."""
         if not self._left:
-            raise InvalidRequest(TOO_HARD)
+            raise (OutOfResources if is_refused(self._number) else InvalidRequest)(TOO_HARD)
         out[:] = mask_of(self._toy.allowed, len(out))
 
 

@@ -27,6 +27,7 @@ class Mutation:
 
 SCHEDULER = "nanoactor.scheduling.scheduler"
 ADMISSION = "nanoactor.admission"
+BOOK = "nanoactor.grammar.book"
 READMISSION = "nanoactor.actors.readmission"
 RESUMING = "nanoactor.actors.resuming"
 JOURNAL = "nanoactor.actors.journal"
@@ -360,7 +361,7 @@ MUTATIONS = [
     Mutation(
         "text held back passes for a stop where a request without a choice ends",
         DETOKENIZER,
-        'reason not in ("failed", "error", "expired")',
+        "reason not in FAILURES",
         'reason != "failed"',
     ),
     Mutation(
@@ -1102,8 +1103,8 @@ MUTATIONS = [
     Mutation(
         "pieces of pictures go on behind a death where they were",
         FRONTEND,
-        "        self._sending, self._data = {}, {}\n\n    def expects",
-        "        pass\n\n    def expects",
+        "        self._media = MediaSender(vision)\n",
+        "        self._media._workers = vision\n",
     ),
     Mutation(
         "a runner keeps masks and pixels from before a death",
@@ -1159,6 +1160,24 @@ MUTATIONS = [
         "        self._forget_name(entry)\n\n    def _forget_name",
         "        for uid in entry.uids:\n            self._entries.pop(uid, None)\n\n"
         "    def _forget_name",
+    ),
+    Mutation(
+        "what the machine refuses is the request's fault",
+        BOOK,
+        "            self._refused.add(uid)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "an answer is due once, and then forgotten",
+        BOOK,
+        "                answer.position += 1\n                self._due[uid] = None\n",
+        "                answer.position += 1\n",
+    ),
+    Mutation(
+        "more is forced than is wanted",
+        BOOK,
+        " or answer.position >= answer.end:",
+        ":",
     ),
     Mutation(
         "behind a trial only new requests go on",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from nanoactor.actors.config import ENCODER_PAGE_ROWS
+from nanoactor.grammar.messages import ForcedTokens
 from nanoactor.messages import (
     Abort,
     Admit,
@@ -35,7 +36,7 @@ from nanoactor.scheduling.plan_builder import PlannedStep
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.vision.messages import VisionStep
 from tests.simulation.device import SPOILT
-from tests.simulation.grammar import TOO_HARD
+from tests.simulation.grammar import TOO_HARD, is_refused
 from tests.simulation.reference import (
     Answer,
     Letters,
@@ -596,6 +597,13 @@ class Oracle:
         assert full or figures["waiting_tokens"] > 0
         self.counts["refused"] += 1
 
+    def _forced(self, message: ForcedTokens) -> None:
+        """No more than what may follow."""
+        ends = message.positions + message.counts
+        for uid, end in zip(message.uids.tolist(), ends.tolist(), strict=True):
+            sequence = self.scheduler.live.get(uid)
+            assert sequence is None or end <= sequence.limit, f"{uid} is forced beyond its end"
+
     def check_door(self, charge: int) -> None:
         """A request of so many tokens was let in: there must have been room, or no other prompt
         waits."""
@@ -616,6 +624,8 @@ class Oracle:
                 frontend: Any = self._world.actors["frontend"]
                 waits = entry is not None and entry.submit.uid in frontend._readmission._kept
                 assert not waits, f"{message.uid} waits for a trial to end"
+            case ForcedTokens():
+                self._forced(message)
             case Plan():
                 self._planned(message)
             case Match():
@@ -939,6 +949,9 @@ class Oracle:
             return False
         assert expected is not None
         assert hung == toy.hangs, who
+        reason = "failed" if hung else "refused" if is_refused(toy.number) else "error"
+        assert terminal.reason == reason, who
+        self.counts["refused by the machine"] += reason == "refused"
         # Forced tokens before the place where it fails may not have been taken yet.
         assert hung or len(ids) <= toy.fails_at, f"{who} failed behind {len(ids)} tokens"
         assert tuple(ids) == expected.output[: len(ids)], who

@@ -14,7 +14,7 @@ from nanoactor.actors.vision import VisionActor
 from nanoactor.errors import InvalidRequest
 from nanoactor.models.image_config import ImageConfig
 from nanoactor.models.vision_config import VisionConfig, parse_vision
-from nanoactor.vision.media import Media, ReadItem
+from nanoactor.vision.media import Media, ReadItem, Unusable
 from tests.simulation.reference import key_of
 from tests.simulation.scenario import END, IMAGE, START, VIDEO, Picture, encode_text
 
@@ -111,5 +111,5 @@ class SimulatedVision(VisionActor):
         try:
             result: Any = self._reader.decode(media)
         except InvalidRequest as error:
-            result = str(error)
+            result = Unusable(str(error))
         self._decoded(number, result)

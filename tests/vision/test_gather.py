@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.vision.gather import ItemGathering
-from nanoactor.vision.media import ReadItem
+from nanoactor.vision.media import ReadItem, Unusable
 
 
 def item(number):
@@ -30,7 +30,7 @@ def test_a_request_that_is_over_leaves_nothing_whenever_that_was(order, over_at)
 
 def test_the_first_item_that_cannot_be_used_is_named():
     gathering = ItemGathering()
-    for number, found in enumerate([item(0), "too narrow", "broken"]):
+    for number, found in enumerate([item(0), Unusable("too narrow"), Unusable("broken")]):
         gathering.add(7, number, found)
     with pytest.raises(InvalidRequest, match="picture 2 of 3: too narrow"):
         gathering.of(7, ["picture"] * 3)

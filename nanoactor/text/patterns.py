@@ -1,0 +1,104 @@
+"""Whether a tokenizer takes a time and a room that grow as its text does.
+
+A `tokenizer.json` may hold regular expressions, which the library matches by backtracking, and
+replacements, which may multiply a text. What is known to be bounded is encoded in the actor's own
+process; anything else in a child that can be thrown away (`renderer.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_MOST_GROWTH = 64.0
+"""By so much may all replacements together multiply a text."""
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_KNOWN = frozenset(
+    {
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        *(
+            rf"{_CONTRACTIONS}|{_WORDS}|{numbers}|{_REST}"
+            for numbers in (r"\p{N}", r"\p{N}{1,3}", r"\p{N}{1,2}")
+        ),
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
+"""Of GPT-2, of Qwen and Llama 3, and of one that keeps marks with letters: a run is scanned once
+or twice."""
+_ONE_RUN = re.compile(
+    r"(\\[swdSWD]|\[[^\[\]]*\]|\\p\{\w+\}|[^\\()\[\]{}|*+?.^$])(\+|\*|\?|\{\d+(,\d*)?\})"
+)
+_NORMALIZERS = {
+    "NFC": 3.0,
+    "NFD": 4.0,
+    "NFKC": 18.0,
+    "NFKD": 18.0,
+    "Lowercase": 3.0,
+    "Strip": 1.0,
+    "StripAccents": 1.0,
+    "Nmt": 1.0,
+    "BertNormalizer": 4.0,
+    "ByteLevel": 2.0,
+    "Precompiled": 18.0,
+    "Prepend": 1.0,
+}
+"""By kind: by how much it multiplies a text at most."""
+_SPLITTERS = {
+    "ByteLevel",
+    "Metaspace",
+    "Digits",
+    "Punctuation",
+    "Whitespace",
+    "WhitespaceSplit",
+    "BertPreTokenizer",
+    "CharDelimiterSplit",
+    "UnicodeScripts",
+    "FixedLength",
+}
+
+
+def is_bounded(tokenizer: Mapping[str, Any]) -> bool:
+    """Tell whether what a tokenizer takes is known to be bounded by its text, from its JSON."""
+    growth = math.prod(_growth(one) for one in _parts(tokenizer.get("normalizer"), "normalizers"))
+    splitters = _parts(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    return growth <= _MOST_GROWTH and all(map(_is_simple_splitter, splitters))
+
+
+def _parts(one: Any, name: str) -> Iterator[Mapping[str, Any]]:
+    """Return a step's parts, where it is a sequence, or itself."""
+    if one is None:
+        return
+    if one.get("type") == "Sequence":
+        for part in one.get(name, ()):
+            yield from _parts(part, name)
+    else:
+        yield one
+
+
+def _growth(normalizer: Mapping[str, Any]) -> float:
+    if normalizer.get("type") != "Replace":
+        return _NORMALIZERS.get(str(normalizer.get("type")), math.inf)
+    pattern, content = normalizer.get("pattern", {}), str(normalizer.get("content", ""))
+    if pattern.get("String"):
+        return max(1.0, len(content.encode()) / len(str(pattern["String"]).encode()))
+    if _is_simple(str(pattern.get("Regex", "("))):
+        return max(1.0, float(len(content.encode())))
+    return math.inf
+
+
+def _is_simple_splitter(splitter: Mapping[str, Any]) -> bool:
+    if splitter.get("type") != "Split":
+        return splitter.get("type") in _SPLITTERS
+    pattern = splitter.get("pattern", {})
+    return "String" in pattern or _is_simple(str(pattern.get("Regex", "(")))
+
+
+def _is_simple(pattern: str) -> bool:
+    """Tell whether a regular expression is known, repeats nothing, or is one run of one class."""
+    repeats = bool(set(pattern) & set("*+?{("))
+    return pattern in _KNOWN or not repeats or bool(_ONE_RUN.fullmatch(pattern))

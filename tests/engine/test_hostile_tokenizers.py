@@ -1,0 +1,97 @@
+"""A tokenizer that takes too long, too much, or fails costs the request, and no process."""
+
+import asyncio
+
+import pytest
+
+from nanoactor import AsyncLLM, SamplingParams
+from nanoactor.errors import InvalidRequest
+from nanoactor.text.tokenizer import TextEncoder
+from tests.conftest import children
+from tests.engine.harness import collect, settled
+from tests.text.test_patterns import BACKTRACKS, replace, sequence, split, tokenizer_directory
+
+FAILS = "a" * 40 + "!"
+"""The library gives up after ten million retries."""
+NEVER_ENDS = ("a" * 21 + "!") * 2900
+"""Two million retries for each of 2,900 words, and again for each of their letters."""
+
+
+def engine(path, **options):
+    shape = dict(device="simulated:2", max_model_len=512, template_timeout=1.0)
+    return AsyncLLM(str(path), **shape | options)
+
+
+async def ended(llm, prompt, **params):
+    try:
+        output = await collect(llm, prompt, SamplingParams(max_tokens=3, **params))
+    except InvalidRequest as error:
+        return str(error)
+    return len(output.outputs[0].token_ids)
+
+
+def test_a_pattern_that_backtracks_costs_its_request_alone(tmp_path):
+    path = tokenizer_directory(tmp_path / "m", pre_tokenizer=split(BACKTRACKS))
+
+    async def main():
+        async with engine(path) as llm:
+            params = SamplingParams(max_tokens=400, ignore_eos=True)
+            stranger = asyncio.ensure_future(collect(llm, "To be", params))
+            assert "tokenizer failed" in await ended(llm, FAILS)
+            assert "tokenizer failed" in await ended(llm, "fine", bad_words=[FAILS])
+            assert "takes longer than 1 s" in await ended(llm, NEVER_ENDS)
+            assert await ended(llm, "fine") == 3
+            assert len((await stranger).outputs[0].token_ids) == 400
+            await settled(llm)
+            assert llm.restarts == ({}, 0.0)
+
+    asyncio.run(main())
+    assert not children()
+
+
+def test_a_normalizer_that_multiplies_text_costs_its_request_alone(tmp_path):
+    grows = [replace("a", "a" * 60)] * 5
+    path = tokenizer_directory(tmp_path / "m", normalizer=sequence("normalizers", *grows))
+
+    async def main():
+        async with engine(path) as llm:
+            told = await ended(llm, "aaaa")
+            assert "tokenizer" in told
+            assert await ended(llm, "fine") == 3
+            await settled(llm)
+            assert llm.restarts == ({}, 0.0)
+
+    asyncio.run(main())
+    assert not children()
+
+
+@pytest.mark.parametrize("prompt", ["To be, or not to be", "aab aa b " * 30, ""])
+def test_an_unknown_pattern_gives_the_same_ids(tmp_path, prompt):
+    path = tokenizer_directory(tmp_path / "m", pre_tokenizer=split(r"(?:\w|'){1,5}"))
+    encoder = TextEncoder(path)
+    assert not encoder.is_bounded
+
+    async def main():
+        async with engine(path) as llm:
+            if not prompt:
+                assert isinstance(await ended(llm, prompt), str)
+                return
+            output = await collect(llm, prompt, SamplingParams(max_tokens=1, bad_words=["be"]))
+            assert output.prompt_token_ids == encoder.encode_text(prompt).tolist()
+
+    asyncio.run(main())
+
+
+def test_long_texts_hold_up_no_others():
+    """They are encoded on a thread: whoever comes behind them is answered first."""
+
+    async def main():
+        async with engine("demo", max_model_len=512) as llm:
+            long = asyncio.ensure_future(ended(llm, "word " * 13_000))
+            await asyncio.sleep(0)
+            assert await ended(llm, "short") == 3
+            assert "max_model_len" in await long
+            figures = (await llm.statistics())["tokenizer.0"]["mailbox"]
+            assert figures
+
+    asyncio.run(main())
