@@ -17,6 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.native import native_calls
+from nanoactor.vision.structure import check_metadata, check_structure
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _ORIENTATION = 0x0112
@@ -80,13 +81,16 @@ def _resized(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
 
 
 def _open(data: bytes | bytearray) -> Image.Image:
+    check_structure(data)
     try:
         Image.MAX_IMAGE_PIXELS = None  # sizes are looked at here
-        return Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise InvalidRequest(
             f"the {len(data)} bytes are no picture that is known: {', '.join(FORMATS)}"
         ) from None
+    check_metadata(image.info)
+    return image
 
 
 @contextmanager

@@ -214,6 +214,6 @@ def test_what_needs_no_parser_is_refused_at_once(demo, values, words):
 
 
 def test_a_grammar_that_is_too_long_as_text_is_refused(demo):
-    quotes = {"choice": ['"' * (MAX_GRAMMAR_BYTES // 4)]}
+    quotes = {"choice": ['"' * 4000 + str(number) for number in range(MAX_GRAMMAR_BYTES // 8000)]}
     with pytest.raises(InvalidRequest, match=rf"^structured_outputs: .* {MAX_GRAMMAR_BYTES} at"):
         built(demo, quotes)
