@@ -9,7 +9,6 @@ import logging
 import random
 import secrets
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -29,7 +28,9 @@ from nanoactor.errors import (
     EngineDead,
     InvalidConfig,
     InvalidRequest,
+    engine_dead,
     only_ours,
+    public,
 )
 from nanoactor.file_prints import FilePrints
 from nanoactor.messages import Submit
@@ -38,12 +39,12 @@ from nanoactor.outputs import BeamSearchOutput, RequestOutput
 from nanoactor.params import BeamSearchParams, SamplingParams
 from nanoactor.rendezvous import Rendezvous
 from nanoactor.request import Request
-from nanoactor.request_builder import RequestBuilder
+from nanoactor.request_builder import RequestBuilder, check_name, check_numbers
 from nanoactor.runtime.recovery import Death
 from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.topology import Topology
 from nanoactor.system_options import system_options
-from nanoactor.text.huggingface import load_pretrained
+from nanoactor.text.huggingface import PretrainedOnce
 from nanoactor.topology import engine_topology
 from nanoactor.tracing import Trace
 from nanoactor.vision.media import Media
@@ -67,6 +68,7 @@ class AsyncLLM:
             print(output.outputs[0].text)
     """
 
+    @public
     def __init__(self, model: str | EngineConfig, **options: Any) -> None:
         """`options` are those of `EngineConfig`. Nothing starts yet, but a model without a
         tokenizer.json has its tokenizer converted, once.
@@ -100,26 +102,23 @@ class AsyncLLM:
         self._beams = BeamSearcher(self.config, self.files)
         self._opening: dict[str, asyncio.Future[None]] = {}
         """By the names of requests whose pictures are being opened: done where one is aborted."""
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._tokenizer_lock = threading.Lock()
-        # Unguessable, so that no caller's own id can be one of ours.
-        self._ids = f"request-{secrets.token_hex(4)}"
+        self._pretrained = PretrainedOnce()
+        self._ids = f"request-{secrets.token_hex(4)}"  # no caller's own id can be one of ours
         self._died = asyncio.Event()
         self._started = False
         self._closed = False
-        # The loop and a thread refer to the system. They must not keep an engine alive that its
-        # user has dropped.
+        # The loop and a thread refer to the system: they must not keep a dropped engine alive.
         on_death, has_work = weakref.WeakMethod(self._on_death), weakref.WeakMethod(self._has_work)
         on_cut, on_recovered = weakref.WeakMethod(self._on_cut), weakref.WeakMethod(self._resume)
-        before_restart = weakref.WeakMethod(self._before_restart)
+        check = weakref.WeakMethod(self._before_restart)
         self._system = System(
             topology,
             system_options(self.config, len(topology.nodes)),
             lambda error: (found := on_death()) and found(error),
             lambda: bool((found := has_work()) and found()),
-            lambda deaths: found(deaths) if (found := on_cut()) else 0,
-            lambda: (found := on_recovered()) and found(),
-            lambda names: found(names) if (found := before_restart()) else asyncio.sleep(0),
+            on_cut=lambda deaths: found(deaths) if (found := on_cut()) else 0,
+            on_recovered=lambda: (found := on_recovered()) and found(),
+            before_restart=lambda nodes: found(nodes) if (found := check()) else asyncio.sleep(0),
         )
 
     def _topology(self) -> Topology:
@@ -142,6 +141,7 @@ class AsyncLLM:
             source=self,
         )
 
+    @public
     async def start(self) -> AsyncLLM:
         """Start all processes, load the model, warm up. The running loop becomes the engine's."""
         if self._started or self._closed:
@@ -178,6 +178,7 @@ class AsyncLLM:
         """Close."""
         await self.close()
 
+    @public
     async def close(self) -> None:
         """End all processes; requests that are not over raise `EngineClosed`.
 
@@ -198,7 +199,7 @@ class AsyncLLM:
     def _on_death(self, error: BaseException) -> None:
         self._died.set()
         if self._frontend is not None:
-            self._frontend.fail_all(_dead(error))
+            self._frontend.fail_all(engine_dead(error))
 
     def _on_cut(self, deaths: Sequence[Death]) -> int:
         return 0 if self._frontend is None else self._frontend.pause(deaths)
@@ -228,7 +229,7 @@ class AsyncLLM:
     @property
     def dead(self) -> EngineDead | None:
         """Return why the engine serves no more, if it has died."""
-        return None if self._system.dead is None else _dead(self._system.dead)
+        return None if self._system.dead is None else engine_dead(self._system.dead)
 
     async def death(self) -> EngineDead:
         """Wait until the engine has died, and return why; being closed is no death."""
@@ -237,7 +238,6 @@ class AsyncLLM:
         return self.dead
 
     def _has_work(self) -> bool:
-        """Tell whether the watchdog has something to watch."""
         return self._frontend is not None and self._frontend.has_work
 
     def _running(self) -> FrontendActor:
@@ -254,6 +254,7 @@ class AsyncLLM:
 
     # -- requests -------------------------------------------------------------------------
 
+    @public
     def generate(
         self,
         prompt: Prompt,
@@ -295,7 +296,8 @@ class AsyncLLM:
         if request_id is not None:
             self._opening[request_id] = opening
         try:
-            bare, media = await asyncio.to_thread(self._requests.take_media, prompt)
+            with only_ours():
+                bare, media = await asyncio.to_thread(self._requests.take_media, prompt)
             built = self._requests.build(bare, params, priority, chat_template_kwargs, media)
         finally:
             aborted = opening.done()
@@ -306,6 +308,7 @@ class AsyncLLM:
             async for output in outputs:
                 yield output
 
+    @public
     def submit(
         self,
         prompts: Sequence[Prompt],
@@ -327,6 +330,7 @@ class AsyncLLM:
         ]
         return [Request(frontend, entry, self) for entry in frontend.submit_all(makes)]
 
+    @public
     def submit_held(
         self,
         prompt: Prompt,
@@ -355,6 +359,7 @@ class AsyncLLM:
         entry = frontend.submit(self._entry_maker(built, sampling_params, None))
         return Request(frontend, entry, self)
 
+    @public
     async def beam_search(
         self,
         prompt: Prompt,
@@ -418,49 +423,58 @@ class AsyncLLM:
     def _check_name(self, frontend: FrontendActor, request_id: str | None) -> None:
         if request_id is None:
             return
+        check_name(request_id)
         if request_id in self._opening or frontend.entry_of(request_id) is not None:
             raise InvalidRequest(f"request id {request_id!r} is in use")
 
+    @public
     async def abort(self, request_id: str) -> None:
         """End a request; unknown ids are ignored.
 
         Its iterator yields a last output with finish_reason "abort" at once, whatever the engine is
         at. The engine lets go of it within one step more than may be in flight.
         """
+        check_name(request_id)
         frontend = self._running()
         opening = self._opening.get(request_id)
         if opening is not None and not opening.done():
             opening.set_result(None)  # nothing of it has reached the engine
         entry = frontend.entry_of(request_id)
-        if entry is None:
-            return
-        frontend.abort(entry)
-        frontend.end_for_reader(entry)
+        if entry is not None:
+            frontend.abort(entry)
+            frontend.end_for_reader(entry)
 
+    @public
     async def wait_for_capacity(self) -> None:
         """Wait until the queue may take another request, after `EngineOverloaded`."""
         await self._running().wait_for_capacity()
 
+    @public
     async def statistics(self) -> dict[str, dict[str, Any]]:
         """Figures of every actor, its mailbox and its edges."""
         self._running()
         return await self._system.statistics()
 
+    @public
     async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
         """Sum how busy actors and devices were: by track, the share of each of `bins` stretches of
         `width` ns from `begin` on, on the monotonic clock. What still goes on is left out."""
+        check_numbers(begin=begin, width=width, bins=bins)
         self._running()
         return await self._system.activity(begin, width, bins)
 
+    @public
     async def trace(self, since: int = 0) -> Trace:
         """Collect what actors did after a moment of the monotonic clock (ns), as far back as they
         remember, some seconds: a timeline to save, and its sums."""
+        check_numbers(since=since)
         self._running()
         nodes = await self._system.trace(since)
         figures = await self._system.statistics()
         tokens = figures.get("scheduler", {}).get("actor", {}).get("output_tokens", 0)
         return Trace(tuple(nodes), tokens)
 
+    @public
     async def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer as transformers loads it, the same object each time.
 
@@ -471,13 +485,8 @@ class AsyncLLM:
         """
         if self.config.skip_tokenizer_init:
             raise InvalidRequest("the engine has no tokenizer (skip_tokenizer_init)")
-        return await asyncio.to_thread(self._load_tokenizer)
-
-    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
-        with self._tokenizer_lock, only_ours():
-            if self._tokenizer is None:
-                self._tokenizer = load_pretrained(self.files.directory)
-            return self._tokenizer
+        with only_ours():
+            return await asyncio.to_thread(self._pretrained.load, self.files.directory)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -489,9 +498,3 @@ class AsyncLLM:
         """The runner's findings: blocks of KV cache, their size, the data type."""
         ready = self._system.ready
         return dataclasses.asdict(RunnerReady.find(ready)) if "runner.0" in ready else {}
-
-
-def _dead(error: BaseException) -> EngineDead:
-    failure = EngineDead(f"the engine has died: {error}")
-    failure.__cause__ = error
-    return failure

@@ -7,7 +7,11 @@ of them leaves the engine, `translated` gives it a class that derives from both.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar, cast
 
 from nanoactor.models import errors as models
 from nanoactor.runtime import errors as runtime
@@ -38,13 +42,23 @@ class OutOfResources(NanoactorError):
 
 def out_of_resources(error: BaseException) -> OutOfResources:
     """Say what the machine has no more of."""
-    told = " ".join(str(error).split()) or "there is not enough memory"
+    if isinstance(error, OSError) and error.errno is not None:
+        told = os.strerror(error.errno)  # its own words may name files
+    else:
+        told = " ".join(str(error).split()) or "there is not enough memory"
     return OutOfResources(f"the machine has no more of what the request needs: {told}; try later")
 
 
 class EngineDead(NanoactorError):
     """Processes of the engine have died more often than that is made good; every waiting request
     gets this. Start a new engine."""
+
+
+def engine_dead(error: BaseException) -> EngineDead:
+    """Say what an engine has died of, in one line; the error is the cause."""
+    failure = EngineDead(" ".join(f"the engine has died: {error}".split()))
+    failure.__cause__ = error
+    return failure
 
 
 class EngineClosed(NanoactorError):
@@ -121,25 +135,75 @@ _OURS: dict[type[BaseException], type[NanoactorError]] = {
 }
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 def translated(error: BaseException) -> BaseException:
-    """The error itself, or, where it is another room's, the same as a `NanoactorError`."""
+    """The error itself, or, where it is another room's or the machine's, the same as a
+    `NanoactorError`."""
     if isinstance(error, NanoactorError):
         return error
     ours = next((_OURS[cls] for cls in type(error).__mro__ if cls in _OURS), None)
-    if ours is None:
-        return error
-    made = ours(*error.args)
-    made.__cause__ = error.__cause__
-    return made.with_traceback(error.__traceback__)
+    if ours is not None:
+        made: NanoactorError = ours(*error.args)
+        made.__cause__ = error.__cause__
+        return made.with_traceback(error.__traceback__)
+    if runtime.machine_refuses(error):
+        made = out_of_resources(error)
+        made.__cause__ = error
+        return made
+    return error
 
 
 @contextlib.contextmanager
 def only_ours() -> Iterator[None]:
-    """Turn what the rooms below raise within into a `NanoactorError`."""
+    """Turn what the rooms below, or the machine, raise within into a `NanoactorError`."""
     try:
         yield
-    except (models.ModelError, runtime.RuntimeFault) as error:
+    except Exception as error:
         made = translated(error)
         if made is error:
             raise
-        raise made from error.__cause__
+        raise made from made.__cause__
+
+
+def public(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function of the public API: what leaves it is a `NanoactorError`. A call that does
+    not fit its parameters is `InvalidRequest`; what nobody has thought of is a `ProtocolBug`, with
+    the error as its cause."""
+    signature = inspect.signature(function)
+
+    def ours(error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception:
+        made = translated(error)
+        if isinstance(made, NanoactorError):
+            return made
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as wrong:
+            return InvalidRequest(f"{function.__name__}: {wrong}")
+        bug = ProtocolBug(f"{function.__name__}: {type(error).__name__}: {error}")
+        bug.__cause__ = error
+        return bug
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await function(*args, **kwargs)
+            except Exception as error:
+                made = ours(error, args, kwargs)
+                raise made from made.__cause__
+
+        return cast(Callable[P, T], awaited)
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            made = ours(error, args, kwargs)
+            raise made from made.__cause__
+
+    return called

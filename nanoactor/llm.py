@@ -12,7 +12,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanoactor.engine import AsyncLLM, Prompt
-from nanoactor.errors import EngineClosed, EngineOverloaded, InvalidRequest, NotUsableHere
+from nanoactor.errors import (
+    EngineClosed,
+    EngineOverloaded,
+    InvalidRequest,
+    NotUsableHere,
+    public,
+)
 from nanoactor.outputs import BeamSearchOutput, RequestOutput, RequestOutputKind
 from nanoactor.params import BeamSearchParams, SamplingParams
 from nanoactor.progress import Progress
@@ -30,6 +36,7 @@ class LLM:
         print(llm.generate("ROMEO:")[0].outputs[0].text)
     """
 
+    @public
     def __init__(self, model: str, **options: Any) -> None:
         """Start the engine; `options` are those of `EngineConfig`. Raises what `AsyncLLM` does."""
         self._llm = AsyncLLM(model, **options)
@@ -97,6 +104,7 @@ class LLM:
         """Close."""
         self.close()
 
+    @public
     def close(self) -> None:
         """End all processes; whoever calls it while another thread does waits for the end."""
         if os.getpid() != self._pid:
@@ -116,6 +124,7 @@ class LLM:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
+    @public
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -128,10 +137,10 @@ class LLM:
         serves all, or there is one for each. The first invalid request raises, and ends the
         others. For conversations see `chat`.
         """
-        if isinstance(prompts, str | Mapping):
-            prompts = [prompts]
-        return self._call(self._generate(list(prompts), sampling_params, use_tqdm, None))
+        wanted = _several(prompts, "prompts", "a text, a dict, or a list of them")
+        return self._call(self._generate(wanted, sampling_params, use_tqdm, None))
 
+    @public
     def chat(
         self,
         messages: Sequence[Any],
@@ -147,8 +156,11 @@ class LLM:
 
         The last three are for the template, as `chat_template_kwargs` is, which goes first.
         """
-        if messages and isinstance(messages[0], Mapping):
-            messages = [messages]
+        wanted = _several(messages, "messages", "a list of messages, or a list of such lists")
+        if wanted and isinstance(wanted[0], Mapping):
+            wanted = [wanted]
+        if tools is not None and (isinstance(tools, str | Mapping) or not _is_sequence(tools)):
+            raise InvalidRequest(f"tools must be a list of functions, got {tools!r:.100}")
         own = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -157,8 +169,9 @@ class LLM:
         options: Any = {} if chat_template_kwargs is None else chat_template_kwargs
         if isinstance(options, Mapping):  # anything else is refused where requests are checked
             options = {k: value for k, value in own.items() if value is not None} | {**options}
-        return self._call(self._generate(list(messages), sampling_params, use_tqdm, options))
+        return self._call(self._generate(wanted, sampling_params, use_tqdm, options))
 
+    @public
     def generate_multimodal(
         self,
         requests: Sequence[Mapping[str, Any]],
@@ -171,9 +184,11 @@ class LLM:
         text for each of them, or `{"messages": [...]}`, whose content parts hold them. Raises
         `InvalidRequest`.
         """
-        prompts = [_multimodal(request) for request in requests]
+        wanted = _several(requests, "requests", "a list of dicts")
+        prompts = [_multimodal(request) for request in wanted]
         return self._call(self._generate(prompts, sampling_params, use_tqdm, None))
 
+    @public
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -187,13 +202,13 @@ class LLM:
         All prompts at once, or at most `concurrency_limit` of them. The first invalid one raises,
         and ends the others.
         """
-        if isinstance(prompts, str | Mapping):
-            prompts = [prompts]
+        wanted = _several(prompts, "prompts", "a text, a dict, or a list of them")
         limit = concurrency_limit
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise InvalidRequest(f"concurrency_limit must be 1 or more, got {limit!r}")
-        return self._call(self._search(list(prompts), params, use_tqdm, limit))
+        return self._call(self._search(wanted, params, use_tqdm, limit))
 
+    @public
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer as transformers loads it; see `AsyncLLM.get_tokenizer`."""
         return self._call(self._llm.get_tokenizer())
@@ -207,6 +222,12 @@ class LLM:
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        is_list = _is_sequence(params) and not isinstance(params, str)
+        if not is_list or not all(isinstance(one, SamplingParams) for one in params):
+            raise InvalidRequest(
+                "sampling_params must be SamplingParams, or a list with one for each prompt, got "
+                f"{params!r:.100}"
+            )
         if len(params) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(params)} sets of parameters")
         progress = Progress(len(prompts), enabled=use_tqdm)
@@ -276,6 +297,19 @@ async def _all_of(waited: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence)
+
+
+def _several(given: Any, name: str, what: str) -> list[Any]:
+    """Return a list of what was given, perhaps one by itself; raises `InvalidRequest`."""
+    if isinstance(given, str | Mapping):
+        return [given]
+    if isinstance(given, bytes) or not _is_sequence(given):
+        raise InvalidRequest(f"{name} must be {what}, got {given!r:.100}")
+    return list(given)
 
 
 def _multimodal(request: Mapping[str, Any]) -> Any:

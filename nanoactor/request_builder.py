@@ -28,6 +28,20 @@ from nanoactor.vision.parts import MediaTaker
 _NO_TOKENS = np.empty(0, np.int32)
 
 
+def check_name(request_id: object) -> None:
+    """Raise `InvalidRequest` for what is no name of a request."""
+    if not isinstance(request_id, str):
+        raise InvalidRequest(f"request_id must be a text, got {request_id!r:.100}")
+
+
+def check_numbers(**values: object) -> None:
+    """Raise `InvalidRequest` for what is no whole number of 0 to 2^63 - 1; processes are asked with
+    it."""
+    for name, value in values.items():
+        if not isinstance(value, int) or not 0 <= value < 2**63:
+            raise InvalidRequest(f"{name} must be a whole number from 0 on, got {value!r:.100}")
+
+
 class RequestBuilder:
     """Makes requests for one engine; every method raises `InvalidRequest`, naming what is wrong.
 

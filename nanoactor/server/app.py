@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from aiohttp import web
 
 from nanoactor.actors.config import render_limits
+from nanoactor.config import EngineConfig
 from nanoactor.engine import AsyncLLM
 from nanoactor.model_files import max_prompt_bytes
 from nanoactor.server.completions import Completions
@@ -29,6 +30,8 @@ from nanoactor.server.text_service import TextService
 log = logging.getLogger("nanoactor.server")
 
 _BACKLOG = 4096
+_DIVISIBLE = 16
+"""Requests in a queue that is shared among clients."""
 _PICTURES_BYTES = 64 << 20
 """What the pictures of a request may take in its body."""
 _REPLY_SECONDS = 2.0
@@ -64,6 +67,7 @@ class Server:
             self.metrics,
             self._media,
             separate_reasoning=config.separate_reasoning,
+            most_answers=config.max_answers_per_client or _fair_share(llm.config),
         )
         app = self._http.application(self._routes())
         app.cleanup_ctx.append(_lifetime(llm.start, llm.close))
@@ -143,6 +147,13 @@ class Server:
 
 async def _nothing() -> None:
     """There is nothing to start."""
+
+
+def _fair_share(config: EngineConfig) -> int:
+    """Return how many answers of one client leave room for others: all that run, and half of the
+    queue, unless that is too short to be divided."""
+    queue = config.max_waiting_requests
+    return config.max_num_seqs + (queue // 2 if queue >= _DIVISIBLE else queue + 1)
 
 
 def _lifetime(

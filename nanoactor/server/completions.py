@@ -35,6 +35,7 @@ from nanoactor.server.requests import (
     template_options,
     wanted_logprobs,
 )
+from nanoactor.server.shares import Shares
 from nanoactor.server.structured import Constraint, said_of
 from nanoactor.server.text_service import TextService
 from nanoactor.server.tool_calls import ToolCallParser
@@ -64,15 +65,17 @@ class Completions:
         media: MediaLoader,
         *,
         separate_reasoning: bool,
+        most_answers: int,
     ) -> None:
         """`texts` is None where the engine has no tokenizer; `separate_reasoning` is what requests
-        want that do not say."""
+        want that do not say; `most_answers` may one client have under way."""
         self._llm = llm
         self._texts = texts
         self._http = http
         self._metrics = metrics
         self._media = media
         self._separate_reasoning = separate_reasoning
+        self._shares = Shares(most_answers)
         self._live: dict[Answer, Sequence[Request]] = {}
         """Answers under way, each with its requests to the engine."""
 
@@ -217,6 +220,18 @@ class Completions:
     ) -> web.StreamResponse:
         """Queue the prompts first: whether there is room shows at once, and what the answer still
         needs to know of them is found out while they wait."""
+        with self._shares.hold(self._http.client_of(request), len(wanted) * (body.n or 1)):
+            return await self._answered(request, body, wanted, make_choices, options, constraint)
+
+    async def _answered(
+        self,
+        request: web.Request,
+        body: Body,
+        wanted: Sequence[Prompt],
+        make_choices: Callable[[], Awaitable[Sequence[Choice]]],
+        options: Mapping[str, Any] | None,
+        constraint: Constraint | None,
+    ) -> web.StreamResponse:
         requests = self._submit(body, wanted, options, constraint)
         answer = Answer(body, requests)
         self._live[answer] = requests

@@ -36,6 +36,9 @@ class ServerConfig:
     """Move `<think>` parts to `reasoning_content`; a request may say otherwise."""
     max_body_bytes: int | None = None
     """The longest body of a request. Default: what the longest prompt can take."""
+    max_answers_per_client: int | None = None
+    """Answers that one client may have under way, by its API key, or by its address where no keys
+    are set. Default: max_num_seqs, and half of max_waiting_requests."""
     max_connections: int = 10_000
     """Connections at once; further ones get 503."""
     drain_timeout: float = 30.0
@@ -56,8 +59,9 @@ class ServerConfig:
         for name in ("drain_timeout", "idle_timeout", "body_timeout", "send_timeout"):
             self._check_positive(name)
         self._check_positive("max_connections")
-        if self.max_body_bytes is not None:
-            self._check_positive("max_body_bytes")
+        for name in ("max_body_bytes", "max_answers_per_client"):
+            if getattr(self, name) is not None:
+                self._check_positive(name)
         MediaLimits(self.allowed_media_domains)
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:

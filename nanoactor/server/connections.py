@@ -8,12 +8,15 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.context import context_of, json_response
 from nanoactor.server.errors import RETRY_AFTER, APIError, unavailable
 
+_LONGEST_FAULT = 200
+"""Characters of what a parser says."""
 _LINGER = 2.0
 """Seconds for which the rest of a refused body is read, so that its sender can read the answer."""
 
@@ -68,13 +71,33 @@ class Connection(web.RequestHandler):
         context = context_of(request)
         if request.writer.output_size:
             raise ConnectionError("the answer has begun; it can only be broken off")
-        problem = APIError(status, "the request is not valid HTTP")
         if status >= 500 and isinstance(exc, Exception):
             problem = context.explain(exc)
-        response = json_response(problem.body, status=status, headers=context.headers)
+        else:
+            problem = malformed(exc, status)
+            request._version = HttpVersion11  # what was not understood is taken for 1.0
+            context.note += f" {problem.message!r:.200}"
+        response = json_response(problem.body, status=problem.status, headers=context.headers)
         response.force_close()
-        self._note(request, status, 0.0)
+        self._note(request, problem.status, 0.0)
         return response
+
+
+def malformed(error: BaseException | None, status: int = 400) -> APIError:
+    """Say what is wrong with what is no request."""
+    said = error.message if isinstance(error, HttpProcessingError) else str(error or "")
+    told = said.strip().partition("\n")[0].rstrip(":")
+    if isinstance(error, LineTooLong):
+        line, limit = error.args[0], error.args[1]
+        is_target = bytes(line).lstrip().startswith((b"/", b"http"))
+        what, code = ("the request's target", 414) if is_target else ("a header", 431)
+        return APIError(code, f"{what} is longer than {limit} bytes")
+    if "Too many headers" in told:
+        return APIError(431, "the request has too many headers: at most 128 are accepted")
+    if "overflow" in told and "Content-Length" in told:
+        return APIError(413, "the body is too long: its Content-Length is no number of 64 bits")
+    shown = "".join(c if c.isprintable() else "?" for c in told)[:_LONGEST_FAULT]
+    return APIError(status, "the request is not valid HTTP" + (f": {shown}" if shown else ""))
 
 
 class _Refusal(asyncio.Protocol):

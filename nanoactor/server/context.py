@@ -8,7 +8,7 @@ import re
 import uuid
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 from nanoactor.server.errors import APIError, from_engine
 
@@ -58,6 +58,12 @@ def _canonical(path: str) -> str:
     if path in _WITHOUT_VERSION or path.startswith("/models/"):
         return f"/v1{path}"
     return path
+
+
+def answer_as_http1(request: web.BaseRequest) -> None:
+    """Have a request be answered in a version that this server speaks, whatever its own is."""
+    if request.version not in (HttpVersion10, HttpVersion11):
+        request._cache["version"] = HttpVersion11  # where the library keeps it
 
 
 json_response = functools.partial(web.json_bytes_response, dumps=msgspec.json.encode)

@@ -14,8 +14,10 @@ from nanoactor.errors import (
     EngineDead,
     EngineOverloaded,
     InvalidRequest,
+    OutOfResources,
     PoisonRequest,
 )
+from nanoactor.runtime.errors import NodeDied, NodeStalled
 
 RETRY_AFTER = "1"
 """Seconds until another try is worth it: a queue that is full now moves within steps."""
@@ -92,12 +94,26 @@ def context_length_exceeded(tokens: int, limit: int) -> APIError:
     return APIError(400, text, param="prompt", code="context_length_exceeded")
 
 
+_LATER = {"Retry-After": RETRY_AFTER}
+
+
+def death_for_clients(error: BaseException) -> str:
+    """Say that the engine has died, without what is none of a client's business: only the log has
+    an exception's words, which may name files."""
+    cause = error.__cause__
+    if cause is None or isinstance(cause, NodeDied | NodeStalled):
+        return str(error)
+    return "the engine has died; the server's log has the cause"
+
+
 def from_engine(error: Exception, names: frozenset[str]) -> APIError:
     """Translate an engine's error for a client; `names` are the fields of its request."""
     if isinstance(error, EngineOverloaded):
         return APIError(429, str(error), code="overloaded", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, EngineDead | EngineClosed):
-        return APIError(503, str(error), code="engine_dead")
+        return APIError(503, death_for_clients(error), code="engine_dead")
+    if isinstance(error, OutOfResources):
+        return APIError(503, str(error), code="out_of_resources", headers=_LATER)
     if isinstance(error, PoisonRequest):  # a status that clients do not try again
         return APIError(422, str(error), code="poison_request")
     if isinstance(error, ComputationFailed):

@@ -11,13 +11,13 @@ import time
 from collections.abc import Mapping
 from typing import TypeVar
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from msgspec import Struct
 
 from nanoactor.server.config import ServerConfig
-from nanoactor.server.context import context_of, json_response
+from nanoactor.server.context import answer_as_http1, context_of, json_response
 from nanoactor.server.errors import APIError, check_model, unavailable
 from nanoactor.server.keys import Keys
 from nanoactor.server.metrics import Metrics
@@ -127,6 +127,7 @@ class HttpFrontend:
             raise ConnectionResetError("the answer had begun") from problem
         if problem.code or problem.param:
             context.note += f" {(problem.code or problem.param)!r:.100}"
+        answer_as_http1(request)
         response = json_response(problem.body, status=problem.status, headers=problem.headers)
         if not request.content.is_eof():
             response.force_close()
@@ -135,6 +136,8 @@ class HttpFrontend:
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Raise `APIError` for who may not call, and for what is not served."""
+        if request.version not in (HttpVersion10, HttpVersion11):
+            raise APIError(505, "this server speaks HTTP/1.1 and HTTP/1.0")
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
             return self._preflight(request)
         self._check_host(request)
@@ -165,6 +168,11 @@ class HttpFrontend:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": challenge},
             )
+
+    def client_of(self, request: web.Request) -> str:
+        """Return what tells a request's client from others."""
+        given = request.headers.get("Authorization"), request.headers.get("x-api-key")
+        return self._keys.client(*given, request.remote or "")
 
     def _check_host(self, request: web.Request) -> None:
         """A page elsewhere may point a name of its own at 127.0.0.1 and have a browser call us;

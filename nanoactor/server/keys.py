@@ -15,6 +15,13 @@ class Keys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key) for key in keys]
 
+    def client(self, authorization: str | None, api_key: str | None, address: str) -> str:
+        """Return what tells a client with these headers from others: its key, or its address where
+        there are no keys."""
+        if not self._digests:
+            return address
+        return _digest(_key_in(authorization or "") or (api_key or "").strip()).hex()
+
     def admits(self, authorization: str | None, api_key: str | None = None) -> bool:
         """Tell whether a request with these headers, Authorization and x-api-key, may pass; all may
         without keys.

@@ -18,6 +18,7 @@ from nanoactor.actors.runner import DEVICE
 from nanoactor.actors.scheduler import LOAD
 from nanoactor.engine import AsyncLLM
 from nanoactor.errors import NanoactorError
+from nanoactor.server.errors import death_for_clients
 from nanoactor.server.health import Health, assess, dead, recovering
 from nanoactor.server.metrics import Metrics
 
@@ -230,8 +231,8 @@ class Monitor:
 
     def health(self) -> Health:
         """As of now."""
-        if self._dead:
-            return dead(self._dead)
+        if (error := self._llm.dead) is not None:
+            return dead(death_for_clients(error))
         if (recovery := self._llm.recovering) is not None:
             return recovering(recovery[0], time.monotonic() - recovery[1])
         now = time.monotonic_ns()
@@ -274,9 +275,10 @@ class Monitor:
         last = self._snapshots[-1]
         figures = last.figures
         used = figures["blocks_used"] / max(1, figures["blocks"])
-        up = float(not self._dead)
+        is_dead = self._llm.dead is not None
+        up = float(not is_dead)
         yield GaugeMetricFamily("nanoactor_up", "Whether the engine lives.", value=up)
-        if self._dead:
+        if is_dead:
             return
         for name, text, value in (
             ("queue_requests", "Requests without a first token.", figures["waiting_requests"]),

@@ -312,9 +312,11 @@ class TextService:
     def _on_death(self, error: BaseException) -> None:
         if self._client is None:
             return
-        self._dead = EngineDead(f"the text service, which tokenizes for clients, has died: {error}")
+        self._dead = EngineDead(
+            "the text service, which tokenizes for clients, has died and is started again"
+        )
         self._client.fail(self._dead)
-        log.error("%s; it is started again", self._dead)
+        log.error("%s: %s", self._dead, error)
         self._restarting = asyncio.ensure_future(self._restart())
 
     async def _restart(self) -> None:

@@ -14,10 +14,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoactor.models.errors import ModelError
+from nanoactor.native import native_calls
 from nanoactor.runtime.process import die_with_parent
 
 if TYPE_CHECKING:
@@ -48,13 +50,29 @@ def load_pretrained(directory: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        with native_calls():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # a tokenizer's files can be wrong in any way
         text = f"transformers cannot load the tokenizer of {directory}: {error}"
         raise ModelError(text) from error
     return tokenizer
+
+
+class PretrainedOnce:
+    """Loads a model's tokenizer when it is first asked for, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loaded: PreTrainedTokenizerBase | None = None
+
+    def load(self, directory: Path) -> PreTrainedTokenizerBase:
+        """Return the same object each time; raises as `load_pretrained` does."""
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = load_pretrained(directory)
+            return self._loaded
 
 
 def find_tokenizer(directory: Path, timeout: float) -> Path:

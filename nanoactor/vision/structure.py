@@ -15,7 +15,7 @@ from nanoactor.errors import InvalidRequest
 MAX_CHUNKS, MAX_OTHER_CHUNKS = 16_384, 1_024
 """Of a PNG: all, and those that are no pixels. Each takes Pillow some 16 us."""
 MAX_SEGMENTS, MAX_SCANS = 1_024, 100
-"""Of a JPEG: before its pixels, and how often they are refined. Each scan passes over all pixels."""
+"""Of a JPEG: before its pixels, and how often these are refined, which passes over all of them."""
 MAX_GIF_BLOCKS = 4_096
 """Of a GIF, before its first frame."""
 MAX_RLE_BYTES = 1 << 20
@@ -41,7 +41,7 @@ def check_structure(data: bytes | bytearray) -> None:
         _check_bmp(data)
 
 
-def check_metadata(info: Mapping[str, Any]) -> None:
+def check_metadata(info: Mapping[Any, Any]) -> None:
     """Raise `InvalidRequest` where a picture's metadata, as Pillow has read it, is too long."""
     sizes = [
         len(info.get("exif") or b""),

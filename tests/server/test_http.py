@@ -187,27 +187,43 @@ def test_heads_that_never_end_are_hung_up_on(fast_server):
     still_serves(fast_server)
 
 
+BEGIN = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
 NO_HTTP = [
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-    b"GET\r\n\r\n",
-    b"GET / HTTP/9.9\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\nContent-Length: x\r\n\r\n",
-    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
-    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
-    b"GET / HTTP/1.1\r\n" + b"".join(b"X%d: y\r\n" % n for n in range(2000)) + b"\r\n",
-    b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
-    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
-    b"Content-Type: application/json\r\n\r\nzz\r\n",
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), 400, "HTTPS traffic"),
+    (b"GET\r\n\r\n", 400, "space after method"),
+    (b"GET / HTTP/9.9\r\n\r\n", 400, "status line"),
+    (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\nContent-Length: x\r\n\r\n", 400, "'Host'"),
+    (BEGIN + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n", 400, "Content-Length"),
+    (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n", 414, "8190 bytes"),
+    (
+        b"GET / HTTP/1.1\r\n" + b"".join(b"X%d: y\r\n" % n for n in range(2000)) + b"\r\n",
+        431,
+        "at most 128",
+    ),
+    (b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n", 431, "8190 bytes"),
+    (b"GET / HTTP/1.1\r\nCookie: " + b"y" * 100_000 + b"\r\n\r\n", 431, "8190 bytes"),
+    (BEGIN + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n", 413, "64 bits"),
+    (
+        BEGIN + b"Transfer-Encoding: chunked\r\nContent-Type: application/json\r\n\r\nzz\r\n",
+        400,
+        "chunk size",
+    ),
+    (b"GET /live HTTP/2.0\r\nHost: localhost\r\n\r\n", 505, "HTTP/1.1"),
 ]
 
 
-@pytest.mark.parametrize("data", NO_HTTP, ids=range(len(NO_HTTP)))
-def test_what_is_no_http_gets_400_and_no_traceback(fast_server, data):
+@pytest.mark.parametrize(("data", "code", "words"), NO_HTTP, ids=range(len(NO_HTTP)))
+def test_what_is_no_http_is_told_what_is_wrong_and_gets_no_traceback(
+    fast_server, data, code, words
+):
     lines = written(fast_server)
     answer = send(fast_server, data)
-    assert status(answer) == 400, answer[:200]
+    assert status(answer) == code, answer[:200]
+    assert answer.startswith(b"HTTP/1.1 ")
+    assert words in error(answer)["message"]
     assert b"x-request-id" in answer
-    assert error(answer)["type"] == "invalid_request_error"
+    kind = "server_error" if code >= 500 else "invalid_request_error"
+    assert error(answer)["type"] == kind
     assert written(fast_server) - lines <= 2, "one, and that of the next look"
     still_serves(fast_server)
 

@@ -1,0 +1,45 @@
+"""How many answers one client may have under way, so that none fills the queue for all others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+from nanoactor.server.errors import RETRY_AFTER, APIError
+
+
+class Shares:
+    """Answers under way, by client: its API key, or its address where there are no keys."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: answers of one client, waiting or running."""
+        self._most = most
+        self._held: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """Return how many clients have answers under way."""
+        return len(self._held)
+
+    @contextlib.contextmanager
+    def hold(self, client: str, answers: int) -> Iterator[None]:
+        """Count answers of a client while they are under way; raise `APIError` where they are too
+        many."""
+        if self._held[client] + answers > self._most:
+            text = (
+                f"{self._held[client]} answers for this client are under way, and {answers} more "
+                f"were asked for; at most {self._most} may be (--max-answers-per-client)"
+            )
+            self._forget_if_idle(client)
+            headers = {"Retry-After": RETRY_AFTER}
+            raise APIError(429, text, code="too_many_answers", headers=headers)
+        self._held[client] += answers
+        try:
+            yield
+        finally:
+            self._held[client] -= answers
+            self._forget_if_idle(client)
+
+    def _forget_if_idle(self, client: str) -> None:
+        if not self._held[client]:
+            del self._held[client]
