@@ -66,6 +66,12 @@ class Weights:
             raise WeightsError(f"{path} has no weight_map from names to files")
         named = sorted(set(mapping.values()))
         for name in named:
+            if not name or Path(name).name != name:
+                raise WeightsError(
+                    f"{path} names {name!r}, which is no file of this directory: only names "
+                    "without a path are read"
+                )
+        for name in named:
             self._open_file(name)
         others = {f.name for f in self._directory.glob("*.safetensors")} - set(named)
         if others:
@@ -96,9 +102,13 @@ class Weights:
             raise WeightsError(f"{path} is a link to {path.readlink()}, which does not exist")
         if not path.exists():
             raise WeightsError(f"{path} is missing, though {INDEX} names it")
+        if not path.is_file():
+            raise WeightsError(f"{path} is no regular file")
         try:
             self._files[name] = self._open.enter_context(safe_open(path, framework="pt"))
-        except (SafetensorError, OSError) as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library's is no `Exception`
             raise WeightsError(f"{path} is damaged or incomplete: {error}") from error
         return self._files[name]
 

@@ -162,9 +162,9 @@ class AsyncLLM:
         frontend = self._system.actor("frontend")
         assert isinstance(frontend, FrontendActor)
         self._frontend = frontend
-        if self.dead is not None:  # in the very moment in which all was ready
+        if self._closed or self.dead is not None:  # in the very moment in which all was ready
             await self.close()
-            raise self.dead
+            raise self.dead or EngineClosed("the engine was closed while it started")
         if self.config.restarts_allowed:
             self._prints.learn()
         log.info("engine ready in %.1f s", time.monotonic() - begin)

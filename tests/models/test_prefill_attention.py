@@ -267,6 +267,8 @@ def test_wide_programs_fit_twice_into_a_multiprocessor(tmp_path):
 
 # -- on the card -------------------------------------------------------------------------------
 
+LATE = 50_000_000
+"""Cycles, some 30 ms: much longer than what is launched takes to begin."""
 MIX = [(700, 700), (17, 3000), (1, 1), (513, 2049), (64, 64), (1, 65), (130, 130), (63, 64)]
 
 
@@ -336,18 +338,24 @@ def test_ragged_prompts_by_the_kernel_of_older_cards(gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_a_captured_launch_keeps_its_descriptors(hopper, variant):
-    """It is replayed with other prompts, long after what was made on the host is gone."""
+    """It is replayed with other prompts, long after what was made on the host is gone.
+
+    All of it is in the order of one stream, and each time the inputs are late: a launch that did
+    not wait for them would compute from what was there before.
+    """
     case = Prompts(hopper.torch_device, torch.bfloat16, MIX, (16, 8, 128), unused_programs=5)
     batch, cache = case.batch, case.cache
     inputs = [case.queries, cache.keys, cache.values, batch.tables, batch.prefill_rows]
     inputs.append(batch.prefill_tiles)
-    wanted = [tensor.clone() for tensor in inputs]
-    for tensor in inputs[:-1]:
-        tensor.zero_()
-    inputs[-1][0] = -1
-    output, attention = torch.full_like(case.queries, math.nan), only(variant)
-    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()  # they were made on another stream
+    attention, graph = only(variant), torch.cuda.CUDAGraph()
     with hopper.stream():
+        wanted = [tensor.clone() for tensor in inputs]
+        torch.cuda._sleep(LATE)
+        for tensor in inputs[:-1]:
+            tensor.zero_()
+        inputs[-1][0] = -1
+        output = torch.full_like(case.queries, math.nan)
         attention(case.queries, cache, batch, case.scale, output)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -357,12 +365,15 @@ def test_a_captured_launch_keeps_its_descriptors(hopper, variant):
     # Nor may a launch with another cache matter.
     other = Prompts(hopper.torch_device, torch.bfloat16, [(64, 64)], (16, 8, 128), seed=1)
     other.run(only(variant))
-    graph.replay()
     torch.cuda.synchronize()
-    assert output.isnan().all(), "no program had a row"
-    for tensor, values in zip(inputs, wanted, strict=True):
-        tensor.copy_(values)
-    graph.replay()
+    with hopper.stream():
+        graph.replay()
+        torch.cuda.synchronize()
+        assert output.isnan().all(), "no program had a row"
+        torch.cuda._sleep(LATE)
+        for tensor, values in zip(inputs, wanted, strict=True):
+            tensor.copy_(values)
+        graph.replay()
     torch.cuda.synchronize()
     case.check(output, allowed=2 * torch.finfo(torch.bfloat16).eps)
 

@@ -1,6 +1,7 @@
 """Checkpoints in every layout load alike; whatever is wrong with one is named by a typed error."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -234,6 +235,22 @@ def test_tensors_that_nobody_uses_are_named(single, caplog):
     (told,) = warnings_of(single, caplog)
     assert "2 tensors that the model does not use" in told
     assert all(name in told for name in adapter)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", ""])
+def test_an_index_names_files_of_its_own_directory_alone(sharded, name):
+    path = sharded / INDEX
+    index = json.loads(path.read_text())
+    index["weight_map"][next(iter(index["weight_map"]))] = name
+    path.write_text(json.dumps(index))
+    fails(sharded, WeightsError, path, "no file of this directory")
+
+
+def test_a_shard_that_is_a_pipe_is_not_waited_for(sharded):
+    shard = next(sharded.glob("*.safetensors"))
+    shard.unlink()
+    os.mkfifo(shard)
+    fails(sharded, WeightsError, shard, "is no regular file")
 
 
 def test_a_file_that_the_index_does_not_name_is_named(sharded, caplog):
