@@ -39,6 +39,8 @@ _READERS: Mapping[str, tuple[str, ...]] = {
 """By kind of node: the files that it reads. The user's process reads the rest."""
 _CHUNK = 1 << 20
 _LOWEST = 19
+_LAST_CHUNK = 0.2
+"""Seconds that reading one may take at the end."""
 
 
 class FilePrints:
@@ -52,6 +54,7 @@ class FilePrints:
         self._directories: dict[Path, int] = {}
         """Descriptors by path at the start: a directory that is renamed is found by its own."""
         self._stopping = False
+        self._thread: threading.Thread | None = None
 
     def learn(self) -> None:
         """Take the digest of every file, on a thread of the lowest priority."""
@@ -60,6 +63,7 @@ class FilePrints:
         thread = threading.Thread(target=self._learn, name="nanoactor-digests", daemon=True)
         try:
             thread.start()
+            self._thread = thread
         except RuntimeError as error:  # of which the machine has no more
             log.warning("no digests of the model's files, so that none may be touched: %s", error)
 
@@ -86,6 +90,8 @@ class FilePrints:
     def close(self) -> None:
         """Stop, and let go of descriptors."""
         self._stopping = True
+        if self._thread is not None:
+            self._thread.join(_LAST_CHUNK)
         for descriptor in self._directories.values():
             os.close(descriptor)
         self._directories = {}

@@ -13,7 +13,7 @@ import numpy as np
 
 from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits, render_limits
 from nanoactor.admission import Admission
-from nanoactor.errors import InvalidRequest, OutOfResources
+from nanoactor.errors import InvalidRequest, OutOfResources, out_of_resources
 from nanoactor.grammar.freeing import freed
 from nanoactor.kv.hashing import block_hashes
 from nanoactor.messages import Abort, Admit, FreeText, Int32, Reject, Submit, TokenRules
@@ -230,9 +230,11 @@ class TokenizerActor(Actor):
     def _refuse(self, event: Submit, error: Exception | None = None) -> None:
         """Say why a request cannot run; None: it was aborted."""
         self._forget_items(event)
-        reason, refused = "", error is not None and machine_refuses(error)
+        if error is not None and machine_refuses(error):
+            error = out_of_resources(error)
+        reason, refused = "", isinstance(error, OutOfResources)
         if isinstance(error, InvalidRequest | OutOfResources):
-            reason, refused = str(error), isinstance(error, OutOfResources)
+            reason = str(error)
         elif error is not None:
             reason = f"the prompt cannot be tokenized: {error!r}"
         answers = len(rows_of(event.sampling))

@@ -26,6 +26,7 @@ from nanoactor.errors import (
     InvalidRequest,
     NanoactorError,
     OutOfResources,
+    out_of_resources,
 )
 from nanoactor.grammar.spec import Thoughts
 from nanoactor.models.errors import ModelError
@@ -200,7 +201,9 @@ class TextWorker(Actor):
                 result = msgspec.msgpack.encode(compute(), enc_hook=np.ndarray.tolist)
             reply = TextReply(number, result, "")
         except Exception as error:  # nothing that a client asks may end the process
-            refused = isinstance(error, OutOfResources) or machine_refuses(error)
+            if machine_refuses(error):
+                error = out_of_resources(error)
+            refused = isinstance(error, OutOfResources)
             reply = TextReply(number, b"", (str(error) or repr(error))[:2000], refused)
         outbox = self.context.outbox("server")
         try:

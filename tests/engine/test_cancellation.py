@@ -25,6 +25,12 @@ def engine(**options):
     return AsyncLLM("demo", **shape | options)
 
 
+def opened():
+    """What this process has open."""
+    numbers = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sorted(os.readlink(path) for path in numbers if os.path.islink(path))
+
+
 def is_ours(result):
     """A value, a cancellation, or an error of the engine's."""
     if isinstance(result, BaseException):
@@ -120,7 +126,7 @@ def test_a_call_is_met_by_a_close_wherever_it_waits():
     gc.collect()  # what other tests have left
     before = descriptors()
     assert all(asyncio.run(main(at)) for at in range(1, 5))
-    assert descriptors() <= before
+    assert descriptors() <= before, opened()
     assert not children()
 
 
@@ -142,7 +148,7 @@ def test_a_close_is_cancelled_wherever_it_waits():
     for at in places():
         if not asyncio.run(main(at)):
             break
-    assert descriptors() <= before
+    assert descriptors() <= before, opened()
     assert not children()
 
 
@@ -184,7 +190,7 @@ def test_a_start_is_met_by_a_close_wherever_it_waits(monkeypatch, placement):
     for at in places():
         if not asyncio.run(main(at)):
             break
-    assert descriptors() <= before
+    assert descriptors() <= before, opened()
     assert not children()
 
 
@@ -239,5 +245,5 @@ def test_a_recovery_is_met_wherever_it_waits(monkeypatch, how, victim):
         if not asyncio.run(main(at)):
             break
     assert at > 3, "a recovery waits in several places"
-    assert descriptors() <= before
+    assert descriptors() <= before, opened()
     assert not children()

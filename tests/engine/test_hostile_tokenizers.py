@@ -1,10 +1,12 @@
 """A tokenizer that takes too long, too much, or fails costs the request, and no process."""
 
 import asyncio
+import threading
 
 import pytest
 
 from nanoactor import AsyncLLM, SamplingParams
+from nanoactor.actors import tokenizer
 from nanoactor.errors import InvalidRequest
 from nanoactor.text.tokenizer import TextEncoder
 from tests.conftest import children
@@ -82,16 +84,27 @@ def test_an_unknown_pattern_gives_the_same_ids(tmp_path, prompt):
     asyncio.run(main())
 
 
-def test_long_texts_hold_up_no_others():
-    """They are encoded on a thread: whoever comes behind them is answered first."""
+def test_long_texts_hold_up_no_others(monkeypatch):
+    """They are encoded on a thread: what comes behind them is answered first."""
+    entered, go_on, encode = threading.Event(), threading.Event(), TextEncoder.encode
+
+    def slowly(encoder, pieces):
+        if threading.current_thread().name == "long texts":
+            entered.set()
+            assert go_on.wait(60)
+        return encode(encoder, pieces)
+
+    monkeypatch.setattr(tokenizer, "LONG_BYTES", 100)
+    monkeypatch.setattr(TextEncoder, "encode", slowly)
 
     async def main():
-        async with engine("demo", max_model_len=512) as llm:
-            long = asyncio.ensure_future(ended(llm, "word " * 13_000))
-            await asyncio.sleep(0)
+        async with engine("demo", placement="single") as llm:
+            long = asyncio.ensure_future(ended(llm, "word " * 30))
+            while not entered.is_set():
+                await asyncio.sleep(0.001)
             assert await ended(llm, "short") == 3
-            assert "max_model_len" in await long
-            figures = (await llm.statistics())["tokenizer.0"]["mailbox"]
-            assert figures
+            assert not long.done()
+            go_on.set()
+            assert await long == 3
 
     asyncio.run(main())
