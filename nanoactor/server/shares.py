@@ -1,4 +1,4 @@
-"""How many answers one client may have under way, so that none fills the queue for all others."""
+"""Shares of the queue: no client may have so many answers under way that it fills it for others."""
 
 from __future__ import annotations
 

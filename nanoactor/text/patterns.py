@@ -1,4 +1,4 @@
-"""Whether a tokenizer takes a time and a room that grow as its text does.
+"""Finds tokenizers that take a time and a room that grow as their text does.
 
 A `tokenizer.json` may hold regular expressions, which the library matches by backtracking, and
 replacements, which may multiply a text. What is known to be bounded is encoded in the actor's own

@@ -52,7 +52,7 @@ class ReadItem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unusable:
-    """Why a picture or a video cannot be used."""
+    """The reason for which a picture or a video cannot be used."""
 
     reason: str
     is_refused: bool = False
