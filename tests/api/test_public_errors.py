@@ -42,6 +42,7 @@ ODD = [
     [{"role": "user", "content": object()}],
     {"prompt": "x", "multi_modal_data": 7},
 ]
+NAMES = [f"{number}-{type(odd).__name__}" for number, odd in enumerate(ODD)]
 
 
 def test_every_error_is_exported():
@@ -79,7 +80,7 @@ def ours(call, *args, **kwargs):
         call(*args, **kwargs)
 
 
-@pytest.mark.parametrize("odd", ODD, ids=repr)
+@pytest.mark.parametrize("odd", ODD, ids=NAMES)
 def test_whatever_is_given_the_error_is_ours(llm, odd):
     few = SamplingParams(max_tokens=1)
     ours(llm.generate, odd, few, use_tqdm=False)
@@ -96,7 +97,7 @@ def test_whatever_is_given_the_error_is_ours(llm, odd):
     assert len(llm.generate("fine", few, use_tqdm=False)[0].outputs[0].token_ids) == 1
 
 
-@pytest.mark.parametrize("odd", ODD, ids=repr)
+@pytest.mark.parametrize("odd", ODD, ids=NAMES)
 def test_whatever_is_given_to_the_asynchronous_engine_too(llm, odd):
     """On its loop, which is that of the blocking front."""
     engine, few = llm._llm, SamplingParams(max_tokens=1)
