@@ -186,8 +186,9 @@ class GrammarBook:
             while self._due and tokens > 0 and len(ready) < min(self.batch, TURN_MASKS - masks):
                 uid, _ = self._due.popitem(last=False)
                 tokens -= self._take_tokens(uid, tokens, ready)
-            masks += len(ready)
-            self._make_masks(ready)
+            if ready:  # else all that were due are over, or have more tokens to take
+                masks += len(ready)
+                self._make_masks(ready)
         return masks
 
     def _take_tokens(self, uid: int, most: int, ready: list[int]) -> int:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nanoactor.errors import InvalidRequest, OutOfResources, ProtocolBug
-from nanoactor.grammar.book import TURN_MASKS, TURN_SECONDS, GrammarBook, only_bit
+from nanoactor.grammar.book import TURN_MASKS, TURN_SECONDS, GrammarBook, fill_singly, only_bit
 from nanoactor.grammar.messages import (
     MAX_REASON,
     MAX_RUN,
@@ -242,6 +242,23 @@ def test_a_turn_ends_when_its_time_is_over():
     assert book.advance() == 3
     settle(book)
     assert len(book.take_masks(99).uids) == 30
+
+
+def test_masks_are_made_of_somebody_or_not_at_all():
+    """What makes several at once fails for none."""
+
+    def fill(matchers, out):
+        assert matchers
+        return fill_singly(matchers, out)
+
+    book = GrammarBook(WORDS, clock=lambda: 0.0)
+    book.fill, book.batch = fill, 16
+    book.open(OpenGrammar(0, 0, "{}", -1, np.array((), np.int32), False, 10_000))
+    book.note_compiled(0, Script([1], [2]))
+    book.open(opened(1, tokens=[1] * 2000))
+    book.note_compiled(1, Script(*[[1]] * 2001))
+    settle(book)
+    assert book.take_masks(9).uids.tolist() == [1]
 
 
 def test_no_more_is_forced_than_is_wanted():

@@ -347,23 +347,24 @@ def test_a_captured_launch_keeps_its_descriptors(hopper, variant):
     batch, cache = case.batch, case.cache
     inputs = [case.queries, cache.keys, cache.values, batch.tables, batch.prefill_rows]
     inputs.append(batch.prefill_tiles)
-    torch.cuda.synchronize()  # they were made on another stream
+    # Nor may a launch with another cache matter; the first of a process waits for all streams.
+    other = Prompts(hopper.torch_device, torch.bfloat16, [(64, 64)], (16, 8, 128), seed=1)
+    other.run(only(variant))
+    torch.cuda.synchronize()  # all of that was on another stream
     attention, graph = only(variant), torch.cuda.CUDAGraph()
     with hopper.stream():
         wanted = [tensor.clone() for tensor in inputs]
+        output = torch.full_like(case.queries, math.nan)
         torch.cuda._sleep(LATE)
         for tensor in inputs[:-1]:
             tensor.zero_()
         inputs[-1][0] = -1
-        output = torch.full_like(case.queries, math.nan)
         attention(case.queries, cache, batch, case.scale, output)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             attention(case.queries, cache, batch, case.scale, output)
     del attention
     gc.collect()
-    # Nor may a launch with another cache matter.
-    other = Prompts(hopper.torch_device, torch.bfloat16, [(64, 64)], (16, 8, 128), seed=1)
     other.run(only(variant))
     torch.cuda.synchronize()
     with hopper.stream():

@@ -31,7 +31,8 @@ class Answer:
     asked: int = -1
     scheduled: int = 0
     phase: Phase = Phase.RUNNING
-
+    limit: int = 100
+    """The length at which it ends."""
     is_constrained: bool = True
 
     @property
@@ -140,3 +141,10 @@ def test_who_ends_in_free_text_is_told_like_all_others():
     constraints.check_idle()
     constraints.close(3)
     assert constraints.flush() == []
+
+
+def test_the_grammar_is_told_where_an_answer_ends():
+    constraints, answer = Constraints(1), Answer(7, np.arange(1), limit=13)
+    constraints.open(answer)
+    ((_, message),) = constraints.flush()
+    assert message.end == 13
