@@ -37,10 +37,10 @@ class Suspects:
     """Looks for what kills. Requests are numbers, moments are seconds."""
 
     def __init__(self) -> None:
-        self._told: Mapping[int, int] = {}
-        """Tokens by request, of those who may have caused the last death, ..."""
+        self._told: dict[str, Mapping[int, int]] = {}
+        """By kind of node: the tokens of those who may have caused its last death."""
         self._kind = ""
-        """... which was of this kind of node."""
+        """Of the node that those on trial are suspected to kill."""
         self._groups: list[list[int]] = []
         """To be tried, the next one first."""
         self._there: Collection[int] = ()
@@ -72,21 +72,16 @@ class Suspects:
         has killed alone, if one has."""
         trial, self._trial, self._is_first = self._trial, {}, True
         seconds = now - self._began
-        left = [
-            one
-            for one, before in trial.items()
-            if one in told and _is_near(told[one] - before, seconds)
-        ]
-        if not accused or (trial and kind != self._kind):
-            self._groups[:0] = [left] if left else []  # as if it had not been tried
-            return None
-        group = [one for one in left if one in accused]
-        if trial and group:
-            self._deaths += 1
-            if self._is_alone:
+        left = self._near(trial, told, seconds)
+        if trial and accused and kind == self._kind:
+            group = [one for one in left if one in accused]
+            self._deaths += bool(group)
+            if group and self._is_alone:
                 return self._verdict(group[0])
-        elif not self._groups:
-            group = self._found(told, accused, kind, seconds)
+        else:
+            group = self._found(told, accused, kind, seconds) if trial or not self._groups else []
+            if trial and not group:  # another death, which proves nothing: as if it had not been
+                self._groups[:0] = [left] if left else []
         self._groups[:0] = _halves(group)
         return None
 
@@ -97,14 +92,15 @@ class Suspects:
     def _found(
         self, told: Mapping[int, int], accused: Collection[int], kind: str, seconds: float
     ) -> list[int]:
-        """Return who was there at the last death too, and came no further since."""
-        last = self._told if kind == self._kind else {}
-        self._told, self._kind = {one: told[one] for one in accused}, kind
-        group = [
-            one for one in accused if one in last and _was_near(told[one] - last[one], seconds)
-        ]
-        if group:
-            self._told, self._deaths = {}, 2  # whatever comes of it, suspicion begins anew
+        """Return who was there at the last death of the kind too, and came no further since; they
+        take the place of other suspects."""
+        last = self._told.get(kind, {})
+        if accused:
+            self._told[kind] = {one: told[one] for one in accused}
+        there = [one for one in accused if one in last]
+        group = [one for one in there if _was_near(told[one] - last[one], seconds)]
+        if group:  # whatever comes of it, suspicion begins anew
+            self._told, self._groups, self._kind, self._deaths = {}, [], kind, 2
             self._there = frozenset(accused)
         return group
 

@@ -52,7 +52,7 @@ class Readmission:
         living.sort(key=lambda entry: (entry.submit.priority, _uid(entry)))
         self._kept = {}
         # Of several at once, one is looked at: the others may have followed from it.
-        death = next((death for death in deaths if death.is_evidence), deaths[0])
+        death = next((death for death in deaths if death.is_evidence), None) or deaths[0]
         kind = death.node.partition(".")[0]
         at_work = living if kind in _AT_THE_DOOR else living[: self._most]
         there = [_uid(entry) for entry in at_work if death.is_evidence and is_at(entry, death.node)]

@@ -159,9 +159,26 @@ def test_who_was_not_there_is_no_suspect():
 
 def test_deaths_of_different_kinds_are_no_pattern():
     trial = Trial(1)
-    for kind in ("runner", "detokenizer", "runner", "grammar"):
+    for kind in ("runner", "detokenizer", "control", "grammar"):
         assert trial.die(kind) is None
         assert trial.admit() is None
+
+
+def test_what_kills_otherwise_during_a_trial_is_found_too():
+    """Suspects of one kind of death are tried while another request kills nodes of another kind."""
+    trial = Trial(1, 2, 3, 4)
+    trial.die("runner", [1, 2, 3])
+    trial.die("runner", [1, 2, 3])
+    convicted, deaths = None, 0
+    while convicted is None:
+        chosen = trial.admit() or set(trial.told)
+        assert deaths < 10
+        if 4 not in chosen:
+            trial.told |= dict.fromkeys(chosen, WELL_PAST)
+            assert trial.cleared()
+            continue
+        convicted, deaths = trial.die("detokenizer", sorted(chosen)), deaths + 1
+    assert convicted == 4
 
 
 @pytest.mark.parametrize(("kind", "accused"), [("runner", []), ("tokenizer", [1])])

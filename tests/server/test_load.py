@@ -560,6 +560,26 @@ def test_a_signal_to_the_whole_group_lets_running_streams_end(number):
     assert server.stop() == 0
 
 
+@pytest.mark.parametrize("seconds", [0.1, pytest.param(0.4, marks=pytest.mark.long)])
+def test_a_signal_while_a_tokenizer_is_replaced_leaves_no_template_child(seconds):
+    """One is on its way then, which has hardly begun."""
+    server = Served(*SIMULATED, process_group=0)
+    (pid,) = [p for p in server.family if comm(p) == "na:tokenizer.0"]
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(seconds)
+    numbers = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    server.family |= {number for number in numbers if group(number) == server.process.pid}
+    assert server.stop() == 0
+
+
+def group(pid):
+    """A process's group; 0 where it is gone."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
 def test_an_engine_that_dies_while_streams_end_makes_the_exit_status():
     server = Served(*SIMULATED, *MORTAL)
     stream = Stream(server, max_tokens=1000)

@@ -24,7 +24,7 @@ from nanoactor.actors.journal import Entry
 from nanoactor.actors.scheduler import SchedulerActor
 from nanoactor.config import EngineConfig
 from nanoactor.errors import EngineOverloaded
-from nanoactor.messages import Stopping, Submit, TextOptions
+from nanoactor.messages import Stopping, Submit, TextOptions, Tokens
 from nanoactor.model_files import ModelFiles
 from nanoactor.models.columns import DEFAULTS
 from nanoactor.outputs import RequestOutputKind
@@ -245,7 +245,7 @@ class World:
         if isinstance(actor, SimulatedTokenizer):
             actor._encoder = Letters()  # type: ignore[assignment]
 
-    def _die(self, death: Death) -> None:
+    def _die(self, death: Death, told: NodeDeath | None = None) -> None:
         """Some actors are gone, and with them all that was under way; the others are told."""
         self.cuts += 1
         for actor in self.actors.values():
@@ -254,14 +254,14 @@ class World:
             edge.is_cut = True
         self.oracle.cut()
         frontend: Any = self.actors["frontend"]
-        frontend.pause([self._told(death.victims[0])])
+        frontend.pause([told or self._told(death.victims[0])])
         self.loop.call_later(death.after, self._begin_anew, death.victims, self.cuts)
         self._dead |= set(death.victims)
 
     def _told(self, actor: str) -> NodeDeath:
-        """How the death of an actor is told; in half of the seeds so that anybody may have caused
-        it, in some of the others as if it had come from outside."""
-        anywhere = self.scenario.seed % 2 or actor in ("scheduler", "blocks")
+        """How the death of an actor is told; in most seeds so that anybody may have caused it, in
+        some of the others as if it had come from outside."""
+        anywhere = self.scenario.seed % 4 or actor in ("scheduler", "blocks")
         outside = self.scenario.seed % 8 == 4
         node = "control" if anywhere else actor
         return NodeDeath(node, "signal SIGSEGV", is_evidence=not outside)
@@ -357,11 +357,27 @@ class World:
 
     def deliver(self, source: str, target: str, message: Any) -> None:
         """Let an actor handle a message, then look whether all is well."""
+        if self._is_killed_by(message):
+            self.oracle.counts["killed by a request"] += 1
+            step = self.scenario.step_seconds
+            evidence = NodeDeath("detokenizer", "signal SIGSEGV", is_evidence=True)
+            self._die(Death(self.loop.time(), ("detokenizer",), step), evidence)
+            return
         self.oracle.arrives(source, target, message)
         self._handlers[target][type(message)](message)
         self.oracle.handled(target, message)
         if target == "frontend":
             self._callers.look()
+
+    def _is_killed_by(self, message: Any) -> bool:
+        """Whether the detokenizer dies of it: in some seeds with deaths one request kills that with
+        a certain token, each time it gets there."""
+        scenario = self.scenario
+        if not isinstance(message, Tokens) or not scenario.deaths or scenario.seed % 3:
+            return False
+        poison = self.uid_of.get(scenario.seed // 3 % len(scenario.asks))
+        kills = (message.uids == poison) & (message.indices >= scenario.seed % 4)
+        return poison is not None and bool(kills.any())
 
     def play(self) -> Oracle:
         """Until nothing happens any more; raises where anything is wrong."""
