@@ -818,6 +818,7 @@ class Oracle:
         if own.terminal is None or not ended_here:
             return False
         assert own.terminal.reason == "abort"
+        assert own.terminal.tokens == len(own.token_ids), "it was told more behind its end"
         assert self._scenario.asks[position].aborts or entry.error
         ask = self._scenario.asks[position]
         if expected is not None and not ask.grammar and ask.caller is None:
