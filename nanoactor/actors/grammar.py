@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanoactor.actors.config import MASKS_AT_ONCE, ActorConfig
@@ -19,6 +18,7 @@ from nanoactor.grammar.messages import BeginGrammar, CloseGrammars, GrammarToken
 from nanoactor.native import native_calls
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.errors import machine_refuses
+from nanoactor.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     from nanoactor.grammar.compiling import GrammarCompiler
@@ -32,41 +32,6 @@ _BATCH = 16
 # Bytes of a specification; a larger one is compiled beside those that are not.
 _SMALL_GRAMMAR = 16 * 1024
 _FAILED = "the parser failed on the grammar; the log has its words"
-
-
-class _Lane:
-    """A thread that does one piece of work after the other; it starts with the first."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def runs(self) -> bool:
-        """Tell whether the thread was started."""
-        return self._thread is not None
-
-    def put(self, work: Callable[[], None]) -> None:
-        """Have something done, which must not raise. Raises `RuntimeError` where the machine has no
-        more threads."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            thread.start()
-            self._thread = thread
-        self._work.put(work)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-
-    def end(self) -> None:
-        """End the thread, once it has done what is at hand."""
-        if self._thread is not None:
-            while not self._work.empty():
-                self._work.get()
-            self._work.put(None)
-            self._thread.join(timeout=1.0)
 
 
 def _made(config: ActorConfig) -> GrammarCompiler | InvalidRequest:
@@ -89,13 +54,13 @@ class GrammarActor(Actor):
         self._config = config
         self._book = self._new_book()
         # Large grammars take the parser longest: those of others need not wait behind them.
-        self._small = _Lane("compile")
-        self._large = _Lane("compile large")
+        self._small = WorkerThread("compile")
+        self._large = WorkerThread("compile large")
         self._compiler: GrammarCompiler | InvalidRequest | None = None
         """Made by the first thread; the reason why there is none refuses every grammar."""
         self._making = threading.Lock()
-        self._turning = False
-        """Whether another turn is to come."""
+        self._reads = self._turning = False
+        """Whether the vocabulary is read, or was; whether another turn is to come."""
         self._masks = 0
         self._times: deque[int] = deque(maxlen=_TIMES)
         self._compiled = 0
@@ -119,8 +84,9 @@ class GrammarActor(Actor):
         self._start_thread()
 
     def _start_thread(self) -> None:
-        if not self._small.runs:
-            self._small.put(self._read_vocabulary)
+        if not self._reads:
+            self._reads = True
+            self._small.put(self._read_vocabulary, lambda result: None)
 
     def _read_vocabulary(self) -> None:
         """On a thread."""
@@ -155,12 +121,13 @@ class GrammarActor(Actor):
 
     def _open(self, event: OpenGrammar) -> None:
         self._book.open(event)
-        lane = self._small if len(event.grammar) <= _SMALL_GRAMMAR else self._large
-        work = functools.partial(self._compile, self.context, self._book, event.uid, event.grammar)
+        thread = self._small if len(event.grammar) <= _SMALL_GRAMMAR else self._large
+        book = self._book
+        note = functools.partial(self.context.call_soon, self._note, book, event.uid)
         try:
-            lane.put(work)
+            thread.put(functools.partial(self._compile, book, event.grammar), note)
         except RuntimeError as error:  # there is no thread for it
-            self._book.note_compiled(event.uid, out_of_resources(error))
+            book.note_compiled(event.uid, out_of_resources(error))
             self._report()
 
     def _begin(self, event: BeginGrammar) -> None:
@@ -196,15 +163,15 @@ class GrammarActor(Actor):
 
     # -- the threads ----------------------------------------------------------------------
 
-    def _compile(self, context: Context, book: GrammarBook, uid: int, text: str) -> None:
+    def _compile(self, book: GrammarBook, text: str) -> tuple[AnswerMatcher | Refusal, int]:
         """On a thread: the parser lets go of the interpreter while it compiles, so that masks of
-        others are made meanwhile."""
-        if book is not self._book:  # everybody began anew
-            return
+        others are made meanwhile. Return the matcher, or why there is none, and the ns it took."""
         begin = time.monotonic_ns()
         found: AnswerMatcher | Refusal
         try:
             with native_calls():
+                if book is not self._book:  # everybody began anew
+                    raise InvalidRequest("it is not wanted any more")
                 self._read_vocabulary()
                 if isinstance(self._compiler, InvalidRequest):
                     raise self._compiler
@@ -216,13 +183,14 @@ class GrammarActor(Actor):
             log.error("a grammar cannot be compiled", exc_info=error)
             refused = machine_refuses(error)
             found = out_of_resources(error) if refused else InvalidRequest(_FAILED)
-        context.call_soon(self._note, book, uid, found, time.monotonic_ns() - begin)
+        return found, time.monotonic_ns() - begin
 
-    def _note(self, book: GrammarBook, uid: int, found: AnswerMatcher | Refusal, took: int) -> None:
+    def _note(self, book: GrammarBook, uid: int, told: tuple[AnswerMatcher | Refusal, int]) -> None:
+        found, took = told
         self._compiled += 1
         self._compile_ns += took
         if book is self._book:
-            self._book.note_compiled(uid, found)
+            book.note_compiled(uid, found)
             self._turn_unless_due()
 
     # -- the edges ------------------------------------------------------------------------
@@ -244,8 +212,8 @@ class GrammarActor(Actor):
 
     def stop(self) -> None:
         """End the threads."""
-        for lane in (self._small, self._large):
-            lane.end()
+        for thread in (self._small, self._large):
+            thread.close()
 
     def statistics(self) -> dict[str, Any]:
         """Answers that are open; grammars prepared and the seconds that took; masks, and the

@@ -22,13 +22,14 @@ from nanoactor.native import native_calls
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.errors import machine_refuses
 from nanoactor.text.bad_words import check_choice, spellings, with_words
-from nanoactor.text.long_texts import LONG_BYTES, LongTexts
+from nanoactor.text.patterns import LONG_BYTES
 from nanoactor.text.renderer import Cancelled, RenderQueue
 from nanoactor.text.template import TemplateFacts
 from nanoactor.vision.gather import ItemGathering
 from nanoactor.vision.media import ReadItem, Unusable
 from nanoactor.vision.messages import Items, ItemsRead
 from nanoactor.vision.prompt import VisualItem, block_extras, expand_prompt, items_message
+from nanoactor.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     from nanoactor.text.tokenizer import Piece
@@ -73,7 +74,7 @@ class TokenizerActor(Actor):
         """Ids of the tags that end free text, as far as they were asked for."""
         self._held: dict[int, tuple[Submit, Encoded | Exception]] = {}
         """Requests that wait for what their pictures are."""
-        self._long_texts = LongTexts()
+        self._long_texts = WorkerThread("long texts")
         self._workers: dict[int, int] = {}
         """By request: the vision worker that has its pictures."""
 

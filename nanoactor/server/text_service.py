@@ -38,11 +38,12 @@ from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.system import System
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 from nanoactor.runtime.wiring import Options
-from nanoactor.text.long_texts import LONG_BYTES, LongTexts
+from nanoactor.text.patterns import LONG_BYTES
 from nanoactor.text.renderer import RenderLimits, RenderQueue
 from nanoactor.text.spans import SpanFinder, Spans
 from nanoactor.text.template import TemplateFacts, thoughts_after
 from nanoactor.topology import LIGHT
+from nanoactor.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     from nanoactor.text.tokenizer import Piece
@@ -100,7 +101,7 @@ class TextWorker(Actor):
         """`config`: where the tokenizer lies, and what a chat template may take."""
         self._directory, self._limits = config
         self._templates: RenderQueue | None = None
-        self._long_texts = LongTexts()
+        self._long_texts = WorkerThread("long texts")
         self._finder: SpanFinder | None = None
         """Its tables take a moment, and few want them."""
 

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+LONG_BYTES = 64 * 1024
+"""A text of so many characters takes some 20 ms; a longer one is encoded on a thread."""
 _MOST_GROWTH = 64.0
 """By so much may all replacements together multiply a text."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -233,7 +233,7 @@ def test_rules_and_a_grammar_that_leave_nothing_end_the_request_alone():
 def test_a_mask_that_does_not_come_ends_its_request_alone(monkeypatch):
     from nanoactor.actors.grammar import GrammarActor
 
-    monkeypatch.setattr(GrammarActor, "_compile", lambda *arguments: None)
+    monkeypatch.setattr(GrammarActor, "_note", lambda *arguments: None)
 
     async def main():
         async with structured_engine(mask_timeout=0.2) as llm:

@@ -94,7 +94,7 @@ class SimulatedGrammar(GrammarActor):
     def _told(self, book: GrammarBook, uid: int, matcher: ToyMatcher) -> None:
         """As the thread does, unless everybody began anew."""
         if book is self._book and not self.context.retired:
-            self._note(book, uid, matcher, 0)
+            self._note(book, uid, (matcher, 0))
 
 
 class SimulatedTokenizer(TokenizerActor):
