@@ -1,4 +1,4 @@
-"""Work on a thread: in its order, whatever it raises is told, and nothing is told behind the end."""
+"""Work on a thread: in its order; whatever it raises is told, and nothing behind the end."""
 
 import queue
 import threading
