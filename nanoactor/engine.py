@@ -95,6 +95,7 @@ class AsyncLLM:
             weakref.finalize(self, self._rendezvous.close)
         self._salt = secrets.token_bytes(16)
         self._prints = FilePrints(self.files)
+        weakref.finalize(self, self._prints.close)  # of an engine that is dropped
         topology = self._topology()
         self._frontend: FrontendActor | None = None
         seeds = random.Random(self.config.seed)
@@ -134,8 +135,7 @@ class AsyncLLM:
             return
         system.abandon()  # first: the warning may be an error
         warnings.warn(
-            f"the engine of {self.config.model!r} was not closed: use `async with`, or await "
-            "close()",
+            f"the engine of {self.config.model!r} was not closed: use `async with`, or close()",
             ResourceWarning,
             stacklevel=2,
             source=self,

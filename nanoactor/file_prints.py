@@ -185,5 +185,8 @@ async def _on_thread(work: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(finish, result, error)
 
-    threading.Thread(target=run, name="nanoactor-compare", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="nanoactor-compare", daemon=True).start()
+    except RuntimeError:  # there is no thread for it: the loop waits, as the engine must
+        return work()
     return await done

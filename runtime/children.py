@@ -164,7 +164,8 @@ class Children:
 
     async def have_ended(self, some: Sequence[ChildProcess], seconds: float) -> bool:
         """Wait until the ends of these were noted; False where that takes longer."""
-        await asyncio.wait([child.noted for child in some], timeout=seconds)
+        if some:
+            await asyncio.wait([child.noted for child in some], timeout=seconds)
         return all(child.is_over for child in some)
 
     def send(self, message: Any) -> None:

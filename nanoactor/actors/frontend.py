@@ -298,7 +298,7 @@ class FrontendActor(Actor):
         as its entry lives, until the engine has let go of it."""
         for uid in entry.uids:
             if entry.answer(uid).terminal is None:
-                entry.note_end(uid, own_terminal(entry, uid, "abort"))
+                self._note_end(entry, own_terminal(entry, uid, "abort"))
         self._forget_name(entry)
 
     def _forget_name(self, entry: Entry) -> None:

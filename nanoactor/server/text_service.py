@@ -136,6 +136,10 @@ class TextWorker(Actor):
         if event.method == "encode":
             text, special = arguments
             self._encode(event.number, [(text, special)], lambda ids: ids[0])
+        elif event.method == "spans" and not self._encoder.is_bounded:
+            assert self._templates is not None
+            done = functools.partial(self.context.call_soon, self._encoded, event.number, _as_spans)
+            self._templates.spans(event.number, arguments[0], done)
         elif event.method == "render":
             messages, options, whole = arguments
             done = functools.partial(self.context.call_soon, self._rendered, event.number, whole)
@@ -211,6 +215,10 @@ class TextWorker(Actor):
             outbox.send(reply)
         except RecordTooLarge as error:
             outbox.send(TextReply(number, b"", f"too long: {error}"))
+
+
+def _as_spans(found: list[tuple[list[int], list[int]]]) -> list[Spans]:
+    return [(bytes(first), starts) for first, starts in found]
 
 
 class TextClient(Actor):

@@ -54,6 +54,8 @@ def _answer(template: ChatTemplate, directory: Path, request: list[Any]) -> dict
     try:
         if request[0] == "encode":
             return {"value": _encoded(directory, request[1])}
+        if request[0] == "spans":
+            return {"value": _spans(directory, request[1])}
         return {"value": _value(template, request)}
     except InvalidRequest as error:
         # Whoever has met the limit once may be near it from now on.
@@ -80,6 +82,14 @@ def _encoded(directory: Path, pieces: list[Any]) -> list[list[int]]:
     from nanoactor.text.tokenizer import encode_all
 
     return encode_all(_tokenizer(directory), pieces)
+
+
+def _spans(directory: Path, prompts: list[Any]) -> list[tuple[list[int], list[int]]]:
+    from nanoactor.text.spans import SpanFinder
+
+    finder = SpanFinder(_tokenizer(directory))
+    found = [finder.of_text(p) if isinstance(p, str) else finder.of_ids(p) for p in prompts]
+    return [(list(first), starts) for first, starts in found]
 
 
 @functools.cache

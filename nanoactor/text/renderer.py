@@ -284,6 +284,11 @@ class RenderQueue:
         thread, with a list of ids for each."""
         self._put(number, ["encode", [*pieces]], done)
 
+    def spans(self, number: int, prompts: Sequence[Any], done: Done) -> None:
+        """Find the tokens of prompts, texts or ids, in such a tokenizer's text; `done` is called on
+        the queue's thread, with `Spans` as lists."""
+        self._put(number, ["spans", [*prompts]], done)
+
     def _put(self, number: int, request: list[Any], done: Done) -> None:
         with self._lock:
             self._known.add(number)
@@ -355,7 +360,8 @@ class RenderQueue:
 
 def _subject(request: list[Any] | None) -> str:
     """Return what an error is about."""
-    return "the tokenizer" if request and request[0] == "encode" else "the chat template"
+    tokenizes = request is not None and request[0] in ("encode", "spans")
+    return "the tokenizer" if tokenizes else "the chat template"
 
 
 class Cancelled(Exception):

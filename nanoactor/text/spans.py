@@ -28,7 +28,10 @@ class SpanFinder:
     def of_text(self, text: str) -> Spans:
         """In this text, whose tokens may spell it differently: normalized, or behind a token that
         stands for its beginning."""
-        encoded = self._tokenizer.encode(text)
+        from nanoactor.text.tokenizer import refusing  # the user's process imports this module
+
+        with refusing("the prompt cannot be tokenized"):
+            encoded = self._tokenizer.encode(text)
         decoded, starts = self._decoded(encoded.ids)
         if decoded != text:
             starts, end = [], 0

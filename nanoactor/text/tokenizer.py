@@ -120,7 +120,7 @@ class TextEncoder:
         for token in token_ids:
             if not 0 <= token < size:
                 raise InvalidRequest(f"token id {token} is not in the vocabulary of {size} ids")
-        with _refusing("the ids cannot be decoded"):
+        with refusing("the ids cannot be decoded"):
             text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
@@ -133,13 +133,14 @@ def _steps(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def encode_all(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[list[int]]:
     """Return the ids of each of these texts. Raises as `TextEncoder.encode` does."""
-    with _refusing("the prompt cannot be tokenized"):
+    with refusing("the prompt cannot be tokenized"):
         return [tokenizer.encode(text, add_special_tokens=special).ids for text, special in pieces]
 
 
 @contextlib.contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    """Turn whatever the library raises for a text into that request's error."""
+def refusing(what: str) -> Iterator[None]:
+    """Turn whatever the library raises for a text into that request's error, which begins with
+    `what`."""
     try:
         with native_calls():
             yield

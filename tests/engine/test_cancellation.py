@@ -38,6 +38,19 @@ def is_ours(result):
     return True
 
 
+def at_every_place(main):
+    """Run it with 1, 2, ... until it says that there was no such place; nothing is left. Returns
+    the last number."""
+    gc.collect()  # what other tests have left
+    before = descriptors()
+    for at in places():
+        if not asyncio.run(main(at)):
+            break
+    assert descriptors() <= before, opened()
+    assert not children()
+    return at
+
+
 async def held(llm):
     request = llm.submit_held("To be", HELD)
     try:
@@ -144,13 +157,7 @@ def test_a_close_is_cancelled_wherever_it_waits():
         assert is_ours(ended)
         return met
 
-    gc.collect()  # what other tests have left
-    before = descriptors()
-    for at in places():
-        if not asyncio.run(main(at)):
-            break
-    assert descriptors() <= before, opened()
-    assert not children()
+    at_every_place(main)
 
 
 INTERRUPTIONS = {
@@ -186,13 +193,7 @@ def test_a_start_is_met_by_a_close_wherever_it_waits(monkeypatch, placement):
         await asyncio.wait_for(llm.close(), 60)
         return met
 
-    gc.collect()  # what other tests have left
-    before = descriptors()
-    for at in places():
-        if not asyncio.run(main(at)):
-            break
-    assert descriptors() <= before, opened()
-    assert not children()
+    at_every_place(main)
 
 
 @pytest.mark.deadly
@@ -240,11 +241,4 @@ def test_a_recovery_is_met_wherever_it_waits(monkeypatch, how, victim):
             await asyncio.wait_for(llm.close(), 60)
         return any(met)
 
-    gc.collect()  # what other tests have left
-    before = descriptors()
-    for at in places():
-        if not asyncio.run(main(at)):
-            break
-    assert at > 3, "a recovery waits in several places"
-    assert descriptors() <= before, opened()
-    assert not children()
+    assert at_every_place(main) > 3, "a recovery waits in several places"

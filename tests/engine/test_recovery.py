@@ -562,6 +562,7 @@ def test_an_abort_is_acknowledged_whoever_hangs(victim):
                 assert not suspensions
                 *_, last = [output async for output in request]
                 assert last.outputs[0].finish_reason == "abort"
+                assert last.metrics.finished_time is not None
                 assert last.outputs[0].token_ids[: len(first.outputs[0].token_ids)]
                 if when == "before":
                     os.kill(llm.pids[victim], signal.SIGKILL)

@@ -96,6 +96,11 @@ def test_an_engine_that_is_dropped_ends_with_a_warning():
     with pytest.warns(ResourceWarning, match="call close"):
         drop()
     asyncio.run(until_gone())
+    gc.collect()
+    before = descriptors()
+    asyncio.run(main())
+    gc.collect()
+    assert descriptors() <= before
 
 
 async def until_gone():

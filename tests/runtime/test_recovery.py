@@ -537,6 +537,17 @@ def test_time_in_which_a_node_computes_counts_less():
     assert "ready" not in late
 
 
+def test_nothing_is_waited_for_where_none_is_late():
+    """All may have become ready in the moment in which the time was over."""
+
+    async def main():
+        async with Running() as run:
+            assert run.system._children.late() == []
+            assert await run.system._children.have_ended([], 60.0)
+
+    asyncio.run(main())
+
+
 def test_a_restart_may_take_a_multiple_of_the_start():
     assert start_limit(1.0, None) == start_limit(1.0, 60.0) == 15.0
     assert start_limit(1.0, 2.0) == 7.0

@@ -15,6 +15,7 @@ from nanoactor.text.renderer import RenderLimits
 from tests.conftest import children
 from tests.server.scripted import directory
 from tests.text.test_chat import DEMO
+from tests.text.test_patterns import BACKTRACKS, split, tokenizer_directory
 
 
 @pytest.fixture
@@ -96,6 +97,29 @@ def test_a_text_service_is_started_again_as_often_as_it_takes_and_only_once(mode
             await service.encode("x" * 20_000, True)
         await service.close()
         assert len(asyncio.all_tasks()) == 1
+
+    before = children()
+    asyncio.run(main())
+    assert children() == before
+
+
+def test_a_tokenizer_that_backtracks_costs_its_request_alone(tmp_path):
+    """Also where the places of tokens are asked for, and with others that are answered."""
+    path = tokenizer_directory(tmp_path / "m", pre_tokenizer=split(BACKTRACKS))
+    fails, long = "a" * 40 + "!", "To be " * 20_000
+
+    async def main():
+        service = TextService(path, 1_000_000, RenderLimits(5.0, 1_000_000))
+        await service.start()
+        calls = [service.encode(fails, True), service.spans([fails]), service.spans([long])]
+        found = await asyncio.gather(*calls, service.spans(["To be"]), return_exceptions=True)
+        assert all(isinstance(one, InvalidRequest) for one in found[:2]), found[:2]
+        assert "tokenizer" in str(found[1])
+        ((first, starts),) = found[3]
+        assert (first, starts[0]) == (b"To", 0)
+        assert len(found[2][0][1]) > 20_000
+        assert service.state == "ok"
+        await service.close()
 
     before = children()
     asyncio.run(main())
