@@ -73,7 +73,7 @@ class FilePrints:
         for path, known in self._files.prints.items():
             with contextlib.suppress(OSError):
                 digest = self._digest(path)
-                # Else somebody was quicker, and it is too late.
+                # Else the file was changed before its digest was taken.
                 if digest and file_print(path) == known:
                     self._digests[path] = digest
 

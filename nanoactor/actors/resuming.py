@@ -21,7 +21,7 @@ CHANGED = (
 )
 POISON = (
     "a process of the engine has died each time the request ran, the last time with no other "
-    "request: it is not tried again. Last died {}"
+    "request: it is not tried again. The last to die was {}"
 )
 
 

@@ -514,7 +514,9 @@ def rename(model):
     model.rename(model.parent / "elsewhere")
 
 
-@pytest.mark.parametrize("change", [touch, write_again, replace, rename])
+@pytest.mark.parametrize(
+    "change", [touch, rename, *(pytest.param(way, marks=LONG) for way in (write_again, replace))]
+)
 def test_files_with_the_same_bytes_are_the_same(tmp_path, change):
     model = copied(tmp_path)
 

@@ -440,13 +440,13 @@ def test_a_node_that_hangs_while_it_starts_again_is_replaced(caplog):
     [
         (signal.SIGKILL, "signal SIGKILL", False),
         (signal.SIGSEGV, "signal SIGSEGV", True),
-        (signal.SIGABRT, "signal SIGABRT", True),
+        pytest.param(signal.SIGABRT, "signal SIGABRT", True, marks=pytest.mark.long),
     ],
 )
 def test_how_a_node_has_died_is_told(how, told, is_evidence, caplog):
     async def main():
         async with Running() as run:
-            for turn in range(6):  # channel and kernel tell of it in either order
+            for turn in range(3):  # channel and kernel tell of it in either order
                 run.kill("near", how)
                 await run.recovered(turn + 1)
             assert {death.how for death in run.untold} == {told}
