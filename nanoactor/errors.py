@@ -169,9 +169,10 @@ def only_ours() -> Iterator[None]:
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function of the public API: what leaves it is a `NanoactorError`. A call that does
-    not fit its parameters is `InvalidRequest`; an exception of any other class is a bug, and becomes
-    the cause of a `ProtocolBug`."""
+    """Decorate a function of the public API: what leaves it is a `NanoactorError`.
+
+    A call that does not fit its parameters is `InvalidRequest`; an exception of any other class
+    is a bug, and becomes the cause of a `ProtocolBug`."""
     signature = inspect.signature(function)
 
     def ours(error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception:
