@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.runtime import control
+from nanoactor.runtime.abandoning import close_soon
 from nanoactor.runtime.actor import Actor, ReadyInfo
 from nanoactor.runtime.children import ChildProcess, Children, check_surroundings, os_refuses
 from nanoactor.runtime.codec import check_schema
@@ -86,6 +87,7 @@ class System:
         self._pid = 0
         self._dead: BaseException | None = None
         self._closing = False
+        self._stopped = False
         self._end: asyncio.Future[None] | None = None
         """The closing, once it has begun."""
         self.ready: dict[str, ReadyInfo] = {}
@@ -442,7 +444,8 @@ class System:
 
     def end(self) -> None:
         """End every node without the loop, which runs no more; blocks until none is left."""
-        if os.getpid() != self._pid or (self._closing and self._end is None):
+        waits = self._closing and self._end is None
+        if os.getpid() != self._pid or waits or self._stopped:
             return
         self._closing = True
         self._stop_watching()
@@ -454,13 +457,7 @@ class System:
         if self._loop is None or os.getpid() != self._pid or self._end is not None:
             return
         self._children.kill()
-        try:
-            self._loop.call_soon_threadsafe(self._close_soon)
-        except RuntimeError:  # the loop is closed
-            self.end()
-
-    def _close_soon(self) -> None:
-        self._abandoned = asyncio.ensure_future(self.close())
+        close_soon(self._loop, self.close, self.end, lambda: self._stopped)
 
     async def _close(self) -> None:
         if self._recovery is not None:
@@ -468,17 +465,24 @@ class System:
         self._stop_watching()
         for child in self._children:
             self._forget(child)
-        await self._children.end(self._options.stop_timeout)
-        self._stop_node()
+        try:
+            await self._children.end(self._options.stop_timeout)
+        except asyncio.CancelledError:  # the loop ends, and with it what waits on it
+            self._children.end_without_loop(self._options.stop_timeout)
+            raise
+        finally:
+            self._stop_node()
 
     def _stop_watching(self) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
 
     def _stop_node(self) -> None:
-        if self._node is not None:
-            self._node.stop()
-        self._children.close()
+        if not self._stopped:
+            self._stopped = True
+            if self._node is not None:
+                self._node.stop()
+            self._children.close()
 
 
 async def run_on(

@@ -100,7 +100,10 @@ def test_an_engine_that_is_dropped_ends_with_a_warning():
     before = descriptors()
     asyncio.run(main())
     gc.collect()
-    assert descriptors() <= before
+    deadline = time.monotonic() + 30
+    while descriptors() > before:  # a thread closes what the loop had no time for
+        assert time.monotonic() < deadline, "the dropped engine keeps descriptors"
+        time.sleep(0.02)
 
 
 async def until_gone():
