@@ -40,6 +40,7 @@ test: .venv/.ready
 # Hours on two cores; the soak test alone takes half an hour. Each part runs, whatever failed before.
 test-long: .venv/.ready .venv-clients/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps trl
 	@failed=0; \
 	$(PYTEST) -n 2 --dist worksteal -m 'not gpu and not alone' || failed=1; \
 	$(PYTEST) -m 'not gpu and alone' || failed=1; \

@@ -58,6 +58,12 @@ class ModelFiles:
     prints: Mapping[Path, FilePrint] = dataclasses.field(default_factory=dict)
     """Of all files that processes read, when the engine was made."""
 
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """The token ids that stand for pictures and videos in a prompt."""
+        vision = self.config.vision
+        return () if vision is None else (vision.image_token_id, vision.video_token_id)
+
 
 def read_model_files(config: EngineConfig) -> ModelFiles:
     """Find the model and read its configuration; convert its tokenizer, where that must be.

@@ -22,6 +22,7 @@ from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.models import columns
 from nanoactor.params import SamplingParams, derived_seed, plain_number
 from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.text.conversation import check_messages
 from nanoactor.vision.media import Media
 from nanoactor.vision.parts import MediaTaker
 
@@ -185,11 +186,7 @@ class RequestBuilder:
         return text
 
     def _check_chat(self, messages: list[Any]) -> str:
-        if not messages:
-            raise InvalidRequest("the list of messages is empty")
-        for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise InvalidRequest(f"a message must be a dict with a 'role', got {message!r}")
+        check_messages(messages)
         return self._as_json("messages", [dict(message) for message in messages])
 
     def _check_options(self, options: Any) -> str:

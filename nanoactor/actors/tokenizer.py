@@ -86,9 +86,7 @@ class TokenizerActor(Actor):
 
             limits = render_limits(self._config.engine, self._config.files)
             self._templates = RenderQueue(directory, limits)
-            vision = self._config.files.config.vision
-            reserved = (vision.image_token_id, vision.video_token_id) if vision else ()
-            self._encoder = TextEncoder(directory, reserved)
+            self._encoder = TextEncoder(directory, self._config.files.placeholders)
             self._check_template(self._templates)
 
     def _check_template(self, templates: RenderQueue) -> None:
@@ -98,6 +96,8 @@ class TokenizerActor(Actor):
             problem = str(error)
         if problem:
             log.warning("conversations that need a chat template will be refused: %s", problem)
+        elif templates.note:
+            log.warning("%s", templates.note)
 
     def renew(self) -> None:
         """Keep the tokenizer, and the template's process."""
@@ -138,8 +138,9 @@ class TokenizerActor(Actor):
             self._refuse(own, error)
             return
         done = functools.partial(self.context.call_soon, self._rendered, own)
-        chat = self._encoder.hide_placeholders(event.chat)
-        self._templates.render(self._number(event.uid), chat, event.chat_options, done)
+        hide = self._encoder.hide_placeholders
+        chat, options = hide(event.chat), hide(event.chat_options)
+        self._templates.render(self._number(event.uid), chat, options, done)
 
     def _check_options(self, options: str) -> None:
         """Raise `InvalidRequest` for what the template does not read."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from llguidance import LLTokenizer
+from tokenizers import Tokenizer
 
 from nanoactor.errors import ModelError, UnsupportedModel
 from nanoactor.text.tokenizer import load_tokenizer
@@ -13,6 +15,17 @@ from nanoactor.text.tokenizer import load_tokenizer
 # walk over the vocabulary: 0.2 ms, not 3.5 ms, for 150,000 ids. The library's own are for strings
 # in JSON; ours is for free text before a tag.
 _SLICES = [*LLTokenizer.general_slices(), "[^<]+"]
+
+
+def _without_added(tokenizer: Tokenizer, size: int) -> Tokenizer:
+    """Return the tokenizer without added tokens from id `size` on, which the model cannot say:
+    a padding token that its embedding was not enlarged for, say."""
+    added = tokenizer.get_added_tokens_decoder()
+    if max(added, default=-1) < size:
+        return tokenizer
+    data = json.loads(tokenizer.to_str())
+    data["added_tokens"] = [token for token in data["added_tokens"] if token["id"] < size]
+    return Tokenizer.from_str(json.dumps(data))
 
 
 class Vocabulary:
@@ -26,6 +39,7 @@ class Vocabulary:
         holds, cannot serve.
         """
         tokenizer = load_tokenizer(tokenizer_file.parent, tokenizer_file.name)
+        tokenizer = _without_added(tokenizer, size)
         ids = tokenizer.get_vocab(with_added_tokens=True)
         self.size = size
         """Ids that the model knows."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import resource
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from aiohttp import web
 
@@ -24,6 +24,7 @@ from nanoactor.server.metrics import Metrics
 from nanoactor.server.monitor import Monitor
 from nanoactor.server.observe import Observation
 from nanoactor.server.openapi import document
+from nanoactor.server.requests import Decoder
 from nanoactor.server.text_routes import TextRoutes
 from nanoactor.server.text_service import TextService
 
@@ -54,11 +55,13 @@ class Server:
         self._texts: TextService | None = None
         if llm.files.tokenizer_directory is not None:
             limits = render_limits(llm.config, llm.files)
-            self._texts = TextService(llm.files.tokenizer_directory, longest, limits)
+            reserved = llm.files.placeholders
+            self._texts = TextService(llm.files.tokenizer_directory, longest, limits, reserved)
         # Text may be escaped, token ids are written out: both take more than the prompt itself.
         sees = llm.files.images is not None
         largest = config.max_body_bytes or longest + (1 << 20) + sees * _PICTURES_BYTES
-        self._http = HttpFrontend(config, self.name, largest, self.metrics, sees)
+        decoder = Decoder(config.strict, sees, self._template_members)
+        self._http = HttpFrontend(config, self.name, largest, self.metrics, decoder)
         self._media = MediaLoader(MediaLimits(config.allowed_media_domains))
         self._completions = Completions(
             llm,
@@ -81,6 +84,9 @@ class Server:
             shutdown_timeout=_REPLY_SECONDS,
         )
         self._listening: asyncio.Server | None = None
+
+    def _template_members(self) -> Sequence[str]:
+        return () if self._texts is None else self._texts.template.members
 
     def _routes(self) -> Routes:
         texts = TextRoutes(self.llm, self._texts, self._http, self.name)

@@ -9,7 +9,7 @@ from typing import Any
 from nanoactor.outputs import RequestOutput
 from nanoactor.server.logprobs import ChatLogprobs, TextLogprobs
 from nanoactor.server.reasoning import ReasoningParser
-from nanoactor.server.tool_calls import Arguments, Call, Piece, ToolCallParser
+from nanoactor.server.tool_calls import Arguments, Call, CallFinder, Piece
 
 Delta = dict[str, Any]
 
@@ -76,7 +76,7 @@ class ChatChoice:
         self,
         index: int,
         reasoning: ReasoningParser | None,
-        tools: ToolCallParser | None,
+        tools: CallFinder | None,
         one_call: bool = False,
         logprobs: ChatLogprobs | None = None,
         *,

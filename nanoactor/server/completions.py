@@ -16,6 +16,12 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.spec import Thoughts
 from nanoactor.request import Request
 from nanoactor.server.answer import Answer, Echoed, event
+from nanoactor.server.chat_messages import (
+    conversation,
+    load_pictures,
+    text_of,
+    without_pictures,
+)
 from nanoactor.server.choices import ChatChoice, Choice, Delta, TextChoice
 from nanoactor.server.context import context_of, json_response
 from nanoactor.server.errors import context_length_exceeded, invalid
@@ -23,13 +29,11 @@ from nanoactor.server.http import HttpFrontend
 from nanoactor.server.logprobs import ChatLogprobs, TextLogprobs
 from nanoactor.server.media import MediaLoader
 from nanoactor.server.metrics import Metrics, Timer
-from nanoactor.server.reasoning import CLOSE, OPEN, ReasoningParser
+from nanoactor.server.reasoning import Begin, ReasoningParser, ends_in_thoughts
 from nanoactor.server.requests import (
     Body,
     ChatRequest,
     CompletionRequest,
-    conversation,
-    load_pictures,
     prompts,
     sampling_params,
     template_options,
@@ -38,7 +42,7 @@ from nanoactor.server.requests import (
 from nanoactor.server.shares import Shares
 from nanoactor.server.structured import Constraint, said_of
 from nanoactor.server.text_service import TextService
-from nanoactor.server.tool_calls import ToolCallParser
+from nanoactor.server.tool_calls import CallFinder, CallsBehindThoughts, ToolCallParser
 from nanoactor.server.tool_choice import NamedTool
 
 _STREAM = {
@@ -114,18 +118,21 @@ class Completions:
         separate = body.separate_reasoning
         if separate is None:
             separate = self._separate_reasoning
+        wanted = [conversation(body.given["messages"])]
+        bare = without_pictures(wanted[0])
         constraint, thoughts = body.constraint, None
         if constraint is not None:  # which holds from behind the thoughts on
-            thoughts = await self._thoughts(body, options)
+            thoughts = await self._thoughts(body, bare, options)
             constraint = dataclasses.replace(constraint, thoughts=thoughts)
 
         async def choices() -> Sequence[Choice]:
-            opened = None
-            if separate:
-                opened = (thoughts or await self._thoughts(body, options)) == "open"
-            return [self._chat_choice(body, index, opened) for index in range(body.n or 1)]
+            begins: Begin = thoughts or await self._thoughts(body, bare, options)
+            # What continues the content of a message has no thoughts before it.
+            begins = "said" if body.continue_final_message and begins == "none" else begins
+            return [
+                self._chat_choice(body, index, begins, separate) for index in range(body.n or 1)
+            ]
 
-        wanted = [conversation(body.messages)]
         await load_pictures(wanted[0], self._media)
         return await self._generate(request, body, wanted, choices, options, constraint)
 
@@ -142,14 +149,18 @@ class Completions:
         found = await self._texts.spans(given)
         return [functools.partial(TextLogprobs, most, as_ids, spans) for spans in found]
 
-    def _chat_choice(self, body: ChatRequest, index: int, opened: bool | None) -> ChatChoice:
-        """Make one; `opened`: whether it begins with thoughts, None where these stay in its
-        content."""
+    def _chat_choice(
+        self, body: ChatRequest, index: int, begins: Begin, separate: bool
+    ) -> ChatChoice:
+        """Make one; unless `separate`, its thoughts stay in its content."""
         as_ids = bool(body.return_tokens_as_token_ids)
+        tools: CallFinder | None = None
+        if body.calls_tools:
+            tools = ToolCallParser() if separate else CallsBehindThoughts(begins)
         return ChatChoice(
             index,
-            ReasoningParser(opened) if opened is not None else None,
-            ToolCallParser() if body.calls_tools else None,
+            ReasoningParser(begins) if separate else None,
+            tools,
             body.parallel_tool_calls is False,
             ChatLogprobs(body.top_logprobs or 0, as_ids) if body.logprobs else None,
             named_call=isinstance(body.tool_choice, NamedTool),
@@ -195,17 +206,16 @@ class Completions:
         texts = iter(await self._texts.decode_all(ids) if self._texts and ids else ())
         return [prompt if isinstance(prompt, str) else next(texts) for prompt in wanted]
 
-    async def _thoughts(self, body: ChatRequest, options: Mapping[str, Any]) -> Thoughts:
+    async def _thoughts(
+        self, body: ChatRequest, messages: list[Any], options: Mapping[str, Any]
+    ) -> Thoughts:
         """Return whether thoughts may begin the answer: "open" where the prompt ends with an open
         `<think>`, which the answer will not repeat."""
         if body.continue_final_message:
-            last = conversation(body.messages[-1:])[0]["content"]
-            opened = isinstance(last, str) and last.rfind(OPEN) > last.rfind(CLOSE)
-            return "open" if opened else "none"
+            return "open" if ends_in_thoughts(text_of(messages[-1])) else "none"
         if self._texts is None or body.add_generation_prompt is False:
             return "none"
-        plain = {name: value for name, value in options.items() if name != "tools"}
-        return await self._texts.thoughts(plain)
+        return await self._texts.thoughts(options, messages)
 
     # -- the way through ------------------------------------------------------------------
 

@@ -51,16 +51,16 @@ class HttpFrontend:
         model: str,
         max_body_bytes: int,
         metrics: Metrics,
-        sees: bool = False,
+        decoder: Decoder,
     ) -> None:
-        """`model`: what clients call it; `metrics` count its requests; `sees`: it takes
-        pictures."""
+        """`model`: what clients call it; `metrics` count its requests; `decoder` reads their
+        bodies."""
         self._config = config
         self._model = model
         self._max_body = max_body_bytes
         self._metrics = metrics
         self._keys = Keys(config.api_keys)
-        self._decoder = Decoder(config.strict, sees)
+        self._decoder = decoder
         self._body_room = _MANY_BODIES * max_body_bytes
         self._paths: list[str] = []
         self.draining = False

@@ -7,8 +7,12 @@ that an answer which is sent back with the next question becomes the same prompt
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 OPEN, CLOSE = "<think>", "</think>"
+Begin = Literal["none", "optional", "open", "said"]
+"""How an answer begins: with thoughts where its prompt has opened them; with none where the prompt
+has ended within what the model says."""
 
 
 def held_back(text: str, tag: str) -> int:
@@ -17,6 +21,11 @@ def held_back(text: str, tag: str) -> int:
         if text.endswith(tag[:size]):
             return size
     return 0
+
+
+def ends_in_thoughts(text: str) -> bool:
+    """Tell whether an answer that has begun with a text is still in its thoughts."""
+    return text.lstrip().startswith(OPEN) and CLOSE not in text
 
 
 class _Where(enum.Enum):
@@ -30,10 +39,10 @@ class _Where(enum.Enum):
 class ReasoningParser:
     """Feeds on pieces of text; the outcome does not depend on how the text is cut."""
 
-    def __init__(self, opened: bool = False) -> None:
-        """`opened`: the prompt has ended with an open tag, so the text begins with thoughts."""
-        self._opened = opened
-        self._where = _Where.START
+    def __init__(self, begins: Begin = "optional") -> None:
+        """`begins`: how the text does, as far as its prompt tells."""
+        self._opened = begins == "open"
+        self._where = _Where.SAYING if begins == "said" else _Where.START
         self._held = ""
         self._begun = False
         """Whether a thought has gone out: line breaks before the first are dropped."""

@@ -6,8 +6,8 @@ A structure has what is honoured. What becomes of everything else, `fields.py` s
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -15,9 +15,9 @@ from msgspec import Meta, Struct
 from nanoactor.engine import Prompt
 from nanoactor.outputs import RequestOutputKind
 from nanoactor.params import SamplingParams
+from nanoactor.server.chat_messages import Message, check_conversation, unread_members
 from nanoactor.server.errors import context_length_exceeded, from_decoding, invalid
 from nanoactor.server.fields import SAMPLING, TEMPLATE_FIELDS, Field, Warned, is_neutral, of_route
-from nanoactor.server.media import MediaLoader
 from nanoactor.server.structured import Constrained, Constraint, constraint_of
 from nanoactor.server.tool_choice import Tool, ToolChoice, check_tool_choice, tool_grammar
 
@@ -82,57 +82,20 @@ class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
         return constraint_of(self)
 
 
-class ImageURL(Struct, forbid_unknown_fields=True):
-    """The address of a picture."""
+class _Given(Struct, dict=True):
+    """A body of which a part goes to the chat template."""
 
-    url: Annotated[str, Meta(description="data:image/...;base64, or of a host that is allowed")]
-    detail: Literal["auto", "low", "high"] | None = None
-
-
-class ContentPart(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A part of a message's content: text, or a picture where the model sees."""
-
-    type: Literal["text", "image_url"]
-    text: str | None = None
-    image_url: ImageURL | None = None
-
-
-class CalledFunction(Struct, forbid_unknown_fields=True):
-    """The function that an assistant called."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(Struct, forbid_unknown_fields=True):
-    """A call in an assistant's earlier message."""
-
-    function: CalledFunction
-    id: str | None = None
-    type: Literal["function"] = "function"
-    index: int | None = None
-
-
-class Message(Struct, forbid_unknown_fields=True):
-    """One message of a conversation. The fields that are null in what servers answer may come
-    back as such."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    reasoning_content: str | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    refusal: Annotated[str, Meta(description="Ignored")] | None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[Any], Meta(description="Ignored")] | None = None
+    @property
+    def given(self) -> dict[str, Any]:
+        """The body as the client wrote it: members in their order, unknown ones among them."""
+        found: dict[str, Any] | None = self.__dict__.get("given")
+        return msgspec.to_builtins(self) if found is None else found
 
 
 _FOR_TEMPLATE = Meta(description="Given to the chat template, if that reads it.")
 
 
-class ChatRequest(_Body, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_ITEMS)]
@@ -177,7 +140,7 @@ class ChatRequest(_Body, kw_only=True, forbid_unknown_fields=True):
             )
 
 
-class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class TokenizeRequest(_Given, kw_only=True, forbid_unknown_fields=True):
     """`POST /tokenize`: a prompt or messages."""
 
     model: str | None = None
@@ -218,8 +181,6 @@ _KNOWN: dict[type, dict[str, Field]] = {
     ChatRequest: of_route("chat"),
 }
 _MOST_UNKNOWN = 200
-_MEDIA = {"image": "images", "audio": "audio", "video": "videos", "file": "files"}
-"""What the types of parts that hold no text have in their names, and what we call them."""
 
 
 @functools.cache
@@ -237,36 +198,55 @@ def _structures(hint: Any) -> Iterator[type[Struct]]:
 
 
 class Decoder:
-    """Bodies to structures. What nobody knows is ignored, or refused where it is `strict`."""
+    """Bodies to structures. Fields that are not known are ignored, or refused where it is
+    `strict`."""
 
-    def __init__(self, strict: bool = False, sees: bool = False) -> None:
-        """`sees`: the model takes pictures."""
-        self._strict, self._sees = strict, sees
+    def __init__(
+        self,
+        strict: bool = False,
+        sees: bool = False,
+        template_members: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        """`sees`: the model takes pictures; `template_members`: what its chat template looks up."""
+        self._strict, self._sees, self._template_members = strict, sees, template_members
         self._warned = Warned()
 
     def decode(self, kind: type[B], body: bytes) -> B:
         """A body as a structure of this kind; `APIError` says what is wrong with it."""
         try:
+            raw = msgspec.json.decode(body)
             try:
-                decoded = msgspec.json.decode(body, type=kind)
+                decoded = msgspec.convert(raw, kind, str_keys=True)
             except msgspec.ValidationError:
-                raw = msgspec.json.decode(body)
                 self._clean(raw, kind, "")
-                decoded = msgspec.convert(raw, kind)
+                decoded = msgspec.convert(raw, kind, str_keys=True)
         except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError) as error:
             raise from_decoding(error) from None
         if isinstance(decoded, ChatRequest | TokenizeRequest):
+            decoded.__dict__["given"] = raw
             decoded.check()
-            _check_parts(decoded.messages or (), self._sees)
+            self._check_messages(decoded.messages or (), raw.get("messages") or ())
         return decoded
+
+    def _check_messages(self, messages: Sequence[Message], given: Sequence[Any]) -> None:
+        if not messages:
+            return
+        check_conversation(messages, given, self._sees)
+        for path in unread_members(given, self._template_members()):
+            if self._strict:
+                text = (
+                    f"{path[:200]!r} is not a parameter that this server knows, and the chat "
+                    "template does not read it"
+                )
+                raise invalid(text, path[:200])
+            self._warned.warn(path, "the chat template does not read (--strict refuses it)")
 
     def _clean(self, raw: Any, kind: type[Struct], path: str) -> None:
         """Take out what is ignored; `APIError` for what is refused."""
         if not isinstance(raw, dict):
             return  # the structure says what is wrong with that
-        if kind is ContentPart:
-            _check_part(raw, path)
-        unknown = raw.keys() - set(kind.__struct_fields__)
+        config = kind.__struct_config__
+        unknown = raw.keys() - set(kind.__struct_fields__) if config.forbid_unknown_fields else ()
         if len(unknown) > _MOST_UNKNOWN:
             raise invalid(f"{len(unknown)} fields that this server does not know are too many")
         for name in unknown:
@@ -295,29 +275,6 @@ class Decoder:
         if field is None and self._strict:
             raise invalid(f"{path[:200]!r} is not a parameter that this server knows", path[:200])
         self._warned.warn(path)
-
-
-def _check_parts(messages: Sequence[Message], sees: bool) -> None:
-    """Raise `APIError` for a part that holds nothing, or a picture for a model that is blind."""
-    for number, message in enumerate(messages):
-        parts = message.content if isinstance(message.content, list) else ()
-        for index, part in enumerate(parts):
-            path = f"messages[{number}].content[{index}]"
-            if part.type == "image_url" and not sees:
-                raise invalid("this model takes no images, only text", f"{path}.type")
-            given = part.text if part.type == "text" else part.image_url
-            if given is None:
-                raise invalid(f"{path}: a part of type {part.type!r} needs {part.type}", path)
-
-
-def _check_part(part: dict[str, Any], path: str) -> None:
-    kind = str(part.get("type"))
-    if kind == "image_url" and isinstance(part.get("image_url"), dict):
-        return  # whether the model sees is looked at once the structure is known
-    if media := [many for one, many in _MEDIA.items() if one in kind]:
-        raise invalid(f"{media[0]} are not taken here: only text, and image_url", f"{path}type")
-    if kind == "refusal" and isinstance(part.get("refusal"), str):  # what the model said instead
-        part |= {"type": "text", "text": part.pop("refusal")}
 
 
 def sampling_params(body: Body, constraint: Constraint | None = None) -> SamplingParams:
@@ -394,7 +351,7 @@ def template_options(
     if body.continue_final_message:
         options["continue_final_message"] = True
     if body.tools and getattr(body, "tool_choice", None) != "none":
-        options["tools"] = msgspec.to_builtins(body.tools)
+        options["tools"] = body.given["tools"]
     return options
 
 
@@ -404,64 +361,3 @@ def _of_fields(body: ChatRequest | TokenizeRequest, variables: Collection[str]) 
     if given["reasoning_effort"] is not None and given["enable_thinking"] is None:
         given["enable_thinking"] = given["reasoning_effort"] != "none"
     return {name: value for name, value in given.items() if value is not None and name in variables}
-
-
-def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as chat templates read them: content is text, arguments are objects."""
-    return [_message(message) for message in messages]
-
-
-_WHOSE = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
-
-
-def _message(message: Message) -> dict[str, Any]:
-    for name, role in _WHOSE.items():
-        if getattr(message, name) and message.role != role:
-            raise invalid(f"messages: {name} belongs to messages of the role {role!r}", "messages")
-    role = "system" if message.role == "developer" else message.role
-    content: Any = message.content
-    if isinstance(content, list) and any(part.type == "image_url" for part in content):
-        content = [_part(part) for part in content]
-    elif isinstance(content, list):
-        content = "".join(part.text or "" for part in content)
-    found: dict[str, Any] = {"role": role, "content": content or ""}
-    for name in ("reasoning_content", "name", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
-            found[name] = value
-    if message.tool_calls:
-        found["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
-    return found
-
-
-def _part(part: ContentPart) -> dict[str, Any]:
-    """A part of a message that has pictures, as `AsyncLLM` takes it."""
-    if part.type == "text" or part.image_url is None:
-        return {"type": "text", "text": part.text}
-    detail = part.image_url.detail or "auto"
-    return {"type": "image", "image": part.image_url.url, "detail": detail}
-
-
-async def load_pictures(messages: Sequence[dict[str, Any]], loader: MediaLoader) -> None:
-    """Put the bytes of pictures where their URLs are. Raises `InvalidRequest`."""
-    pictures = [
-        part
-        for message in messages
-        for part in (message["content"] if isinstance(message["content"], list) else ())
-        if part["type"] == "image"
-    ]
-    for part in pictures:  # one after the other, so that a request has one in flight
-        part["image"] = await loader.load(part["image"])
-
-
-def _tool_call(call: ToolCall) -> dict[str, Any]:
-    arguments: Any = call.function.arguments
-    try:
-        decoded = msgspec.json.decode(arguments)
-        arguments = decoded if isinstance(decoded, dict) else arguments
-    except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError):
-        pass  # a template shows text as it stands
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments},
-    }

@@ -8,15 +8,11 @@ from typing import Any
 from aiohttp import web
 
 from nanoactor.engine import AsyncLLM
+from nanoactor.server.chat_messages import conversation
 from nanoactor.server.context import json_response
 from nanoactor.server.errors import APIError, check_model, invalid
 from nanoactor.server.http import HttpFrontend
-from nanoactor.server.requests import (
-    DetokenizeRequest,
-    TokenizeRequest,
-    conversation,
-    template_options,
-)
+from nanoactor.server.requests import DetokenizeRequest, TokenizeRequest, template_options
 from nanoactor.server.text_service import TextService
 from nanoactor.text.template import TemplateFacts
 
@@ -83,8 +79,11 @@ class TextRoutes:
         if body.prompt is not None:
             ids = await texts.encode(body.prompt, body.add_special_tokens is not False)
         else:
-            messages, options = conversation(body.messages or ()), template_options(body)
-            if any(isinstance(message["content"], list) for message in messages):
+            options = template_options(body, texts.template.variables)
+            messages = conversation(body.given["messages"])
+            contents = (message.get("content") for message in messages)
+            parts = (part for content in contents if isinstance(content, list) for part in content)
+            if any(part["type"] == "image" for part in parts):
                 raise invalid("pictures have no tokens before they are read: send text", "messages")
             texts.template.check(options)
             ids = await texts.encode_chat(messages, options)

@@ -63,6 +63,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _MANY_OPTIONS = 256
 _HEAVY = ("torch", "transformers", "torch_npu")
 _NICE = 10
+_SOME_CHAT = '[{"role": "user", "content": "?"}]'
 
 
 @message(100)
@@ -97,9 +98,10 @@ class Withdraw:
 class TextWorker(Actor):
     """The service's end, in its process: handles requests, one after the other."""
 
-    def __init__(self, config: tuple[Path, RenderLimits]) -> None:
-        """`config`: where the tokenizer lies, and what a chat template may take."""
-        self._directory, self._limits = config
+    def __init__(self, config: tuple[Path, RenderLimits, tuple[int, ...]]) -> None:
+        """`config`: where the tokenizer lies, what a chat template may take, and the ids that
+        stand for pictures."""
+        self._directory, self._limits, self._reserved = config
         self._templates: RenderQueue | None = None
         self._long_texts = WorkerThread("long texts")
         self._finder: SpanFinder | None = None
@@ -110,7 +112,7 @@ class TextWorker(Actor):
         from nanoactor.text.tokenizer import TextEncoder
 
         self._templates = RenderQueue(self._directory, self._limits)
-        self._encoder = TextEncoder(self._directory)
+        self._encoder = TextEncoder(self._directory, self._reserved)
         try:
             facts, _ = self._templates.describe()  # a tokenizer has told what is wrong
         except InvalidRequest:
@@ -144,7 +146,8 @@ class TextWorker(Actor):
             messages, options, whole = arguments
             done = functools.partial(self.context.call_soon, self._rendered, event.number, whole)
             assert self._templates is not None
-            self._templates.render(event.number, messages, options, done)
+            hide = self._encoder.hide_placeholders
+            self._templates.render(event.number, hide(messages), hide(options), done)
         else:
             method = functools.partial(self._METHODS[event.method], self, *arguments)
             if len(event.arguments) > LONG_BYTES:
@@ -279,9 +282,12 @@ class TextService:
     `InvalidRequest` for what cannot be done and `EngineDead` while its process is dead or does not
     answer; a dead one is started again."""
 
-    def __init__(self, directory: Path, longest: int, limits: RenderLimits) -> None:
-        """`longest`: bytes of the longest text that is accepted; `limits` of its templates."""
-        self._config = directory, limits
+    def __init__(
+        self, directory: Path, longest: int, limits: RenderLimits, reserved: tuple[int, ...] = ()
+    ) -> None:
+        """`longest`: bytes of the longest text that is accepted; `limits` of its templates;
+        `reserved`: ids that stand for pictures."""
+        self._config = directory, limits, reserved
         self._longest = longest
         self._dead: EngineDead | None = EngineDead("the text service is not started")
         self._silent = False
@@ -361,9 +367,12 @@ class TextService:
         """The place of each token in the text of each of these prompts, texts or ids."""
         return await self._call(list[Spans], "spans", prompts)
 
-    async def thoughts(self, options: Mapping[str, Any]) -> Thoughts:
-        """Return whether thoughts may follow a prompt with these template options; where the
-        service does not answer, whether they may follow one without options."""
+    async def thoughts(self, options: Mapping[str, Any], messages: Any) -> Thoughts:
+        """Return whether thoughts may follow the prompt of these messages with these template
+        options; where the service does not answer, whether they may follow one without options."""
+        if self.template.thoughts_vary:
+            return await self._thoughts_after(_json(messages), _json(options))
+        options = {name: value for name, value in options.items() if name != "tools"}
         if not options:
             return self.template.thoughts
         encoded = _json(options)
@@ -371,22 +380,24 @@ class TextService:
         if key not in self._thoughts:
             if len(self._thoughts) >= _MANY_OPTIONS:
                 self._thoughts.clear()
-            messages = _json([{"role": "user", "content": "?"}])
-            try:
-                found = await self._call(str, "render", messages, encoded, False, patience=_SHORT)
-            except InvalidRequest:
-                return "none"  # the engine's own tokenizer has refused these options too, or will
-            except NanoactorError as error:
-                if not self._guessing:
-                    self._guessing = True
-                    log.warning(
-                        "until it answers, thoughts and content may be confused: %s",
-                        error,
-                    )
-                return self.template.thoughts
-            self._thoughts[key] = self.template.possible(cast(Thoughts, found))
-            self._guessing = False
+            found = await self._thoughts_after(_SOME_CHAT, encoded)
+            if self._guessing:
+                return found
+            self._thoughts[key] = found
         return self._thoughts[key]
+
+    async def _thoughts_after(self, messages: str, options: str) -> Thoughts:
+        try:
+            found = await self._call(str, "render", messages, options, False, patience=_SHORT)
+        except InvalidRequest:
+            return "none"  # the engine's own tokenizer has refused these options too, or will
+        except NanoactorError as error:
+            if not self._guessing:
+                self._guessing = True
+                log.warning("until it answers, thoughts and content may be confused: %s", error)
+            return self.template.thoughts
+        self._guessing = False
+        return self.template.possible(cast(Thoughts, found))
 
     async def _call(
         self, kind: type[T], method: str, *arguments: Any, patience: float = _PATIENCE
@@ -417,7 +428,7 @@ class TextService:
         return msgspec.msgpack.decode(reply.result, type=kind)
 
 
-def _topology(config: tuple[Path, RenderLimits], longest: int) -> Topology:
+def _topology(config: tuple[Path, RenderLimits, tuple[int, ...]], longest: int) -> Topology:
     record = ring_capacity(8 * longest + (1 << 20))
     nodes = (
         NodeSpec("user", ("server",)),

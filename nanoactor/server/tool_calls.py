@@ -16,7 +16,9 @@ import json
 import re
 from typing import Any
 
-from nanoactor.server.reasoning import held_back
+from nanoactor.server.reasoning import CLOSE as END_OF_THOUGHTS
+from nanoactor.server.reasoning import OPEN as THOUGHTS
+from nanoactor.server.reasoning import Begin, held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _LONGEST_HEADER = 1024
@@ -248,6 +250,49 @@ class ToolCallParser:
         elif self._where is _Where.STRING and held:
             pieces.append(Arguments(self.calls - 1, held))
         return pieces
+
+
+class CallsBehindThoughts:
+    """Finds calls in an answer whose thoughts stay in its content: what these mention is no call.
+
+    What comes out does not depend on how the text is cut.
+    """
+
+    def __init__(self, begins: Begin) -> None:
+        """`begins`: how the text does, as far as its prompt tells."""
+        self._calls = ToolCallParser()
+        self._thinks = {"open": True, "said": False}.get(begins)
+        """None until the text has told."""
+        self._held = ""
+
+    def push(self, text: str) -> list[Piece]:
+        """Return what is certain now, in order."""
+        if self._thinks is False:
+            return self._calls.push(text)
+        self._held += text
+        if self._thinks is None:
+            begin = self._held.lstrip()
+            if begin != THOUGHTS and THOUGHTS.startswith(begin):  # perhaps
+                return []
+            self._thinks = begin.startswith(THOUGHTS)
+        thoughts, closed, rest = self._held.partition(END_OF_THOUGHTS)
+        if not self._thinks:
+            thoughts, closed, rest = "", "", self._held
+        elif not closed:
+            certain = len(self._held) - held_back(self._held, END_OF_THOUGHTS)
+            thoughts, self._held = self._held[:certain], self._held[certain:]
+            return [thoughts] if thoughts else []
+        self._thinks, self._held = False, ""
+        said = thoughts + closed
+        return [*([said] if said else []), *self._calls.push(rest)]
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back, as nothing follows."""
+        held, self._held = self._held, ""
+        return [*([held] if held else []), *self._calls.finish()]
+
+
+CallFinder = ToolCallParser | CallsBehindThoughts
 
 
 def _text_of(quoted: str) -> str | None:

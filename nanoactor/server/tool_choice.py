@@ -12,8 +12,9 @@ from nanoactor.grammar.spec import ToolFunction, ToolGrammar
 from nanoactor.server.errors import invalid
 
 
-class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A function that a model may call."""
+class Function(Struct):
+    """A function that a model may call. Members that are not named here go to the chat template,
+    too."""
 
     name: str
     description: str | None = None
@@ -23,7 +24,7 @@ class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
     ) = None
 
 
-class Tool(Struct, forbid_unknown_fields=True):
+class Tool(Struct):
     """A function, as the only kind of tool."""
 
     function: Function

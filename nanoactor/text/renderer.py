@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 from nanoactor.errors import InvalidRequest
 from nanoactor.models.errors import ModelError
 from nanoactor.text.render_child import LENGTH
-from nanoactor.text.template import TemplateFacts, has_template
+from nanoactor.text.template import TemplateFacts
+from nanoactor.text.template_files import read_template_files
 
 if TYPE_CHECKING:
     from nanoactor.text.tokenizer import Piece
@@ -145,21 +146,22 @@ class Renderer:
         Raises `ModelError` where it is malformed, `InvalidRequest` where it cannot even be read in
         time.
         """
-        if not has_template(self._directory):
+        if not read_template_files(self._directory).sources:
             return TemplateFacts(), ""
         try:
             found = self.ask(["facts"], self._limits.seconds)
         except Overdue:
             raise self.stopped() from None
-        facts = TemplateFacts(**{**found, "variables": tuple(found["variables"])})
+        names = {key: tuple(found[key]) for key in ("variables", "members")}
+        facts = TemplateFacts(**{**found, **names})
         try:
-            shows_tools, thoughts = self.ask(["probe"], self._limits.seconds)
+            shows_tools, thoughts, vary = self.ask(["probe"], self._limits.seconds)
         except Overdue:
             return facts, str(self.stopped())
         except InvalidRequest as error:
             return facts, str(error)
-        tried = {"shows_tools": shows_tools, "thoughts": facts.possible(thoughts)}
-        return dataclasses.replace(facts, **tried), ""
+        tried = {"shows_tools": shows_tools, "thoughts_vary": vary and facts.knows_thoughts}
+        return dataclasses.replace(facts, **tried, thoughts=facts.possible(thoughts)), ""
 
     def render(self, messages: str, options: str, seconds: float) -> str:
         """The prompt for a conversation, both given as JSON, within so many seconds of processor
@@ -256,7 +258,8 @@ class RenderQueue:
         self._places = itertools.count()
         self._described: queue.SimpleQueue[tuple[TemplateFacts, str] | Exception]
         self._described = queue.SimpleQueue()
-        self._exists = has_template(directory)
+        files = read_template_files(directory)
+        self._exists, self.note = bool(files.sources), files.note
         self._lock = threading.Lock()
         self._known: set[int] = set()
         """Numbers of conversations that are not over and are wanted."""

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.models.config import read_json
 from nanoactor.models.errors import ModelError
+from nanoactor.text.conversation import (
+    Forms,
+    asks_for_forms,
+    calling,
+    find_forms,
+    fit_messages,
+    up_to_marker,
+    with_marker,
+)
+from nanoactor.text.template_files import read_template_files
 
 if TYPE_CHECKING:  # the user's process imports this module, and has no use for the library
     from jinja2 import nodes
@@ -27,10 +37,14 @@ class TemplateFacts:
     exists: bool = False
     variables: tuple[str, ...] = ()
     """The names that it reads."""
+    members: tuple[str, ...] = ()
+    """Names that it may look up in a message, or in anything else."""
     shows_tools: bool = False
     thoughts: Thoughts = "none"
     """Whether thoughts may begin the answer to a prompt that is rendered without options."""
     knows_thoughts: bool = False
+    thoughts_vary: bool = False
+    """Whether they also depend on the messages, and not on the options alone."""
 
     def possible(self, thoughts: Thoughts) -> Thoughts:
         """Return what `thoughts_after` has found, but for a model that knows no thoughts."""
@@ -65,6 +79,15 @@ _SOME_TOOL = {
 }
 
 
+_PROBES: tuple[list[dict[str, Any]], ...] = (
+    [{"role": "user", "content": "?"}],
+    [{"role": "user", "content": "? /no_think"}],
+    [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "?"}],
+    calling({}, "{}"),
+)
+"""Conversations after which some templates open thoughts, and some do not."""
+
+
 class ChatTemplate:
     """Renders messages as the model was trained to read them.
 
@@ -75,22 +98,12 @@ class ChatTemplate:
     def __init__(self, directory: Path, characters: int | None = None) -> None:
         """`characters`: how long a prompt may be."""
         self._characters = characters
-        try:
-            config = _optional_json(directory / "tokenizer_config.json")
-            tokens = {**_optional_json(directory / "special_tokens_map.json"), **config}
-            self._special = {
-                key: value["content"] if isinstance(value, dict) else value
-                for key, value in tokens.items()
-                if key.endswith("_token") and isinstance(value, str | dict)
-            }
-            sources = _template_sources(directory, config)
-        except (KeyError, AttributeError, UnicodeError) as error:
-            raise ModelError(
-                f"{directory}: its special tokens or chat templates are malformed: {error!r}"
-            ) from error
+        files = read_template_files(directory)
+        self._special, self._sources = files.special_tokens, files.sources
         # Compiled now, so that a malformed template fails the start and not a request.
-        self._templates = {name: _compile(source) for name, source in sources.items()}
-        self._sources = sources
+        self._templates = {name: _compile(source) for name, source in self._sources.items()}
+        self._forms: dict[str, Forms] = {}
+        """By template; found when a conversation asks for it."""
 
     def facts(self) -> TemplateFacts:
         """Read from its source what it does."""
@@ -99,20 +112,27 @@ class ChatTemplate:
         if not self._templates:
             return TemplateFacts()
         variables: set[str] = set()
+        members: set[str] = set()
         for source in self._sources.values():
-            variables |= meta.find_undeclared_variables(_environment().parse(source))
+            tree = _environment().parse(source)
+            variables |= meta.find_undeclared_variables(tree)
+            members |= _members(tree)
         thinks = any("<think>" in source for source in self._sources.values())
-        return TemplateFacts(True, tuple(sorted(variables)), knows_thoughts=thinks)
+        names = tuple(sorted(variables)), tuple(sorted(members))
+        return TemplateFacts(True, *names, knows_thoughts=thinks)
 
-    def probe(self) -> tuple[bool, Thoughts]:
-        """(whether it shows tools, whether thoughts may follow), found out by trying."""
-        plain = self._tried({})
-        shows_tools = self._tried({"tools": [_SOME_TOOL]}) != plain
-        return shows_tools, thoughts_after(plain)
+    def probe(self) -> tuple[bool, Thoughts, bool]:
+        """(whether it shows tools, whether thoughts may follow, whether that depends on the
+        messages), found out by trying."""
+        plain = self._tried(_PROBES[0], {})
+        shows_tools = self._tried(_PROBES[0], {"tools": [_SOME_TOOL]}) != plain
+        others = [text for probe in _PROBES[1:] if (text := self._tried(probe, {}))]
+        thoughts = thoughts_after(plain)
+        return shows_tools, thoughts, any(thoughts_after(text) != thoughts for text in others)
 
-    def _tried(self, options: dict[str, Any]) -> str:
+    def _tried(self, messages: list[Any], options: dict[str, Any]) -> str:
         try:
-            return self.render([{"role": "user", "content": "?"}], options)
+            return self.render(messages, options)
         except InvalidRequest:
             return ""
 
@@ -128,18 +148,49 @@ class ChatTemplate:
             raise InvalidRequest(
                 "the model has no chat template; give a text prompt instead of messages"
             )
-        values: dict[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}
         options = dict(options)
         continues = options.pop("continue_final_message", False)
         if continues and options.setdefault("add_generation_prompt", False):
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt exclude each other"
             )
+        show = self._continued if continues else self._rendered
+        if not asks_for_forms(messages):
+            try:
+                return show(name, fit_messages(messages, Forms()), options)
+            except InvalidRequest as error:
+                if (
+                    isinstance(error.__cause__, MemoryError)
+                    or not self._forms_of(name).single_roles
+                ):
+                    raise
+        return show(name, fit_messages(messages, self._forms_of(name)), options)
+
+    def _continued(self, name: str, messages: list[Any], options: Mapping[str, Any]) -> str:
+        """Render up to the end of the last message's text."""
+        marker = f"\ue000{secrets.token_hex(8)}\ue001"
+        marked, text = with_marker(messages, f"{marker} ")
+        return up_to_marker(self._rendered(name, marked, options), marker, text)
+
+    def _forms_of(self, name: str) -> Forms:
+        """Return the forms of messages that a template reads."""
+        if name not in self._forms:
+
+            def tried(probe: list[dict[str, Any]]) -> str:
+                try:
+                    return self._rendered(name, probe, {"tools": [_SOME_TOOL]})
+                except InvalidRequest:
+                    return ""
+
+            self._forms[name] = find_forms(tried, self._sources[name])
+        return self._forms[name]
+
+    def _rendered(self, name: str, messages: list[Any], options: Mapping[str, Any]) -> str:
+        values: dict[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}
         try:
-            text = self._bounded(
+            return self._bounded(
                 self._templates[name].generate(
-                    messages=[_normalised(message) for message in messages],
-                    **{**self._special, **values, **options},
+                    messages=messages, **{**self._special, **values, **options}
                 )
             )
         except InvalidRequest:
@@ -150,7 +201,6 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: it can fail in any way
             why = str(error) or type(error).__name__
             raise InvalidRequest(f"the chat template refuses these messages: {why}") from error
-        return _up_to_the_end_of(messages[-1], text) if continues else text
 
     def _bounded(self, pieces: Iterator[str]) -> str:
         """All of them, as long as they are not too many."""
@@ -165,54 +215,13 @@ class ChatTemplate:
         return "".join(text)
 
 
-def has_template(directory: Path) -> bool:
-    """Tell whether a model has a chat template; raises `ModelError` where files are malformed."""
-    try:
-        sources = _template_sources(directory, _optional_json(directory / "tokenizer_config.json"))
-    except (AttributeError, UnicodeError) as error:
-        raise ModelError(f"{directory}: its chat templates are malformed: {error!r}") from error
-    return bool(sources)
+def _members(tree: nodes.Template) -> set[str]:
+    """Return what a template looks up: `a.name`, `a["name"]`, and texts that may be names."""
+    from jinja2 import nodes
 
-
-def _up_to_the_end_of(message: Mapping[str, Any], prompt: str) -> str:
-    """A prompt without what the template writes behind its last message."""
-    content = message.get("content")
-    if not isinstance(content, str) or not content.strip():
-        raise InvalidRequest("continue_final_message needs text as the last message's content")
-    begin = prompt.rfind(content.strip())
-    if begin < 0:
-        raise InvalidRequest(
-            "continue_final_message: the chat template does not show the last message's content as "
-            "it was given"
-        )
-    # Templates may trim what they show; space at its end is part of it where they do not.
-    whole = content.lstrip()
-    kept = whole if prompt.startswith(whole, begin) else content.strip()
-    return prompt[: begin + len(kept)]
-
-
-def _normalised(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without empty fields, and with the reasoning under each name that templates read."""
-    given = {key: value for key, value in message.items() if value is not None}
-    names = ("reasoning_content", "thinking", "reasoning")
-    reasoning = next((given[name] for name in names if name in given), None)
-    if reasoning is None:
-        return given
-    return {"thinking": reasoning, **given, "reasoning_content": reasoning}
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
-def _template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The model's templates by name; most have one, the default."""
-    if (directory / "chat_template.jinja").exists():
-        return {"default": (directory / "chat_template.jinja").read_text(encoding="utf-8-sig")}
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        return {str(item.get("name")): str(item.get("template")) for item in source}
-    return {"default": source} if isinstance(source, str) else {}
+    found = {node.attr for node in tree.find_all(nodes.Getattr)}
+    constants = (node.value for node in tree.find_all(nodes.Const))
+    return found | {text for text in constants if isinstance(text, str) and text.isidentifier()}
 
 
 def _compile(source: str) -> Any:

@@ -20,11 +20,13 @@ from nanoactor.messages import Int32
 from nanoactor.models.config import check_file
 from nanoactor.models.errors import ModelError
 from nanoactor.native import native_calls
+from nanoactor.text.added_tokens import add_tokens
 from nanoactor.text.patterns import is_bounded
 
 
 def load_tokenizer(directory: Path, name: str = "tokenizer.json") -> Tokenizer:
-    """The `tokenizer.json` of a model; `ModelError` where it is missing or malformed."""
+    """The `tokenizer.json` of a model, with the tokens that other files add to it; `ModelError`
+    where it is missing or malformed."""
     path = directory / name
     if not path.exists():
         raise ModelError(f"{path} does not exist")
@@ -34,6 +36,7 @@ def load_tokenizer(directory: Path, name: str = "tokenizer.json") -> Tokenizer:
             tokenizer = _read(path)
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{path} is not a tokenizer: {error}") from error
+    add_tokens(tokenizer, directory)
     # Saved with some tokenizers for batches in training; a prompt must arrive as it is.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -67,12 +70,13 @@ class TextEncoder:
 
     def _spell(self, name: str) -> list[int]:
         """Return the ids of a special token's name as plain characters."""
+        before = self._tokenizer.encode_special_tokens
         self._tokenizer.encode_special_tokens = True
         try:
             ids: list[int] = self._tokenizer.encode(name, add_special_tokens=False).ids
             return ids
         finally:
-            self._tokenizer.encode_special_tokens = False
+            self._tokenizer.encode_special_tokens = before
 
     def hide_placeholders(self, text: str) -> str:
         """Return a conversation (JSON, before its template sees it) in which what users spell like

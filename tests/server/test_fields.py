@@ -12,6 +12,7 @@ import openai.types.completion_create_params as completion_params
 import pytest
 
 from nanoactor.params import REFUSED
+from nanoactor.server.chat_messages import conversation
 from nanoactor.server.errors import APIError
 from nanoactor.server.fields import FIELDS, TEMPLATE_FIELDS, Warned, of_route
 from nanoactor.server.requests import (
@@ -19,9 +20,10 @@ from nanoactor.server.requests import (
     CompletionRequest,
     Decoder,
     TokenizeRequest,
-    conversation,
+    sampling_params,
     template_options,
 )
+from nanoactor.text.conversation import Forms, fit_messages
 from tests.server.fields_table import table
 
 KINDS = {"chat": ChatRequest, "completions": CompletionRequest}
@@ -127,18 +129,10 @@ def test_what_the_engine_refuses_with_a_reason_requests_are_refused_with_it():
 
 ODD = [
     (dict(no_such_thing=1), "no_such_thing"),
-    (dict(messages=[{"role": "user", "content": "a", "parsed": {}}]), "messages[*].parsed"),
+    (dict(messages=[{"role": "user", "content": "a", "parsed": {"a": 1}}]), "messages[*].parsed"),
     (
         dict(messages=[{"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}]}]),
         "messages[*].content[*].cache",
-    ),
-    (
-        dict(tools=[{"type": "function", "function": {"name": "f"}, "extra": 1}]),
-        "tools[*].extra",
-    ),
-    (
-        dict(tools=[{"type": "function", "function": {"name": "f", "extra": 1}}]),
-        "tools[*].function.extra",
     ),
     (
         dict(
@@ -150,13 +144,13 @@ ODD = [
                         {
                             "id": "x",
                             "type": "function",
-                            "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}},
+                            "function": {"name": "f", "arguments": "{}", "parsed": 1},
                         }
                     ],
                 },
             ]
         ),
-        "messages[*].tool_calls[*].function.parsed_arguments",
+        "messages[*].tool_calls[*].function.parsed",
     ),
     (dict(stream_options={"include_usage": True, "chunks": 3}), "stream_options.chunks"),
 ]
@@ -178,13 +172,30 @@ def test_unknown_fields_are_ignored_with_one_warning_and_refused_where_it_is_str
     assert "not a parameter that this server knows" in caught.value.message
 
 
-def test_the_rest_of_a_request_with_unknown_fields_is_what_it_was():
-    extra = ODD[5][0]
-    plain = decode("chat")
-    odd = Decoder().decode(ChatRequest, json.dumps({**BODIES["chat"], **extra}).encode())
-    assert conversation(odd.messages)[0] == conversation(plain.messages)[0]
-    call = conversation(odd.messages)[1]["tool_calls"][0]["function"]
-    assert call == {"name": "f", "arguments": {}}
+def test_what_goes_to_the_template_goes_as_it_was_written():
+    """Members in their order, unknown ones with them: the template may read them."""
+    tool = {"type": "function", "note": 1, "function": {"returns": {}, "name": "f", "x": None}}
+    messages = [
+        {"content": "a", "role": "user", "mood": {"b": 1, "a": [1.0, 2**60]}},
+        ODD[3][0]["messages"][1],
+    ]
+    body = decode("chat", tools=[tool], messages=messages, no_such_thing=1)
+    assert repr(conversation(body.given["messages"])) == repr(messages)
+    assert repr(template_options(body)["tools"]) == repr([tool])
+
+
+def test_a_member_that_the_template_reads_is_no_unknown_one(caplog):
+    messages = [{"role": "user", "content": "a", "mood": "glad"}]
+    body = json.dumps({**BODIES["chat"], "messages": messages}).encode()
+    reads = Decoder(strict=True, template_members=lambda: ("mood",))
+    assert reads.decode(ChatRequest, body).given["messages"] == messages
+    assert not caplog.records
+
+
+def test_biases_are_read_beside_what_is_ignored():
+    """JSON has token ids as texts, and a body with an unknown field is read in a second way."""
+    body = decode("chat", logit_bias={"5": 1}, store=False, no_such_thing=1, metadata={"a": "b"})
+    assert sampling_params(body).logit_bias == {5: 1.0}
 
 
 def test_unknown_fields_that_are_null_say_nothing(caplog):
@@ -233,14 +244,15 @@ def test_what_was_refused_before_may_stand_in_the_history():
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
         {"role": "user", "content": "a", "name": "ann"},
     ]
-    said = conversation(decode("chat", messages=messages).messages)
-    assert [message["content"] for message in said] == ["", "no", "a"]
+    said = conversation(decode("chat", messages=messages).given["messages"])
+    fitted = fit_messages(said, Forms())
+    assert [message.get("content") for message in fitted] == [None, "no", "a"]
 
 
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
-        (dict(messages=[{"role": "user", "content": "a"}, {"role": "x"}]), "messages[1].role"),
+        (dict(messages=[{"role": "user", "content": "a"}, {"role": ""}]), "messages[1].role"),
         (dict(temperature="hot"), "temperature"),
         (dict(tools=[{"type": "function", "function": {}}]), "tools[0].function"),
         (dict(stream_options={"include_usage": "yes"}), "stream_options.include_usage"),

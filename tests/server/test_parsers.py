@@ -15,7 +15,7 @@ from nanoactor.server.tool_calls import Arguments, Call, ToolCallParser
 
 
 def separated(pieces, opened=False):
-    parser = ReasoningParser(opened)
+    parser = ReasoningParser("open" if opened else "optional")
     parts = [parser.push(piece) for piece in pieces] + [parser.finish()]
     return "".join(t for t, _ in parts), "".join(c for _, c in parts)
 
@@ -204,7 +204,7 @@ def test_text_is_not_held_back_for_longer_than_it_must():
 
 def answered(pieces, opened, reason):
     """A choice put together from its deltas must be the one that is told as a whole."""
-    choice = ChatChoice(0, ReasoningParser(opened), ToolCallParser())
+    choice = ChatChoice(0, ReasoningParser("open" if opened else "optional"), ToolCallParser())
     members = choice.begin() + [m for piece in pieces for m in choice.push(piece)]
     members += choice.finish(reason)
     whole = choice.whole()

@@ -286,10 +286,6 @@ def test_a_thinking_template_renders_as_in_transformers(tmp_path, options, where
 KEYS = "{% for key in messages[0] | list | sort %}{{ key }}={{ messages[0][key] }};{% endfor %}"
 
 
-def test_messages_of_parts_reach_the_template_as_they_are(tmp_path):
-    check_same(directory(tmp_path, KEYS), [{"role": "user", "content": [{"type": "text"}]}])
-
-
 def test_empty_fields_are_left_out_and_reasoning_goes_by_every_name(tmp_path):
     # As transformers does in its later versions; before, templates saw the fields as given.
     template = ChatTemplate(directory(tmp_path, KEYS))
@@ -484,22 +480,48 @@ def test_what_the_sandbox_hides_renders_as_nothing(tmp_path):
 def test_the_last_message_is_continued_as_in_transformers(tmp_path, template, last):
     path = DEMO if template is None else directory(tmp_path, template)
     messages = [CHAT[1], {"role": "assistant", "content": last}]
+    check_continued(path, messages)
+
+
+# What a search for the text would find elsewhere: in what the template writes behind it, in a call
+# of the same message, in what the user said.
+ELSEWHERE = ["end", "i", "<", "|", ">", "im_end", "assistant", "Größe", ""]
+
+
+@pytest.mark.parametrize("last", ELSEWHERE)
+@pytest.mark.parametrize("template", [None, THINKING], ids=["demo", "thinking"])
+def test_the_place_to_continue_at_is_marked_and_not_searched_for(tmp_path, template, last):
+    path = DEMO if template is None else directory(tmp_path, template)
+    check_continued(path, [CHAT[1], {"role": "assistant", "content": last}])
+
+
+def test_text_that_stands_in_a_call_or_in_parts_is_continued_at_its_own_place(tmp_path):
+    path = directory(tmp_path, THINKING)
+    call = {"type": "function", "function": {"name": "ok", "arguments": {"ok": "ok"}}}
+    check_continued(path, [CHAT[1], {"role": "assistant", "content": "ok", "tool_calls": [call]}])
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "ok "}]
+    check_continued(path, [CHAT[1], {"role": "assistant", "content": parts}])
+
+
+def check_continued(path, messages):
+    last = messages[-1]["content"]
     theirs = AutoTokenizer.from_pretrained(path).apply_chat_template(
         messages, tokenize=False, continue_final_message=True
     )
     text = ChatTemplate(path).render(messages, {"continue_final_message": True})
     assert text == theirs
-    assert text.endswith((last.strip(), last.lstrip()))
+    if isinstance(last, str):
+        assert text.endswith((last.strip(), last.lstrip()))
 
 
 @pytest.mark.parametrize(
     ("content", "options", "error"),
     [
-        ("", {}, "needs text"),
-        (" ", {}, "needs text"),
-        ([{"type": "text", "text": "a"}], {}, "needs text"),
+        (None, {}, "needs text"),
+        ([{"type": "image"}], {}, "needs text"),
         ("a", {"add_generation_prompt": True}, "exclude each other"),
         ("<think>x</think>y", {}, "does not show"),
+        ("y<think>", {}, "does not show"),
     ],
 )
 def test_what_cannot_be_continued_is_refused(tmp_path, content, options, error):
