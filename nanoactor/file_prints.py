@@ -58,13 +58,13 @@ class FilePrints:
 
     def learn(self) -> None:
         """Take the digest of every file, on a thread of the lowest priority."""
-        for directory in {path.parent for path in self._files.prints}:
-            self._directories[directory] = os.open(directory, os.O_PATH | os.O_DIRECTORY)
         thread = threading.Thread(target=self._learn, name="nanoactor-digests", daemon=True)
         try:
+            for directory in {path.parent for path in self._files.prints}:
+                self._directories[directory] = os.open(directory, os.O_PATH | os.O_DIRECTORY)
             thread.start()
             self._thread = thread
-        except RuntimeError as error:  # of which the machine has no more
+        except (OSError, RuntimeError) as error:  # the machine has no more, or they have moved
             log.warning("no digests of the model's files, so that none may be touched: %s", error)
 
     def _learn(self) -> None:

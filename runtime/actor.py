@@ -36,9 +36,9 @@ Handler = Callable[[Any], None]
 ReadyInfo = object
 """What an actor tells all others when it is ready: a picklable record, or None. The runtime only
 carries it."""
-Progress = tuple[int, float]
-"""A number that changes with each piece of work done, and the seconds that the piece at hand may
-take."""
+Progress = tuple[int, float] | tuple[int, float, bool]
+"""A number that changes with each piece of work done, the seconds that the piece at hand may take,
+and whether this process's own processor does it, whose time then tells work from a hang."""
 
 
 class Context:

@@ -82,8 +82,8 @@ class _Child:
     def run(self) -> None:
         """Set the actors up, report, and serve until told to stop."""
         asyncio.set_event_loop(self._loop)
-        threading.Thread(target=self._listen, name="control", daemon=True).start()
         try:
+            threading.Thread(target=self._listen, name="control", daemon=True).start()
             ready = self._node.setup(self._note_culprit)
             # What is set up stays: the collector need not look at it again and again.
             gc.collect()
@@ -109,17 +109,23 @@ class _Child:
 
     def _listen(self) -> None:
         """Runs in a thread, as the loop may block in C; without a parent there is no work."""
-        while True:
-            try:
-                message = self._connection.recv()
-            except (EOFError, OSError):
-                os._exit(EXIT_ORPHANED)
-            if isinstance(message, control.Cut):
-                message = self._receive_edges(message)
-            if isinstance(message, control.TellStacks):  # here, as the loop may be what hangs
-                self._send(control.Log.of_stacks(self._name))
-            else:
-                self._loop.call_soon_threadsafe(self._obey, message)
+        try:
+            while True:
+                self._listen_once()
+        except Exception as error:  # a message that cannot be read, say: nobody else would tell
+            self._fail(self._culprit, error)
+
+    def _listen_once(self) -> None:
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            os._exit(EXIT_ORPHANED)
+        if isinstance(message, control.Cut):
+            message = self._receive_edges(message)
+        if isinstance(message, control.TellStacks):  # here, as the loop may be what hangs
+            self._send(control.Log.of_stacks(self._name))
+        else:
+            self._loop.call_soon_threadsafe(self._obey, message)
 
     def _receive_edges(self, message: control.Cut) -> control.Cut:
         numbers = message.plan.descriptors

@@ -31,9 +31,11 @@ from typing import Any
 from nanoactor.runtime import control
 from nanoactor.runtime.errors import NodeDied, NodeStalled, StartupFailed, UnsupportedPlatform
 from nanoactor.runtime.node import NodePlan
-from nanoactor.runtime.process import GROUP_SIGNALS
+from nanoactor.runtime.process import GROUP_SIGNALS, interpreter, working_directory
 from nanoactor.runtime.recovery import Death
 from nanoactor.runtime.topology import NodeSpec
+
+log = logging.getLogger("nanoactor.runtime")
 
 _MOST_UNANSWERED = 64
 _SEND_SECONDS = 5
@@ -82,10 +84,14 @@ class Children:
         if self.by_name:
             self._wake = tuple(Connection(end.detach()) for end in socket.socketpair())
             # A daemon: where the user's program ends without close(), the children end with it.
-            self._thread = threading.Thread(
-                target=self._run, name="nanoactor-supervisor", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="nanoactor-supervisor", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # of which the machine has no more
+                raise StartupFailed(
+                    f"the operating system refuses what a start needs: {error}"
+                ) from error
+            self._thread = thread
 
     def _run(self) -> None:
         """Start, then listen until the end has come and every channel is closed, then reap."""
@@ -100,11 +106,18 @@ class Children:
                     elif connection in self._open:
                         self._receive(self._open[connection])
                 self._start_all()
+        except Exception as error:  # whoever waits for a child must hear of it
+            log.exception("the supervisor of the engine's processes has failed")
+            for child in self._open.values():
+                child.failure = child.failure or control.Failed.of("supervisor", error)
         finally:
+            unheard = list(self._open.values())
             for child in self:
-                if self._open:  # this thread failed, and without it nobody hears them
+                if unheard:  # this thread failed, and without it nobody hears them
                     child.kill()
                 child.reap(None)
+            for child in unheard:
+                self._tell(self._hear, child, None)
             self._tell(_resolve, self._gone, None)
 
     def _start_all(self) -> None:
@@ -269,7 +282,8 @@ class ChildProcess:
         )
         try:
             self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
-                [sys.executable, "-c", program],
+                [interpreter(), "-c", program],
+                cwd=working_directory(),
                 pass_fds=(self._theirs.fileno(), *self._descriptors, *self._spec.descriptors),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self._spec.environment},
@@ -437,11 +451,7 @@ def _ending(code: int | None) -> str:
 
 def check_surroundings() -> None:
     """Raise `UnsupportedPlatform` for what keeps processes from being started, or heard."""
-    if not sys.executable:
-        raise UnsupportedPlatform(
-            "sys.executable is empty, as in a program that embeds Python: set it to the path of "
-            "this environment's Python interpreter before the engine starts"
-        )
+    interpreter()
     if _threads_are_replaced():
         raise UnsupportedPlatform(
             "gevent or eventlet has replaced Python's threads (monkey.patch_all, say), which the "
@@ -473,9 +483,10 @@ def os_refuses(error: OSError) -> StartupFailed:
 def _children_of(pid: int) -> list[int]:
     """Its living children, by whichever thread."""
     found: list[int] = []
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += [int(child) for child in listed.read_text().split()]
+    with contextlib.suppress(OSError):  # as where there are no more descriptors
+        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in listed.read_text().split()]
     return found
 
 

@@ -6,6 +6,7 @@ edges: it works before they are open and after an actor has failed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -100,6 +101,13 @@ class Started:
     """Child to parent: the node receives messages."""
 
 
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "it cannot say what it is"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failed:
     """Child to parent: an actor raised, at start or later; the process ends."""
@@ -117,15 +125,20 @@ class Failed:
     def of(cls, actor: str, error: BaseException) -> Failed:
         """Describe an exception so that it can be raised, or at least read, elsewhere."""
         trace = "".join(traceback.format_exception(error))
-        line = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_SUMMARY]
-        picklable = getattr(type(error), "picklable", False)
-        pickled = pickle.dumps(error) if picklable else b""
+        line = " ".join(f"{type(error).__name__}: {_said(error)}".split())[:_LONGEST_SUMMARY]
+        pickled = b""
+        if getattr(type(error), "picklable", False):
+            with contextlib.suppress(Exception):  # then its words are all that goes
+                pickled = pickle.dumps(error)
         summary = f"actor {actor} failed: {line}"
         return cls(actor, summary, trace, pickled, machine_refuses(error))
 
     def original(self) -> BaseException | None:
         """The exception itself, where it is picklable."""
-        return pickle.loads(self.exception) if self.exception else None  # noqa: S301 - our child
+        try:
+            return pickle.loads(self.exception) if self.exception else None  # noqa: S301 - our child
+        except Exception:  # its class is made in another way than pickle makes it
+            return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,10 +7,39 @@ import os
 import signal
 import sys
 
+from nanoactor.runtime.errors import UnsupportedPlatform
+
 GROUP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """What terminals and supervisors send to every process of a group; children ignore it."""
 EXIT_ORPHANED = 70
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+
+def interpreter() -> str:
+    """Return the interpreter that runs this program, to start another. Raises
+    `UnsupportedPlatform` where there is none: it would start the program itself again."""
+    if getattr(sys, "frozen", False):
+        raise UnsupportedPlatform(
+            "this program is frozen into a bundle (PyInstaller, say), and has no interpreter to "
+            "start the engine's processes with: run it from a Python environment, or have it talk "
+            "to `nanoactor serve` there"
+        )
+    if not sys.executable:
+        raise UnsupportedPlatform(
+            "sys.executable is empty, as in a program that embeds Python: set it to the path of "
+            "this environment's Python interpreter before the engine starts"
+        )
+    return sys.executable
+
+
+def working_directory() -> str | None:
+    """Return where a child is to start: None for this process's own directory, unless that was
+    deleted, as by a deployment that swaps directories; some libraries end a process without one."""
+    try:
+        os.getcwd()
+    except OSError:
+        return "/"
+    return None
 
 
 def ignore_group_signals() -> None:

@@ -5,8 +5,9 @@ computes, say) is told by its actors as `Progress`, and is judged by that.
 
 A false alarm ends an engine that is well, so doubt counts for the node. Time counts only while the
 watcher itself is awake: after a pause of the whole machine or process group, or while the user's
-program holds up the loop, nothing can be said about others. A silent node that uses its processor
-(it compiles, or tokenizes a book) is given ten times as long.
+program holds up the loop, nothing can be said about others. A node that uses its processor while it
+is silent, or at work that its own processor does (it compiles, or tokenizes a book), is given ten
+times as long.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ class StallDetector:
             self._told[node] = self._told.get(node, 0) + 1
             if self._told[node] <= _FRESH:
                 for work in self._work.get(node, {}).values():
-                    work.seconds += passed
+                    own = len(work.progress) > 2 and work.progress[2]
+                    work.seconds += passed / patience(own and is_computing(used, passed))
         self._cpu = dict(cpu_seconds)
         return self._verdict()
 

@@ -74,7 +74,11 @@ class Watchdog:
         self._detector.heard(node, progress)
 
     def _check(self) -> None:
-        stall = self._judge()
+        try:
+            stall = self._judge()
+        except OSError as refusal:  # of one look; the next may see
+            log.warning("the engine's processes could not be looked at: %s", refusal)
+            stall = None
         if stall is None:
             self._timer = self._loop.call_later(self._detector.interval, self._check)
         else:

@@ -36,10 +36,10 @@ _FAILED = "the parser failed on the grammar; the log has its words"
 
 def _made(config: ActorConfig) -> GrammarCompiler | InvalidRequest:
     """Return what compiles grammars, or why nothing does."""
-    from nanoactor.grammar.compiling import GrammarCompiler
-
     try:
         with native_calls():
+            from nanoactor.grammar.compiling import GrammarCompiler
+
             return GrammarCompiler(config.files)
     except Exception as error:
         log.error("structured outputs will be refused", exc_info=error)

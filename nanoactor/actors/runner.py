@@ -38,6 +38,8 @@ _NOT_FINITE = (
 
 # How much earlier than measured the next step is asked for, to absorb a slow wake-up.
 _LEAD_MARGIN = 0.0005
+_LOOK = 0.1
+"""Seconds between two looks whether a device's thread that is waited for has failed."""
 
 
 class Pause:
@@ -59,6 +61,8 @@ class RunnerActor(Actor):
         self._launched: queue.SimpleQueue[tuple[int, Launched] | Pause | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._stopping = self._discards = False
+        self._broken: BaseException | None = None
+        """What has ended one of the threads of the device."""
         self._deadline = StepDeadline()
         self._cache = secrets.randbits(62)
         self._ahead = 0
@@ -111,12 +115,18 @@ class RunnerActor(Actor):
         self._discards = True
         pause = Pause()
         self._prepared.put(pause)
-        pause.over.wait()
+        self._wait_for(pause.over)
         if pause.error is not None:
             raise pause.error
         self._discards = False
         self._forget()
         return self._what_is_ready()
+
+    def _wait_for(self, event: threading.Event) -> None:
+        """Wait for what one of the device's threads does; raises what has ended one of them."""
+        while not event.wait(_LOOK):
+            if self._broken is not None:
+                raise self._broken
 
     def _open_on_thread(self) -> Executor:
         """Start the device's thread: the model is loaded on it, and steps are launched from it.
@@ -254,8 +264,9 @@ class RunnerActor(Actor):
         """The device's thread: what was launched is waited for, and then forgotten."""
         if executor.asynchronous:
             self._launched.put(pause)
-            pause.collected.wait()
         try:
+            if executor.asynchronous:
+                self._wait_for(pause.collected)
             executor.renew()
         except BaseException as error:
             pause.error = error
@@ -268,6 +279,7 @@ class RunnerActor(Actor):
         try:
             launched = executor.launch(inputs)
         except BaseException as error:
+            self._broken = error
             self.context.call_soon(self.context.fail, error)
             return False
         if not executor.asynchronous:
@@ -294,6 +306,7 @@ class RunnerActor(Actor):
         try:
             computed = launched.wait()
         except BaseException as error:
+            self._broken = error
             self.context.call_soon(self.context.fail, error)
             return False
         if not self._stopping:  # else the loop may be gone
@@ -373,7 +386,9 @@ class RunnerActor(Actor):
         """Steps done, and what the one that the device is at may take."""
         if not self._queued:
             return None
-        return self._completed, self._deadline.seconds(self._queued[0])
+        # A device with a queue of its own computes while this process waits, or spins.
+        own = not self._executor.asynchronous
+        return self._completed, self._deadline.seconds(self._queued[0]), own
 
     def stop(self) -> None:
         """End the threads once the step under way is done."""
@@ -389,7 +404,7 @@ class RunnerActor(Actor):
         because no captured one holds as much; steps queued or running, what the first of them may
         take, how long the device was busy, and idle between steps; when the latest ended, in ns of
         the monotonic clock."""
-        _, may_take = self.progress() or (0, 0.0)
+        may_take = (self.progress() or (0, 0.0))[1]
         return {
             "step_may_take": may_take,
             "steps": self._received,

@@ -20,6 +20,8 @@ from nanoactor.grammar.vocabulary import Vocabulary
 from nanoactor.native import NativePanic, native_calls
 
 _STACK_BYTES = 512 * 2**20  # of addresses; memory is taken as it is used
+_STACK_SIZE = threading.Lock()
+"""Held while the size of new threads' stacks, which is one for all, is another."""
 _ROW_OF_JSON = 2000
 _ROW_OF_GRAMMAR = 500
 
@@ -205,12 +207,13 @@ def _on_deep_stack(work: Callable[[], None]) -> None:
         except BaseException as error:
             raised.append(error)
 
-    before = threading.stack_size(_STACK_BYTES)
-    try:
-        thread = threading.Thread(target=run, name="grammar")
-        thread.start()  # raises `RuntimeError` where so many addresses cannot be had
-    finally:
-        threading.stack_size(before)
+    with _STACK_SIZE:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="grammar")
+            thread.start()  # raises `RuntimeError` where so many addresses cannot be had
+        finally:
+            threading.stack_size(before)
     thread.join()
     for error in raised:
         raise error

@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from nanoactor.actors.runner import DEVICE
 from nanoactor.actors.scheduler import LOAD
 from nanoactor.engine import AsyncLLM
-from nanoactor.errors import NanoactorError
+from nanoactor.errors import EngineClosed, EngineDead
 from nanoactor.server.errors import death_for_clients
 from nanoactor.server.health import Health, assess, dead, recovering
 from nanoactor.server.metrics import Metrics
@@ -119,12 +119,13 @@ class Monitor:
             await asyncio.sleep(INTERVAL)
             try:
                 await self._look()
-            except NanoactorError as error:
+                self._tell_health()
+            except (EngineDead, EngineClosed) as error:
                 self._dead = str(error)
                 log.critical("%s", error)
+                self._tell_health()
             except Exception:  # figures that are not understood must not end the watch
                 log.exception("the engine's health could not be read")
-            self._tell_health()
 
     def _tell_health(self) -> None:
         """Log when it changes, once."""

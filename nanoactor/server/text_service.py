@@ -29,11 +29,10 @@ from nanoactor.errors import (
     out_of_resources,
 )
 from nanoactor.grammar.spec import Thoughts
-from nanoactor.models.errors import ModelError
 from nanoactor.native import native_calls
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.codec import message
-from nanoactor.runtime.errors import PeerBroken, RecordTooLarge, RuntimeFault, machine_refuses
+from nanoactor.runtime.errors import PeerBroken, RecordTooLarge, machine_refuses
 from nanoactor.runtime.ring import ring_capacity
 from nanoactor.runtime.system import System
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
@@ -340,12 +339,12 @@ class TextService:
     async def _restart(self) -> None:
         wait = _FIRST_WAIT
         while True:
-            await self._system.close()
             await asyncio.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT)
             try:
+                await self._system.close()
                 await self.start()
-            except (RuntimeFault, NanoactorError, ModelError) as error:
+            except Exception as error:  # whatever it is: the next try may succeed
                 log.error("the text service cannot be started: %s", error)
             else:
                 log.warning("the text service answers again")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from nanoactor.models.errors import ModelError
 from nanoactor.native import native_calls
-from nanoactor.runtime.process import die_with_parent
+from nanoactor.runtime.process import die_with_parent, interpreter, working_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
@@ -145,7 +145,8 @@ def _run_conversion(directory: Path, target: str, timeout: float) -> None:
     cannot = f"the tokenizer of {directory} cannot be converted into a tokenizer.json"
     try:
         done = subprocess.run(  # noqa: S603 - our own interpreter and program
-            [sys.executable, "-c", program],
+            [interpreter(), "-c", program],
+            cwd=working_directory(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",

@@ -35,7 +35,7 @@ _MOST_FOR_TOKENS = 4 << 30
 def main(directory: str, characters: int) -> None:
     """Serve until the input ends; `characters` may a prompt have."""
     ignore_group_signals()
-    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_FOR_TOKENS))
+    _limit_memory(_MOST_MEMORY)
     try:
         template = ChatTemplate(Path(directory), characters)
     except ModelError as error:
@@ -48,6 +48,13 @@ def main(directory: str, characters: int) -> None:
     while head := os.read(0, LENGTH.size):
         (length,) = LENGTH.unpack(head)
         _say(_answer(template, Path(directory), json.loads(_read(length))))
+
+
+def _limit_memory(size: int) -> None:
+    """Have no more addresses than these, nor than the user allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = _MOST_FOR_TOKENS if hard == resource.RLIM_INFINITY else min(hard, _MOST_FOR_TOKENS)
+    resource.setrlimit(resource.RLIMIT_AS, (min(size, most), most))
 
 
 def _answer(template: ChatTemplate, directory: Path, request: list[Any]) -> dict[str, Any]:
@@ -96,7 +103,7 @@ def _spans(directory: Path, prompts: list[Any]) -> list[tuple[list[int], list[in
 def _tokenizer(directory: Path) -> Tokenizer:
     from nanoactor.text.tokenizer import load_tokenizer
 
-    resource.setrlimit(resource.RLIMIT_AS, (_MOST_FOR_TOKENS, _MOST_FOR_TOKENS))
+    _limit_memory(_MOST_FOR_TOKENS)
     return load_tokenizer(directory)
 
 

@@ -23,8 +23,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoactor.errors import InvalidRequest
+from nanoactor.errors import InvalidRequest, OutOfResources
 from nanoactor.models.errors import ModelError
+from nanoactor.runtime.process import interpreter, working_directory
 from nanoactor.text.render_child import LENGTH
 from nanoactor.text.template import TemplateFacts
 from nanoactor.text.template_files import read_template_files
@@ -74,7 +75,10 @@ class _Child:
             f"main({str(directory)!r}, {limits.characters})"
         )
         self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
-            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [interpreter(), "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=working_directory(),
         )
 
     def send(self, request: list[Any]) -> None:
@@ -207,7 +211,16 @@ class Renderer:
             self._child = self._child or _Child(self._directory, self._limits)
             child = self._child
         if fresh:
-            ready = child.answer(self._limits.seconds + _START)
+            try:
+                ready = child.answer(self._limits.seconds + _START)
+            except _Ended:
+                if self.cancelled:
+                    raise
+                self.end()
+                raise OutOfResources(
+                    "the process of the chat template ended before it had begun: the machine may "
+                    "have no more memory, threads or descriptors; its words are in the log"
+                ) from None
             if "model_error" in ready:
                 return ready
         child.send(request)

@@ -107,3 +107,14 @@ def test_rest_forgets():
     played.ticks(6, answer="a", progress={"a": {"runner": (7, 0.0)}})
     played.detector.rest()
     assert played.ticks(6, answer="a") is None
+
+
+@pytest.mark.parametrize(
+    ("own", "share", "stalls"), [(True, 1.0, False), (True, 0.0, True), (False, 1.0, True)]
+)
+def test_work_that_the_processor_does_has_the_patience_of_silence(own, share, stalls):
+    """A compilation that a step waits for, say; what another device does takes no time of it."""
+    played = Played()
+    told = {"b": {"runner": (7, 0.0, own)}}
+    assert bool(played.ticks(40, progress=told, b=share)) == stalls
+    assert bool(played.ticks(60, progress=told, b=share)), "ten times as long, and not for ever"
