@@ -201,7 +201,7 @@ def _choose(given, row, temperature, top_k, top_p, min_p, low, high, position):
     return _from_some(scores, top_k, top_p, min_p, position, low, high)
 
 
-@both("aaaaaaaaaannn")
+@both("aaaaaaaaaannn", of_logits=True)
 def _sample_rows(
     logits, slots, temperatures, top_ks, top_ps, min_ps, seeds, lengths, last_tokens, chosen,
     rows, vocabulary, columns, like

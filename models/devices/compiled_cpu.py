@@ -63,7 +63,9 @@ class CompiledCPUDevice(CPUDevice):
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """They take everything; it compiles them, too."""
-        compile_kernels(dtype, parallel=self._threads > 1)
+        several = self._threads > 1
+        compile_kernels(dtype, parallel=several)
+        compile_kernels(torch.float32, parallel=several, of_logits=True)  # masks make them that
 
     def _takes(self, x: torch.Tensor) -> bool:
         many = self._threads >= _MANY_THREADS and x.numel() >= _MANY_ELEMENTS

@@ -210,3 +210,40 @@ def test_without_numba_the_cpu_is_opened_with_a_warning(monkeypatch, caplog):
 def test_elements_are_told_apart_by_type():
     assert numba.typeof(FLOAT) == numba.float32
     assert numba.typeof(BITS) == numba.uint16
+
+
+FIRST_USE = """
+import asyncio
+from nanoactor import AsyncLLM, SamplingParams
+from nanoactor.models.cpu_kernels import elements
+
+def compiled():
+    functions = (kernel.function for kernel in elements._kernels)
+    return {function.__name__: len(function.signatures) for function in functions}
+
+async def one(llm, **values):
+    params = SamplingParams(max_tokens=4, seed=1, **values)
+    async for _ in llm.generate("ROMEO:", params):
+        pass
+
+async def main():
+    options = dict(dtype="bfloat16", placement="single", max_num_seqs=4, num_kv_blocks=64)
+    async with AsyncLLM("demo", device="cpu", **options) as llm:
+        before = compiled()
+        await one(llm)
+        await one(llm, temperature=0)
+        await one(llm, structured_outputs={"regex": "[a-z]+"})
+        await one(llm, structured_outputs={"json": {"type": "object"}}, temperature=0)
+        await one(llm, logit_bias={5: 1.0}, presence_penalty=1.0, n=2, logprobs=3)
+        await one(llm, bad_words=["the"], prompt_logprobs=2)
+        assert compiled() == before, (before, compiled())
+
+asyncio.run(main())
+"""
+
+
+def test_no_request_is_the_first_to_need_a_kernel():
+    """What an engine in bfloat16 can need is compiled before it is ready: masks make logits
+    float32, and a compilation on the device's thread would hold up every stream."""
+    command = [sys.executable, "-c", FIRST_USE]
+    subprocess.run(command, check=True, timeout=280)
