@@ -54,26 +54,41 @@ def read_header(data: bytes | bytearray, max_pixels: int) -> Header:
 
 
 def decode(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8]:
-    """Return a picture's pixels at this size, (height, width, 3): turned as its EXIF says, its
-    first frame, without transparency, resized bicubically.
+    """Return a picture's pixels at this size, (height, width, 3), as `upright` has them, resized
+    bicubically.
 
     Raises `InvalidRequest` for what cannot be decoded. Check `read_header` first: a small file may
     hold a huge picture.
     """
     with _refusing():
-        image = ImageOps.exif_transpose(_open(data)).convert("RGB")
-        return _resized(image, height, width)
+        return _resized(upright(_open(data)), height, width)
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Return a picture's first frame in RGB, turned as its EXIF says, on a white ground where it is
+    transparent; the same whether it came as bytes, as a path, or opened by Pillow. Grey of 16 bits
+    keeps its 8 high ones. Raises `InvalidRequest` for numbers of which the range is not known."""
+    is_png = image.format == "PNG"
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16") or (image.mode == "I" and is_png):
+        grey = np.asarray(image)
+        image = Image.fromarray((grey.clip(0, 0xFFFF) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise InvalidRequest(
+            f"the picture has Pillow's mode {image.mode}, whose range is not known: convert it to "
+            "RGB"
+        )
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
 
 
 def resize_image(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
-    """Return the pixels of an opened picture, (height, width, 3); it is not turned, and what is
-    transparent becomes white, as where transformers is given one."""
+    """Return the pixels of a picture that was made of pixels, (height, width, 3)."""
     with _refusing():
-        if "A" in image.getbands() or "transparency" in image.info:
-            image = image.convert("RGBA")
-            white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-            image = Image.alpha_composite(white, image)
-        return _resized(image.convert("RGB"), height, width)
+        return _resized(upright(image), height, width)
 
 
 def _resized(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:

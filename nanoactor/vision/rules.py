@@ -105,15 +105,18 @@ class MediaRules:
         return Media(_MODES[channels], (height, width), area, array.tobytes())
 
     def _pillow(self, image: Any, area: tuple[int, int]) -> Media:
+        from nanoactor.vision.pictures import upright
+
         self._check_size(image.height, image.width)
-        clear = "A" in image.getbands() or "transparency" in image.info
-        mode = "RGBA" if clear else "RGB"
         try:
             with _PILLOW:
-                data = image.convert(mode).tobytes()
+                found = upright(image)
+                data = found.tobytes()
+        except InvalidRequest:
+            raise
         except Exception as error:  # Pillow decodes it only now, and raises whatever it likes
             raise InvalidRequest(f"the picture cannot be decoded: {error!r:.200}") from error
-        return Media(mode, (image.height, image.width), area, data)
+        return Media("RGB", (found.height, found.width), area, data)
 
     def _check_size(self, height: int, width: int) -> None:
         if not 0 < height * width <= self.max_pixels:
