@@ -13,6 +13,7 @@ from typing import Any
 from nanoactor.models.errors import ModelError, UnsupportedModel
 from nanoactor.models.family import Family, Option
 from nanoactor.models.fields import at_least_0, flag, number, positive, positive_number
+from nanoactor.models.known_keys import check_keys
 from nanoactor.models.qwen3 import QWEN3
 from nanoactor.models.registry import family_of
 from nanoactor.models.vision_config import VisionConfig, parse_vision
@@ -30,6 +31,8 @@ class RopeConfig:
     factor: float = 1.0
     original_max_positions: int = 0
     """yarn: the length that the model was trained with before it was stretched."""
+    says_original: bool = False
+    """Whether the configuration says that length, or `max_position_embeddings` stands for it."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
@@ -69,6 +72,20 @@ class ModelConfig:
     """The data type in which the weights are stored, as the configuration says."""
     eos_token_ids: tuple[int, ...]
     vision: VisionConfig | None = None
+
+    @property
+    def longest(self) -> int:
+        """Positions that the rotary embedding is made for: where a scaling stretches it, as YaRN's
+        recipe does with `max_position_embeddings` left as it was, that many times its original
+        length."""
+        if self.rope.kind not in ("yarn", "linear"):
+            return self.max_positions
+        return max(self.max_positions, int(self.rope.factor * self.rope.original_max_positions))
+
+    @property
+    def default_length(self) -> int:
+        """Positions of a sequence, unless the engine's options say how many."""
+        return self.longest if self.rope.says_original else self.max_positions
 
 
 def check_file(path: Path) -> None:
@@ -123,6 +140,7 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
     family = family_of(str(architectures[0])) if raw.get("architectures") else QWEN3
     vision = parse_vision(raw, origin) if family.vision_prefix else None
     raw = _text_part(raw, family, origin)
+    check_keys(raw, family, origin)
 
     def option(name: str) -> bool:
         given: Option = getattr(family, name)
@@ -167,8 +185,9 @@ def _text_part(raw: Mapping[str, Any], family: Family, origin: object) -> Mappin
 
 
 def as_ids(value: Any, origin: object = "eos_token_id") -> tuple[int, ...]:
-    """Token ids from a configuration's None, number or list; `ModelError` for anything else."""
-    values = [] if value is None else value if isinstance(value, list) else [value]
+    """Token ids from a configuration's None, number or list; -1 is none. `ModelError` for anything
+    else."""
+    values = [] if value in (None, -1) else value if isinstance(value, list) else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
         raise ModelError(
             f"{origin}: eos_token_id must be a number or a list of them, got {value!r}"
@@ -191,7 +210,14 @@ def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeCo
         for key in _ROPE_OBJECTS
         for name, value in _rope_object(raw, key, origin).items()
     }
+    if nested := [name for name, value in raw_rope.items() if isinstance(value, dict)]:
+        raise UnsupportedModel(
+            f"{origin}: rotary embeddings that differ by layer ({nested[0]!r:.50}) are not "
+            "supported"
+        )
     kind = str(raw_rope.get("rope_type") or "default")
+    if kind == "default" and raw_rope.get("factor") not in (None, 1):
+        raise ModelError(f"{origin}: a rope factor needs a rope_type, such as 'yarn'")
     theta = positive_number({**raw, **raw_rope}, "rope_theta", origin, family.rope_theta)
     sections = _read_sections(raw_rope, origin) if family.vision_prefix else None
     if kind == "default":
@@ -219,6 +245,7 @@ def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeCo
         theta=theta,
         factor=float(factor),
         original_max_positions=original,
+        says_original=raw_rope.get("original_max_position_embeddings") is not None,
         beta_fast=positive_number(raw_rope, "beta_fast", origin, 32.0),
         beta_slow=positive_number(raw_rope, "beta_slow", origin, 1.0),
         attention_factor=optional("attention_factor"),
@@ -250,6 +277,10 @@ def _read_sections(raw_rope: Mapping[str, Any], origin: object) -> tuple[int, in
 
 def _check_yarn(config: RopeConfig, origin: object) -> None:
     """Refuse values from which the blend's borders cannot be computed."""
+    if config.attention_factor is not None and config.attention_factor <= 0:
+        raise ModelError(
+            f"{origin}: attention_factor must be above 0, got {config.attention_factor:g}"
+        )
     if config.theta == 1.0:
         raise ModelError(f"{origin}: rope type 'yarn' needs a rope_theta other than 1")
     if config.beta_fast <= config.beta_slow:
@@ -273,7 +304,10 @@ def _refuse_unknown(raw: Mapping[str, Any], config: ModelConfig, origin: object)
         raise UnsupportedModel(f"{origin}: hidden_act {raw['hidden_act']!r}; only silu is known")
     if raw.get("use_sliding_window"):
         raise UnsupportedModel(f"{origin}: use_sliding_window is not supported")
-    sliding = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise ModelError(f"{origin}: layer_types must be a list, got {kinds!r:.50}")
+    sliding = [kind for kind in kinds if kind != "full_attention"]
     if sliding:
         raise UnsupportedModel(f"{origin}: layer_types with {sliding[0]!r} is not supported")
     for part in (raw, *(_rope_object(raw, key, origin) for key in _ROPE_OBJECTS)):

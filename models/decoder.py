@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from nanoactor.models.batch import AttentionBatch, KVCache
@@ -14,6 +16,9 @@ from nanoactor.models.parallel import shard_of
 from nanoactor.models.registry import family_of
 from nanoactor.models.rope import RotaryEmbedding
 from nanoactor.models.weights import Weights
+
+_HEAD = "lm_head.weight"
+log = logging.getLogger("nanoactor.runner")
 
 
 class Decoder:
@@ -49,11 +54,23 @@ class Decoder:
         self._rope = rope.to(weights.device, weights.dtype)
 
     def _head_weight(self, weights: Weights) -> torch.Tensor:
-        if self.config.tie_embeddings:
+        """The embedding, where they are tied, unless the file has another head: that one counts, as
+        in transformers 5."""
+        tied = self.config.tie_embeddings
+        if tied and _HEAD not in weights:
             return self._embedding.weight
         rows = self.shard.vocabulary if self.group.size > 1 else None
         shape = self.config.vocab_size, self.config.hidden_size
-        return weights.load("lm_head.weight", *shape, rows=rows)
+        head = weights.load(_HEAD, *shape, rows=rows)
+        if tied and torch.equal(head, self._embedding.weight):
+            return self._embedding.weight
+        if tied:
+            log.warning(
+                "tie_word_embeddings is true, but %s is not the embedding: it is used, as by "
+                "transformers 5; vLLM uses the embedding",
+                _HEAD,
+            )
+        return head
 
     def forward(
         self,
@@ -83,12 +100,13 @@ class Decoder:
         return self._norm(x) if residual is None else self._norm.add(x, residual)[0]
 
     def weights(self) -> ModelWeights | None:
-        """All tensors; None where the device keeps matrices in a layout of its own."""
-        layers = [layer.weights() for layer in self._layers]
-        if not isinstance(self._head, Linear):
+        """All tensors; None where a layer cannot give all of its own."""
+        found = [layer.weights() for layer in self._layers]
+        layers = [layer for layer in found if layer is not None]
+        if len(layers) < len(found) or not isinstance(self._head, Linear):
             return None
         return ModelWeights(
-            layers=[layer for layer in layers if layer is not None],
+            layers=layers,
             embed=self._embedding.weight,
             norm=self._norm.weight,
             head=self._head.weight,

@@ -220,11 +220,14 @@ class DecoderLayer:
         return self._mlp(x), residual
 
     def weights(self) -> LayerWeights | None:
-        """Its tensors; None where the device keeps matrices in a layout of its own."""
+        """Its tensors; None where these are not all: the device keeps matrices in a layout of its
+        own, or there are biases that `LayerWeights` has no place for."""
         attention, mlp = self._attention, self._mlp
         found = [layer.operator for layer in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
         matrices = [each.weight for each in found if isinstance(each, Linear)]
         if len(matrices) < len(found):
+            return None
+        if any(isinstance(each, Linear) and each.bias is not None for each in found[1:]):
             return None
         qkv, o, gate_up, down = matrices
         q_norm, k_norm = attention.norms or (None, None)

@@ -113,11 +113,22 @@ def test_what_has_no_kernel_says_why():
     assert "block_size 24" in why(block_size=24)
     assert "hidden 320" in why(hidden_size=320)
     assert "head_dim 96" in why(head_dim=96, num_heads=8)
-    assert "biases" in why(mlp_bias=True)
+    assert "does not know mlp_bias True" in why(mlp_bias=True)
     assert "layers" in why(num_layers=100)
     assert "operators are as fast" in why(rows=9, hidden_size=4096)
     assert "operators" not in (why(rows=8, hidden_size=4096) or "")
     assert "leave no room" in refusal(dataclasses.replace(SMALL, rows=16, hidden=8192, inter=8192))
+
+
+def test_an_option_that_the_kernel_has_never_heard_of_refuses_it():
+    """A family with scaled residuals, say, would be computed without."""
+    config = config_of(dataclasses.replace(SMALL, rows=1))
+    fields = [("residual_scale", float, dataclasses.field(default=1.0))]
+    more = dataclasses.make_dataclass("More", fields, bases=(type(config),), frozen=True)
+    plain = more(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
+    assert supports(plain, 1, 16, torch.bfloat16, (9, 0)) is None
+    scaled = dataclasses.replace(plain, residual_scale=0.22)
+    assert "residual_scale 0.22" in supports(scaled, 1, 16, torch.bfloat16, (9, 0))
 
 
 def test_a_stopped_step_names_its_phase():

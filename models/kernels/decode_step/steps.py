@@ -40,6 +40,34 @@ class StepStopped(RuntimeError):
     """A decode step has waited too long: names the phase. The device must be opened anew."""
 
 
+_HONOURED = frozenset(
+    [
+        "architecture",
+        "dtype",
+        "eos_token_ids",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "max_positions",
+        "num_heads",
+        "num_kv_heads",
+        "num_layers",
+        "qk_norm",
+        "qkv_bias",
+        "rms_norm_eps",
+        "rope",
+        "tie_embeddings",
+        "vision",
+        "vocab_size",
+    ]
+)
+"""Fields of a model's configuration that the kernel computes with, or that are not its affair:
+pictures have become rows before, and rotations are read from tables."""
+_NEUTRAL = {"output_bias": False, "mlp_bias": False}
+"""Other fields, and the value with which they change nothing. What stands in neither must have its
+default, so that a family with a new option does not run without it."""
+
+
 def supports(
     config: ModelConfig,
     rows: int,
@@ -58,8 +86,10 @@ def supports(
         return f"{ranks} ranks share the model"
     if rows > _FASTER_UP_TO and config.hidden_size >= _WIDE:
         return f"operators are as fast with more than {_FASTER_UP_TO} rows of such a width"
-    if config.output_bias or config.mlp_bias:
-        return "projections other than queries, keys and values have biases"
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _HONOURED and value != _NEUTRAL.get(field.name, field.default):
+            return f"the kernel does not know {field.name} {value!r:.50}"
     return refusal(Shape.of(config, rows, block_size, processors, head=1))
 
 

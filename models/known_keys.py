@@ -1,0 +1,142 @@
+"""The keys of a `config.json`: those that are read, those that change no result, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.family import Family
+
+_READ = frozenset(
+    [
+        "architectures",
+        "dtype",
+        "eos_token_id",
+        "head_dim",
+        "hidden_act",
+        "hidden_size",
+        "image_token_id",
+        "intermediate_size",
+        "layer_types",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "partial_rotary_factor",
+        "quantization_config",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "text_config",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "use_sliding_window",
+        "video_token_id",
+        "vision_config",
+        "vision_end_token_id",
+        "vision_start_token_id",
+        "vocab_size",
+    ]
+)
+_WITHOUT_EFFECT = frozenset(
+    [
+        "add_cross_attention",
+        "attention_dropout",
+        "attn_implementation",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "embd_pdrop",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "max_window_layers",
+        "min_length",
+        "model_name",
+        "model_type",
+        "mrope_interleaved",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "pruned_heads",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "resid_pdrop",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "sliding_window",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "typical_p",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        "use_cache",
+        "use_mrope",
+    ]
+)
+"""Keys about training, about what is returned, and about a tokenizer: also those of generation,
+which transformers reads in `generation_config.json`."""
+_NEUTRAL: Mapping[str, Any] = {
+    "embedding_multiplier": 1,
+    "logit_scale": 1,
+    "logits_scaling": 1,
+    "residual_multiplier": 1,
+    "scale_emb": 1,
+}
+"""Keys of relatives, and the value that changes nothing."""
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+
+
+def check_keys(raw: Mapping[str, Any], family: Family, origin: object) -> None:
+    """Raise `UnsupportedModel` for a key that no list has and that asks for something: it may say
+    how the model computes. One that begins with an underscore is a note of transformers'."""
+    options = (getattr(family, field.name) for field in dataclasses.fields(family))
+    known = _READ | _WITHOUT_EFFECT | {option for option in options if isinstance(option, str)}
+    for name, value in raw.items():
+        if name in known or name.startswith("_") or any(value is one for one in _NOTHING[:2]):
+            continue
+        if value in _NOTHING or (name in _NEUTRAL and value == _NEUTRAL[name]):
+            continue
+        raise UnsupportedModel(
+            f"{origin}: {name!r:.100} ({value!r:.60}) is not a key that {family.architecture} is "
+            "known to have: it may change what the model computes. Take it out if it does not"
+        )

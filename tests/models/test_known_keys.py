@@ -1,0 +1,127 @@
+"""What nobody thought of is refused: unknown keys, options without a kernel, missing weights."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.models.qwen3_vl import Qwen3VLConfig
+
+from nanoactor.model_files import resolve_model
+from nanoactor.models.config import parse_config
+from nanoactor.models.device import Linear
+from nanoactor.models.errors import ModelError, UnsupportedModel
+from tests.models.test_weights import load
+
+CONFIGS = {
+    "LlamaForCausalLM": LlamaConfig,
+    "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen3ForCausalLM": Qwen3Config,
+    "Qwen3VLForConditionalGeneration": Qwen3VLConfig,
+}
+
+
+def raw(architecture, **changes):
+    written = json.loads(CONFIGS[architecture]().to_json_string())
+    if "vision_config" in written:
+        written["vision_config"]["out_hidden_size"] = written["text_config"]["hidden_size"]
+    return {**written, "architectures": [architecture], **changes}
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_what_transformers_writes_is_known(architecture):
+    assert parse_config(raw(architecture)).architecture == architecture
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("residual_multiplier", 0.22),
+        ("final_logit_softcapping", 30.0),
+        ("num_experts", 8),
+        ("nobody_has_heard_of", [1]),
+        ("hidden_activation", "gelu"),
+        ("mlp_bias", True),
+    ],
+)
+def test_what_might_change_results_is_refused_by_name(key, value):
+    with pytest.raises(UnsupportedModel, match=key):
+        parse_config(raw("Qwen3ForCausalLM", **{key: value}))
+
+
+@pytest.mark.parametrize("value", [None, False, "", [], {}])
+def test_what_asks_for_nothing_is_accepted(value):
+    parse_config(raw("Qwen3ForCausalLM", nobody_has_heard_of=value, residual_multiplier=1.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer_types": 5}, "layer_types must be a list"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "differ by layer"),
+        ({"rope_parameters": {"rope_type": None, "factor": 4}}, "needs a rope_type"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "attention_factor": 0.0,
+                }
+            },
+            "attention_factor",
+        ),
+    ],
+)
+def test_odd_values_are_typed_errors(changes, words):
+    with pytest.raises(ModelError, match=words):
+        parse_config(raw("Qwen3ForCausalLM", **changes))
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions", "longest", "default"),
+    [
+        ({"rope_type": "default"}, 64, 64, 64),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            64,
+            256,
+            256,
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+            96,
+            128,
+            128,
+        ),
+        # The longer length stands there already: it is not stretched again.
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64, 64, 64),
+        ({"rope_type": "yarn", "factor": 4.0}, 64, 256, 64),
+        ({"rope_type": "linear", "factor": 2.0}, 64, 128, 64),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32},
+            64,
+            64,
+            64,
+        ),
+    ],
+)
+def test_a_stretched_model_has_the_length_that_it_was_stretched_to(
+    rope, positions, longest, default
+):
+    rope = {"rope_theta": 10_000.0, **rope}
+    changes = dict(rope_parameters=rope, max_position_embeddings=positions)
+    config = parse_config(raw("Qwen3ForCausalLM", **changes))
+    assert (config.longest, config.default_length) == (longest, default)
+
+
+def test_a_layer_that_cannot_give_its_weights_is_not_left_out(monkeypatch):
+    """A kernel that takes the weights of all layers would compute fewer."""
+    network = load(resolve_model("demo"))
+    monkeypatch.setattr(network, "_head", Linear(torch.zeros(2, 2), None))
+    whole = SimpleNamespace(weights=object)
+    monkeypatch.setattr(network, "_layers", [whole, whole])
+    assert len(network.weights().layers) == 2
+    monkeypatch.setattr(network, "_layers", [whole, SimpleNamespace(weights=lambda: None)])
+    assert network.weights() is None
