@@ -11,7 +11,9 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.check import check_spec, parse_choices, parse_parameters, parse_tools
+from nanoactor.grammar.classes import with_plain_classes
 from nanoactor.grammar.jsonschema import moved_schema, parse_schema, shorten
+from nanoactor.grammar.lark_text import check_lark
 from nanoactor.grammar.spec import CALL_TAG, CLOSE_TAG, OPEN_TAG, GrammarSpec, ToolGrammar
 from nanoactor.grammar.vocabulary import Vocabulary
 
@@ -159,19 +161,14 @@ def _json(schema: dict[str, Any] | bool, whitespace: bool) -> str:
 
 def _regex(pattern: str) -> str:
     # The whole answer matches, with or without anchors.
-    return regex_to_lark(pattern, "d")
+    return regex_to_lark(with_plain_classes(pattern), "d")
 
 
 def _lark(text: str) -> str:
     """Return a grammar as Lark; raises `InvalidRequest` where it could take the parser too long,
     and for EBNF that is malformed."""
     if not re.search(r"^[ \t]*root[ \t]*::=", text, re.MULTILINE):
-        intersections = re.sub(r'"(\\.|[^"\\\n])*"', "", text).count("&")
-        if intersections > MAX_INTERSECTIONS:
-            raise InvalidRequest(
-                f"grammar has {intersections} '&' outside strings; "
-                f"at most {MAX_INTERSECTIONS} are allowed"
-            )
+        check_lark(text, MAX_INTERSECTIONS)
         return text
     rules = text.count("::=")
     if rules > MAX_GBNF_RULES or len(text) > MAX_GBNF_CHARACTERS:
@@ -180,7 +177,7 @@ def _lark(text: str) -> str:
             f"{MAX_GBNF_RULES} and {MAX_GBNF_CHARACTERS} are allowed, more in Lark's notation"
         )
     try:
-        return gbnf_to_lark(text)
+        return gbnf_to_lark(with_plain_classes(text, gbnf=True))
     except Exception as error:  # the library raises bare Exception
         raise InvalidRequest(f"grammar is not valid EBNF: {shorten(str(error))}") from None
 

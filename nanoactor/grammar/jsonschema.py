@@ -8,6 +8,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from nanoactor.errors import InvalidRequest
+from nanoactor.grammar.classes import with_plain_classes
+from nanoactor.grammar.numbers import check_numbers
+from nanoactor.grammar.text_errors import shorten as shorten
 
 MAX_DEPTH = 64
 """Of objects and arrays within each other, in a schema or another JSON text."""
@@ -91,6 +94,8 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
             )
         for literal in _literals(part):
             check_literal(literal, field)
+        check_numbers(part, field)
+        _check_counts(part, field)
         name_patterns += len(_if_dict(part.get("patternProperties")))
         reference = part.get("$ref", "#")
         if not isinstance(reference, str):
@@ -100,9 +105,7 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
                 f"{field}: $ref {shorten(reference)!r} is not a pointer within the schema, as "
                 "'#/$defs/item' is; no others are followed"
             )
-        # References are pointers from the root, wherever they stand.
-        part.pop("$id", None)
-        part.pop("id", None)
+        _make_plain(part)
     if name_patterns > MAX_NAME_PATTERNS:
         raise InvalidRequest(
             f"{field} has {name_patterns} patternProperties; "
@@ -114,6 +117,28 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
             f"at most {MAX_PATTERNS_AT_ONCE} are allowed"
         )
     return schema
+
+
+def _make_plain(part: dict[str, Any]) -> None:
+    """Bring what the parser would read otherwise into a form that it reads as it is meant."""
+    # References are pointers from the root, wherever they stand.
+    part.pop("$id", None)
+    part.pop("id", None)
+    if isinstance(part.get("pattern"), str):
+        part["pattern"] = with_plain_classes(part["pattern"])
+    if isinstance(part.get("patternProperties"), dict):
+        named = part["patternProperties"].items()
+        part["patternProperties"] = {with_plain_classes(name): one for name, one in named}
+
+
+def _check_counts(part: dict[str, Any], field: str) -> None:
+    """Refuse a number of properties that only names which are required make sure of: the parser
+    counts a name that is given twice as two."""
+    least, named = part.get("minProperties", 0), part.get("required")
+    if type(least) is int and least > max(1, len(set(map(str, _if_list(named))))):
+        raise InvalidRequest(
+            f"{field}: minProperties {least} cannot be enforced, unless so many are required"
+        )
 
 
 def _literals(part: dict[str, Any]) -> Iterator[str]:
@@ -155,11 +180,6 @@ def moved_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
         if isinstance(reference, str):
             part["$ref"] = place + reference.removeprefix("#")
     return copy
-
-
-def shorten(text: str, limit: int = 200) -> str:
-    """Return the text, or its beginning where it has more than `limit` characters."""
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _children(root: Any, part: dict[str, Any]) -> list[Any]:

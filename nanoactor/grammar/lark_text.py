@@ -1,0 +1,62 @@
+"""The text of a grammar in Lark's notation, as far as checks have to follow its syntax."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.grammar.jsonschema import parse_schema
+
+# A string, a regular expression (which no line begins to divide), a comment, or anything else.
+_PIECES = re.compile(
+    r'(?P<string>"(?:\\.|[^"\\\n])*"i?)'
+    r"|(?P<regex>/(?![/*])(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n\[])+/[imslux]*)"
+    r"|(?P<comment>//[^\n]*|\#[^\n]*)"
+    r"|(?P<json>%json)"
+    r"|(?P<code>.)",
+    re.DOTALL,
+)
+
+
+def check_lark(text: str, most_intersections: int) -> None:
+    """Raise `InvalidRequest` for more `&` between expressions than that, and for a schema behind
+    `%json` that would be refused alone."""
+    intersections = 0
+    for schema in _codes(text):
+        if schema == "&":
+            intersections += 1
+        elif len(schema) > 1:
+            parse_schema(schema, "grammar: the schema behind %json")
+    if intersections > most_intersections:
+        raise InvalidRequest(
+            f"grammar has {intersections} '&' outside strings; "
+            f"at most {most_intersections} are allowed"
+        )
+
+
+def _codes(text: str) -> Iterator[str]:
+    """Yield each character that is code, and each schema that is embedded as a whole."""
+    at = 0
+    while at < len(text):
+        piece = _PIECES.match(text, at)
+        assert piece is not None, "any character is a piece"
+        at = piece.end()
+        if piece.lastgroup == "json":
+            begin = at + len(text[at:]) - len(text[at:].lstrip())
+            end = _end_of_json(text, begin)
+            if end is not None:
+                yield text[begin:end]
+                at = end
+        elif piece.lastgroup == "code":
+            yield piece[0]
+
+
+def _end_of_json(text: str, begin: int) -> int | None:
+    """Return where a JSON value ends; None where there is none, which the parser says."""
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, begin)
+    except (ValueError, RecursionError):
+        return None
+    return end

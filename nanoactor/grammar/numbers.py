@@ -1,0 +1,51 @@
+"""Numbers of a schema that the parser would change: it keeps them as binary64 (IEEE 754)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanoactor.errors import InvalidRequest
+
+EXACT = 2**53
+"""Whole numbers up to this are kept; of larger ones some are not."""
+_VALUES = ("const", "enum")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+
+def check_numbers(part: dict[str, Any], field: str) -> None:
+    """Raise `InvalidRequest` for a number in a schema's own keywords that an answer could not be
+    held to: with a bound of 2^53 the parser accepts some numbers beyond it."""
+    for keyword in _VALUES:
+        for number in _numbers_in(part.get(keyword)):
+            if abs(number) > EXACT:
+                raise _too_large(field, keyword, number)
+    for keyword in _BOUNDS:
+        for bound in _numbers_in(part.get(keyword)):
+            if abs(bound) >= EXACT:
+                raise _too_large(field, keyword, bound)
+
+
+def _numbers_in(value: Any) -> list[int | float]:
+    found: list[int | float] = []
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if _is_number(one):
+            found.append(one)
+        elif isinstance(one, list):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += one.values()
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _too_large(field: str, keyword: str, number: int | float) -> InvalidRequest:
+    shown = repr(number) if abs(number) < 10**40 else "of many digits"
+    return InvalidRequest(
+        f"{field}: {keyword} {shown} cannot be enforced: numbers beyond 2^53 (9007199254740992) "
+        "would be rounded; give such ids as strings"
+    )
