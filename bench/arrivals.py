@@ -96,7 +96,7 @@ async def our_engine(args: argparse.Namespace, directory: str) -> AsyncIterator[
     async with AsyncLLM(directory, device=args.device, **options) as llm:
 
         async def stream(prompt: list[int], tokens: int) -> AsyncIterator[int]:
-            params = SamplingParams(
+            params = SamplingParams.for_model(
                 temperature=0.0,
                 max_tokens=tokens,
                 ignore_eos=True,
@@ -123,7 +123,7 @@ async def vllm_engine(args: argparse.Namespace, directory: str) -> AsyncIterator
     numbers = itertools.count()
 
     async def stream(prompt: list[int], tokens: int) -> AsyncIterator[int]:
-        params = vllm.SamplingParams(
+        params = vllm.SamplingParams.for_model(
             temperature=0.0,
             max_tokens=tokens,
             ignore_eos=True,

@@ -21,7 +21,7 @@ PROMPTS = ["ROMEO:\nBut soft, what light", "To be, or not", "KING RICHARD III:\n
 async def by_requests(llm: AsyncLLM, prompt: str, params: BeamSearchParams) -> list[list[int]]:
     """Search with a request of one token for each beam and step."""
     count = candidates_per_beam(params, llm.files.eos_token_ids)
-    one = SamplingParams(temperature=0.0, max_tokens=1, logprobs=count, ignore_eos=True)
+    one = SamplingParams.for_model(temperature=0.0, max_tokens=1, logprobs=count, ignore_eos=True)
     search: BeamSearch | None = None
     while search is None or not search.is_over:
         prompts: list[Any] = [prompt]

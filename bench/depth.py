@@ -28,7 +28,7 @@ from nanoactor import AsyncLLM, SamplingParams
 
 
 async def collect(llm, number, tokens):
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=number)
+    params = SamplingParams.for_model(max_tokens=tokens, ignore_eos=True, seed=number)
     async for output in llm.generate(f"SPEAKER {number}:", params):
         final = output
     return len(final.outputs[0].token_ids)

@@ -91,7 +91,7 @@ def workload_lengths() -> tuple[list[int], list[int]]:
 
 
 def params_of(tokens: int, temperature: float, seed: int) -> SamplingParams:
-    return SamplingParams(
+    return SamplingParams.for_model(
         temperature=temperature,
         max_tokens=tokens,
         ignore_eos=True,

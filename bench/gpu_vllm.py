@@ -48,7 +48,9 @@ class Peer:
         self.seed += 1
         prompts = [{"prompt_token_ids": ids} for ids in prompts_of(lengths, self.seed)]
         params = [
-            SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False)
+            SamplingParams.for_model(
+                temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False
+            )
             for n in outputs
         ]
         begin = time.perf_counter()

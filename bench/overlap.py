@@ -71,7 +71,7 @@ def prompt_of(number: int) -> list[int]:
 
 
 def params_of(number: int) -> SamplingParams:
-    return SamplingParams(
+    return SamplingParams.for_model(
         max_tokens=30_000, ignore_eos=True, seed=number, output_kind=RequestOutputKind.DELTA
     )
 

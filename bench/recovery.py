@@ -54,7 +54,7 @@ class Stream:
     def __init__(self, llm: AsyncLLM, number: int, context: int) -> None:
         self.times: list[float] = []
         prompt = {"prompt_token_ids": [(7 * number + at) % 1000 + 3 for at in range(context)]}
-        params = SamplingParams(max_tokens=_TOKENS, ignore_eos=True, seed=number)
+        params = SamplingParams.for_model(max_tokens=_TOKENS, ignore_eos=True, seed=number)
         self.task = asyncio.ensure_future(self._read(llm, prompt, params))
 
     async def _read(self, llm: AsyncLLM, prompt: dict, params: SamplingParams) -> None:
@@ -179,7 +179,7 @@ async def kill_peer(args: argparse.Namespace, directory: str) -> dict:
     )
     peer = Peer.from_engine_args(options)
     started = time.monotonic() - begin
-    params = vllm.SamplingParams(max_tokens=_TOKENS, ignore_eos=True, detokenize=False)
+    params = vllm.SamplingParams.for_model(max_tokens=_TOKENS, ignore_eos=True, detokenize=False)
     counts: dict[int, int] = {}
 
     async def read(number: int) -> tuple[str, float]:

@@ -66,7 +66,7 @@ async def window(llm: Any, rows: int, way: dict[str, Any], device: str) -> float
     """Return the milliseconds of a step in which so many rows decode."""
     from nanoactor import RequestOutputKind, SamplingParams
 
-    params = SamplingParams(
+    params = SamplingParams.for_model(
         max_tokens=TOKENS[device], ignore_eos=True, output_kind=RequestOutputKind.DELTA, **way
     )
     decoding, left, started = 0, asyncio.Event(), asyncio.Event()

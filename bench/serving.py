@@ -123,7 +123,7 @@ async def in_process(args: argparse.Namespace, model: str) -> dict[str, Any]:
     async with AsyncLLM(model, **engine_options(args)) as llm:
 
         async def ask(wanted: load.Wanted, got: load.Got) -> None:
-            params = SamplingParams(
+            params = SamplingParams.for_model(
                 max_tokens=wanted.output, ignore_eos=True, output_kind=RequestOutputKind.DELTA
             )
             async for output in llm.generate({"prompt_token_ids": wanted.prompt}, params):

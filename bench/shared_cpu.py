@@ -38,7 +38,7 @@ STREAMS = {1: 250, 32: 120}
 
 async def rate(llm: AsyncLLM, streams: int, tokens: int) -> float:
     """Output tokens per second."""
-    params = SamplingParams(
+    params = SamplingParams.for_model(
         max_tokens=tokens,
         ignore_eos=True,
         temperature=0,

@@ -100,7 +100,7 @@ class Bench:
         prompt = [
             (self.number * 13 + at * (self.number % 7 + 1)) % 1900 + 8 for at in range(length)
         ]
-        params = SamplingParams(
+        params = SamplingParams.for_model(
             temperature=0.8,
             seed=self.number,
             max_tokens=max_tokens,

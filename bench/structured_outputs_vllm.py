@@ -78,7 +78,7 @@ async def our_engine(directory: str, args: argparse.Namespace) -> AsyncIterator[
 
         async def generate(asked: Asked) -> AsyncIterator[Delivery]:
             wanted = {"json": asked.schema, "disable_any_whitespace": True}
-            params = SamplingParams(
+            params = SamplingParams.for_model(
                 temperature=0.8,
                 max_tokens=asked.max_tokens,
                 ignore_eos=asked.schema is None,
@@ -110,7 +110,7 @@ async def vllm_engine(directory: str, args: argparse.Namespace) -> AsyncIterator
 
     async def generate(asked: Asked) -> AsyncIterator[Delivery]:
         wanted = StructuredOutputsParams(json=asked.schema) if asked.schema else None
-        params = vllm.SamplingParams(
+        params = vllm.SamplingParams.for_model(
             temperature=0.8,
             max_tokens=asked.max_tokens,
             ignore_eos=asked.schema is None,

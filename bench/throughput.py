@@ -100,7 +100,7 @@ def make_requests(count: int) -> list[tuple[list[int], int]]:
 
 async def nanoactor_rate(directory: str, requests: list, dtype: str) -> dict:
     async def one(llm: AsyncLLM, prompt: list[int], length: int) -> int:
-        params = SamplingParams(
+        params = SamplingParams.for_model(
             temperature=0,
             max_tokens=length,
             ignore_eos=True,
@@ -188,7 +188,7 @@ def in_a_process(function: str, *arguments, timeout: float) -> float | str:
 
 async def stream_rate(directory: str, streams: int, dtype: str, length: int) -> tuple[float, float]:
     """(output tokens per second of so many equal requests, milliseconds of a decode step)."""
-    params = SamplingParams(
+    params = SamplingParams.for_model(
         temperature=0,
         max_tokens=length,
         ignore_eos=True,

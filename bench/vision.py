@@ -152,7 +152,7 @@ class Runs:
     def __init__(self, llm: AsyncLLM, ids: dict[str, int], vocabulary: int) -> None:
         self.llm, self.ids, self.seed = llm, ids, 0
         self.rng, self.vocabulary = random.Random(0), vocabulary
-        self.params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        self.params = SamplingParams.for_model(temperature=0.0, max_tokens=2, ignore_eos=True)
 
     def text(self, count: int) -> list[int]:
         return [self.rng.randrange(self.vocabulary) for _ in range(count)]
@@ -292,7 +292,7 @@ async def stream_round(
 ) -> dict[str, float]:
     gaps: list[float] = []
     held = [0.0]
-    params = SamplingParams(max_tokens=600, ignore_eos=True, seed=1)
+    params = SamplingParams.for_model(max_tokens=600, ignore_eos=True, seed=1)
 
     async def stream(number: int) -> None:
         last, told = time.monotonic(), 0
@@ -309,7 +309,7 @@ async def stream_round(
             held[0] = max(held[0], time.monotonic() - before - 0.001)
 
     async def show(data: bytes) -> None:
-        one = SamplingParams(max_tokens=2, ignore_eos=True)
+        one = SamplingParams.for_model(max_tokens=2, ignore_eos=True)
         prompt = {"prompt_token_ids": [image, 1], "multi_modal_data": {"image": [data]}}
         async for _ in llm.generate(prompt, one):
             pass

@@ -95,6 +95,8 @@ class Admission:
                 f"{self._vocabulary - 1})"
             )
         room = limit - len(tokens)
+        if stopping.fewer_will_do:
+            stopping = dataclasses.replace(stopping, max_tokens=min(stopping.max_tokens, room))
         for name in ("max_tokens", "min_tokens"):
             if (wanted := getattr(stopping, name)) > room:
                 raise InvalidRequest(

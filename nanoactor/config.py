@@ -31,6 +31,15 @@ class EngineConfig:
 
     model: str
     """A directory, `demo`, `demo-vl`, or a name on the Hugging Face hub."""
+    tokenizer: str | None = None
+    """Where tokenizer and chat template are, in the same forms. Default: where the model is."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub. Default: its main branch."""
+    download_dir: str | None = None
+    """Directory into which models are downloaded. Default: the Hugging Face cache."""
+    generation_config: Literal["auto", "vllm"] = "auto"
+    """"auto": what requests leave open is what the model's `generation_config.json` recommends.
+    "vllm": it is vLLM's defaults for sampling."""
     device: str = "auto"
     """"auto" takes a GPU where PyTorch sees one, else an NPU, else the CPU; "cpu", "cuda" (each
     rank its own GPU), "cuda:N", "npu", "npu:N", or "simulated:MS": steps that take MS milliseconds
@@ -40,7 +49,7 @@ class EngineConfig:
     skip_tokenizer_init the directory needs only a config.json."""
     dtype: str = "auto"
     """"auto" takes the checkpoint's own type where the device computes in it, else the device's
-    default."""
+    default; "half" is float16, "float" float32."""
     check_weights: bool = True
     """Refuse weights that hold NaN or infinity. Reads every value while loading."""
     max_model_len: int | None = None
@@ -190,8 +199,7 @@ class EngineConfig:
         self._check_number("debug_delay_ms", 1e9)
         self._check_number("awake_ms", 1000, optional=True)
         self._check_deaths()
-        self._check_choice("dtype", ("auto", *DTYPES))
-        self._check_choice("load_format", ("auto", "dummy"))
+        self._check_model_options()
         self._check_choice("plan_lead", ("eager", "late"))
         self._check_choice("placement", get_args(Placement))
         self._check_choice("transport", ("ring", "queue"))
@@ -207,6 +215,17 @@ class EngineConfig:
         self._check_simulated()
         self._check_npu()
         self._check_together()
+
+    def _check_model_options(self) -> None:
+        other = {"half": "float16", "float": "float32"}.get(str(self.dtype), self.dtype)
+        object.__setattr__(self, "dtype", other)
+        self._check_choice("dtype", ("auto", *DTYPES))
+        self._check_choice("load_format", ("auto", "dummy"))
+        self._check_choice("generation_config", ("auto", "vllm"))
+        for name in ("tokenizer", "revision", "download_dir"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise InvalidConfig(f"{name} must be a text or None, got {value!r:.100}")
 
     def _check_media_limits(self) -> None:
         limits = self.limit_mm_per_prompt
@@ -288,7 +307,7 @@ class EngineConfig:
             raise InvalidConfig(
                 f"max_logprobs may be {_MOST_LOGPROBS} at most, got {self.max_logprobs}"
             )
-        if self.seed is not None and (not isinstance(self.seed, int) or self.seed is True):
+        if self.seed is not None and type(self.seed) is not int:
             raise InvalidConfig(f"seed must be a whole number, got {self.seed!r}")
         for kind, variable in (
             ("cuda", "CUDA_VISIBLE_DEVICES"),

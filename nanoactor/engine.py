@@ -23,6 +23,7 @@ from nanoactor.actors.frontend import FrontendActor
 from nanoactor.actors.journal import Entry
 from nanoactor.beam_requests import BeamSearcher
 from nanoactor.config import EngineConfig
+from nanoactor.engine_options import engine_config
 from nanoactor.errors import (
     EngineClosed,
     EngineDead,
@@ -81,14 +82,11 @@ class AsyncLLM:
                 raise InvalidConfig("give options in the EngineConfig or by name, not both")
             self.config = model
         else:
-            try:
-                self.config = EngineConfig(model, **options)
-            except TypeError as error:
-                raise InvalidConfig(f"unknown engine option: {error}") from None
+            self.config = engine_config(model, options)
         with only_ours():
             self.files = read_model_files(self.config)
-        for name in self.files.ignored:
-            log.warning("generation_config.json sets %s, which is not applied", name)
+        if names := self.files.generation.not_applied:
+            log.warning("generation_config.json sets what is not applied: %s", ", ".join(names))
         ranks = self.config.tensor_parallel_size
         self._rendezvous = Rendezvous(ranks) if ranks > 1 else None
         if self._rendezvous is not None:  # for an engine that is never started
@@ -273,7 +271,7 @@ class AsyncLLM:
         """
         if must_open(prompt):
             prompt = snapshot(prompt)
-            params = self._requests.seeded(sampling_params or SamplingParams())
+            params = self._requests.seeded(self._requests.chosen(sampling_params))
             return self._open_then_stream(
                 prompt, params, priority, chat_template_kwargs, request_id
             )
@@ -386,7 +384,7 @@ class AsyncLLM:
         request_id: str | None = None,
     ) -> Callable[[int], Entry]:
         """Check a request; return what makes its entry, once it has a number."""
-        params = sampling_params or SamplingParams()
+        params = self._requests.chosen(sampling_params)
         built = self._requests.build(prompt, params, priority, chat_template_kwargs)
         return self._entry_maker(built, params, request_id)
 
@@ -486,7 +484,7 @@ class AsyncLLM:
         if self.config.skip_tokenizer_init:
             raise InvalidRequest("the engine has no tokenizer (skip_tokenizer_init)")
         with only_ours():
-            return await asyncio.to_thread(self._pretrained.load, self.files.directory)
+            return await asyncio.to_thread(self._pretrained.load, self.files.given_tokenizer)
 
     @property
     def pids(self) -> dict[str, int]:

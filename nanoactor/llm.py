@@ -209,6 +209,11 @@ class LLM:
         return self._call(self._search(wanted, params, use_tqdm, limit))
 
     @public
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of requests without any: what the model recommends."""
+        return SamplingParams.for_model()
+
+    @public
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer as transformers loads it; see `AsyncLLM.get_tokenizer`."""
         return self._call(self._llm.get_tokenizer())
@@ -221,7 +226,7 @@ class LLM:
         template: Mapping[str, Any] | None,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or SamplingParams.for_model()] * len(prompts)
         is_list = _is_sequence(params) and not isinstance(params, str)
         if not is_list or not all(isinstance(one, SamplingParams) for one in params):
             raise InvalidRequest(

@@ -29,6 +29,9 @@ class Stopping:
     eos_ids: tuple[int, ...]
     """Empty where end-of-sequence is ignored."""
     stop_ids: tuple[int, ...]
+    fewer_will_do: bool = False
+    """Whether `max_tokens` is cut where the context leaves less room: its user has not asked for
+    so many."""
 
 
 @message(3)

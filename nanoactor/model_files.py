@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from nanoactor.config import EngineConfig
-from nanoactor.errors import InvalidConfig, InvalidRequest
-from nanoactor.models.columns import DEFAULTS
-from nanoactor.models.config import (
-    ModelConfig,
-    as_ids,
-    check_file,
-    read_config,
-    read_json,
-)
+from nanoactor.errors import InvalidConfig
+from nanoactor.generation_config import GenerationConfig, read_generation_config
+from nanoactor.models.config import ModelConfig, check_file, read_config
 from nanoactor.models.errors import ModelError
 from nanoactor.models.image_config import ImageConfig, read_image_config
 from nanoactor.models.parallel import check_parallel
 from nanoactor.models.registry import family_of
 from nanoactor.models.video_config import VideoConfig, read_video_config
-from nanoactor.params import SamplingParams
+from nanoactor.text.end_token import end_token
 from nanoactor.text.huggingface import find_tokenizer
+
+log = logging.getLogger("nanoactor.engine")
 
 DEMO = "demo"
 DEMOS = {DEMO: "demo", "demo-vl": "demo_vl"}
@@ -43,14 +40,14 @@ class ModelFiles:
 
     directory: Path
     config: ModelConfig
-    defaults: Mapping[str, float]
-    """What a sampling parameter is unless a request gives it, for those in `columns.DEFAULTS`."""
+    generation: GenerationConfig
+    """What its makers recommend."""
     eos_token_ids: tuple[int, ...]
     max_model_len: int
-    ignored: tuple[str, ...]
-    """Settings of `generation_config.json` that are not applied."""
     tokenizer_directory: Path | None
     """Where `tokenizer.json` and the chat template lie; None where only token ids are served."""
+    given_tokenizer: Path
+    """The directory from which transformers reads the tokenizer."""
     images: ImageConfig | None = None
     """How pictures are resized; None for a model that sees nothing."""
     videos: VideoConfig | None = None
@@ -71,39 +68,39 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     Raises `ModelError` where files are missing or wrong, `InvalidConfig` where the engine's
     options do not fit the model.
     """
-    directory = resolve_model(config.model)
+    directory = resolve_model(config.model, config.revision, config.download_dir)
     model = read_config(directory)
     family_of(model.architecture)
     check_parallel(model, config.tensor_parallel_size)
-    raw: dict[str, Any] = {}
-    if (directory / "generation_config.json").exists():
-        raw = read_json(directory / "generation_config.json")
-    length = config.max_model_len or model.max_positions
-    if length > model.max_positions:
-        raise InvalidConfig(
-            f"max_model_len {length} exceeds the model's max_position_embeddings, "
-            f"{model.max_positions}"
-        )
-    if length < 2:
-        raise InvalidConfig("max_model_len must be at least 2: a token of prompt, one of output")
-    eos = as_ids(raw.get("eos_token_id")) or model.eos_token_ids
+    length = _length(config, model)
+    generation = read_generation_config(directory)
+    if config.generation_config == "vllm":
+        generation = generation.without_recommendations()
+    eos = generation.eos_token_ids or model.eos_token_ids
     _check_eos(eos, model.vocab_size, directory)
-    defaults = _defaults(raw)
-    skips = config.skip_tokenizer_init
+    skips, limit = config.skip_tokenizer_init, config.start_timeout
     images = None if model.vision is None else read_image_config(directory, model.vision)
-    tokenizer = None if skips else find_tokenizer(directory, config.start_timeout)
+    given = _tokenizers(config, directory)
+    tokenizer = None if skips else find_tokenizer(given, limit)
     return ModelFiles(
         directory=directory,
         config=model,
-        defaults=defaults,
-        eos_token_ids=eos,
+        generation=generation,
+        eos_token_ids=_with_tokenizers(eos, tokenizer, model.vocab_size),
         max_model_len=length,
-        ignored=_ignored(raw),
         tokenizer_directory=tokenizer,
+        given_tokenizer=given,
         images=images,
         videos=_videos(directory, model, images),
         prints=_prints({directory, tokenizer or directory}),
     )
+
+
+def _tokenizers(config: EngineConfig, directory: Path) -> Path:
+    """Return the directory in which the tokenizer's files are."""
+    if config.tokenizer is None or config.tokenizer == config.model:
+        return directory
+    return resolve_model(config.tokenizer, download_dir=config.download_dir, weights=False)
 
 
 def _prints(directories: Iterable[Path]) -> dict[Path, FilePrint]:
@@ -136,21 +133,34 @@ def _check_eos(ids: tuple[int, ...], vocabulary: int, directory: Path) -> None:
         )
 
 
-def _defaults(raw: dict[str, Any]) -> Mapping[str, float]:
-    given = {name: raw[name] for name in DEFAULTS if raw.get(name) is not None}
-    try:
-        SamplingParams(**given)
-    except InvalidRequest as error:
-        raise ModelError(f"generation_config.json: {error}") from error
-    if raw.get("do_sample") is False:
-        penalty = given.get("repetition_penalty", DEFAULTS["repetition_penalty"])
-        return {**DEFAULTS, "temperature": 0.0, "repetition_penalty": penalty}
-    return {**DEFAULTS, **given}
+def _with_tokenizers(
+    eos: tuple[int, ...], tokenizer: Path | None, vocabulary: int
+) -> tuple[int, ...]:
+    """Return the ids that end an answer, with the tokenizer's own, as in vLLM: some tools that
+    fine-tune a model for chats write it there alone."""
+    found = None if tokenizer is None else end_token(tokenizer)
+    if found is None or found.id in eos or found.id >= vocabulary:
+        return eos
+    log.warning(
+        "answers end at %s (id %d) too: tokenizer_config.json calls it the end of a sequence, and "
+        "neither generation_config.json nor config.json does",
+        found.text,
+        found.id,
+    )
+    return (*eos, found.id)
 
 
-def _ignored(raw: dict[str, Any]) -> tuple[str, ...]:
-    neutral = {"no_repeat_ngram_size": 0, "typical_p": 1.0}
-    return tuple(name for name, value in neutral.items() if raw.get(name, value) != value)
+def _length(config: EngineConfig, model: ModelConfig) -> int:
+    length = config.max_model_len or model.default_length
+    if length > model.longest:
+        stretched = model.longest != model.max_positions
+        limit = "rope scaling allows" if stretched else "max_position_embeddings says"
+        raise InvalidConfig(
+            f"max_model_len {length} exceeds what the model's {limit}, {model.longest}"
+        )
+    if length < 2:
+        raise InvalidConfig("max_model_len must be at least 2: a token of prompt, one of output")
+    return length
 
 
 def max_prompt_bytes(files: ModelFiles) -> int:
@@ -162,36 +172,79 @@ def max_prompt_bytes(files: ModelFiles) -> int:
     return max(1 << 16, 32 * files.max_model_len)
 
 
-def resolve_model(name: str) -> Path:
-    """Return a model's directory: as given, a demo, or from the Hugging Face cache or hub."""
+def resolve_model(
+    name: str, revision: str | None = None, download_dir: str | None = None, weights: bool = True
+) -> Path:
+    """Return a model's directory: as given, a demo, or from the Hugging Face cache or hub.
+
+    Without `weights` its other files are enough. Raises `ModelError`, which says what a file or a
+    directory is that holds no model.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
-        return path.resolve()
+        found = path.resolve()
+        if weights:
+            _check_kind(found)
+        return found
     if name in DEMOS:
         return Path(__file__).parent / "models" / DEMOS[name]
+    if path.is_file():
+        raise ModelError(
+            f"{name} is a file{_KINDS_OF_FILES.get(path.suffix, '')}: give the "
+            "directory of a model, with config.json and .safetensors files"
+        )
     looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
     if looks_local or os.sep == "\\":
         raise ModelError(f"{name} is neither a directory nor a name on the hub (owner/model)")
-    return _from_hub(name)
+    return _from_hub(name, revision, download_dir, weights)
 
 
-def _from_hub(name: str) -> Path:
+_KINDS_OF_FILES = {
+    ".gguf": " in GGUF, llama.cpp's format, which is not read",
+    ".bin": " with weights in PyTorch's format, which is not read",
+    ".pt": " with weights in PyTorch's format, which is not read",
+    ".pth": " with weights in PyTorch's format, which is not read",
+}
+
+
+def _check_kind(directory: Path) -> None:
+    """Raise `ModelError` for a directory without a model's `config.json`, which says what it is."""
+    if (directory / "config.json").exists():
+        return
+    if (directory / "adapter_config.json").exists():
+        raise ModelError(
+            f"{directory} holds an adapter (LoRA), not a model: merge it into its base model, and "
+            "give the directory of that"
+        )
+    if next(directory.glob("*.gguf"), None) is not None:
+        raise ModelError(
+            f"{directory} holds a model in GGUF, llama.cpp's format, which is not read"
+        )
+    if next(directory.iterdir(), None) is None:
+        raise ModelError(f"{directory} is empty: a model has config.json and .safetensors files")
+    if next(directory.glob("*.safetensors"), None) is not None:
+        raise ModelError(f"{directory}: config.json does not exist, though there are weights")
+
+
+def _from_hub(name: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    get = functools.partial(snapshot_download, name, revision=revision, cache_dir=download_dir)
     try:
-        found = Path(snapshot_download(name, local_files_only=True))
-        if any(found.glob("*.safetensors")):
+        found = Path(get(local_files_only=True))
+        if not weights or any(found.glob("*.safetensors")):
             return found
     except (LocalEntryNotFoundError, ValueError):
         pass  # not in the cache: ask the hub
+    wanted = [pattern for pattern in READ if weights or pattern != "*.safetensors"]
     try:
-        found = Path(snapshot_download(name, allow_patterns=list(READ)))
+        found = Path(get(allow_patterns=wanted))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(
             f"{name} is no directory, is not in the Hugging Face cache, and cannot be "
             f"downloaded: {error}"
         ) from error
-    if not any(found.glob("*.safetensors")):
+    if weights and not any(found.glob("*.safetensors")):
         raise ModelError(f"{name} has no .safetensors files, or the cache holds it only in part")
     return found

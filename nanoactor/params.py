@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanoactor.errors import InvalidRequest
+from nanoactor.named_parameters import names_parameters
 from nanoactor.outputs import RequestOutputKind
 from nanoactor.structured_outputs import StructuredOutputsParams
 
@@ -26,11 +27,54 @@ REFUSED = {
     "cumulative_logprob",
 }
 """Parameters of vLLM's that are there to be refused by name, and why."""
+NEUTRAL: Mapping[str, Any] = {
+    "extra_args": None,
+    "flat_logprobs": False,
+    "guided_decoding": None,
+    "logprob_token_ids": None,
+    "output_text_buffer_length": 0,
+    "prompt_logprob_start": None,
+    "prompt_logprob_token_ids": None,
+    "repetition_detection": None,
+    "routed_experts_prompt_start": 0,
+    "skip_clone": False,
+    "skip_reading_prefix_cache": None,
+    "spaces_between_special_tokens": True,
+    "stream_interval": None,
+    "thinking_token_budget": None,
+    "trace_decode_token_ids": None,
+    "watermarking": None,
+}
+"""Other parameters of vLLM's, which are accepted with the value that asks for nothing."""
+BY_MODEL = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "max_tokens",
+)
+"""Parameters that may be None, which takes what the model recommends."""
 
 
-@dataclasses.dataclass(frozen=True)
+class DefaultTokens(int):
+    """The number of tokens of an output for which `max_tokens` was not written."""
+
+
+_SIXTEEN = DefaultTokens(16)
+
+
+@names_parameters(NEUTRAL)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters of a request: how to choose tokens, when to stop. None takes the model's default.
+    """Parameters of a request: how to choose tokens, when to stop.
+
+    What is left out has vLLM's defaults. An explicit None takes what the model's
+    `generation_config.json` recommends, or changes nothing where that is silent; `max_tokens=None`
+    is as many tokens as fit. Where no parameters are given at all, and in what the server and the
+    command line leave out, all of them are None: `for_model`.
 
     Truncation follows transformers: temperature, then top-k, then top-p, then min-p, each on
     what the one before left. Raises `InvalidRequest` on construction, naming the value.
@@ -38,20 +82,25 @@ class SamplingParams:
 
     n: int = 1
     """Answers to one prompt. The first has the seed, the others seeds that derive from it."""
-    temperature: float | None = None
-    """0 is greedy. Default: the model's `generation_config.json`, else 1."""
-    top_p: float | None = None
-    top_k: int | None = None
-    """0 or -1: no limit."""
-    min_p: float | None = None
-    """Drop tokens less likely than this share of the likeliest."""
-    presence_penalty: float | None = None
-    """Subtract this from the logit of each token that the output has already. From -2 to 2."""
-    frequency_penalty: float | None = None
-    """Subtract this for each time that the output has the token. From -2 to 2."""
-    repetition_penalty: float | None = None
+    temperature: float | None = 1.0
+    """0 is greedy. Default on the command line: the model's."""
+    top_p: float | None = 1.0
+    """Keep the likeliest tokens that have this share together. Default on the command line: the
+    model's."""
+    top_k: int | None = 0
+    """Keep so many tokens; 0 or -1: no limit. Default on the command line: the model's."""
+    min_p: float | None = 0.0
+    """Drop tokens less likely than this share of the likeliest. Default on the command line: the
+    model's."""
+    presence_penalty: float | None = 0.0
+    """Subtract this from the logit of each token that the output has already. From -2 to 2.
+    Default on the command line: the model's."""
+    frequency_penalty: float | None = 0.0
+    """Subtract this for each time that the output has the token. From -2 to 2. Default on the
+    command line: the model's."""
+    repetition_penalty: float | None = 1.0
     """Divide positive logits of tokens that prompt or output have by this, multiply negative ones.
-    1 changes nothing. Default: the model's `generation_config.json`."""
+    1 changes nothing. Default on the command line: the model's."""
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
     """Add these, from -100 to 100, to the logits of these token ids."""
     allowed_token_ids: Sequence[int] | None = None
@@ -59,14 +108,15 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     """Texts that the output must not contain, at the start of a word or within one."""
     seed: int | None = None
-    """Seed of the random numbers. Default: drawn when the request is submitted."""
+    """Seed of the random numbers; -1 is none. Default: drawn when the request is submitted."""
     logprobs: int | None = None
     """Tell the log-probability of each token, and so many of the likeliest in its place. They are
     the model's own: before temperature and every rule."""
     prompt_logprobs: int | None = None
     """Likewise for the tokens of the prompt, which is computed whole: no prefix hits."""
-    max_tokens: int | None = None
-    """Default: as many as fit `max_model_len`."""
+    max_tokens: int | None = _SIXTEEN
+    """Tokens of the output. Default on the command line: the model's, or as many as fit
+    `max_model_len`."""
     truncate_prompt_tokens: int | None = None
     """Keep the last so many tokens of the prompt; -1: as many as leave room for the output."""
     min_tokens: int = 0
@@ -90,6 +140,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Check every value and bring numbers, `stop` and `stop_token_ids` into their one form."""
         make_numbers_plain(self)
+        if self.seed == -1 and self.seed is not True:
+            object.__setattr__(self, "seed", None)
         _number("temperature", self.temperature, 0.0, 1e4)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
@@ -121,7 +173,8 @@ class SamplingParams:
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}"
+                + (", as it was not given)" if isinstance(self.max_tokens, DefaultTokens) else ")")
             )
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         if self.stop and not self.detokenize:
@@ -133,7 +186,14 @@ class SamplingParams:
         made = _structured(self.structured_outputs, self.ignore_eos)
         object.__setattr__(self, "structured_outputs", made)
 
+    @classmethod
+    def for_model(cls, **given: Any) -> SamplingParams:
+        """Make parameters in which what is left out is the model's recommendation. Raises as the
+        constructor does."""
+        return cls(**{**dict.fromkeys(BY_MODEL), **given})
 
+
+@names_parameters({})
 @dataclasses.dataclass(frozen=True)
 class BeamSearchParams:
     """Parameters of a beam search. Raises `InvalidRequest` on construction, naming the value."""
@@ -190,7 +250,7 @@ def derived_seed(seed: int, index: int) -> int:
 _MOST = 2**31 - 1
 
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
+_PLAIN = (bool, int, float, str, tuple, type(None), DefaultTokens)
 
 
 def plain_number(value: Any) -> Any:
@@ -212,6 +272,14 @@ def make_numbers_plain(options: Any) -> None:
             object.__setattr__(options, name, plain_number(value))
 
 
+def shown(value: Any) -> str:
+    """Return a value as an error shows it."""
+    try:
+        return f"{value!r:.100}"
+    except ValueError:  # Python writes no whole number of more than some thousand digits
+        return "a number of too many digits"
+
+
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
     if value is None:
         return
@@ -220,31 +288,33 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
     if not is_number or not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise InvalidRequest(
-            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}"
+            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {shown(value)}"
         )
 
 
 def _flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be true or false, got {value!r}")
+        raise InvalidRequest(f"{name} must be true or false, got {value!r:.100}")
 
 
 def _whole(name: str, value: Any, low: int, high: int = _MOST, optional: bool = True) -> None:
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be a whole number, got {value!r:.100}")
+        raise InvalidRequest(f"{name} must be a whole number, got {shown(value)}")
     if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be from {low} to {high}, got {value}")
+        raise InvalidRequest(f"{name} must be from {low} to {high}, got {shown(value)}")
 
 
 def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     try:
+        if isinstance(value, bytes | bytearray | Mapping):
+            raise TypeError
         return tuple(value)
     except TypeError:
-        raise InvalidRequest(f"{name} must be a list of {what}, got {value!r}") from None
+        raise InvalidRequest(f"{name} must be a list of {what}, got {value!r:.100}") from None
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
@@ -253,7 +323,7 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
         raise InvalidRequest(f"stop may hold {MAX_STOP_STRINGS} strings, got {len(strings)}")
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise InvalidRequest(f"stop must hold non-empty strings, got {string!r}")
+            raise InvalidRequest(f"stop must hold non-empty strings, got {string!r:.100}")
         if len(string) > MAX_STOP_LENGTH:
             raise InvalidRequest(f"a stop string may have {MAX_STOP_LENGTH} characters at most")
         _check_unicode("stop", string)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from nanoactor.actors.frontend import FrontendActor
 from nanoactor.actors.journal import Entry
 from nanoactor.outputs import Logprobs, RequestMetrics, RequestOutput
+from nanoactor.params import DefaultTokens
+
+log = logging.getLogger("nanoactor.engine")
+
+_WARNED: list[str] = []
+"""The request of which it was said that its output had a default length."""
 
 
 class Request:
@@ -55,7 +62,23 @@ class Request:
             raise StopAsyncIteration
         output = await self._entry.next()
         self._read = output.finished
+        if output.finished:
+            self._warn_of_default(output)
         return output
+
+    def _warn_of_default(self, output: RequestOutput) -> None:
+        """Log once that an output ended by a `max_tokens` that its user did not write."""
+        most = self._entry.submit.stopping.max_tokens
+        cut = any(answer.finish_reason == "length" for answer in output.outputs)
+        if cut and isinstance(most, DefaultTokens) and not _WARNED:
+            _WARNED.append(self._entry.request_id)
+            log.warning(
+                "request %s has ended after %d tokens: that is max_tokens where "
+                "SamplingParams(...) does not give it, as in vLLM; None is as many as fit (said "
+                "once)",
+                self._entry.request_id,
+                most,
+            )
 
     async def held(self) -> list[Logprobs]:
         """Wait until all answers are held; return of each what is likely to follow it. Raises the

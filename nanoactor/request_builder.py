@@ -20,7 +20,7 @@ from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES
 from nanoactor.messages import Int32, Stopping, Submit, TextOptions, TokenRules
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.models import columns
-from nanoactor.params import SamplingParams, derived_seed, plain_number
+from nanoactor.params import DefaultTokens, SamplingParams, derived_seed, plain_number
 from nanoactor.structured_outputs import StructuredOutputsParams
 from nanoactor.text.conversation import check_messages
 from nanoactor.vision.media import Media
@@ -98,6 +98,10 @@ class RequestBuilder:
             grammar=self._grammar(params),
         )
         return submit, media
+
+    def chosen(self, params: SamplingParams | None) -> SamplingParams:
+        """Return a request's parameters; without any, what the model recommends."""
+        return SamplingParams.for_model() if params is None else params
 
     def seeded(self, params: Any) -> Any:
         """Return parameters with a seed of their own, where they have none: who builds a request
@@ -235,7 +239,7 @@ class RequestBuilder:
 
     def _sampling(self, params: SamplingParams) -> bytes:
         given = {name: getattr(params, name) for name in columns.NAMES}
-        values = {**self._files.defaults}
+        values = {**self._files.generation.sampling}
         values |= {name: value for name, value in given.items() if value is not None}
         values["top_k"] = max(0, values["top_k"])  # -1 means no limit too
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
@@ -243,10 +247,14 @@ class RequestBuilder:
         return b"".join(map(columns.pack, answers))
 
     def _stopping(self, params: SamplingParams) -> Stopping:
+        recommended = self._files.generation.max_new_tokens
+        asked = params.max_tokens is not None and not isinstance(params.max_tokens, DefaultTokens)
         return Stopping(
             # 0: as many as fit; the tokenizer fills it in, as it knows the prompt's length.
-            max_tokens=params.max_tokens or 0,
+            max_tokens=params.max_tokens
+            or (max(recommended, params.min_tokens) if recommended else 0),
             min_tokens=params.min_tokens,
+            fewer_will_do=not asked and bool(params.max_tokens or recommended),
             eos_ids=() if params.ignore_eos else self._files.eos_token_ids,
             stop_ids=tuple(params.stop_token_ids or ()),
         )

@@ -70,9 +70,7 @@ class StructuredOutputsParams:
         for name, instead in _REFUSED.items():
             if getattr(self, name) is not None:
                 raise _wrong(f"{name} is not supported: {instead}")
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong(f"{name} must be true or false, got {getattr(self, name)!r:.100}")
+        self._check_flags()
         if self.thoughts not in get_args(Thoughts):
             known = ", ".join(get_args(Thoughts))
             raise _wrong(f"thoughts must be one of {known}, got {self.thoughts!r:.100}")
@@ -85,6 +83,13 @@ class StructuredOutputsParams:
                 _check_text(name, getattr(self, name))
         if "tools" in given and not isinstance(self.tools, ToolGrammar):
             raise _wrong(f"tools must be a ToolGrammar, got {self.tools!r:.100}")
+
+    def _check_flags(self) -> None:
+        for name in _FLAGS:
+            if getattr(self, name) is None:  # as vLLM's own default is
+                object.__setattr__(self, name, False)
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(f"{name} must be true or false, got {getattr(self, name)!r:.100}")
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputsParams:
@@ -165,6 +170,8 @@ def _schema_text(given: Any, closed: bool) -> str:
         # Through text in any case: a dict may hold what JSON has not, tuples say.
         text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
         schema = json.loads(text)
+        if _is_deep(schema):  # versions of Python differ in how much they read and write
+            raise RecursionError
         if not isinstance(schema, dict):
             raise _wrong(f"json must be a schema, which is an object, got {text:.100}")
         if closed:
@@ -180,6 +187,22 @@ def _schema_text(given: Any, closed: bool) -> str:
     return text
 
 
+def _is_deep(value: Any) -> bool:
+    level, depth = [value], 0
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        if depth > _DEEPEST:
+            return True
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return False
+
+
+_DEEPEST = 500
+"""Levels of a schema as text; the grammar allows far fewer."""
 _COMBINED = {"allOf", "$ref", "$dynamicRef", "if", "dependentSchemas"}
 _SAYS = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
 _ONE = ("items", "additionalItems", "contains", "additionalProperties")

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -132,6 +133,18 @@ def state(pid: int) -> str:
 def descriptors() -> int:
     """How many file descriptors this process has open."""
     return len(os.listdir("/proc/self/fd")) - 1
+
+
+def check_descriptors(before: int) -> None:
+    """No more are open than before, once what no longer lives is collected and threads that close
+    some have had their time."""
+    deadline = time.monotonic() + 60
+    while descriptors() > before:
+        gc.collect()
+        numbers = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        opened = sorted(os.readlink(path) for path in numbers if os.path.islink(path))
+        assert time.monotonic() < deadline, "\n".join(opened)
+        time.sleep(0.02)
 
 
 def strangers() -> bool:

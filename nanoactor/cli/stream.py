@@ -17,9 +17,13 @@ from nanoactor.outputs import CompletionOutput, Logprobs, RequestOutput, Request
 from nanoactor.params import SamplingParams
 from nanoactor.vision.prompt import IMAGE_PLACEHOLDER, VISION_END, VISION_START
 
+_MEASURABLE = 1e-3
+"""Seconds between first and last token from which on a rate is told."""
+
 
 def _params(args: Any) -> SamplingParams:
-    params = SamplingParams(**values(args, SamplingParams), output_kind=RequestOutputKind.DELTA)
+    given = values(args, SamplingParams)
+    params = SamplingParams.for_model(**given, output_kind=RequestOutputKind.DELTA)
     if not args.json and not params.detokenize:
         raise InvalidRequest("--no-detokenize goes with --json: there is no text to print")
     if not args.json and (params.logprobs, params.prompt_logprobs) != (None, None):
@@ -175,7 +179,9 @@ async def _summary(
     first, last = metrics.first_token_time, metrics.finished_time
     if first is None or last is None:
         return "no token was generated"
-    rate = f"{(tokens - 1) / (last - first):.1f} tokens/s" if tokens > 1 else "1 token"
+    rate = "1 token" if tokens == 1 else "too few for a rate"  # they came together
+    if tokens > 1 and last - first > _MEASURABLE:
+        rate = f"{(tokens - 1) / (last - first):.1f} tokens/s"
     facts = llm.facts
     size = facts["block_size"]
     shared = prompt // size  # by several answers

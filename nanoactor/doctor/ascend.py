@@ -123,9 +123,9 @@ def _torch_npu(machine: Machine) -> Iterator[Finding]:
 def _install_pair(torch: str | None) -> str:
     """Return how to install torch_npu for this torch, or both where torch itself is too old."""
     if release(torch) < (2, 11):
-        return "pip install 'nanoactor[npu]'"
+        return "pip install '.[npu]'"
     version = ".".join(str(part) for part in release(torch))
-    return f"pip install 'nanoactor[npu]' 'torch=={version}' 'torch_npu=={version}.*'"
+    return f"pip install '.[npu]' 'torch=={version}' 'torch_npu=={version}.*'"
 
 
 def _devices(machine: Machine) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from nanoactor.models.collective import Group, RankGroup, SingleRank
 from nanoactor.models.config import ModelConfig
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.device import Device, WholeStep, WholeSteps
-from nanoactor.models.errors import RanksDisagree
+from nanoactor.models.errors import NotEnoughMemory, RanksDisagree
 from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.registry import family_of
@@ -191,6 +191,7 @@ class LoadedModel:
         needed = -(-files.max_model_len // self.block_size)
         if config.num_kv_blocks is not None:
             blocks, arithmetic = config.num_kv_blocks, "num_kv_blocks"
+            self._check_room(blocks, used, peak)
         else:
             share = config.memory_utilization or self.device.default_memory_utilization
             if self.device.shared_memory:  # and so are the figures of what is free and used
@@ -206,6 +207,18 @@ class LoadedModel:
         blocks = self.group.all_reduce_min(blocks)
         log.info("KV cache: %d blocks of %d tokens", blocks, self.block_size)
         return blocks
+
+    def _check_room(self, blocks: int, used: int, peak: int) -> None:
+        """Raise `NotEnoughMemory` for a cache that memory cannot hold once it fills."""
+        share = self.group.size if self.device.shared_memory else 1
+        free = self.free // share - used // share - peak
+        if blocks * self.block_bytes() > free:
+            raise NotEnoughMemory(
+                f"num_kv_blocks {blocks}: {blocks} blocks of {self.block_bytes() / _MIB:.2f} MiB "
+                f"take {blocks * self.block_bytes() // _MIB} MiB, but {self.free // _MIB} MiB free "
+                f"- {used // _MIB} MiB of weights - {peak // _MIB} MiB for a step leave "
+                f"{max(0, free) // _MIB} MiB, or {max(0, free) // self.block_bytes()} blocks"
+            )
 
     def allocate(self, blocks: int) -> list[KVCache]:
         """Keys and values of all layers."""

@@ -21,6 +21,7 @@ Status = Literal["honoured", "refused", "ignored"]
 _BOTH, _CHAT, _TEXT = ("chat", "completions"), ("chat",), ("completions",)
 TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking", "thinking")
 """Fields that a chat template may read as variables of these names."""
+_NEIGHBOURS = "llama.cpp's and SGLang's; give `structured_outputs`"
 _FOR_TEMPLATES = "given to the chat template, if that reads it; else ignored"
 
 
@@ -82,6 +83,9 @@ FIELDS: tuple[Field, ...] = (
     *_refused(_BOTH, kv_transfer_params={}, note="may replace the prompt"),
     *_refused(_BOTH, mm_processor_kwargs={}, media_io_kwargs={}, routed_experts_prompt_start=0),
     *_refused(_TEXT, suffix="", prompt_embeds=[], add_special_tokens=True),
+    *_refused(_BOTH, "json_schema", "grammar", "ebnf", "regex", note=_NEIGHBOURS),
+    *_refused(_BOTH, extra_body={}, note="its members stand at the top"),
+    *_refused(_BOTH, options={}, note="its members have names of their own at the top"),
     *_refused(_CHAT, add_special_tokens=False, echo=False),
     *_refused(_CHAT, include_reasoning=True, note="see `separate_reasoning`"),
     *_refused(_CHAT, return_prompt_text=False, documents=[], modalities=["text"]),
@@ -99,6 +103,15 @@ FIELDS: tuple[Field, ...] = (
     *_ignored(_CHAT, "metadata", "store", "service_tier", "prediction", "safety_identifier"),
     *_ignored(_CHAT, "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 )
+
+
+OF_TOKENIZE: dict[str, Field] = {
+    field.name: field
+    for field in _refused(
+        ("tokenize",), "chat_template", mm_processor_kwargs={}, return_token_strs=False
+    )
+}
+"""Fields of vLLM's `/tokenize` that would change its answer."""
 
 
 def of_route(route: str) -> dict[str, Field]:

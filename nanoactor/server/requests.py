@@ -17,9 +17,23 @@ from nanoactor.outputs import RequestOutputKind
 from nanoactor.params import SamplingParams
 from nanoactor.server.chat_messages import Message, check_conversation, unread_members
 from nanoactor.server.errors import context_length_exceeded, from_decoding, invalid
-from nanoactor.server.fields import SAMPLING, TEMPLATE_FIELDS, Field, Warned, is_neutral, of_route
-from nanoactor.server.structured import Constrained, Constraint, constraint_of
-from nanoactor.server.tool_choice import Tool, ToolChoice, check_tool_choice, tool_grammar
+from nanoactor.server.fields import (
+    OF_TOKENIZE,
+    SAMPLING,
+    TEMPLATE_FIELDS,
+    Field,
+    Warned,
+    is_neutral,
+    of_route,
+)
+from nanoactor.server.structured import CLOSED, Constrained, Constraint, constraint_of
+from nanoactor.server.tool_choice import (
+    Tool,
+    ToolChoice,
+    check_tool_choice,
+    tool_grammar,
+    unenforced,
+)
 
 MAX_PROMPTS, MAX_ITEMS = 512, 4096
 """How many prompts, and how many members of any other list, a request may hold: more would hold up
@@ -151,6 +165,10 @@ class TokenizeRequest(_Given, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, _FOR_TEMPLATE] | None = None
+    verbosity: Annotated[str, _FOR_TEMPLATE] | None = None
+    enable_thinking: Annotated[bool, _FOR_TEMPLATE] | None = None
+    thinking: Annotated[Any, _FOR_TEMPLATE] = None
 
     def check(self) -> None:
         """Raise `APIError` for what does not go together."""
@@ -160,7 +178,7 @@ class TokenizeRequest(_Given, kw_only=True, forbid_unknown_fields=True):
         for value in (*of_chats, self.continue_final_message):
             if self.prompt is not None and value is not None:
                 raise invalid("a prompt goes through no template: give messages", "prompt")
-        if self.messages is not None and self.add_special_tokens is not None:
+        if self.messages is not None and self.add_special_tokens:
             raise invalid(
                 "add_special_tokens goes with a prompt: a template writes its own",
                 "add_special_tokens",
@@ -179,6 +197,7 @@ B = TypeVar("B", bound=Struct)
 _KNOWN: dict[type, dict[str, Field]] = {
     CompletionRequest: of_route("completions"),
     ChatRequest: of_route("chat"),
+    TokenizeRequest: OF_TOKENIZE,
 }
 _MOST_UNKNOWN = 200
 
@@ -226,7 +245,16 @@ class Decoder:
             decoded.__dict__["given"] = raw
             decoded.check()
             self._check_messages(decoded.messages or (), raw.get("messages") or ())
+        if isinstance(decoded, ChatRequest):
+            self._check_formats(decoded)
         return decoded
+
+    def _check_formats(self, body: ChatRequest) -> None:
+        calls = tool_grammar(body.tools or (), body.tool_choice, parallel=True)
+        for place in unenforced(calls, body.tools or ()):
+            if self._strict:
+                raise invalid(f"{place} cannot be enforced", "tools")
+            self._warned.warn(place, "is not enforced (--strict refuses it)")
 
     def _check_messages(self, messages: Sequence[Message], given: Sequence[Any]) -> None:
         if not messages:
@@ -272,7 +300,7 @@ class Decoder:
             note = f" ({field.note})" if field.note else ""
             text = f"{name} is not supported; only {' or '.join(shown)} is accepted{note}"
             raise invalid(text, name)
-        if field is None and self._strict:
+        if field is None and (self._strict or kind in CLOSED):
             raise invalid(f"{path[:200]!r} is not a parameter that this server knows", path[:200])
         self._warned.warn(path)
 
@@ -290,11 +318,11 @@ def sampling_params(body: Body, constraint: Constraint | None = None) -> Samplin
     values["logprobs"] = wanted_logprobs(body)
     if isinstance(body, CompletionRequest) and body.echo and values["logprobs"] is not None:
         values["prompt_logprobs"] = max(values["logprobs"], body.prompt_logprobs or 0)
-    if body.seed is not None and -(2**63) <= body.seed < 0:
+    if body.seed is not None and -(2**63) <= body.seed < -1:
         values["seed"] = body.seed + 2**64
     values["structured_outputs"] = constraint and constraint.params
     given = {name: value for name, value in values.items() if value is not None}
-    return SamplingParams(output_kind=RequestOutputKind.DELTA, **given)
+    return SamplingParams.for_model(output_kind=RequestOutputKind.DELTA, **given)
 
 
 def wanted_logprobs(body: Body) -> int | None:

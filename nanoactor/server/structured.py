@@ -30,6 +30,13 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: (
+        Annotated[
+            dict[str, Any],
+            Meta(description="As llama.cpp and others have it: with either of the JSON types"),
+        ]
+        | None
+    ) = None
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
@@ -46,6 +53,9 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     structural_tag: Any = None
 
 
+_SCHEMA = "response_format.schema"
+CLOSED = (ResponseFormat, JsonSchema, StructuredOutputs)
+"""Objects of which an unknown member is refused, as it would change the answer."""
 _OURS = "structured_outputs"
 """The engine's parameter, with which its messages about constraints begin."""
 _OLDER = Meta(description="Older name of a member of structured_outputs")
@@ -112,7 +122,7 @@ def _asked(body: Constrained) -> dict[str, dict[str, Any]]:
     """By the fields that constrain the answer: values of `StructuredOutputsParams`."""
     found: dict[str, dict[str, Any]] = {}
     wanted = body.response_format
-    if wanted is not None and wanted.type != "text":
+    if wanted is not None and (wanted.type != "text" or wanted.schema or wanted.json_schema):
         found["response_format"] = _of_format(wanted)
     if body.structured_outputs is not None:
         given = msgspec.structs.asdict(body.structured_outputs)
@@ -124,9 +134,18 @@ def _asked(body: Constrained) -> dict[str, dict[str, Any]]:
 
 
 def _of_format(wanted: ResponseFormat) -> dict[str, Any]:
+    if wanted.type == "text":
+        raise invalid('a schema needs the type "json_schema"', "response_format.type")
+    if None not in (wanted.json_schema, wanted.schema):
+        raise invalid("give response_format.json_schema or its schema alone, not both", _SCHEMA)
+    if wanted.json_schema is not None and wanted.type == "json_schema":
+        return {"json": wanted.json_schema.schema}
+    if wanted.json_schema is not None:
+        path = "response_format.json_schema"
+        raise invalid(f'{path} goes with the type "json_schema"', path)
+    if wanted.schema is not None:
+        return {"json": wanted.schema}
     if wanted.type == "json_object":
         return {"json_object": True}
-    if wanted.json_schema is None:
-        path = "response_format.json_schema"
-        raise invalid(f'{path} is missing: the type "json_schema" needs it', path)
-    return {"json": wanted.json_schema.schema}
+    path = "response_format.json_schema"
+    raise invalid(f'{path} is missing: the type "json_schema" needs it', path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from nanoactor.grammar.formats import unenforced_formats, without_unenforced
 from nanoactor.grammar.spec import ToolFunction, ToolGrammar
 from nanoactor.server.errors import invalid
 
@@ -92,7 +93,19 @@ def _enforced(functions: Sequence[Function]) -> tuple[ToolFunction, ...]:
 
 def _schema(function: Function) -> str:
     parameters = _NO_PARAMETERS if function.parameters is None else function.parameters
-    return msgspec.json.encode(parameters).decode()
+    # Its own checks say what is wrong with a schema that is none.
+    return msgspec.json.encode(without_unenforced(parameters)).decode()
+
+
+def unenforced(grammar: ToolGrammar | None, tools: Sequence[Tool]) -> Iterator[str]:
+    """Yield the places of formats that the arguments of calls are not held to, though their
+    function's schema is enforced."""
+    enforced = {one.name for one in grammar.functions if one.parameters} if grammar else set()
+    for index, tool in enumerate(tools):
+        function = tool.function
+        if function.name in enforced and function.parameters:
+            for name in unenforced_formats(function.parameters):
+                yield f"tools[{index}].function.parameters: the format {name!r:.60}"
 
 
 def _any(function: Function) -> ToolFunction:

@@ -59,7 +59,7 @@ BAD_PARAMS = {
     "allowed_token_ids": [[], 5, "12", [-1], [1.0], [True], [None], [2**31], [[1]], [1] * 1025],
     "bad_words": ["a", [""], [" "], [1], [None], b"ab", 5, ["a" * 257], ["a"] * 129, ["\ud800"]],
     "top_k": [-2, 1.0, NAN, "5", True, 2**31],
-    "seed": [-1, 2**64, 0.5, "1", True],
+    "seed": [-2, 2**64, 0.5, "1", True],
     "max_tokens": [0, -1, 1.0, INF, "9", True, 2**64],
     "min_tokens": [-1, 1.0, None, "9", False, 2**64],
     "truncate_prompt_tokens": [0, -2, 1.0, NAN, "5", True, 2**31],
@@ -176,6 +176,10 @@ FLAG = [None, 1, "no"]
 SECONDS = [-1.0, NAN, "1"]
 BAD_OPTIONS = {
     "jump_forward": FLAG,
+    "tokenizer": ["", 5, True],
+    "revision": ["", 5],
+    "download_dir": ["", 5],
+    "generation_config": ["", None, "file", 5],
     "mask_timeout": SECONDS,
     "hold_timeout": SECONDS,
     "awake_ms": [-1, 1001, math.nan, "2", True],
@@ -414,7 +418,7 @@ def test_a_directory_that_does_not_exist_is_named(tmp_path):
 
 
 def test_a_directory_without_configuration_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"config\.json does not exist") as caught:
+    with pytest.raises(ModelError, match=r"empty: a model has config\.json") as caught:
         AsyncLLM(str(tmp_path))
     assert str(tmp_path) in str(caught.value)
 
@@ -502,20 +506,20 @@ def test_defaults_come_from_the_generation_configuration(tmp_path):
     files = read({"temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "eos_token_id": [4]})
     penalties = dict(presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
     given = {"temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1}
-    assert files.defaults == {**given, **penalties}
-    assert (files.eos_token_ids, files.ignored) == ((4,), ())
+    assert files.generation.sampling == {**given, **penalties}
+    assert (files.eos_token_ids, files.generation.not_applied) == ((4, 2), ())
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **penalties}
-    assert read({}).defaults == neutral
-    assert read({"temperature": None, "top_k": None}).defaults == neutral
+    assert read({}).generation.sampling == neutral
+    assert read({"temperature": None, "top_k": None}).generation.sampling == neutral
     assert read({}).eos_token_ids == (2,)
-    greedy = read({"do_sample": False, "temperature": 0.7, "top_k": 3}).defaults
+    greedy = read({"do_sample": False, "temperature": 0.7, "top_k": 3}).generation.sampling
     assert greedy == {**neutral, "temperature": 0.0}
-    assert read({"no_repeat_ngram_size": 3}).ignored == ("no_repeat_ngram_size",)
+    assert read({"no_repeat_ngram_size": 3}).generation.not_applied == ("no_repeat_ngram_size",)
     repeats = read({"do_sample": False, "repetition_penalty": 1.1})
-    assert repeats.defaults == {**neutral, "temperature": 0.0, "repetition_penalty": 1.1}
-    assert repeats.ignored == ()
+    assert repeats.generation.sampling == {**neutral, "temperature": 0.0, "repetition_penalty": 1.1}
+    assert repeats.generation.not_applied == ()
     file.unlink()
-    assert read_model_files(EngineConfig(str(path))).defaults == neutral
+    assert read_model_files(EngineConfig(str(path))).generation.sampling == neutral
 
 
 # -- where a model is found -------------------------------------------------------------------
@@ -569,6 +573,7 @@ def test_a_directory_goes_before_the_demo_and_the_hub(hub, tmp_path, monkeypatch
     assert resolve_model("demo").samefile(DEMO)
     for name in ("demo", "owner/m"):
         (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").touch()
         assert resolve_model(name).samefile(tmp_path / name)
 
 
@@ -616,7 +621,10 @@ BAD_PROMPTS = {
     "ids_mixed_huge": ({"prompt_token_ids": [-1, 2**63]}, "prompt_token_ids"),
     "surrogate": ("a\ud800", "Unicode"),
     "surrogate_in_message": ([{"role": "user", "content": "\udfff"}], "Unicode"),
-    "surrogate_in_part": ([{"role": "user", "content": [{"text": "\udfff"}]}], "Unicode"),
+    "surrogate_in_part": (
+        [{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}],
+        "Unicode",
+    ),
     "surrogate_in_role": ([{"role": "\udfff", "content": "x"}], "Unicode"),
     "strings": (["a", "b"], "role"),
     "message_without_role": ([USER, {"content": "x"}], "role"),

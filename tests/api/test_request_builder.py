@@ -1,6 +1,7 @@
 """What a user asks for, as the message that the tokenizer gets."""
 
 import dataclasses
+import functools
 import json
 import random
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from nanoactor import EngineConfig, SamplingParams
 from nanoactor.errors import InvalidRequest
+from nanoactor.generation_config import GenerationConfig
 from nanoactor.model_files import ModelFiles, max_prompt_bytes, read_model_files
 from nanoactor.models import columns
 from nanoactor.models.columns import pack, unpack
@@ -31,7 +33,9 @@ def builder(files: ModelFiles, seed=0, **options):
     return SimpleNamespace(build=lambda *given, **named: made.build(*given, **named)[0])
 
 
-CHANGES = dict(directory=Path(), defaults=DEFAULTS, eos_token_ids=(2, 0), max_model_len=64)
+CHANGES = dict(
+    directory=Path(), generation=GenerationConfig(DEFAULTS), eos_token_ids=(2, 0), max_model_len=64
+)
 
 
 def test_a_prompt_comes_in_one_of_three_forms(demo):
@@ -58,18 +62,25 @@ def test_template_options_travel_as_json(demo):
 
 def test_what_a_request_leaves_open_the_models_files_say(demo):
     build = builder(demo).build
-    assert build("x", SamplingParams(seed=9)).sampling == pack({**DEFAULTS, "seed": 9})
+    assert build("x", SamplingParams.for_model(seed=9)).sampling == pack({**DEFAULTS, "seed": 9})
+    # What is left out of a constructor called by hand is vLLM's; None is the model's.
+    assert build("x", SamplingParams(seed=9)).sampling == pack({**columns.NEUTRAL, "seed": 9})
+    params = SamplingParams(seed=9, top_k=None)
+    expected = {**columns.NEUTRAL, "top_k": DEFAULTS["top_k"], "seed": 9}
+    assert build("x", params).sampling == pack(expected)
     for name, value in (("temperature", 0), ("top_k", 3), ("top_p", 1), ("min_p", 0)):
-        sampling = build("x", SamplingParams(seed=9, **{name: value})).sampling
+        sampling = build("x", SamplingParams.for_model(seed=9, **{name: value})).sampling
         assert sampling == pack({**DEFAULTS, name: value, "seed": 9})
 
 
 def test_minus_one_means_no_limit(demo):
     build = builder(demo).build
     assert unpack(build("x", SamplingParams(top_k=-1)).sampling).top_k == 0
-    files = dataclasses.replace(demo, defaults={**columns.DEFAULTS, "top_k": -1})
+    files = dataclasses.replace(
+        demo, generation=GenerationConfig({**columns.DEFAULTS, "top_k": -1})
+    )
     without = RequestBuilder(EngineConfig("demo"), files, random.Random())
-    assert unpack(without.build("x", SamplingParams())[0].sampling).top_k == 0
+    assert unpack(without.build("x", SamplingParams.for_model())[0].sampling).top_k == 0
 
 
 def test_every_column_is_a_parameter_of_its_name():
@@ -89,9 +100,21 @@ def test_seeds_are_drawn_for_requests_without_one(demo):
 
 def test_when_a_request_ends(demo):
     build = builder(demo).build
-    assert dataclasses.astuple(build("x", SamplingParams()).stopping) == (0, 0, (2, 0), ())
+
+    def stopping(params, build=build):
+        return dataclasses.astuple(build("x", params).stopping)
+
+    assert stopping(SamplingParams.for_model()) == (0, 0, (2, 0), (), False)
+    assert stopping(SamplingParams(max_tokens=None)) == (0, 0, (2, 0), (), False)
+    assert stopping(SamplingParams()) == (16, 0, (2, 0), (), True)
+    recommends = dataclasses.replace(demo, generation=GenerationConfig(DEFAULTS, (), 50))
+    made = RequestBuilder(EngineConfig("demo"), recommends, random.Random())
+    by_model = functools.partial(stopping, build=lambda *given: made.build(*given)[0])
+    assert by_model(SamplingParams.for_model())[0::4] == (50, True)
+    assert by_model(SamplingParams.for_model(min_tokens=60))[0::4] == (60, True)
+    assert by_model(SamplingParams.for_model(max_tokens=70))[0::4] == (70, False)
     params = SamplingParams(max_tokens=9, min_tokens=2, ignore_eos=True, stop_token_ids=[5, 6])
-    assert dataclasses.astuple(build("x", params).stopping) == (9, 2, (), (5, 6))
+    assert stopping(params) == (9, 2, (), (5, 6), False)
 
 
 def test_how_text_is_made(demo):
@@ -143,7 +166,7 @@ def test_a_prompt_may_be_cut(demo):
         (-1, dict(min_tokens=9), 55),
         (-1, dict(max_tokens=500), 1),
     ):
-        params = SamplingParams(truncate_prompt_tokens=asked, **others)
+        params = SamplingParams.for_model(truncate_prompt_tokens=asked, **others)
         assert made.build("x", params).keep_last == made.build(CHAT, params).keep_last == kept
         if kept:
             submit = made.build(long, params)

@@ -87,7 +87,6 @@ WRONG = [
     (dict(json='{"items":' * 9000 + "{}" + "}" * 9000), "nested too deeply"),
     (dict(json=int), "class int has no model_json_schema"),
     (dict(json_object=1), "json_object must be true or false"),
-    (dict(regex="a", disable_any_whitespace=None), "disable_any_whitespace must be"),
     (dict(regex="a", disable_additional_properties=True), "goes with json"),
     (dict(json=SCHEMA, whitespace_pattern=" "), "whitespace_pattern is not supported: .*compact|"),
     (dict(structural_tag="{}"), "structural_tag is not supported: give tools"),

@@ -256,7 +256,7 @@ def test_the_probe_judges_devices_by_their_memory():
 MOUNT = "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro"
 LOST = "ImportError: libhccl.so: cannot open shared object file: No such file or directory"
 NO_HAL = "ImportError: libascend_hal.so: cannot open shared object file"
-PAIR = "pip install 'nanoactor[npu]' 'torch==2.13.0' 'torch_npu==2.13.0.*'"
+PAIR = "pip install '.[npu]' 'torch==2.13.0' 'torch_npu==2.13.0.*'"
 NOTHING = dict.fromkeys(CPU_BOX.probe)
 NO_DRIVER = {"/usr/local/Ascend/driver/version.info": None}
 NO_NPUS = {"/dev/davinci0": None, "/dev/davinci1": None}
@@ -379,7 +379,7 @@ CASES = {
         NPU_BOX.changed(probe={"torch_npu": "2.8.0", "torch": "2.9.0"}),
         "torch_npu",
         "bad",
-        "pip install 'nanoactor[npu]'",
+        "pip install '.[npu]'",
     ),
     "torch_npu misses CANN": (broken_npu(LOST), "torch_npu", "bad", f"source {TOOLKIT}/set_env.sh"),
     "torch_npu misses the driver": (broken_npu(NO_HAL), "torch_npu", "bad", MOUNT),

@@ -135,4 +135,4 @@ class Reference:
 
 
 def greedy(tokens, **changes):
-    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **changes)
+    return SamplingParams.for_model(temperature=0.0, max_tokens=tokens, ignore_eos=True, **changes)

@@ -96,10 +96,12 @@ def mixed_params(tokens):
     the prompts of others are computed."""
     kinds = [dict(min_p=0.05), dict(), dict(top_k=20, top_p=0.9)]
     sampled = [
-        SamplingParams(temperature=0.9, seed=i, max_tokens=2 * tokens, ignore_eos=True, **kind)
+        SamplingParams.for_model(
+            temperature=0.9, seed=i, max_tokens=2 * tokens, ignore_eos=True, **kind
+        )
         for i, kind in enumerate(kinds)
     ]
-    masked = SamplingParams(
+    masked = SamplingParams.for_model(
         temperature=0.0,
         max_tokens=tokens,
         min_tokens=min(4, tokens),
@@ -347,7 +349,9 @@ def test_a_burst_of_short_prompts_is_captured_and_exact(wide):
     reference = Reference(model)
     prompts = ragged_prompts(VOCABULARY, [33 + n % 13 for n in range(150)], seed=5)
     asked = [
-        greedy(6) if n % 3 else SamplingParams(temperature=0.9, seed=n, max_tokens=6, top_k=20)
+        greedy(6)
+        if n % 3
+        else SamplingParams.for_model(temperature=0.9, seed=n, max_tokens=6, top_k=20)
         for n in range(len(prompts))
     ]
 

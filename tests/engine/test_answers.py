@@ -23,7 +23,9 @@ def checkpoint(tmp_path_factory):
 
 
 def sampled(seed, tokens=12, **more):
-    return SamplingParams(temperature=0.9, seed=seed, max_tokens=tokens, ignore_eos=True, **more)
+    return SamplingParams.for_model(
+        temperature=0.9, seed=seed, max_tokens=tokens, ignore_eos=True, **more
+    )
 
 
 # Penalties read the ids that a copied block holds.

@@ -38,7 +38,7 @@ def test_bad_requests_are_refused_one_by_one_while_others_run(demo):
             others = [asyncio.ensure_future(collect(llm, "ROMEO:", greedy(80))) for _ in range(3)]
             for prompt, params, text in BAD:
                 with pytest.raises(InvalidRequest, match=text):
-                    await collect(llm, prompt, SamplingParams(**params))
+                    await collect(llm, prompt, SamplingParams.for_model(**params))
             bad = [llm.generate("word " * 2000) for _ in range(20)]
             results = await asyncio.gather(*(anext(b) for b in bad), return_exceptions=True)
             assert all(isinstance(result, InvalidRequest) for result in results)
@@ -85,7 +85,7 @@ def test_an_engine_without_a_tokenizer_refuses_what_needs_one():
         async with engine(DEMO, placement="single") as llm:
             for prompt, params in [("text", {}), (ids([1]), dict(stop="x"))]:
                 with pytest.raises(InvalidRequest, match="skip_tokenizer_init"):
-                    await collect(llm, prompt, SamplingParams(**params))
+                    await collect(llm, prompt, SamplingParams.for_model(**params))
             output = await collect(llm, ids([1, 2]), greedy(5))
             assert output.outputs[0].text == ""
             assert len(output.outputs[0].token_ids) == 5

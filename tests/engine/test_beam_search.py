@@ -250,7 +250,9 @@ def test_what_cannot_be_searched_is_refused(checkpoint):
             )
             await refused("raise max_waiting_requests", BeamSearchParams(10, 4))
             await refused("max_tokens is 511, but after a prompt of 2", BeamSearchParams(2, 511))
-            await refused("must be BeamSearchParams, got SamplingParams", SamplingParams())
+            await refused(
+                "must be BeamSearchParams, got SamplingParams", SamplingParams.for_model()
+            )
             seen = {"prompt_token_ids": [1], "multi_modal_data": {"image": [b""]}}
             await refused("pictures and videos", BeamSearchParams(2, 4), seen)
             chat = [{"role": "user", "content": [{"type": "image_url", "image_url": "data:,"}]}]

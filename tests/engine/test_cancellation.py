@@ -12,23 +12,17 @@ import pytest
 from nanoactor import AsyncLLM, BeamSearchParams, NanoactorError, SamplingParams
 from nanoactor.errors import EngineClosed
 from nanoactor.runtime.system import System
-from tests.conftest import children, descriptors
+from tests.conftest import check_descriptors, children, descriptors
 from tests.engine.harness import collect, settled
 from tests.suspensions import cancelled, interrupted, places
 
-FEW = SamplingParams(max_tokens=6, ignore_eos=True)
-HELD = SamplingParams(max_tokens=3, logprobs=2, ignore_eos=True)
+FEW = SamplingParams.for_model(max_tokens=6, ignore_eos=True)
+HELD = SamplingParams.for_model(max_tokens=3, logprobs=2, ignore_eos=True)
 
 
 def engine(**options):
     shape = dict(device="simulated:1", max_model_len=128, placement="single", stop_timeout=10.0)
     return AsyncLLM("demo", **shape | options)
-
-
-def opened():
-    """What this process has open."""
-    numbers = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    return sorted(os.readlink(path) for path in numbers if os.path.islink(path))
 
 
 def is_ours(result):
@@ -46,7 +40,7 @@ def at_every_place(main):
     for at in places():
         if not asyncio.run(main(at)):
             break
-    assert descriptors() <= before, opened()
+    check_descriptors(before)
     assert not children()
     return at
 
@@ -91,7 +85,7 @@ CALLS = {
     "generate": lambda llm: collect(llm, "To be", FEW),
     "chat": lambda llm: collect(llm, [{"role": "user", "content": "To be"}], FEW),
     "several answers": lambda llm: collect(
-        llm, "To be", SamplingParams(max_tokens=4, n=3, ignore_eos=True)
+        llm, "To be", SamplingParams.for_model(max_tokens=4, n=3, ignore_eos=True)
     ),
     "beam search": lambda llm: llm.beam_search("To", BeamSearchParams(beam_width=2, max_tokens=3)),
     "held answers": held,
@@ -140,7 +134,7 @@ def test_a_call_is_met_by_a_close_wherever_it_waits():
     before = descriptors()
     met = [asyncio.run(main(at)) for at in range(1, 5)]
     assert met[0], "the others may be merged where the machine is busy"
-    assert descriptors() <= before, opened()
+    check_descriptors(before)
     assert not children()
 
 
@@ -149,7 +143,9 @@ def test_a_close_is_cancelled_wherever_it_waits():
 
     async def main(at):
         llm = await engine().start()
-        stream = asyncio.ensure_future(collect(llm, "To be", SamplingParams(max_tokens=100)))
+        stream = asyncio.ensure_future(
+            collect(llm, "To be", SamplingParams.for_model(max_tokens=100))
+        )
         await asyncio.sleep(0.01)
         _, met = await cancelled(llm.close(), at)
         await asyncio.wait_for(llm.close(), 60)
@@ -213,7 +209,12 @@ def test_a_recovery_is_met_wherever_it_waits(monkeypatch, how, victim):
     async def main(at):
         llm = await engine(placement="default", device="simulated:5").start()
         stream = asyncio.ensure_future(
-            collect(llm, "To be", SamplingParams(max_tokens=80, ignore_eos=True), request_id="x")
+            collect(
+                llm,
+                "To be",
+                SamplingParams.for_model(max_tokens=80, ignore_eos=True),
+                request_id="x",
+            )
         )
         await asyncio.sleep(0.1)
 

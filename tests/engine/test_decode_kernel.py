@@ -40,7 +40,8 @@ def answers(directory, rows, **options):
     async def main():
         async with on_gpu(directory, dtype="bfloat16", **options) as llm:
             requests = [
-                (ids(prompt), SamplingParams(seed=n, **params)) for n, prompt in enumerate(PROMPTS)
+                (ids(prompt), SamplingParams.for_model(seed=n, **params))
+                for n, prompt in enumerate(PROMPTS)
             ]
             outputs = []
             for first in range(0, len(requests), rows):
@@ -61,7 +62,7 @@ def error(directory, found):
     behind the same tokens."""
 
     async def main():
-        whole, total = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0), 0.0
+        whole, total = SamplingParams.for_model(max_tokens=1, temperature=0, prompt_logprobs=0), 0.0
         async with on_gpu(directory, dtype="float32") as llm:
             for prompt, answer in zip(PROMPTS, found, strict=True):
                 again = await collect(llm, ids([*prompt, *answer.token_ids]), whole)

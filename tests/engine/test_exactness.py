@@ -101,7 +101,9 @@ def test_a_sampled_token_depends_on_seed_and_position_alone(checkpoint):
                 collect(
                     llm,
                     ids(prompt),
-                    SamplingParams(temperature=0.9, seed=i, max_tokens=12, ignore_eos=True, **kind),
+                    SamplingParams.for_model(
+                        temperature=0.9, seed=i, max_tokens=12, ignore_eos=True, **kind
+                    ),
                 )
                 for i, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
             ]

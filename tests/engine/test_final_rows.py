@@ -40,7 +40,7 @@ def test_chunks_of_prompts_compute_what_samples_alone(tmp_path, rows):
     tokens alone would not tell that a row does not see itself: log-probabilities do."""
     reference = ScoredReference(make_checkpoint(tmp_path))
     prompts = ragged_prompts(VOCABULARY, [50, 30, 9])
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+    params = SamplingParams.for_model(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
     found = run(tmp_path, [(p, params) for p in prompts], max_num_batched_tokens=32)
     for prompt, output in zip(prompts, found, strict=True):
         reference.check(prompt, output.outputs[0].token_ids)
@@ -57,7 +57,9 @@ def test_prompts_that_are_scored_are_computed_whole_and_copies_sample_their_sour
 ):
     reference = Reference(make_checkpoint(tmp_path))
     (prompt,) = ragged_prompts(VOCABULARY, [25])
-    (output,) = run(tmp_path, [(prompt, SamplingParams(temperature=0, max_tokens=4, **changes))])
+    (output,) = run(
+        tmp_path, [(prompt, SamplingParams.for_model(temperature=0, max_tokens=4, **changes))]
+    )
     for answer in output.outputs:
         reference.check(prompt, answer.token_ids)
     scored = "prompt_logprobs" in changes

@@ -162,7 +162,7 @@ async def answers(model, **changes):
             collect(
                 llm,
                 {"prompt_token_ids": prompt},
-                SamplingParams(
+                SamplingParams.for_model(
                     structured_outputs=CONSTRAINTS[n % len(CONSTRAINTS)],
                     temperature=0,
                     max_tokens=SAID,
@@ -212,7 +212,7 @@ def test_thoughts_take_a_step_for_each_token(model):
 
     async def steps(constraint):
         async with engine(model.directory, skip_tokenizer_init=False, pipeline_depth=2) as llm:
-            params = SamplingParams(
+            params = SamplingParams.for_model(
                 structured_outputs=constraint,
                 max_tokens=60,
                 temperature=0,

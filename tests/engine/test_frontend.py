@@ -11,6 +11,7 @@ from nanoactor.actors.frontend import FrontendActor
 from nanoactor.actors.journal import Entry
 from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidRequest
+from nanoactor.generation_config import GenerationConfig
 from nanoactor.messages import Abort, Admit, OutputDelta, Stopping, Submit, Terminal, TextOptions
 from nanoactor.model_files import ModelFiles
 from nanoactor.outputs import RequestOutputKind
@@ -21,11 +22,11 @@ def frontend_of(tokenizers):
     files = ModelFiles(
         Path(),
         SimpleNamespace(vocab_size=100, vision=None),
-        defaults={},
+        generation=GenerationConfig({}),
         eos_token_ids=(),
         max_model_len=100,
-        ignored=(),
         tokenizer_directory=None,
+        given_tokenizer=Path(),
     )
     return FrontendActor(ActorConfig(engine, files, b""))
 

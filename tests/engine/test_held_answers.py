@@ -20,7 +20,7 @@ def checkpoint(tmp_path_factory):
 
 
 def params(n=2, tokens=12):
-    return SamplingParams(
+    return SamplingParams.for_model(
         n=n, max_tokens=tokens, temperature=0.0, logprobs=3, ignore_eos=True, detokenize=False
     )
 
@@ -85,7 +85,7 @@ def test_the_door_refuses_what_cannot_be_and_nothing_changes(checkpoint):
     async def main():
         async with engine(checkpoint, block_size=4) as llm:
             with pytest.raises(InvalidRequest, match="need logprobs and max_tokens"):
-                llm.submit_held(ids([1]), SamplingParams(max_tokens=3))
+                llm.submit_held(ids([1]), SamplingParams.for_model(max_tokens=3))
             request = llm.submit_held(ids([1, 2]), params(tokens=3))
             with pytest.raises(InvalidRequest, match="not held"):
                 request.go_on([0, 1], [1, 1])

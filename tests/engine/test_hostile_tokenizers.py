@@ -26,7 +26,7 @@ def engine(path, **options):
 
 async def ended(llm, prompt, **params):
     try:
-        output = await collect(llm, prompt, SamplingParams(max_tokens=3, **params))
+        output = await collect(llm, prompt, SamplingParams.for_model(max_tokens=3, **params))
     except InvalidRequest as error:
         return str(error)
     return len(output.outputs[0].token_ids)
@@ -37,7 +37,7 @@ def test_a_pattern_that_backtracks_costs_its_request_alone(tmp_path):
 
     async def main():
         async with engine(path) as llm:
-            params = SamplingParams(max_tokens=400, ignore_eos=True)
+            params = SamplingParams.for_model(max_tokens=400, ignore_eos=True)
             stranger = asyncio.ensure_future(collect(llm, "To be", params))
             assert "tokenizer failed" in await ended(llm, FAILS)
             assert "tokenizer failed" in await ended(llm, "fine", bad_words=[FAILS])
@@ -78,7 +78,9 @@ def test_an_unknown_pattern_gives_the_same_ids(tmp_path, prompt):
             if not prompt:
                 assert isinstance(await ended(llm, prompt), str)
                 return
-            output = await collect(llm, prompt, SamplingParams(max_tokens=1, bad_words=["be"]))
+            output = await collect(
+                llm, prompt, SamplingParams.for_model(max_tokens=1, bad_words=["be"])
+            )
             assert output.prompt_token_ids == encoder.encode_text(prompt).tolist()
 
     asyncio.run(main())

@@ -23,7 +23,7 @@ from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, greedy, settled
 from tests.promises import Delay, check_promise
 
-LONG = SamplingParams(max_tokens=900, ignore_eos=True)
+LONG = SamplingParams.for_model(max_tokens=900, ignore_eos=True)
 
 
 def text_engine(placement="default", **changes):
@@ -212,7 +212,7 @@ def test_a_slow_consumer_gets_merged_deltas_and_holds_up_nobody():
         async with text_engine(device="simulated:2") as llm:
             from nanoactor import RequestOutputKind
 
-            same = SamplingParams(seed=1, max_tokens=300, ignore_eos=True)
+            same = SamplingParams.for_model(seed=1, max_tokens=300, ignore_eos=True)
             delta = dataclasses.replace(same, output_kind=RequestOutputKind.DELTA)
             slow = llm.generate("ROMEO:", delta)
             pieces = [await anext(slow)]
@@ -259,7 +259,7 @@ def test_a_request_that_ends_in_the_queue_was_never_scheduled():
 
 
 def test_the_blocking_front_works_in_a_thread_and_inside_a_running_loop(capsys):
-    same = SamplingParams(seed=1, max_tokens=8, ignore_eos=True)
+    same = SamplingParams.for_model(seed=1, max_tokens=8, ignore_eos=True)
     with LLM("demo", device="simulated:1", max_num_seqs=4) as llm:
         outputs = llm.generate(["ROMEO:", {"prompt_token_ids": [5, 6]}], same)
         assert [len(o.outputs[0].token_ids) for o in outputs] == [8, 8]
@@ -378,7 +378,8 @@ from nanoactor import AsyncLLM, SamplingParams
 async def main():
     async with AsyncLLM("demo", device=sys.argv[2], max_num_seqs=4) as llm:
         told = False
-        async for _ in llm.generate("ROMEO:", SamplingParams(max_tokens=900, ignore_eos=True)):
+        params = SamplingParams.for_model(max_tokens=900, ignore_eos=True)
+        async for _ in llm.generate("ROMEO:", params):
             if not told:  # the first tokens may come together
                 print(*llm.pids.values(), flush=True)
             told = True
@@ -457,7 +458,7 @@ def test_tokens_under_a_grammar_rouse_nobody():
         async with text_engine(device="simulated:2", max_num_seqs=4, awake_ms=0.5) as llm:
             before = await roused(llm)
             wanted = StructuredOutputsParams(regex="[a-z]{400}")
-            params = SamplingParams(max_tokens=60, structured_outputs=wanted)
+            params = SamplingParams.for_model(max_tokens=60, structured_outputs=wanted)
             output = await collect(llm, "ROMEO:", params)
             assert len(output.outputs[0].token_ids) == 60
             assert await roused(llm) - before <= 3

@@ -95,7 +95,10 @@ def test_every_schedule_keeps_the_rules(checkpoint, changes, preempts):
 def test_a_ruled_request_among_others_changes_nothing_for_them(checkpoint):
     directory, _ = checkpoint
     prompts = ragged_prompts(VOCABULARY, [9, 17, 30], seed=2)
-    plain = [greedy(16), SamplingParams(temperature=0.8, seed=5, max_tokens=16, ignore_eos=True)]
+    plain = [
+        greedy(16),
+        SamplingParams.for_model(temperature=0.8, seed=5, max_tokens=16, ignore_eos=True),
+    ]
 
     async def main(others):
         async with engine(directory) as llm:
@@ -166,7 +169,7 @@ def test_what_leaves_nothing_from_the_start_is_refused():
                 (dict(logit_bias={99_999: 1}), "outside the vocabulary"),
             ):
                 with pytest.raises(InvalidRequest, match=match):
-                    await collect(llm, "ROMEO:", SamplingParams(max_tokens=4, **rules))
+                    await collect(llm, "ROMEO:", SamplingParams.for_model(max_tokens=4, **rules))
             return await collect(llm, "ROMEO:", greedy(3))
 
     assert len(asyncio.run(main()).outputs[0].token_ids) == 3

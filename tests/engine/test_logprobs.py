@@ -80,7 +80,9 @@ def checkpoint(tmp_path_factory):
 
 
 def params(way, tokens=16):
-    return SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **way})
+    return SamplingParams.for_model(
+        **{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **way}
+    )
 
 
 TIGHT = dict(num_kv_blocks=24, block_size=4, max_model_len=80, max_num_seqs=6)

@@ -98,7 +98,9 @@ def params(number, tokens):
     if number % 3 != 2:
         return greedy(tokens)
     kind = SAMPLINGS[number % len(SAMPLINGS)]
-    return SamplingParams(temperature=0.9, seed=number, max_tokens=tokens, ignore_eos=True, **kind)
+    return SamplingParams.for_model(
+        temperature=0.9, seed=number, max_tokens=tokens, ignore_eos=True, **kind
+    )
 
 
 def apart(lengths, tokens, seed):

@@ -66,7 +66,7 @@ def test_the_engine_cannot_tell_where_its_actors_are(  # noqa: C901 - five small
         rng = random.Random(1)
 
         async def one(number):
-            params = SamplingParams(max_tokens=200, output_kind=RequestOutputKind.DELTA)
+            params = SamplingParams.for_model(max_tokens=200, output_kind=RequestOutputKind.DELTA)
             stream = llm.generate(TEXTS[number % 5], params, request_id=f"a{number}")
             wanted = rng.randrange(6)
             if number % 3 == 0:
@@ -88,7 +88,7 @@ def test_the_engine_cannot_tell_where_its_actors_are(  # noqa: C901 - five small
         demo.check(*_tokens(await good))
 
     async def seeded(llm):
-        params = SamplingParams(temperature=1.0, top_k=30, seed=11, max_tokens=15)
+        params = SamplingParams.for_model(temperature=1.0, top_k=30, seed=11, max_tokens=15)
         one, two = [await collect(llm, TEXTS[2], params) for _ in range(2)]
         assert one.outputs[0].token_ids == two.outputs[0].token_ids
 

@@ -52,14 +52,16 @@ def ids(length, first=7):
 
 def innocents(count):
     return [
-        (ids(20 + n % 60, n + 1), SamplingParams(seed=n, max_tokens=100, ignore_eos=True))
+        (ids(20 + n % 60, n + 1), SamplingParams.for_model(seed=n, max_tokens=100, ignore_eos=True))
         for n in range(count)
     ]
 
 
 def deadly(tokens=30, **more):
     """A request that kills with so many tokens."""
-    return ids(FATAL.start - tokens), SamplingParams(max_tokens=200, ignore_eos=True, **more)
+    return ids(FATAL.start - tokens), SamplingParams.for_model(
+        max_tokens=200, ignore_eos=True, **more
+    )
 
 
 async def among(llm, poisons, count):
@@ -126,7 +128,7 @@ def test_two_are_found_one_after_the_other():
 def test_a_word_that_ends_the_tokenizer():
     async def main():
         async with engine() as llm:
-            poison = f"To drink the {WORD}", SamplingParams(max_tokens=5)
+            poison = f"To drink the {WORD}", SamplingParams.for_model(max_tokens=5)
             (guilty,) = await among(llm, [poison], 8)
             assert isinstance(guilty, PoisonRequest)
             assert "tokenizer.0 (actor tokenizer.0 failed: ValueError: it burns)" in str(guilty)

@@ -32,27 +32,43 @@ def asks():
     """(prompt, parameters) of every kind of request; long enough to be met by a death."""
     long = dict(max_tokens=120, ignore_eos=True)
     return [
-        (TEXT, SamplingParams(temperature=0, seed=0, **long)),
-        (TEXT + "It is the east", SamplingParams(temperature=0.9, seed=1, top_p=0.9, **long)),
-        (CHAT, SamplingParams(temperature=0.7, seed=2, max_tokens=90, min_tokens=30)),
-        ({"prompt_token_ids": list(range(40, 240))}, SamplingParams(seed=3, **long)),
-        (TEXT, SamplingParams(seed=4, stop=["the ", "\n\n"], max_tokens=120)),
-        (TEXT, SamplingParams(seed=5, stop=["zzzzzz"], include_stop_str_in_output=True, **long)),
-        (TEXT, SamplingParams(seed=6, logprobs=2, **long)),
-        (TEXT, SamplingParams(seed=7, logprobs=0, prompt_logprobs=1, max_tokens=60)),
-        (TEXT, SamplingParams(seed=8, n=3, max_tokens=80, ignore_eos=True)),
-        (TEXT, SamplingParams(seed=9, n=2, logprobs=1, stop=["and"], max_tokens=80)),
-        (TEXT, SamplingParams(seed=10, presence_penalty=1.2, frequency_penalty=0.4, **long)),
-        (TEXT, SamplingParams(seed=11, bad_words=["the", "And"], logit_bias={40: 2.0}, **long)),
+        (TEXT, SamplingParams.for_model(temperature=0, seed=0, **long)),
+        (
+            TEXT + "It is the east",
+            SamplingParams.for_model(temperature=0.9, seed=1, top_p=0.9, **long),
+        ),
+        (CHAT, SamplingParams.for_model(temperature=0.7, seed=2, max_tokens=90, min_tokens=30)),
+        ({"prompt_token_ids": list(range(40, 240))}, SamplingParams.for_model(seed=3, **long)),
+        (TEXT, SamplingParams.for_model(seed=4, stop=["the ", "\n\n"], max_tokens=120)),
+        (
+            TEXT,
+            SamplingParams.for_model(
+                seed=5, stop=["zzzzzz"], include_stop_str_in_output=True, **long
+            ),
+        ),
+        (TEXT, SamplingParams.for_model(seed=6, logprobs=2, **long)),
+        (TEXT, SamplingParams.for_model(seed=7, logprobs=0, prompt_logprobs=1, max_tokens=60)),
+        (TEXT, SamplingParams.for_model(seed=8, n=3, max_tokens=80, ignore_eos=True)),
+        (TEXT, SamplingParams.for_model(seed=9, n=2, logprobs=1, stop=["and"], max_tokens=80)),
+        (
+            TEXT,
+            SamplingParams.for_model(seed=10, presence_penalty=1.2, frequency_penalty=0.4, **long),
+        ),
+        (
+            TEXT,
+            SamplingParams.for_model(
+                seed=11, bad_words=["the", "And"], logit_bias={40: 2.0}, **long
+            ),
+        ),
         (TEXT, constrained(12, regex=r"([a-z]{2,8} ){6,12}\d{3}")),
         (TEXT, constrained(13, json={"type": "array", "items": {"enum": ["king", "fool"]}})),
-        (TEXT, SamplingParams(seed=14, detokenize=False, **long)),
-        (TEXT, SamplingParams(seed=15, output_kind=RequestOutputKind.FINAL_ONLY, **long)),
+        (TEXT, SamplingParams.for_model(seed=14, detokenize=False, **long)),
+        (TEXT, SamplingParams.for_model(seed=15, output_kind=RequestOutputKind.FINAL_ONLY, **long)),
     ]
 
 
 def constrained(seed, **what):
-    return SamplingParams(
+    return SamplingParams.for_model(
         seed=seed, max_tokens=90, structured_outputs=StructuredOutputsParams(**what)
     )
 
@@ -159,7 +175,7 @@ async def within_reason(*tasks):
 
 async def aborted(llm, draw):
     """A request that is aborted at some moment, perhaps while nobody hears it."""
-    params = SamplingParams(seed=draw.randrange(99), max_tokens=150, ignore_eos=True)
+    params = SamplingParams.for_model(seed=draw.randrange(99), max_tokens=150, ignore_eos=True)
     stream = llm.generate(TEXT, params, request_id=f"doomed {draw.random()}")
     wait, last = draw.uniform(0, 0.6), None
     task = asyncio.ensure_future(anext(stream))
@@ -226,7 +242,7 @@ def seeing():
     shown = [drawn(digits) for digits in ("472", "90", "1")]
     asked = [conversation("say: ", one) for one in shown]
     asked.append(conversation("and: ", *shown[:2]))
-    params = [SamplingParams(seed=n, max_tokens=250, ignore_eos=True) for n in range(3)]
+    params = [SamplingParams.for_model(seed=n, max_tokens=250, ignore_eos=True) for n in range(3)]
     return list(zip(asked, [*params, dataclasses.replace(params[0], n=2)], strict=True))
 
 
@@ -277,7 +293,10 @@ def test_what_a_runner_has_computed_survives_the_death_of_others(device):
         async with AsyncLLM("demo", **options(**device)) as llm:
             tortured, computed, before = Tortured(llm, 1), {}, 0
             for name in ("detokenizer", "runner.0"):
-                params = [SamplingParams(seed=n, max_tokens=150, ignore_eos=True) for _, n in asked]
+                params = [
+                    SamplingParams.for_model(seed=n, max_tokens=150, ignore_eos=True)
+                    for _, n in asked
+                ]
                 streams = [
                     asyncio.ensure_future(read(llm, prompt, one))
                     for (prompt, _), one in zip(asked, params, strict=True)
@@ -298,14 +317,14 @@ def test_what_a_runner_has_computed_survives_the_death_of_others(device):
 async def bits_of_a_lone_stream(names, **changes):
     """What a stream says undisturbed, and when each of these dies meanwhile: ids and the bits of
     all log-probabilities."""
-    params = SamplingParams(seed=3, max_tokens=150, ignore_eos=True, logprobs=3)
+    params = SamplingParams.for_model(seed=3, max_tokens=150, ignore_eos=True, logprobs=3)
     ids, found = list(range(40, 233)), []
     prompt, start = {"prompt_token_ids": ids}, {"prompt_token_ids": ids[:-1]}
     async with AsyncLLM("demo", **options(**changes)) as llm:
         tortured = Tortured(llm, 1)
         # From here on all find the prompt, but for its last token, in the cache. What stands behind
         # it there was computed as it is now: no bits are of a larger chunk.
-        await read(llm, start, SamplingParams(max_tokens=1))
+        await read(llm, start, SamplingParams.for_model(max_tokens=1))
         before = await output_tokens(llm)
         for name in (None, *names):
             stream = asyncio.ensure_future(read(llm, prompt, params))
@@ -430,9 +449,9 @@ def test_a_queue_that_is_full_meanwhile_says_so():
             os.kill(llm.pids["control"], signal.SIGKILL)
             while llm.recovering is None:
                 await asyncio.sleep(0.001)
-            llm.submit([TEXT, TEXT], SamplingParams(max_tokens=3))
+            llm.submit([TEXT, TEXT], SamplingParams.for_model(max_tokens=3))
             with pytest.raises(EngineOverloaded):
-                llm.submit([TEXT], SamplingParams(max_tokens=3))
+                llm.submit([TEXT], SamplingParams.for_model(max_tokens=3))
 
     asyncio.run(main())
 
@@ -557,7 +576,9 @@ def test_an_abort_is_acknowledged_whoever_hangs(victim):
         config = options(device="simulated:5", stall_timeout=5.0)
         async with AsyncLLM("demo", **config) as llm:
             for when in ("before", "during", "after"):
-                request = llm.generate(TEXT, SamplingParams(max_tokens=200), request_id="x")
+                request = llm.generate(
+                    TEXT, SamplingParams.for_model(max_tokens=200), request_id="x"
+                )
                 first = await anext(request)
                 assert not first.finished
                 if when == "before":
@@ -576,7 +597,7 @@ def test_an_abort_is_acknowledged_whoever_hangs(victim):
                     os.kill(llm.pids[victim], signal.SIGKILL)
                 while when != "after" and (llm.recovering or len(llm.restarts[0]) < 1):
                     await asyncio.sleep(0.01)
-                again = llm.generate(TEXT, SamplingParams(max_tokens=3), request_id="x")
+                again = llm.generate(TEXT, SamplingParams.for_model(max_tokens=3), request_id="x")
                 assert [output async for output in again][-1].finished, "the id is free"
             await settled(llm)
 

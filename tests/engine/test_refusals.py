@@ -26,8 +26,8 @@ NO_THREAD = RuntimeError("can't start new thread")
 NO_DESCRIPTOR = OSError(errno.EMFILE, "Too many open files", "/some/path")
 NO_PROCESS = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 CHAT = [{"role": "user", "content": "To be"}]
-PLAIN = SamplingParams(max_tokens=4, ignore_eos=True)
-CONSTRAINED = SamplingParams(
+PLAIN = SamplingParams.for_model(max_tokens=4, ignore_eos=True)
+CONSTRAINED = SamplingParams.for_model(
     max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[ab]{9}")
 )
 
@@ -50,7 +50,7 @@ async def refused_then_served(prompt, params, patch, unpatch, words):
     async with engine() as llm:
         await collect(llm, prompt, params)
         stranger = asyncio.ensure_future(
-            collect(llm, "Or not", SamplingParams(max_tokens=100, ignore_eos=True))
+            collect(llm, "Or not", SamplingParams.for_model(max_tokens=100, ignore_eos=True))
         )
         await asyncio.sleep(0.005)
         for _ in range(10):  # they do not add up
@@ -128,7 +128,7 @@ def test_threads_memory_and_descriptors_for_a_grammar(monkeypatch, where, name, 
             for _ in range(10):
                 patch(llm)
                 regex = StructuredOutputsParams(regex=f"[ab]{{9}}{next(numbers)}")
-                params = SamplingParams(max_tokens=4, structured_outputs=regex)
+                params = SamplingParams.for_model(max_tokens=4, structured_outputs=regex)
                 with pytest.raises(OutOfResources, match="thread|memory|Too many open files"):
                     await collect(llm, "To be", params)
                 monkeypatch.undo()
@@ -146,7 +146,7 @@ def test_a_process_that_the_kernel_ends_convicts_nobody():
     async def main():
         config = dict(device="simulated:250", placement="default", max_restarts=4)
         async with engine(**config) as llm:
-            params = SamplingParams(max_tokens=10, ignore_eos=True)
+            params = SamplingParams.for_model(max_tokens=10, ignore_eos=True)
             slow = asyncio.ensure_future(collect(llm, "To be", params))
             for name in ("tokenizer.0", "detokenizer", "tokenizer.0"):
                 await asyncio.sleep(0.6)
@@ -173,7 +173,7 @@ def test_a_tokenizers_crashes_do_not_blame_streams_that_it_tokenized_long_ago():
     async def main():
         config = dict(device="simulated:100", placement="default", max_restarts=4)
         async with engine(**config) as llm:
-            params = SamplingParams(max_tokens=30, ignore_eos=True)
+            params = SamplingParams.for_model(max_tokens=30, ignore_eos=True)
             streams = [asyncio.ensure_future(collect(llm, f"To be {n}", params)) for n in range(4)]
             await asyncio.sleep(0.5)
             for _ in range(3):

@@ -44,7 +44,7 @@ def test_one_thread_loads_and_computes(checkpoint, monkeypatch):
 def test_a_simulated_device_keeps_its_own_time():
     async def main():
         async with AsyncLLM("demo", device="simulated:5", max_model_len=256) as llm:
-            params = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
+            params = SamplingParams.for_model(max_tokens=40, ignore_eos=True, seed=1)
             outputs = await asyncio.gather(
                 *(collect(llm, ids([n + 3] * 9), params) for n in range(3))
             )
@@ -79,7 +79,7 @@ def test_a_hogged_loop_does_not_hold_up_the_device():
 
     async def main():
         async with AsyncLLM("demo", device="simulated:2", max_model_len=1024) as llm:
-            params = SamplingParams(max_tokens=900, ignore_eos=True, seed=1)
+            params = SamplingParams.for_model(max_tokens=900, ignore_eos=True, seed=1)
             stream = llm.generate(ids([5] * 9), params)
             await anext(stream)
             begin = time.monotonic_ns()

@@ -44,7 +44,7 @@ async def answers(load_format, seed):
             collect(
                 llm,
                 f"{name}:",
-                SamplingParams(
+                SamplingParams.for_model(
                     structured_outputs=constraint(schema), seed=seed + at, max_tokens=MOST
                 ),
             )

@@ -251,7 +251,7 @@ def test_many_long_prefix_hits_with_many_stop_ids_join_one_step():
             prompt = [(7 * i) % 2048 for i in range(900)]
             await collect(llm, ids(prompt), greedy(1))
             stops = list(range(MAX_STOP_IDS))
-            params = SamplingParams(max_tokens=3, min_tokens=2, stop_token_ids=stops)
+            params = SamplingParams.for_model(max_tokens=3, min_tokens=2, stop_token_ids=stops)
             outputs = await asyncio.gather(*(collect(llm, ids(prompt), params) for _ in range(48)))
             assert all(output.num_cached_tokens == 899 for output in outputs)
 

@@ -71,7 +71,7 @@ def jobs(count):
             sampling["stop_token_ids"] = rng.sample(range(VOCABULARY), 30)
         way = rng.choice([None, None, None, "abort", "aclose"])
         kinds = list(RequestOutputKind)[: 2 if way else 3]
-        params = SamplingParams(
+        params = SamplingParams.for_model(
             max_tokens=rng.choice([2, 10, 40, 80]),
             ignore_eos=True,
             output_kind=rng.choice(kinds),

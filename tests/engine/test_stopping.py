@@ -18,7 +18,7 @@ def run(check):
 
 
 async def one(llm, prompt="ROMEO:", **params):
-    final = await collect(llm, prompt, SamplingParams(temperature=0.0, **params))
+    final = await collect(llm, prompt, SamplingParams.for_model(temperature=0.0, **params))
     return final.outputs[0]
 
 

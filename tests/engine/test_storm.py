@@ -58,7 +58,7 @@ def distinct_requests():
         sampling = dict(temperature=0.0)
         if seed % 3 == 0:
             sampling = dict(temperature=0.9, seed=seed, top_k=rng.choice([0, 30]))
-        params = SamplingParams(max_tokens=LONGEST, ignore_eos=True, **sampling)
+        params = SamplingParams.for_model(max_tokens=LONGEST, ignore_eos=True, **sampling)
         yield rng.choice(stems)[: rng.randrange(25)] + tail, params
 
 

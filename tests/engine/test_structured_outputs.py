@@ -75,7 +75,7 @@ def check_masked(reference, vocabulary, constraint, output):
 
 
 def wanted(number, **sampling):
-    return SamplingParams(
+    return SamplingParams.for_model(
         structured_outputs=CONSTRAINTS[number % len(CONSTRAINTS)], temperature=0, **sampling
     )
 
@@ -158,7 +158,7 @@ def test_a_finished_answer_is_valid():
     async def main():
         async with structured_engine() as llm:
             wanted = [
-                SamplingParams(
+                SamplingParams.for_model(
                     structured_outputs=CONSTRAINTS[0], max_tokens=200, seed=seed, n=2, logprobs=1
                 )
                 for seed in range(6)
@@ -179,7 +179,7 @@ def test_a_finished_answer_is_valid():
 def test_a_constrained_request_changes_nothing_for_others():
     async def main(others):
         async with structured_engine() as llm:
-            plain = [greedy(24), SamplingParams(temperature=0.8, seed=5, max_tokens=24)]
+            plain = [greedy(24), SamplingParams.for_model(temperature=0.8, seed=5, max_tokens=24)]
             requests = [collect(llm, STEM, how) for how in plain]
             requests += [collect(llm, STEM, wanted(n, max_tokens=24)) for n in range(5 * others)]
             outputs = await asyncio.gather(*requests)
@@ -201,7 +201,9 @@ def test_a_grammar_that_is_wrong_ends_its_request_alone(constraint, reason):
     async def main():
         async with structured_engine() as llm:
             return await asyncio.gather(
-                collect(llm, STEM, SamplingParams(structured_outputs=constraint, max_tokens=9)),
+                collect(
+                    llm, STEM, SamplingParams.for_model(structured_outputs=constraint, max_tokens=9)
+                ),
                 collect(llm, STEM, greedy(9)),
                 collect(llm, STEM, wanted(1, max_tokens=20)),
                 return_exceptions=True,
@@ -217,7 +219,7 @@ def test_a_grammar_that_is_wrong_ends_its_request_alone(constraint, reason):
 def test_rules_and_a_grammar_that_leave_nothing_end_the_request_alone():
     async def main():
         async with structured_engine() as llm:
-            how = SamplingParams(
+            how = SamplingParams.for_model(
                 structured_outputs={"choice": ["yes"]}, allowed_token_ids=[5], max_tokens=9
             )
             return await asyncio.gather(
@@ -255,13 +257,13 @@ def test_forced_tokens_are_those_that_would_be_chosen():
     async def main(jumps):
         async with structured_engine(jump_forward=jumps) as llm:
             wanted = [
-                SamplingParams(structured_outputs=CONSTRAINTS[n], max_tokens=40, seed=n)
+                SamplingParams.for_model(structured_outputs=CONSTRAINTS[n], max_tokens=40, seed=n)
                 for n in (0, 1, 2, 3, 4)
             ]
             single = {"grammar": "start: " + " ".join(f"<[{token}]>" for token in (41, 42, 43))}
-            wanted.append(SamplingParams(structured_outputs=single, max_tokens=40))
-            wanted.append(SamplingParams(structured_outputs=single, max_tokens=2))
-            stops = SamplingParams(structured_outputs=single, stop_token_ids=[42])
+            wanted.append(SamplingParams.for_model(structured_outputs=single, max_tokens=40))
+            wanted.append(SamplingParams.for_model(structured_outputs=single, max_tokens=2))
+            stops = SamplingParams.for_model(structured_outputs=single, stop_token_ids=[42])
             outputs = await asyncio.gather(*(collect(llm, STEM, how) for how in [*wanted, stops]))
             forced = (await llm.statistics())["scheduler"]["actor"]["forced_tokens"]
             answers = [output.outputs[0] for output in outputs]

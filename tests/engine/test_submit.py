@@ -9,7 +9,9 @@ from nanoactor.errors import EngineOverloaded, InvalidRequest
 from tests.engine.harness import collect, engine, greedy, settled
 
 OPTIONS = dict(device="simulated:1", dtype="auto", num_kv_blocks=None, skip_tokenizer_init=False)
-LONG = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+LONG = SamplingParams.for_model(
+    max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+)
 
 
 def test_a_request_is_accepted_read_and_closed():
@@ -35,7 +37,9 @@ def test_a_request_is_accepted_read_and_closed():
 def test_what_refuses_a_request_is_raised_while_it_waits_to_be_accepted():
     async def main():
         async with engine("demo", **OPTIONS, max_model_len=64) as llm:
-            good, bad = llm.submit(["ROMEO:", "to be " * 100], SamplingParams(max_tokens=3))
+            good, bad = llm.submit(
+                ["ROMEO:", "to be " * 100], SamplingParams.for_model(max_tokens=3)
+            )
             with pytest.raises(InvalidRequest, match="max_model_len is 64"):
                 await bad.accepted()
             with pytest.raises(InvalidRequest, match="max_model_len is 64"):

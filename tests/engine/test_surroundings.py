@@ -3,21 +3,33 @@
 import asyncio
 import gc
 import inspect
+import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 import nanoactor.models.errors as model_errors
 import nanoactor.runtime.errors as runtime_errors
 from nanoactor import LLM, AsyncLLM, SamplingParams
-from nanoactor.errors import EngineClosed, NanoactorError, StartupFailed, translated
-from tests.conftest import children, descriptors
+from nanoactor.errors import (
+    EngineClosed,
+    NanoactorError,
+    StartupFailed,
+    UnsupportedPlatform,
+    translated,
+)
+from tests.conftest import check_descriptors, children, descriptors
 from tests.engine.harness import collect
 
 FAST = dict(device="simulated:1", max_num_seqs=4)
 IN_ONE = {**FAST, "placement": "single"}
-FEW, LONG = SamplingParams(max_tokens=3), SamplingParams(max_tokens=900, ignore_eos=True)
+FEW, LONG = (
+    SamplingParams.for_model(max_tokens=3),
+    SamplingParams.for_model(max_tokens=900, ignore_eos=True),
+)
 ERRORS = [
     cls
     for module in (model_errors, runtime_errors)
@@ -100,10 +112,7 @@ def test_an_engine_that_is_dropped_ends_with_a_warning():
     before = descriptors()
     asyncio.run(main())
     gc.collect()
-    deadline = time.monotonic() + 30
-    while descriptors() > before:  # a thread closes what the loop had no time for
-        assert time.monotonic() < deadline, "the dropped engine keeps descriptors"
-        time.sleep(0.02)
+    check_descriptors(before)
 
 
 async def until_gone():
@@ -117,7 +126,7 @@ def test_requests_keep_their_engine_alive():
     async def main():
         llm = AsyncLLM("demo", **IN_ONE)
         await llm.start()
-        (request,) = llm.submit(["a"], SamplingParams(max_tokens=40, ignore_eos=True))
+        (request,) = llm.submit(["a"], SamplingParams.for_model(max_tokens=40, ignore_eos=True))
         stopping = llm.close
         del llm
         gc.collect()
@@ -187,3 +196,41 @@ def test_a_path_that_is_no_text_does_not_keep_an_engine_from_starting(monkeypatc
             assert (await collect(llm, messages, FEW)).finished
 
     asyncio.run(main())
+
+
+def test_a_frozen_program_is_refused_and_never_starts_itself_again(monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(UnsupportedPlatform, match="frozen into a bundle"):
+        asyncio.run(AsyncLLM("demo", **FAST).start())
+    assert not children()
+
+
+DELETED = """
+import asyncio, os, shutil, signal, sys
+from nanoactor import AsyncLLM, SamplingParams
+
+async def text(llm):
+    async for output in llm.generate("ROMEO:", SamplingParams(max_tokens=8, seed=1)):
+        pass
+    return output.outputs[0].text
+
+async def main():
+    async with AsyncLLM("demo", max_num_seqs=4, num_kv_blocks=64) as llm:
+        before = await text(llm)
+        shutil.rmtree(os.getcwd())
+        os.kill(llm.pids["runner.0"], signal.SIGKILL)
+        assert await text(llm) == before
+        assert sum(llm.restarts[0].values()) == 1
+
+asyncio.run(main())
+"""
+
+
+def test_the_working_directory_may_be_deleted_under_a_running_engine(tmp_path):
+    """As by a deployment that swaps directories: a process starts again elsewhere."""
+    root = str(Path(__file__).parents[2])
+    place = tmp_path / "gone"
+    place.mkdir()
+    environment = {**os.environ, "PYTHONPATH": root}
+    command = [sys.executable, "-c", DELETED]
+    subprocess.run(command, cwd=place, env=environment, check=True, timeout=280)

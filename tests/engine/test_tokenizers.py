@@ -66,7 +66,7 @@ from nanoactor import AsyncLLM, SamplingParams
 async def main():
     async with AsyncLLM({str(path)!r}, device="simulated:1", placement="single") as llm:
         for prompt in ("ROMEO:", {CHAT!r}):
-            async for output in llm.generate(prompt, SamplingParams(max_tokens=3)):
+            async for output in llm.generate(prompt, SamplingParams.for_model(max_tokens=3)):
                 pass
         assert output.finished
     print(*sorted({{"torch", "transformers"}} & set(sys.modules)))

@@ -191,7 +191,7 @@ def test_conversations_show_videos(viewer):
     """Times stand beside the frames; a blocking engine takes them too."""
     frames = [*shown(2, 3, 16, 16)]
     part = {"type": "video", "video": frames, "times": [0, 10, 20]}
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    params = SamplingParams.for_model(temperature=0.0, max_tokens=3, ignore_eos=True)
     options = dict(device="cpu", dtype="float32", placement="single", num_kv_blocks=40)
     with LLM(str(viewer.directory), **options) as llm:
         text = PLACE.format("video") + "ab"

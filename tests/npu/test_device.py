@@ -152,7 +152,7 @@ def test_the_command_line_says_what_to_install():
     command = [sys.executable, "-m", "nanoactor", "generate", "demo", "To be", "--device", "npu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "pip install 'nanoactor[npu]'" in done.stderr
+    assert "pip install '.[npu]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -82,7 +82,7 @@ def kinds(number, tokens):
     chosen = kind[number % len(kind)]
     if chosen is None:
         return greedy(tokens)
-    return SamplingParams(
+    return SamplingParams.for_model(
         temperature=0.9, seed=number, max_tokens=tokens, ignore_eos=True, **chosen
     )
 
@@ -144,7 +144,7 @@ def test_answers_and_log_probabilities_behind_the_graph(wide, monkeypatch, layou
         limits = dict(max_num_seqs=4, max_num_batched_tokens=100, max_model_len=384)
         async with engine(directory, placement="single", **limits, **changes) as llm:
             asked = [
-                SamplingParams(
+                SamplingParams.for_model(
                     temperature=0.9, seed=n, max_tokens=9, n=3, logprobs=2, prompt_logprobs=n
                 )
                 for n in range(len(prompts))
@@ -265,7 +265,7 @@ def test_min_p_cuts_behind_the_operators_top_p(wide, monkeypatch):
 
     def params(min_p, seed):
         kind = dict(temperature=3.0, top_p=0.999, min_p=min_p, seed=seed)
-        return SamplingParams(max_tokens=12, ignore_eos=True, **kind)
+        return SamplingParams.for_model(max_tokens=12, ignore_eos=True, **kind)
 
     async def outputs(**changes):
         async with engine(wide[0], placement="single", max_model_len=128, **changes) as llm:

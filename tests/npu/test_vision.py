@@ -91,7 +91,7 @@ def test_ranks_see_as_one(tmp_path, monkeypatch):
 def test_the_demo_reads_digits(monkeypatch):
     """Under every documented rule but that on the size of its heads."""
     emulate(monkeypatch)
-    params = SamplingParams(temperature=0.0, max_tokens=8)
+    params = SamplingParams.for_model(temperature=0.0, max_tokens=8)
     options = dict(device="npu", dtype="float32", attention_layout="bnsd", placement="single")
     numbers = ["7", "42", "905"]
     with LLM("demo-vl", num_kv_blocks=24, max_num_seqs=4, **options) as llm:

@@ -36,7 +36,7 @@ def chat_options(options):
 
 async def by_library(llm, messages, options):
     chosen = chat_options(options)
-    one = SamplingParams(max_tokens=1)
+    one = SamplingParams.for_model(max_tokens=1)
     try:
         output = await collect(llm, messages, one, chat_template_kwargs=chosen)
     except InvalidRequest:
@@ -109,7 +109,7 @@ def test_a_wrong_message_is_refused_at_both_doors_with_its_place():
                 assert answer.status_code == 400, messages
                 assert named in answer.json()["error"]["message"]
                 with pytest.raises(InvalidRequest, match=named):
-                    await collect(server.llm, messages, SamplingParams(max_tokens=1))
+                    await collect(server.llm, messages, SamplingParams.for_model(max_tokens=1))
 
     asyncio.run(main())
 

@@ -294,3 +294,16 @@ def test_tokenizing_ignores_what_it_does_not_know_too():
     assert Decoder().decode(TokenizeRequest, json.dumps(body).encode()).messages
     with pytest.raises(APIError):
         Decoder(strict=True).decode(TokenizeRequest, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("name", ["chat_template", "mm_processor_kwargs", "return_token_strs"])
+def test_tokenizing_refuses_what_would_change_its_answer(name):
+    def decode_tokenize(**extra):
+        body = json.dumps({"messages": BODIES["chat"]["messages"], **extra}).encode()
+        return Decoder().decode(TokenizeRequest, body)
+
+    with pytest.raises(APIError, match=name):
+        decode_tokenize(**{name: {"a": 1}})
+    decode_tokenize(**{name: None})
+    effort = decode_tokenize(reasoning_effort="none", add_special_tokens=False)
+    assert template_options(effort, ("enable_thinking",)) == {"enable_thinking": False}

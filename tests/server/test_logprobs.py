@@ -21,7 +21,7 @@ def llm():
 
 
 def said(llm, prompt, **params):
-    return llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0]
+    return llm.generate(prompt, SamplingParams.for_model(**params), use_tqdm=False)[0]
 
 
 def joined(choices):

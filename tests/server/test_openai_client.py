@@ -20,7 +20,9 @@ def expected():
     with LLM("demo", device="cpu", dtype="float32", threads=1, max_num_seqs=8) as llm:
 
         def ask(prompt, **params):
-            return llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0].outputs[0]
+            return llm.generate(prompt, SamplingParams.for_model(**params), use_tqdm=False)[
+                0
+            ].outputs[0]
 
         yield ask
 
@@ -202,7 +204,7 @@ def test_what_a_server_has_said_can_be_sent_back(client):
     again = client.chat.completions.create(messages=messages, **params)
     plain = [{"role": "system", "content": "Be brief."}, *CHAT]
     plain += [{"role": "assistant", "content": said["content"]}]
-    plain += [{"role": "user", "content": "And now?"}]
+    plain += [{"role": "user", "content": "And \nnow?"}]
     same = client.chat.completions.create(messages=plain, **params)
     assert again.choices[0].message.content == same.choices[0].message.content
     assert same.usage.prompt_tokens_details.cached_tokens > 0

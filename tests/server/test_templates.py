@@ -14,7 +14,7 @@ from tests.text.test_renderer import HANG, LOOP
 
 SLOW = 60.0
 """Seconds that a template may take where it must not matter how long that is."""
-FEW = SamplingParams(max_tokens=3)
+FEW = SamplingParams.for_model(max_tokens=3)
 
 
 def chat(content):

@@ -47,6 +47,9 @@ def test_a_text_service_that_cannot_start_says_why_and_leaves_nothing(model):
     assert children() == before
 
 
+ASKS = [{"role": "user", "content": "?"}]
+
+
 def test_whether_thoughts_may_follow_depends_on_the_templates_options(tmp_path):
     (tmp_path / "m").mkdir()
     path = directory(tmp_path / "m", OPENING)
@@ -54,14 +57,14 @@ def test_whether_thoughts_may_follow_depends_on_the_templates_options(tmp_path):
     async def main():
         service = TextService(path, 10_000, RenderLimits(5.0, 10_000))
         await service.start()
-        assert await service.thoughts({}) == "optional"
+        assert await service.thoughts({}, ASKS) == "optional"
         for mode in ("open", "none", "optional", "open"):
-            assert await service.thoughts({"mode": mode}) == mode
-        assert await service.thoughts({"mode": "fail"}) == "none", "refused by the engine too"
+            assert await service.thoughts({"mode": mode}, ASKS) == mode
+        assert await service.thoughts({"mode": "fail"}, ASKS) == "none", "refused by the engine too"
         await service.close()
         # What it has been asked it remembers, and without options nothing is to be asked.
-        assert await service.thoughts({"mode": "open"}) == "open"
-        assert await service.thoughts({"mode": "other"}) == "optional"
+        assert await service.thoughts({"mode": "open"}, ASKS) == "open"
+        assert await service.thoughts({"mode": "other"}, ASKS) == "optional"
 
     asyncio.run(main())
 
@@ -109,7 +112,7 @@ def test_a_tokenizer_that_backtracks_costs_its_request_alone(tmp_path):
     fails, long = "a" * 40 + "!", "To be " * 20_000
 
     async def main():
-        service = TextService(path, 1_000_000, RenderLimits(5.0, 1_000_000))
+        service = TextService(path, 1_000_000, RenderLimits(1.0, 1_000_000))
         await service.start()
         calls = [service.encode(fails, True), service.spans([fails]), service.spans([long])]
         found = await asyncio.gather(*calls, service.spans(["To be"]), return_exceptions=True)

@@ -24,6 +24,7 @@ from nanoactor.actors.journal import Entry
 from nanoactor.actors.scheduler import SchedulerActor
 from nanoactor.config import EngineConfig
 from nanoactor.errors import EngineOverloaded
+from nanoactor.generation_config import GenerationConfig
 from nanoactor.messages import Stopping, Submit, TextOptions, Tokens
 from nanoactor.model_files import ModelFiles
 from nanoactor.models.columns import DEFAULTS
@@ -419,10 +420,10 @@ def _files(scenario: Scenario) -> ModelFiles:
     return ModelFiles(
         directory=Path(),
         config=sizes,
-        defaults=DEFAULTS,
+        generation=GenerationConfig(DEFAULTS),
         eos_token_ids=(),
         max_model_len=scenario.max_model_len,
-        ignored=(),
         tokenizer_directory=None,
+        given_tokenizer=Path(),
         images=IMAGES if sees else None,
     )

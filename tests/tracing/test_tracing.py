@@ -101,7 +101,7 @@ def test_nothing_happened_is_a_summary_too():
 
 async def traced(tmp_path, **options):
     async with AsyncLLM("demo", device="simulated:2", **options) as llm:
-        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        params = SamplingParams.for_model(max_tokens=60, ignore_eos=True)
 
         async def one(number):
             async for output in llm.generate({"prompt_token_ids": [number + 3] * 20}, params):
@@ -160,7 +160,7 @@ def test_arrows_lead_from_a_picture_to_the_steps_that_encode_it(tmp_path):
         async with AsyncLLM("demo-vl", **config) as llm:
             image = np.random.default_rng(0).integers(0, 256, (192, 256, 3)).astype(np.uint8)
             prompt = {"prompt": "<|image_pad|>", "multi_modal_data": {"image": image}}
-            async for _ in llm.generate(prompt, SamplingParams(max_tokens=2)):
+            async for _ in llm.generate(prompt, SamplingParams.for_model(max_tokens=2)):
                 pass
             (await llm.trace()).save(tmp_path / "trace.json")
 
@@ -226,7 +226,9 @@ def test_an_engine_tells_how_busy_its_actors_and_its_device_are():
 
     async def main():
         async with AsyncLLM("demo", device="simulated:5") as llm:
-            stream = llm.generate("ROMEO:", SamplingParams(max_tokens=300, ignore_eos=True))
+            stream = llm.generate(
+                "ROMEO:", SamplingParams.for_model(max_tokens=300, ignore_eos=True)
+            )
             await anext(stream)
             begin = time.monotonic_ns()
             await asyncio.sleep(1e-9 * width * bins)

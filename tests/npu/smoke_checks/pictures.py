@@ -55,7 +55,7 @@ async def _read(rig: Rig) -> list[str]:
     options: dict[str, Any] = dict(device=rig.name, dtype=short(rig.dtype), placement="single")
     options |= dict(attention_layout="bnsd", graph_mode=rig.graph_mode, start_timeout=1500.0)
     options |= dict(max_num_seqs=4, num_kv_blocks=24, skip_tokenizer_init=False)
-    params = SamplingParams(temperature=0.0, max_tokens=8)
+    params = SamplingParams.for_model(temperature=0.0, max_tokens=8)
     async with engine("demo-vl", **options) as llm:
         found = []
         for number in NUMBERS:

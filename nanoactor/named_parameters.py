@@ -1,0 +1,53 @@
+"""Parameters by name: what a constructor does not know is refused with the name that was meant."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from nanoactor.errors import InvalidRequest
+
+C = TypeVar("C", bound=type[Any])
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return a question that names what is known and looks like `name`; empty where nothing
+    does."""
+    close = difflib.get_close_matches(name, [*known], 1, 0.6)
+    return f": do you mean {close[0]}?" if close else ""
+
+
+def names_parameters(neutral: Mapping[str, Any]) -> Callable[[C], C]:
+    """Return a decorator of a dataclass whose constructor raises `InvalidRequest` for parameters
+    that it does not know. Those in `neutral` are accepted with that value, and dropped."""
+
+    def decorate(kind: C) -> C:
+        made = kind.__init__
+        signature = inspect.signature(made)
+        name = kind.__name__
+
+        @functools.wraps(made)
+        def init(self: Any, *args: Any, **given: Any) -> None:
+            for key in given.keys() & neutral.keys():
+                value = given.pop(key)
+                if value is not None and value != neutral[key]:
+                    raise InvalidRequest(
+                        f"{key} is not supported; only {neutral[key]!r} is accepted"
+                    )
+            known = [key for key in signature.parameters if key != "self"]
+            for key in given:
+                if key not in known:
+                    raise InvalidRequest(f"{name} has no parameter {key!r:.100}{meant(key, known)}")
+            try:
+                signature.bind(self, *args, **given)
+            except TypeError as error:
+                raise InvalidRequest(f"{name}: {error}; give parameters by name") from None
+            made(self, *args, **given)
+
+        kind.__init__ = init
+        return kind
+
+    return decorate

@@ -1,0 +1,68 @@
+"""The token that a tokenizer's files call the end of a sequence; loads no tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+
+from nanoactor.models.config import check_file
+from nanoactor.models.errors import ModelError
+from nanoactor.text.template_files import CONFIG, optional_json, special_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndToken:
+    """A token's text and id."""
+
+    text: str
+    id: int
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] = {}
+
+
+class _WithAdded(msgspec.Struct):
+    added_tokens: list[_Added] = []
+
+
+class _WithVocabulary(msgspec.Struct):
+    model: _Model
+
+
+def end_token(directory: Path) -> EndToken | None:
+    """Return the tokenizer's `eos_token`; None where its files name none, or one without an id.
+    Raises `ModelError` for files that are malformed."""
+    try:
+        config = optional_json(directory / CONFIG)
+        text = special_tokens(directory, config).get("eos_token")
+        listed = config.get("added_tokens_decoder") or {}
+        ids = {token["content"]: int(id_) for id_, token in listed.items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ModelError(f"{directory}: its special tokens are malformed: {error!r}") from error
+    if text is None:
+        return None
+    found = ids.get(text)
+    if found is None:
+        found = _id_in(directory / "tokenizer.json", text)
+    return None if found is None else EndToken(text, found)
+
+
+def _id_in(file: Path, text: str) -> int | None:
+    """Look a token up: most are added tokens, and a vocabulary takes longer to read."""
+    check_file(file)
+    try:
+        content = file.read_bytes()
+        for token in msgspec.json.decode(content, type=_WithAdded).added_tokens:
+            if token.content == text:
+                return token.id
+        return msgspec.json.decode(content, type=_WithVocabulary).model.vocab.get(text)
+    except (OSError, msgspec.MsgspecError, UnicodeError):
+        return None  # the tokenizer's process says what is wrong with the file

@@ -1,0 +1,65 @@
+"""Options and parameters by vLLM's names: those that mean the same, and those that are refused."""
+
+import pytest
+
+from nanoactor import AsyncLLM, SamplingParams
+from nanoactor.config import EngineConfig
+from nanoactor.engine_options import NEUTRAL, engine_config
+from nanoactor.errors import InvalidConfig, InvalidRequest
+from nanoactor.named_parameters import meant
+from nanoactor.params import NEUTRAL as NEUTRAL_PARAMETERS
+
+
+def test_names_that_mean_the_same():
+    made = engine_config("demo", {"gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 9})
+    assert (made.memory_utilization, made.num_kv_blocks) == (0.5, 9)
+    assert engine_config("demo", {"dtype": "half"}).dtype == "float16"
+    assert engine_config("demo", {"dtype": "float"}).dtype == "float32"
+    with pytest.raises(InvalidConfig, match="are the same option"):
+        engine_config("demo", {"gpu_memory_utilization": 0.5, "memory_utilization": 0.5})
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_an_option_without_a_counterpart_is_accepted_where_it_asks_for_nothing(name):
+    for value in (*NEUTRAL[name], None):
+        assert engine_config("demo", {name: value}) == EngineConfig("demo")
+    with pytest.raises(InvalidConfig, match=f"{name} is not supported"):
+        engine_config("demo", {name: "anything else"})
+    if any(one is False for one in NEUTRAL[name]) and True not in NEUTRAL[name]:
+        with pytest.raises(InvalidConfig):
+            engine_config("demo", {name: 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("max_num_seq", "max_num_seqs"), ("gpu_memory_utilisation", "gpu_memory_utilization")],
+)
+def test_an_unknown_option_is_refused_with_the_name_that_was_meant(name, instead):
+    with pytest.raises(
+        InvalidConfig, match=f"unknown engine option '{name}': do you mean {instead}"
+    ):
+        AsyncLLM("demo", **{name: 1})
+
+
+def test_nothing_is_meant_by_what_looks_like_nothing():
+    assert meant("qqqq", ["temperature"]) == ""
+
+
+@pytest.mark.parametrize("name", NEUTRAL_PARAMETERS)
+def test_a_parameter_of_vllms_is_accepted_with_the_value_that_asks_for_nothing(name):
+    plain = SamplingParams()
+    assert SamplingParams(**{name: NEUTRAL_PARAMETERS[name]}) == plain
+    assert SamplingParams(**{name: None}) == plain
+    with pytest.raises(InvalidRequest, match=f"{name} is not supported"):
+        SamplingParams(**{name: "anything else"})
+
+
+def test_an_unknown_parameter_is_refused_with_the_name_that_was_meant():
+    with pytest.raises(InvalidRequest, match="no parameter 'temprature': do you mean temperature"):
+        SamplingParams(temprature=1)
+    with pytest.raises(InvalidRequest, match="by name"):
+        SamplingParams(1, 0.5)
+
+
+def test_minus_one_is_no_seed():
+    assert SamplingParams(seed=-1).seed is None
