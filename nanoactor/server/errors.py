@@ -23,8 +23,9 @@ RETRY_AFTER = "1"
 """Seconds until another try is worth it: a queue that is full now moves within steps."""
 _LONGEST = 2000
 """Characters of a message: some quote what was sent."""
-_PATH = re.compile(r"`\$\.([A-Za-z_][\w.\[\]]*)`")
-_UNKNOWN = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.([^`]*)`)?")
+# At the ends of what the decoder says: between them it may quote a client.
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.([A-Za-z_][\w.\[\]]*)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`(?: - at `\$\.?([^`]*)`)?$", re.DOTALL)
 
 
 class ErrorDetail(Struct):
@@ -95,6 +96,12 @@ def context_length_exceeded(tokens: int, limit: int) -> APIError:
 
 
 _LATER = {"Retry-After": RETRY_AFTER}
+# The beginnings of what the engine says of lengths: what follows may quote a client.
+_TOO_LONG = re.compile(
+    r"(the|a) prompt has \d+ (tokens|bytes)"
+    r"|(max|min)_tokens is \d+, but after a prompt"
+    r"|the request's pictures and videos have \d+ tokens, but max_model_len"
+)
 
 
 def death_for_clients(error: BaseException) -> str:
@@ -123,7 +130,7 @@ def from_engine(error: Exception, names: frozenset[str]) -> APIError:
         # The engine's messages begin with the parameter's name, where it is one.
         first = re.match(r"\w+", text)
         param = first[0] if first and first[0] in names else None
-        code = "context_length_exceeded" if "max_model_len" in text else None
+        code = "context_length_exceeded" if _TOO_LONG.match(text) else None
         return APIError(400, text, param=param, code=code)
     return APIError(500, "internal error; the server's log has its cause", code="internal_error")
 
@@ -141,4 +148,6 @@ def from_decoding(error: Exception) -> APIError:
         name = ".".join(part for part in (unknown[2], unknown[1]) if part)[:200]
         return invalid(f"{name!r} is not a parameter that this server knows", name)
     path = _PATH.search(text)
-    return invalid(text.replace("$.", ""), path[1] if path else None)
+    if path is None:
+        return invalid(text)
+    return invalid(text[: path.start()] + path[0].replace("$.", "", 1), path[1])

@@ -29,6 +29,9 @@ _HEADER = re.compile(
 )
 
 
+_SPACE, _COLON, _COMMA = re.compile(r"\s*"), re.compile(r"\s*:\s*"), re.compile(r"\s*,?\s*")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
     """A call begins."""
@@ -137,19 +140,27 @@ class ToolCallParser:
         if end < 0 and len(self._held) < _LONGEST_HEADER:
             return False
         self._where = _Where.UNUSUAL
+        self._quoted = self._escaped = False
         return True
 
     def _unusual(self, pieces: list[Piece]) -> bool:
-        before, closed, rest = self._held.partition(CLOSE)
-        if not closed:
-            keep = held_back(self._held, CLOSE)
-            self._parts.append(self._held[: len(self._held) - keep])
-            self._held = self._held[len(self._held) - keep :]
-            return False
-        self._where, self._held = _Where.TEXT, rest
-        self._whole("".join(self._parts) + before, CLOSE, pieces)
-        self._parts = []
-        return True
+        """Hold a call up to the closing tag that stands in no string."""
+        for at, character in enumerate(self._held):
+            if self._in_string(character) or character != "<":
+                continue
+            if self._held.startswith(CLOSE, at):
+                raw = "".join(self._parts) + self._held[:at]
+                self._where, self._held = _Where.TEXT, self._held[at + len(CLOSE) :]
+                self._parts = []
+                self._whole(raw, CLOSE, pieces)
+                return True
+            if CLOSE.startswith(self._held[at:]):  # perhaps
+                self._parts.append(self._held[:at])
+                self._held = self._held[at:]
+                return False
+        self._parts.append(self._held)
+        self._held = ""
+        return False
 
     def _whole(self, raw: str, close: str, pieces: list[Piece]) -> None:
         """A call whose order or form does not let its arguments be streamed, or no call."""
@@ -246,7 +257,12 @@ class ToolCallParser:
         if self._where is _Where.TEXT and (held.strip() or not self.calls):
             self._say(held, pieces)
         elif self._where in (_Where.HEADER, _Where.UNUSUAL):
-            self._whole(held, "", pieces)
+            # Where a quotation mark was left open, a closing tag was taken for a part of a string.
+            raw, close, rest = held.partition(CLOSE)
+            self._whole(raw, close, pieces)
+            if close:
+                self._where, self._parts = _Where.TEXT, []
+                pieces += [*self.push(rest), *self.finish()]
         elif self._where is _Where.STRING and held:
             pieces.append(Arguments(self.calls - 1, held))
         return pieces
@@ -311,14 +327,44 @@ def _whole_characters(text: str) -> str:
 def _decoded(raw: str) -> tuple[str, str] | None:
     """(name, arguments as JSON text) of a call that is complete; None where it is none."""
     try:
-        call: Any = json.loads(raw, strict=False)
+        call = _members(raw)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+    name, _ = call.get("name", (None, ""))
+    if not isinstance(name, str) or not name:
         return None
-    arguments = call.get("arguments", call.get("parameters"))
+    arguments, written = call.get("arguments", call.get("parameters", (None, "")))
     if arguments is not None and not isinstance(arguments, str | dict):
         return None
     if not isinstance(arguments, str):
-        arguments = json.dumps(arguments or {}, ensure_ascii=False)
-    return _whole_characters(call["name"]), _whole_characters(arguments)
+        arguments = written if arguments else "{}"
+    return _whole_characters(name), _whole_characters(arguments)
+
+
+def _members(raw: str) -> dict[str, tuple[Any, str]]:
+    """Return an object's members by name: the value, and the text that it was written in, as
+    numbers do not survive being read and written. Raises ValueError for anything else."""
+    at = _SPACE.match(raw, 0)
+    place = at.end() if at else 0
+    if raw[place : place + 1] != "{":
+        raise ValueError("it is no object")
+    json.JSONDecoder(strict=False, parse_constant=_no_constant).decode(raw)
+    found: dict[str, tuple[Any, str]] = {}
+    reader = json.JSONDecoder(strict=False)
+    place += 1
+    while (place := _after(_SPACE, raw, place)) < len(raw) and raw[place] != "}":
+        name, place = reader.raw_decode(raw, place)
+        begin = _after(_COLON, raw, place)
+        value, place = reader.raw_decode(raw, begin)
+        found[name] = value, raw[begin:place]
+        place = _after(_COMMA, raw, place)
+    return found
+
+
+def _after(mark: re.Pattern[str], text: str, at: int) -> int:
+    found = mark.match(text, at)
+    return found.end() if found else at
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

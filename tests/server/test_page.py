@@ -216,6 +216,22 @@ def test_markdown_becomes_nodes_and_nothing_becomes_html(tmp_path):
                 ["https://example.org/x", "noopener noreferrer", "_blank"],
             ]
             assert "here (example.com)" in await page.evaluate("box.textContent")
+            # A link that names another host than its own shows that.
+            shown = "s => { const d = make('div'); d.append(...markdown(s)); return d.textContent }"
+            for words, address, host in (
+                ("bank.com", "http://a/", "a"),
+                ("bank.com/evil.com", "https://evil.com/x", "evil.com"),
+            ):
+                text = await page.evaluate(f"({shown})({json.dumps(f'[{words}]({address})')})")
+                assert text == f"{words} ({host})"
+            same = "[https://a.org/x](https://a.org/y)"
+            assert await page.evaluate(f"({shown})({json.dumps(same)})") == "https://a.org/x"
+            # A fence ends where another of its kind stands alone.
+            nested = "````md\n```python\nx\n```\n````\nend"
+            codes = "s => { const d = make('div'); d.append(...markdown(s)); "
+            codes += "return [...d.querySelectorAll('pre')].map(n => n.textContent) }"
+            assert await page.evaluate(f"({codes})({json.dumps(nested)})") == ["```python\nx\n```"]
+            assert await page.evaluate(f"({codes})({json.dumps('``` ```x``` is code')})") == []
             # What streams is cut anywhere, and what models write is not always well formed.
             cut = "for (let n = 0; n <= text.length; n += 1) markdown(text.slice(0, n))"
             await page.evaluate(f"(text => {{ {cut} }})({json.dumps(TEXT)})")

@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanoactor.server.choices import ChatChoice
-from nanoactor.server.reasoning import ReasoningParser
-from nanoactor.server.tool_calls import Arguments, Call, ToolCallParser
+from nanoactor.server.reasoning import ReasoningParser, ends_in_thoughts
+from nanoactor.server.tool_calls import Arguments, Call, CallsBehindThoughts, ToolCallParser
 
 # -- thoughts -----------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ CASES = [
     (
         block('{"arguments": {"a": "\\udc00"}, "name": "f"}'),
         "",
-        [("f", '{"a": "\ufffd"}')],
+        [("f", '{"a": "\\udc00"}')],
     ),
     (block('{"name": "f", "arguments": "\\ud800"}'), "", [("f", "\ufffd")]),
     # A missing brace or tag does not swallow what follows.
@@ -236,3 +236,89 @@ def test_an_answer_does_not_depend_on_the_cut(text, opened, reason, data):
     assert found == answered([text], opened, reason)
     expected = "tool_calls" if found[2] and reason == "stop" else reason
     assert found[3] == expected
+
+
+UNUSUAL = [
+    # The closing tag may stand in a string, in any order of members.
+    (
+        '<tool_call>\n{"arguments": {"x": "</tool_call>"}, "name": "f"}\n</tool_call>',
+        '{"x": "</tool_call>"}',
+    ),
+    (
+        '<tool_call>{"name":"f","parameters":{"x":"</tool_call>"}}</tool_call>',
+        '{"x":"</tool_call>"}',
+    ),
+    # Numbers stand as they were written: read and written again they would be others, or no JSON.
+    (
+        '<tool_call>{"arguments": {"a": 1e400, "b": 1E5, "c": 0.1000}, "name": "f"}</tool_call>',
+        '{"a": 1e400, "b": 1E5, "c": 0.1000}',
+    ),
+    (
+        '<tool_call>{"arguments": {"a": 12345678901234567890}, "name": "f"}</tool_call>',
+        '{"a": 12345678901234567890}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "arguments"), UNUSUAL)
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_a_call_in_an_unusual_order_keeps_its_arguments_as_they_were_written(text, arguments, size):
+    parser = ToolCallParser()
+    pieces = []
+    for at in range(0, len(text), size):
+        pieces += parser.push(text[at : at + size])
+    pieces += parser.finish()
+    assert pieces == [Call(0, "f"), Arguments(0, arguments)]
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_a_quotation_mark_that_is_left_open_hides_no_later_call(size):
+    good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    text = '<tool_call>{"arguments": "no end, "name": "f}</tool_call>' + good
+    parser = ToolCallParser()
+    pieces = []
+    for at in range(0, len(text), size):
+        pieces += parser.push(text[at : at + size])
+    pieces += parser.finish()
+    assert Call(0, "f") in pieces
+    assert "".join(piece.text for piece in pieces if isinstance(piece, Arguments)) == "{}"
+
+
+def test_no_number_that_is_no_json_becomes_an_argument():
+    parser = ToolCallParser()
+    text = '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>'
+    assert parser.push(text) == [text]
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_what_thoughts_mention_is_no_call_where_they_stay_in_the_content(size):
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    text = f"<think>maybe {call} no</think>No.{call}"
+    for begins, said in (("optional", text), ("open", text.removeprefix("<think>"))):
+        parser = CallsBehindThoughts(begins)
+        pieces = []
+        for at in range(0, len(said), size):
+            pieces += parser.push(said[at : at + size])
+        pieces += parser.finish()
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        assert content == said.removesuffix(call)
+        assert [piece for piece in pieces if isinstance(piece, Call)] == [Call(0, "f")]
+
+
+@pytest.mark.parametrize(
+    ("text", "thinks"),
+    [
+        ("<think>hm", True),
+        ("  <think>hm", True),
+        ("<think>a</think>b <think>", False),
+        ("Use the `<think>` tag: ", False),
+        ("", False),
+    ],
+)
+def test_a_begun_answer_is_in_its_thoughts_where_it_began_with_them(text, thinks):
+    assert ends_in_thoughts(text) == thinks
+
+
+def test_no_thoughts_are_looked_for_behind_what_was_said():
+    parser = ReasoningParser("said")
+    assert parser.push("<think> is the tag") == ("", "<think> is the tag")
