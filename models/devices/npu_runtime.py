@@ -18,7 +18,7 @@ from nanoactor.models.device import Memory
 from nanoactor.models.errors import UnsupportedModel
 
 _INSTALL = (
-    "pip install 'nanoactor[npu]' in an environment of its own, which takes PyTorch and torch_npu "
+    "pip install '.[npu]' in an environment of its own, which takes PyTorch and torch_npu "
     "in releases that belong together"
 )
 _SOURCE = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
