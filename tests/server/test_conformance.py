@@ -10,7 +10,7 @@ from nanoactor import SamplingParams
 from nanoactor.errors import InvalidRequest
 from tests.engine.harness import collect
 from tests.server.harness import here, url
-from tests.text.conformance import SPECIAL, model_directory
+from tests.text.conformance import SPECIAL, as_later, model_directory
 from tests.text.shapes import CALLS, PARTS, PLAIN, TEXTS, TOOLS
 from tests.text.test_chat import THINKING
 
@@ -53,7 +53,7 @@ async def over_http(client, messages, options):
 def by_transformers(tokenizer, messages, options):
     values = {"add_generation_prompt": True, **chat_options(options)}
     try:
-        return tokenizer.apply_chat_template(messages, return_dict=False, **values)
+        return tokenizer.apply_chat_template(as_later(messages), return_dict=False, **values)
     except Exception:  # a template is a program: it can fail in any way
         return None
 

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nanoactor.errors import InvalidRequest
@@ -20,6 +21,22 @@ from tests.text.tokenizers_for_tests import DEMO
 OPTIONS = ({}, {"tools": TOOLS}, {"add_generation_prompt": False, "enable_thinking": False})
 SPECIAL = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
 CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def as_later(messages):
+    """Messages as later versions of transformers make them before they are rendered: the older
+    ones that we run with neither leave out what is null nor give thoughts their other names."""
+    if hasattr(chat_template_utils, "_normalize_chat_messages"):
+        return messages
+    found = []
+    for given in messages:
+        message = {name: value for name, value in given.items() if value is not None}
+        names = ("reasoning_content", "thinking", "reasoning")
+        thoughts = next((message[name] for name in names if name in message), None)
+        if thoughts is not None:
+            message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+        found.append(message)
+    return found
 
 
 def model_directory(path, template=None, **config):
@@ -68,6 +85,7 @@ class Comparison:
                 values |= {"chat_template": self.theirs.chat_template}
                 values |= self.theirs.special_tokens_map
                 return render_jinja_template([messages], **values)[0][0]
+            messages = as_later(messages)
             return self.theirs.apply_chat_template(messages, tokenize=False, **values)
         except Exception:  # a template is a program: it can fail in any way
             return None
