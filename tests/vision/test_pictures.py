@@ -203,7 +203,7 @@ def test_opened_pictures_become_white_where_they_are_transparent(mode):
     from transformers.image_transforms import convert_to_rgb
 
     image = noise(mode)
-    expected = convert_to_rgb(image, return_numpy=True)
+    expected = np.asarray(convert_to_rgb(image))
     assert (resize_image(image, 53, 37) == expected).all()
 
 
