@@ -31,7 +31,7 @@ class RopeConfig:
     factor: float = 1.0
     original_max_positions: int = 0
     """yarn: the length that the model was trained with before it was stretched."""
-    says_original: bool = False
+    says_original: bool = dataclasses.field(default=False, compare=False)
     """Whether the configuration says that length, or `max_position_embeddings` stands for it."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0

@@ -99,7 +99,7 @@ def test_a_graph_that_runs_is_not_given_other_lengths(caplog):
     [
         (
             ModuleNotFoundError("No module named 'torch_npu'", name="torch_npu"),
-            r"not installed: pip install 'nanoactor\[npu\]' .* releases that belong together",
+            r"not installed: pip install '\.\[npu\]' .* releases that belong together",
         ),
         (
             ImportError("libhccl.so: cannot open shared object file: No such file or directory"),
@@ -107,7 +107,7 @@ def test_a_graph_that_runs_is_not_given_other_lengths(caplog):
         ),
         (
             ModuleNotFoundError("No module named 'yaml'", name="yaml"),
-            r"it misses yaml: pip install 'nanoactor\[npu\]'",
+            r"it misses yaml: pip install '\.\[npu\]'",
         ),
     ],
 )

@@ -335,5 +335,5 @@ def test_types_that_the_operator_does_not_take_are_refused(wide, monkeypatch):
 
 
 def test_without_torch_npu_the_error_says_what_to_install():
-    with pytest.raises(UnsupportedModel, match=r"pip install 'nanoactor\[npu\]'"):
+    with pytest.raises(UnsupportedModel, match=r"pip install '\.\[npu\]'"):
         devices.open_device("npu", 0, DeviceOptions())
