@@ -255,13 +255,13 @@ def plot(setups: list[Setup], path: Path) -> None:
     if not shown:
         raise ReportError("nothing to plot: no figure of both engines on one GPU")
     figure, axes = pyplot.subplots(
-        len(shown), 1, figsize=(8, 3.2 * len(shown)), sharey=True, squeeze=False
+        len(shown), 1, figsize=(9, 3.6 * len(shown)), sharey=True, squeeze=False
     )
     for axis, (setup, rows) in zip(axes[:, 0], shown, strict=True):
         draw(axis, setup, rows)
     handles, names = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="upper right", ncols=2, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.25 / (3.2 * len(shown))))
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.25 / (3.6 * len(shown))))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -278,8 +278,10 @@ def draw(axis, setup: Setup, rows: list[Row]) -> None:
         places = [number + (side - 0.5) * 0.38 for number in range(len(rows))]
         bars = axis.bar(places, heights[side], 0.36, label=name, color=color)
         labels = [row.text(pair[side]) for row, pair in zip(rows, pairs, strict=True)]
-        axis.bar_label(bars, labels, padding=2, fontsize=9)
-    axis.set_xticks(range(len(rows)), [f"{row.name}\n{row.unit}" for row in rows])
+        # Upright, as neighbours' numbers are wider than their bars.
+        axis.bar_label(bars, labels, label_type="center", rotation=90, fontsize=9)
+    names = ["\n".join([*row.name.split(", "), row.unit.replace(" ", "\n", 1)]) for row in rows]
+    axis.set_xticks(range(len(rows)), names, fontsize=9)
     axis.tick_params(axis="x", length=0)
     axis.set_ylabel("speed, vLLM = 1")
     axis.set_title(f"{setup.model_name}, {setup.gpu}", loc="left", fontsize=11)

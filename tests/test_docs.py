@@ -71,3 +71,16 @@ def test_no_docstring_opens_like_an_indirect_question():
     ]
     assert len(SOURCES) > 150
     assert not found, "\n".join(found)
+
+
+def test_both_pages_on_ascend_have_the_same_figures():
+    """Of what a decode step asks of the host: the Chinese page had drifted."""
+
+    def figures(name):
+        text = (ROOT / "docs" / name).read_text()
+        modes = ("| `npugraph`", "| `max-autotune`", "| `reduce-overhead`", "| `eager`")
+        rows = [row for row in text.splitlines() if row.startswith(modes)]
+        return [re.findall(r"\d+", row) for row in rows], re.findall(r"\d+ \+ 1", text)
+
+    assert figures("ascend.md") == figures("ascend.zh.md")
+    assert len(figures("ascend.md")[0]) >= 4
