@@ -21,7 +21,7 @@ from nanoactor.server.context import answer_as_http1, context_of, json_response
 from nanoactor.server.errors import APIError, check_model, unavailable
 from nanoactor.server.keys import Keys
 from nanoactor.server.metrics import Metrics
-from nanoactor.server.requests import Decoder
+from nanoactor.server.requests import ChatRequest, CompletionRequest, Decoder
 
 access_log = logging.getLogger("nanoactor.access")
 
@@ -243,8 +243,10 @@ class HttpFrontend:
         context.fields = frozenset(kind.__struct_fields__)
         if user := getattr(body, "user", None):
             context.note = f" user={user[:100]!r}"
-        if (model := getattr(body, "model", None)) is not None:
+        if model := getattr(body, "model", None):
             check_model(model, self._model)
+        elif isinstance(body, CompletionRequest | ChatRequest):
+            body.model = self._model
         return body
 
     async def _body(self, request: web.Request) -> bytes:

@@ -68,7 +68,7 @@ class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
     """Fields of both kinds of completion; the sampling parameters that stand here are
     those of which HTTP has more to say."""
 
-    model: str
+    model: Annotated[str, Meta(description="Default: the one that is served")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None

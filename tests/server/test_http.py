@@ -7,6 +7,7 @@ import socket
 import time
 import uuid
 
+import httpx2 as httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -669,3 +670,10 @@ def test_an_engine_without_tokenizer_serves_ids():
             assert status(answer) == 404
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("model", [{}, {"model": None}, {"model": ""}], ids=str)
+def test_no_model_is_the_one_that_is_served(demo_server, model):
+    body = {name: value for name, value in CHAT.items() if name != "model"} | model
+    answer = httpx.post(f"{demo_server.url}/v1/chat/completions", json=body, timeout=60)
+    assert (answer.status_code, answer.json()["model"]) == (200, "demo")
