@@ -210,11 +210,6 @@ def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeCo
         for key in _ROPE_OBJECTS
         for name, value in _rope_object(raw, key, origin).items()
     }
-    if nested := [name for name, value in raw_rope.items() if isinstance(value, dict)]:
-        raise UnsupportedModel(
-            f"{origin}: rotary embeddings that differ by layer ({nested[0]!r:.50}) are not "
-            "supported"
-        )
     kind = str(raw_rope.get("rope_type") or "default")
     if kind == "default" and raw_rope.get("factor") not in (None, 1):
         raise ModelError(f"{origin}: a rope factor needs a rope_type, such as 'yarn'")

@@ -126,11 +126,69 @@ _NEUTRAL: Mapping[str, Any] = {
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
+_OF_ROPE = frozenset(
+    [
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "finetuned",
+        "high_freq_factor",
+        "low_freq_factor",
+        "mrope_interleaved",
+        "mrope_section",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "rope_theta",
+        "rope_type",
+        "truncate",
+        "type",
+    ]
+)
+_OF_VISION = frozenset(
+    [
+        "deepstack_visual_indexes",
+        "depth",
+        "hidden_act",
+        "hidden_size",
+        "in_channels",
+        "intermediate_size",
+        "num_heads",
+        "num_position_embeddings",
+        "out_hidden_size",
+        "patch_size",
+        "rope_parameters",
+        "spatial_merge_size",
+        "temporal_patch_size",
+    ]
+)
+
+
 def check_keys(raw: Mapping[str, Any], family: Family, origin: object) -> None:
     """Raise `UnsupportedModel` for a key that no list has and that asks for something: it may say
-    how the model computes. One that begins with an underscore is a note of transformers'."""
+    how the model computes. One that begins with an underscore is a note of transformers'.
+
+    The objects within are looked into in the same way.
+    """
     options = (getattr(family, field.name) for field in dataclasses.fields(family))
-    known = _READ | _WITHOUT_EFFECT | {option for option in options if isinstance(option, str)}
+    known = _READ | {option for option in options if isinstance(option, str)}
+    _check(raw, known, family, origin)
+    for name, inner in (("rope_parameters", _OF_ROPE), ("rope_scaling", _OF_ROPE)):
+        _check_within(raw, name, inner, family, origin)
+    _check_within(raw, "vision_config", _OF_VISION, family, origin)
+
+
+def _check_within(
+    raw: Mapping[str, Any], name: str, known: frozenset[str], family: Family, origin: object
+) -> None:
+    if isinstance(raw.get(name), dict):
+        _check(raw[name], known, family, f"{origin}: {name}")
+
+
+def _check(raw: Mapping[str, Any], read: frozenset[str], family: Family, origin: object) -> None:
+    known = read | _WITHOUT_EFFECT | {"architectures", "dtype", "torch_dtype"}
     for name, value in raw.items():
         if name in known or name.startswith("_") or any(value is one for one in _NOTHING[:2]):
             continue

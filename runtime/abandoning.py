@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -40,4 +41,5 @@ def close_soon(
         coroutine.close()
         end()
         return
-    threading.Thread(target=watch, name="nanoactor-abandoned", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # without a thread it is for the loop alone
+        threading.Thread(target=watch, name="nanoactor-abandoned", daemon=True).start()

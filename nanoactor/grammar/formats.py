@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,18 +34,13 @@ def unenforced_formats(schema: dict[str, Any] | bool) -> Iterator[str]:
             yield given
 
 
-def without_unenforced(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a schema without the formats that answers are not held to: in JSON Schema
-    2020-12 a format is an annotation, unless both sides have agreed on more."""
-    try:
-        schema = copy.deepcopy(schema)
-    except RecursionError:  # such a depth is refused where the schema is read
-        return schema
+def drop_unenforced(schema: dict[str, Any]) -> None:
+    """Take the formats that the parser does not know out of a schema: in JSON Schema 2020-12 a
+    format is an annotation, unless both sides have agreed on more."""
     for part in list(reachable_schemas(schema)):
         given = part.get("format")
         if isinstance(given, str) and given not in ENFORCED:
             del part["format"]
-    return schema
 
 
 def _may_be_text(part: dict[str, Any]) -> bool:

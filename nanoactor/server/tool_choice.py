@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from nanoactor.grammar.formats import unenforced_formats, without_unenforced
-from nanoactor.grammar.spec import ToolFunction, ToolGrammar
+from nanoactor.grammar.formats import drop_unenforced, unenforced_formats
+from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES, ToolFunction, ToolGrammar
 from nanoactor.server.errors import invalid
 
 
@@ -80,32 +80,52 @@ def tool_grammar(
         return ToolGrammar(functions=_enforced(functions), required=True, parallel=parallel)
     if choice == "none" or not any(function.strict for function in functions):
         return None
+    held = iter(_enforced([one for one in functions if one.strict]))
     return ToolGrammar(
-        functions=tuple(_enforced([one])[0] if one.strict else _any(one) for one in functions),
+        functions=tuple(next(held) if one.strict else _any(one) for one in functions),
         required=False,
         parallel=parallel,
     )
 
 
 def _enforced(functions: Sequence[Function]) -> tuple[ToolFunction, ...]:
-    return tuple(ToolFunction(name=one.name, parameters=_schema(one)) for one in functions)
-
-
-def _schema(function: Function) -> str:
-    parameters = _NO_PARAMETERS if function.parameters is None else function.parameters
-    # Its own checks say what is wrong with a schema that is none.
-    return msgspec.json.encode(without_unenforced(parameters)).decode()
+    found = []
+    for function, text in _texts(functions):
+        if b'"format"' in text:
+            schema = msgspec.json.decode(text)
+            drop_unenforced(schema)
+            text = msgspec.json.encode(schema)
+        found.append(ToolFunction(name=function.name, parameters=text.decode()))
+    return tuple(found)
 
 
 def unenforced(grammar: ToolGrammar | None, tools: Sequence[Tool]) -> Iterator[str]:
     """Yield the places of formats that the arguments of calls are not held to, though their
     function's schema is enforced."""
-    enforced = {one.name for one in grammar.functions if one.parameters} if grammar else set()
+    if grammar is None:
+        return
+    enforced = {one.name for one in grammar.functions if one.parameters}
     for index, tool in enumerate(tools):
-        function = tool.function
-        if function.name in enforced and function.parameters:
-            for name in unenforced_formats(function.parameters):
+        if tool.function.name in enforced:
+            for name in unenforced_formats(tool.function.parameters or {}):
                 yield f"tools[{index}].function.parameters: the format {name!r:.60}"
+
+
+def _texts(functions: Sequence[Function]) -> Iterator[tuple[Function, bytes]]:
+    """Yield each function with its schema as text. Raises `APIError` where all together are more
+    than a grammar may be, before this loop looks into them."""
+    size = 0
+    for function in functions:
+        given = function.parameters
+        text = msgspec.json.encode(_NO_PARAMETERS if given is None else given)
+        size += len(text)
+        if size > MAX_GRAMMAR_BYTES:
+            raise invalid(
+                f"tools: the schemas of the functions to call have more than {MAX_GRAMMAR_BYTES} "
+                "bytes of text",
+                "tools",
+            )
+        yield function, text
 
 
 def _any(function: Function) -> ToolFunction:

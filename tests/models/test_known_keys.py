@@ -50,6 +50,21 @@ def test_what_might_change_results_is_refused_by_name(key, value):
         parse_config(raw("Qwen3ForCausalLM", **{key: value}))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "place", "key"),
+    [
+        ("Qwen3ForCausalLM", "rope_parameters", "short_factor"),
+        ("Qwen3VLForConditionalGeneration", "vision_config", "fullatt_block_indexes"),
+        ("Qwen3VLForConditionalGeneration", "text_config", "num_experts"),
+    ],
+)
+def test_objects_within_are_looked_into_as_well(architecture, place, key):
+    changed = raw(architecture)
+    changed[place] = {**changed[place], key: [4]}
+    with pytest.raises(UnsupportedModel, match=key):
+        parse_config(changed)
+
+
 @pytest.mark.parametrize("value", [None, False, "", [], {}])
 def test_what_asks_for_nothing_is_accepted(value):
     parse_config(raw("Qwen3ForCausalLM", nobody_has_heard_of=value, residual_multiplier=1.0))
@@ -59,7 +74,7 @@ def test_what_asks_for_nothing_is_accepted(value):
     ("changes", "words"),
     [
         ({"layer_types": 5}, "layer_types must be a list"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "differ by layer"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "full_attention"),
         ({"rope_parameters": {"rope_type": None, "factor": 4}}, "needs a rope_type"),
         (
             {
