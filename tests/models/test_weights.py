@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from nanoactor.models.config import parse_config, read_config
 from nanoactor.models.decoder import Decoder
@@ -448,3 +449,29 @@ def test_weights_of_a_module_that_is_left_out_are_not_called_unused(tmp_path, ca
         weights.warn_of_unused(["model.visual"])
     (told,) = [record.getMessage() for record in caplog.records]
     assert "model.visual.blocks" in told
+
+
+def test_a_tied_files_own_head_counts_as_in_transformers(single, caplog):
+    """One that is the embedding again is not kept twice."""
+    edit(single / "config.json", tie_word_embeddings=True)
+
+    def head():
+        config = read_config(single)
+        with Weights(single, torch.float32, CPU) as weights:
+            network = Decoder(config, weights, open_device("cpu"), 64)
+            return network._head_weight(weights), network._embedding.weight
+
+    found, embedding = head()
+    assert not torch.equal(found, embedding)
+    assert "is not the embedding" in caplog.text
+    model = AutoModelForCausalLM.from_pretrained(single, dtype=torch.float32)
+    assert torch.equal(found, model.lm_head.weight)
+
+    def same(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    resave(single, same)
+    caplog.clear()
+    found, embedding = head()
+    assert found is embedding
+    assert not caplog.records
