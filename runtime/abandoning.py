@@ -19,7 +19,7 @@ def close_soon(
     end: Callable[[], None],
     is_closed: Callable[[], bool],
 ) -> None:
-    """Call `close` on a loop though nobody waits for it; from any thread.
+    """Call `close` on a loop without waiting for it; from any thread.
 
     Where the loop is closed before that is done, and `is_closed` says so, `end` is called on a
     thread instead.

@@ -112,7 +112,7 @@ class _Child:
         try:
             while True:
                 self._listen_once()
-        except Exception as error:  # a message that cannot be read, say: nobody else would tell
+        except Exception as error:  # a message that cannot be read, say: the parent would wait
             self._fail(self._culprit, error)
 
     def _listen_once(self) -> None:

@@ -106,14 +106,14 @@ class Children:
                     elif connection in self._open:
                         self._receive(self._open[connection])
                 self._start_all()
-        except Exception as error:  # whoever waits for a child must hear of it
+        except Exception as error:  # what waits for a child must hear of it
             log.exception("the supervisor of the engine's processes has failed")
             for child in self._open.values():
                 child.failure = child.failure or control.Failed.of("supervisor", error)
         finally:
             unheard = list(self._open.values())
             for child in self:
-                if unheard:  # this thread failed, and without it nobody hears them
+                if unheard:  # this thread failed, which alone hears them
                     child.kill()
                 child.reap(None)
             for child in unheard:

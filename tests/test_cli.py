@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from nanoactor import cli
+from nanoactor.cli import stream
 from nanoactor.cli.options import add_options, descriptions, values
 from nanoactor.config import EngineConfig
 from nanoactor.outputs import RequestOutputKind
@@ -25,6 +26,19 @@ from nanoactor.server.config import ServerConfig
 COMMAND = [sys.executable, "-m", "nanoactor"]
 # For what is not about numbers: starts one process, without torch.
 FAST = ("--device", "simulated:1", "--placement", "single")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "said"),
+    [
+        (1, 0.0, "1 token"),
+        (4, 2e-5, "too few for a rate"),
+        (4, 0.0, "too few for a rate"),
+        (5, 2.0, "2.0 tokens/s"),
+    ],
+)
+def test_no_rate_is_told_of_tokens_that_came_together(tokens, seconds, said):
+    assert stream._rate(tokens, seconds) == said
 
 
 def run(*arguments, **kwargs):

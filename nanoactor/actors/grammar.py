@@ -170,7 +170,7 @@ class GrammarActor(Actor):
         found: AnswerMatcher | Refusal
         try:
             with native_calls():
-                if book is not self._book:  # everybody began anew
+                if book is not self._book:  # all actors began anew
                     raise InvalidRequest("it is not wanted any more")
                 self._read_vocabulary()
                 if isinstance(self._compiler, InvalidRequest):

@@ -172,6 +172,15 @@ def _numbers(told: Logprobs) -> dict[int, float]:
     return {token: one.logprob for token, one in told.items()}
 
 
+def _rate(tokens: int, seconds: float) -> str:
+    """Tell how fast the tokens came; `seconds` passed from the first to the last."""
+    if tokens == 1:
+        return "1 token"
+    if seconds < _MEASURABLE:
+        return "too few for a rate"  # they came together
+    return f"{(tokens - 1) / seconds:.1f} tokens/s"
+
+
 async def _summary(
     llm: AsyncLLM, output: RequestOutput, counts: list[int], ends: list[str | None]
 ) -> str:
@@ -179,15 +188,12 @@ async def _summary(
     first, last = metrics.first_token_time, metrics.finished_time
     if first is None or last is None:
         return "no token was generated"
-    rate = "1 token" if tokens == 1 else "too few for a rate"  # they came together
-    if tokens > 1 and last - first > _MEASURABLE:
-        rate = f"{(tokens - 1) / (last - first):.1f} tokens/s"
     facts = llm.facts
     size = facts["block_size"]
     shared = prompt // size  # by several answers
     blocks = shared + sum(-(-(prompt + count - 1) // size) - shared for count in counts)
     return (
-        f"{prompt} + {tokens} tokens, {rate}, "
+        f"{prompt} + {tokens} tokens, {_rate(tokens, last - first)}, "
         f"TTFT {1000 * (first - metrics.arrival_time):.0f} ms, "
         f"{blocks} of {facts['num_blocks']} KV blocks ({output.num_cached_tokens} tokens from "
         f"the prefix cache), {facts['dtype']}, finished: {', '.join(map(str, ends))}"

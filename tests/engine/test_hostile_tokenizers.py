@@ -25,8 +25,9 @@ def engine(path, **options):
 
 
 async def ended(llm, prompt, **params):
+    few = SamplingParams.for_model(max_tokens=3, ignore_eos=True, **params)
     try:
-        output = await collect(llm, prompt, SamplingParams.for_model(max_tokens=3, **params))
+        output = await collect(llm, prompt, few)
     except InvalidRequest as error:
         return str(error)
     return len(output.outputs[0].token_ids)

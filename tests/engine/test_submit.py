@@ -38,7 +38,7 @@ def test_what_refuses_a_request_is_raised_while_it_waits_to_be_accepted():
     async def main():
         async with engine("demo", **OPTIONS, max_model_len=64) as llm:
             good, bad = llm.submit(
-                ["ROMEO:", "to be " * 100], SamplingParams.for_model(max_tokens=3)
+                ["ROMEO:", "to be " * 100], SamplingParams.for_model(max_tokens=3, ignore_eos=True)
             )
             with pytest.raises(InvalidRequest, match="max_model_len is 64"):
                 await bad.accepted()

@@ -17,6 +17,7 @@ from nanoactor import LLM, AsyncLLM, SamplingParams
 from nanoactor.errors import (
     EngineClosed,
     NanoactorError,
+    NotEnoughMemory,
     StartupFailed,
     UnsupportedPlatform,
     translated,
@@ -234,3 +235,12 @@ def test_the_working_directory_may_be_deleted_under_a_running_engine(tmp_path):
     environment = {**os.environ, "PYTHONPATH": root}
     command = [sys.executable, "-c", DELETED]
     subprocess.run(command, cwd=place, env=environment, check=True, timeout=280)
+
+
+def test_a_cache_beyond_memory_is_refused_with_the_arithmetic():
+    """It would start, and be killed when it fills."""
+    with pytest.raises(
+        NotEnoughMemory, match=r"num_kv_blocks 1000000000: .* blocks of .* MiB free"
+    ):
+        LLM("demo", num_kv_blocks=10**9)
+    assert not children()

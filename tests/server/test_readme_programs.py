@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nanoactor import SamplingParams
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text().partition("### As a server")[0]
 PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
@@ -35,3 +37,11 @@ def test_the_picture_on_the_command_line():
     )
     command = ["generate", "demo-vl", "--image", "examples/three-digits.png", "read: "]
     assert "079" in run([sys.executable, "-m", "nanoactor", *command, "--temperature", "0"])
+
+
+def test_the_parameters_of_structured_outputs_are_parameters():
+    page = (ROOT / "docs" / "structured_outputs.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    given = {"SamplingParams": SamplingParams, "SCHEMA": {"type": "object"}}
+    exec(program, given)
+    assert program.count("SamplingParams(max_tokens=None, ") == 5

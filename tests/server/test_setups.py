@@ -1,6 +1,8 @@
 """What fails in the background of a server is tried again, and told as what it is."""
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 
@@ -71,3 +73,24 @@ def test_a_template_child_that_dies_before_its_first_word_is_the_machines_fault(
     with pytest.raises(OutOfResources, match="before it had begun"):
         renderer.render("[]", "{}", 5.0)
     renderer.end()
+
+
+WITHOUT = """
+import sys
+sys.modules["llguidance"] = None
+from nanoactor import LLM, SamplingParams
+from nanoactor.errors import InvalidRequest
+
+with LLM("demo", device="simulated:1", max_num_seqs=4, placement="single") as llm:
+    params = SamplingParams(max_tokens=4, structured_outputs={"regex": "a"})
+    try:
+        llm.generate("a", params, use_tqdm=False)
+    except InvalidRequest as error:
+        assert "llguidance" in str(error), error
+    else:
+        raise AssertionError("it is not refused")
+"""
+
+
+def test_a_grammar_library_that_cannot_be_loaded_refuses_with_its_reason():
+    subprocess.run([sys.executable, "-c", WITHOUT], check=True, timeout=200)
