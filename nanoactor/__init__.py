@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         BeamSearchOutput,
         BeamSearchSequence,
         CompletionOutput,
+        OutputSoFar,
         RequestOutput,
         RequestOutputKind,
     )
@@ -68,6 +69,7 @@ __all__ = [
     "NotEnoughMemory",
     "NotUsableHere",
     "OutOfResources",
+    "OutputSoFar",
     "PoisonRequest",
     "ProtocolBug",
     "RequestOutput",
@@ -109,6 +111,7 @@ _HOMES = {
     "CompletionOutput": "nanoactor.outputs",
     "EngineConfig": "nanoactor.config",
     "LLM": "nanoactor.llm",
+    "OutputSoFar": "nanoactor.outputs",
     "RequestOutput": "nanoactor.outputs",
     "RequestOutputKind": "nanoactor.outputs",
     "SamplingParams": "nanoactor.params",

@@ -41,7 +41,7 @@ class Admission:
         if self._placeholders and np.isin(tokens, self._placeholders).any():
             return None
         try:
-            stopping = self.check(tokens, submit.stopping)
+            stopping = self.check(tokens, submit)
         except InvalidRequest:
             return None
         return self.admit(submit, tokens, stopping)
@@ -77,10 +77,10 @@ class Admission:
             held=submit.held,
         )
 
-    def check(self, tokens: Int32, stopping: Stopping) -> Stopping:
-        """Return the limits with max_tokens filled in; raise `InvalidRequest` where the prompt
-        breaks one."""
-        limit = self._limit
+    def check(self, tokens: Int32, submit: Submit) -> Stopping:
+        """Return the limits of a request with this prompt, with max_tokens filled in; raise
+        `InvalidRequest` where the prompt, or what was told of its output, breaks one."""
+        limit, stopping = self._limit, submit.stopping
         if not len(tokens):
             raise InvalidRequest("the prompt is empty: it must have at least one token")
         if len(tokens) >= limit:
@@ -103,4 +103,11 @@ class Admission:
                     f"{name} is {wanted}, but after a prompt of {len(tokens)} tokens "
                     f"max_model_len ({limit}) leaves {room}"
                 )
-        return dataclasses.replace(stopping, max_tokens=stopping.max_tokens or room)
+        most = stopping.max_tokens or room
+        told = sum(len(part.token_ids) for part in submit.output)
+        if told > most:
+            raise InvalidRequest(
+                f"so_far has {told} tokens, but the output may have {most} (max_tokens, or what "
+                "max_model_len leaves)"
+            )
+        return dataclasses.replace(stopping, max_tokens=most)

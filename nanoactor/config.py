@@ -25,6 +25,16 @@ _MOST_LOGPROBS = 1000
 Placement = Literal["default", "split", "single"]
 
 
+def simulated_times(device: str) -> tuple[float, float]:
+    """Return the milliseconds of a step of a simulated device, and the microseconds of each of its
+    tokens; 0 and 0 where the name gives none."""
+    base, plus, each = device.removeprefix("simulated:").partition("+")
+    try:
+        return float(base), float(each) if plus else 0.0
+    except ValueError:
+        return 0.0, 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Options of an engine. Raises `InvalidConfig` on construction, naming the option."""
@@ -43,7 +53,8 @@ class EngineConfig:
     device: str = "auto"
     """"auto" takes a GPU where PyTorch sees one, else an NPU, else the CPU; "cpu", "cuda" (each
     rank its own GPU), "cuda:N", "npu", "npu:N", or "simulated:MS": steps that take MS milliseconds
-    and compute nothing, which shows what the engine itself costs."""
+    and compute nothing, which shows what the engine itself costs; in "simulated:MS+US" each token
+    of a step takes US microseconds more, so that cached prefixes save time."""
     load_format: Literal["auto", "dummy"] = "auto"
     """"auto" reads the checkpoint. "dummy" draws random weights, for measuring; with
     skip_tokenizer_init the directory needs only a config.json."""
@@ -123,6 +134,9 @@ class EngineConfig:
     divided among the ranks; with one rank, one thread for steps that are faster on one."""
     seed: int | None = None
     """Makes repeatable the seeds that are drawn for requests without one."""
+    prefix_salt: bytes | None = dataclasses.field(default=None, repr=False)
+    """The key of the prefix cache's hashes, 16 to 64 random bytes: a secret of engines whose router
+    knows what they have cached (`AsyncLLM.index_events`). Default: drawn, and told nobody."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, and outputs have no text."""
     max_waiting_requests: int = 10_000
@@ -200,6 +214,7 @@ class EngineConfig:
         self._check_number("awake_ms", 1000, optional=True)
         self._check_deaths()
         self._check_model_options()
+        self._check_salt()
         self._check_choice("plan_lead", ("eager", "late"))
         self._check_choice("placement", get_args(Placement))
         self._check_choice("transport", ("ring", "queue"))
@@ -226,6 +241,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InvalidConfig(f"{name} must be a text or None, got {value!r:.100}")
+
+    def _check_salt(self) -> None:
+        salt = self.prefix_salt
+        if salt is not None and (not isinstance(salt, bytes) or not 16 <= len(salt) <= 64):
+            raise InvalidConfig("prefix_salt must be 16 to 64 bytes, or None")  # and is not shown
 
     def _check_media_limits(self) -> None:
         limits = self.limit_mm_per_prompt
@@ -256,14 +276,12 @@ class EngineConfig:
 
     def _check_simulated(self) -> None:
         if self.device.startswith("simulated"):
-            try:
-                milliseconds = float(self.device.removeprefix("simulated:"))
-            except ValueError:
-                milliseconds = 0.0
-            if not 0 < milliseconds <= 10_000:
+            milliseconds, microseconds = simulated_times(self.device)
+            if not 0 < milliseconds <= 10_000 or not 0 <= microseconds <= 10_000:
                 raise InvalidConfig(
                     "a simulated device is given with its step time in milliseconds, above 0 and "
-                    f"up to 10000, as in 'simulated:5'; got {self.device!r}"
+                    "up to 10000, and perhaps with each token's in microseconds, up to 10000, as "
+                    f"in 'simulated:5' and 'simulated:5+20'; got {self.device!r}"
                 )
 
     def _check_npu(self) -> None:

@@ -9,7 +9,7 @@ from nanoactor.runtime.codec import message
 
 
 @message(9)
-class OutputSoFar:
+class ToldTokens:
     """The tokens that an answer's user was told."""
 
     token_ids: NDArray[np.int32]

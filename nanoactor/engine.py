@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from nanoactor.actors.config import ActorConfig, RunnerReady
 from nanoactor.actors.frontend import FrontendActor
-from nanoactor.actors.journal import Entry
+from nanoactor.actors.journal import Entry, entry_maker
 from nanoactor.beam_requests import BeamSearcher
 from nanoactor.config import EngineConfig
 from nanoactor.engine_options import engine_config
@@ -34,13 +34,13 @@ from nanoactor.errors import (
     public,
 )
 from nanoactor.file_prints import FilePrints
-from nanoactor.messages import Submit
+from nanoactor.kv.index_changes import IndexEvents
 from nanoactor.model_files import read_model_files
-from nanoactor.outputs import BeamSearchOutput, RequestOutput
+from nanoactor.outputs import BeamSearchOutput, OutputSoFar, RequestOutput
 from nanoactor.params import BeamSearchParams, SamplingParams
 from nanoactor.rendezvous import Rendezvous
 from nanoactor.request import Request
-from nanoactor.request_builder import RequestBuilder, check_name, check_numbers
+from nanoactor.request_builder import RequestBuilder, check_name, check_numbers, held
 from nanoactor.runtime.recovery import Death
 from nanoactor.runtime.system import System, run_on
 from nanoactor.runtime.topology import Topology
@@ -48,7 +48,6 @@ from nanoactor.system_options import system_options
 from nanoactor.text.huggingface import PretrainedOnce
 from nanoactor.topology import engine_topology
 from nanoactor.tracing import Trace
-from nanoactor.vision.media import Media
 from nanoactor.vision.parts import must_open, snapshot
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class AsyncLLM:
         self._rendezvous = Rendezvous(ranks) if ranks > 1 else None
         if self._rendezvous is not None:  # for an engine that is never started
             weakref.finalize(self, self._rendezvous.close)
-        self._salt = secrets.token_bytes(16)
+        self._salt = self.config.prefix_salt or secrets.token_bytes(16)
         self._prints = FilePrints(self.files)
         weakref.finalize(self, self._prints.close)  # of an engine that is dropped
         topology = self._topology()
@@ -261,6 +260,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        so_far: OutputSoFar | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come, in the form that `sampling_params.output_kind` asks for.
 
@@ -268,16 +268,24 @@ class AsyncLLM:
         too long, say, or one with pictures, which are opened on a thread) when the iterator is
         first awaited; so do `EngineOverloaded`, `EngineDead` and `EngineClosed`. Closing or
         cancelling the iterator aborts the request. A lower `priority` goes first.
+
+        With `so_far` the answer goes on behind what an engine with the same model has told of it,
+        with the same prompt and parameters, to the same end: `sampling_params` have its seed
+        (`derived_seed` for the answers behind the first) and n = 1. Outputs have only what is new;
+        limits, penalties and offsets count the answer as one. It goes before all requests that
+        begin here, and a full queue does not refuse it.
         """
         if must_open(prompt):
             prompt = snapshot(prompt)
             params = self._requests.seeded(self._requests.chosen(sampling_params))
             return self._open_then_stream(
-                prompt, params, priority, chat_template_kwargs, request_id
+                prompt, params, priority, chat_template_kwargs, request_id, so_far
             )
         if self._frontend is not None:
             self._frontend.announce()
-        make = self._request(prompt, sampling_params, priority, chat_template_kwargs, request_id)
+        make = self._request(
+            prompt, sampling_params, priority, chat_template_kwargs, request_id, so_far
+        )
         return self._stream(make, request_id)
 
     async def _open_then_stream(
@@ -287,6 +295,7 @@ class AsyncLLM:
         priority: int,
         chat_template_kwargs: Mapping[str, Any] | None,
         request_id: str | None,
+        so_far: OutputSoFar | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Read files and decode pictures on a thread, then stream as `generate` does."""
         self._check_name(self._running(), request_id)
@@ -296,12 +305,14 @@ class AsyncLLM:
         try:
             with only_ours():
                 bare, media = await asyncio.to_thread(self._requests.take_media, prompt)
-            built = self._requests.build(bare, params, priority, chat_template_kwargs, media)
+            built = self._requests.build(
+                bare, params, priority, chat_template_kwargs, media, so_far
+            )
         finally:
             aborted = opening.done()
             if request_id is not None:
                 del self._opening[request_id]
-        make = self._entry_maker(built, params, request_id)
+        make = entry_maker(built, params, request_id, self._ids, so_far is not None)
         async with contextlib.aclosing(self._stream(make, request_id, aborted)) as outputs:
             async for output in outputs:
                 yield output
@@ -314,16 +325,17 @@ class AsyncLLM:
         *,
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        so_far: OutputSoFar | None = None,
     ) -> list[Request]:
         """Queue several prompts with the same parameters now, all or none of them. Pictures are
-        opened in the calling thread.
+        opened in the calling thread. `so_far` as for `generate`.
 
         Raises `InvalidRequest` and `EngineOverloaded` at once. With a seed each has the same.
         """
         frontend = self._running()
         frontend.announce()
         makes = [
-            self._request(prompt, sampling_params, priority, chat_template_kwargs)
+            self._request(prompt, sampling_params, priority, chat_template_kwargs, so_far=so_far)
             for prompt in prompts
         ]
         return [Request(frontend, entry, self) for entry in frontend.submit_all(makes)]
@@ -343,18 +355,11 @@ class AsyncLLM:
         `sampling_params` must have `logprobs` and `max_tokens`; raises as `submit` does.
         """
         frontend = self._running()
-        if sampling_params.logprobs is None or sampling_params.max_tokens is None:
-            raise InvalidRequest("held answers need logprobs and max_tokens")
         submit, media = self._requests.build(
             prompt, sampling_params, priority, chat_template_kwargs
         )
-        if media or submit.grammar or submit.prompt_logprobs >= 0 or submit.text_options.stop:
-            raise InvalidRequest(
-                "held answers do not go with pictures and videos, structured_outputs, "
-                "prompt_logprobs and stop strings"
-            )
-        built = dataclasses.replace(submit, held=True), media
-        entry = frontend.submit(self._entry_maker(built, sampling_params, None))
+        built = held(sampling_params, submit, media), media
+        entry = frontend.submit(entry_maker(built, sampling_params, None, self._ids))
         return Request(frontend, entry, self)
 
     @public
@@ -382,26 +387,12 @@ class AsyncLLM:
         priority: int,
         chat_template_kwargs: Mapping[str, Any] | None,
         request_id: str | None = None,
+        so_far: OutputSoFar | None = None,
     ) -> Callable[[int], Entry]:
         """Check a request; return what makes its entry, once it has a number."""
         params = self._requests.chosen(sampling_params)
-        built = self._requests.build(prompt, params, priority, chat_template_kwargs)
-        return self._entry_maker(built, params, request_id)
-
-    def _entry_maker(
-        self,
-        built: tuple[Submit, tuple[Media, ...]],
-        params: SamplingParams,
-        request_id: str | None,
-    ) -> Callable[[int], Entry]:
-        checked, media = built
-
-        def make(uid: int) -> Entry:
-            submit = dataclasses.replace(checked, uid=uid)
-            name = request_id or f"{self._ids}-{uid}"
-            return Entry(name, submit, params.output_kind, media, answers=params.n)
-
-        return make
+        built = self._requests.build(prompt, params, priority, chat_template_kwargs, so_far=so_far)
+        return entry_maker(built, params, request_id, self._ids, so_far is not None)
 
     async def _stream(
         self, make: Callable[[int], Entry], request_id: str | None, aborted: bool = False
@@ -446,6 +437,16 @@ class AsyncLLM:
     async def wait_for_capacity(self) -> None:
         """Wait until the queue may take another request, after `EngineOverloaded`."""
         await self._running().wait_for_capacity()
+
+    @public
+    def index_events(self) -> AsyncGenerator[IndexEvents, None]:
+        """Yield the prefix index, as hashes of full blocks by `prefix_salt`: all of it first, then
+        its changes, a moment late, and merged while they are not read. Raises `InvalidRequest`
+        without `prefix_salt`, `EngineDead` and `EngineClosed` when the engine is gone.
+        """
+        if self.config.prefix_salt is None:
+            raise InvalidRequest("index_events needs an engine with a prefix_salt of its own")
+        return self._running().index.read()
 
     @public
     async def statistics(self) -> dict[str, dict[str, Any]]:

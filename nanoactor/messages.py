@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.continuing import OutputSoFar
+from nanoactor.continuing import ToldTokens
 from nanoactor.grammar.messages import DeferredSamples
 from nanoactor.runtime.codec import message
 from nanoactor.scores import RequestScores, ScoredChunks, ScoreRequests, StepScores, ToldScores
@@ -116,8 +116,9 @@ class Submit:
     """What the answers must look like, as `GrammarSpec.to_text` writes it; empty: anything."""
     held: bool = False
     """Whether each answer is held behind every token: `Continue` says what they go on with."""
-    output: tuple[OutputSoFar, ...] = ()
-    """At most one, where an answer goes on after everybody began anew. Then it has one answer."""
+    output: tuple[ToldTokens, ...] = ()
+    """At most one, where an answer goes on behind what its reader was told. Then it is the only
+    one."""
 
 
 @message(11, by="uid")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 
 class RequestOutputKind(enum.Enum):
@@ -40,6 +41,17 @@ class Logprob:
 
 Logprobs = dict[int, Logprob]
 """By token id: the token itself, then the likeliest in its place."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutputSoFar:
+    """The part of an answer that its reader was told before: another engine goes on behind it."""
+
+    token_ids: Sequence[int] = ()
+    """Its tokens, from the first on."""
+    characters: int = 0
+    """Characters of its text that were told. The text of the last tokens may not have been: half a
+    character, or what may become a stop string, is held back."""
 
 
 @dataclasses.dataclass(slots=True)

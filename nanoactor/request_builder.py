@@ -14,12 +14,14 @@ import numpy as np
 
 from nanoactor.actors.config import encoder_pages
 from nanoactor.config import EngineConfig
+from nanoactor.continuing import ToldTokens
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.check import check_spec
 from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES
 from nanoactor.messages import Int32, Stopping, Submit, TextOptions, TokenRules
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.models import columns
+from nanoactor.outputs import OutputSoFar
 from nanoactor.params import DefaultTokens, SamplingParams, derived_seed, plain_number
 from nanoactor.structured_outputs import StructuredOutputsParams
 from nanoactor.text.conversation import check_messages
@@ -27,6 +29,8 @@ from nanoactor.vision.media import Media
 from nanoactor.vision.parts import MediaTaker
 
 _NO_TOKENS = np.empty(0, np.int32)
+_MOVED_FIRST = 2**32
+"""Less than the priority of a request: what goes on from another engine goes before all others."""
 
 
 def check_name(request_id: object) -> None:
@@ -41,6 +45,19 @@ def check_numbers(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, int) or not 0 <= value < 2**63:
             raise InvalidRequest(f"{name} must be a whole number from 0 on, got {value!r:.100}")
+
+
+def held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Submit:
+    """Return the same request with answers that are held behind each token; raise `InvalidRequest`
+    for what these do not go with."""
+    if params.logprobs is None or params.max_tokens is None:
+        raise InvalidRequest("held answers need logprobs and max_tokens")
+    if media or submit.grammar or submit.prompt_logprobs >= 0 or submit.text_options.stop:
+        raise InvalidRequest(
+            "held answers do not go with pictures and videos, structured_outputs, "
+            "prompt_logprobs and stop strings"
+        )
+    return dataclasses.replace(submit, held=True)
 
 
 class RequestBuilder:
@@ -64,9 +81,11 @@ class RequestBuilder:
         priority: Any = 0,
         chat_template_kwargs: Any = None,
         media: tuple[Media, ...] | None = None,
+        so_far: Any = None,
     ) -> tuple[Submit, tuple[Media, ...]]:
         """Return the request and its pictures; its uid is 0 until the frontend numbers it. `media`
-        are those of a prompt that `take_media` has returned."""
+        are those of a prompt that `take_media` has returned; `so_far` is what was told of its
+        answer."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
         priority = _check_priority(priority)
@@ -97,7 +116,32 @@ class RequestBuilder:
             prompt_logprobs=_count(params.prompt_logprobs),
             grammar=self._grammar(params),
         )
+        if so_far is not None:
+            submit = self._moved(submit, params, so_far)
         return submit, media
+
+    def _moved(self, submit: Submit, params: SamplingParams, so_far: Any) -> Submit:
+        """Return what goes on behind `so_far`, ahead of all that begins here."""
+        if not isinstance(so_far, OutputSoFar):
+            raise InvalidRequest(f"so_far must be OutputSoFar or None, got {so_far!r:.100}")
+        if params.n != 1:
+            raise InvalidRequest(f"so_far is of one answer, but n is {params.n}: continue each")
+        ids = _flat_ids("so_far.token_ids", so_far.token_ids)
+        if len(ids) and ids.max() >= (vocabulary := self._files.config.vocab_size):
+            raise InvalidRequest(
+                f"so_far.token_ids: {ids.max()} is outside the vocabulary of {vocabulary} ids"
+            )
+        characters = plain_number(so_far.characters)
+        if type(characters) is not int or not 0 <= characters < 2**31:
+            raise InvalidRequest(
+                f"so_far.characters must be a whole number from 0 on, got {characters!r:.100}"
+            )
+        return dataclasses.replace(
+            submit,
+            output=(ToldTokens(ids),) if len(ids) else (),
+            text_options=dataclasses.replace(submit.text_options, delivered=characters),
+            priority=submit.priority - _MOVED_FIRST,
+        )
 
     def chosen(self, params: SamplingParams | None) -> SamplingParams:
         """Return a request's parameters; without any, what the model recommends."""
@@ -316,14 +360,21 @@ def _text_options(params: SamplingParams) -> TextOptions:
 
 
 def _token_ids(values: Any) -> Int32:
+    ids = _flat_ids("prompt_token_ids", values)
+    if not ids.size:
+        raise InvalidRequest("the prompt is empty: it must have at least one token")
+    return ids
+
+
+def _flat_ids(name: str, values: Any) -> Int32:
     try:
         ids = np.asarray(values)
     except ValueError:
         ids = np.asarray(["ragged"])
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise InvalidRequest("prompt_token_ids must be a flat list of whole numbers")
+        raise InvalidRequest(f"{name} must be a flat list of whole numbers")
     if not ids.size:
-        raise InvalidRequest("the prompt is empty: it must have at least one token")
+        return _NO_TOKENS
     with contextlib.suppress(OverflowError):
         if ids.min() >= 0 and ids.max() < 2**31:
             return ids.astype(np.int32)

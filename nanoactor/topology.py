@@ -220,6 +220,7 @@ def _edges(
         EdgeSpec("scheduler", ("blocks",), max(admitted, step)),
         EdgeSpec("blocks", ("scheduler",), ring_capacity(64 * 1024 + 64 * (seqs + pages)), bound=1),
         EdgeSpec("blocks", runners, step, name="runners"),
+        *_index_edge(config),
         *(
             EdgeSpec(runner, ("scheduler",), tokens, bound=4 * config.steps_in_flight(deep=True))
             for runner in telling
@@ -230,6 +231,13 @@ def _edges(
         EdgeSpec("detokenizer", ("scheduler",), prompt, bound=1),
         EdgeSpec("detokenizer", ("frontend",), chunk, bound=1, paced=True),
     )
+
+
+def _index_edge(config: EngineConfig) -> list[EdgeSpec]:
+    """Return the edge for what is told of the prefix index, which is merged until there is room."""
+    if config.prefix_salt is None:
+        return []
+    return [EdgeSpec("blocks", ("frontend",), ring_capacity(256 * 1024), bound=1)]
 
 
 def _grammar_edges(

@@ -13,6 +13,11 @@ from nanoactor.messages import Fork, Free, Match, Plan, SampledTokens
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.vision.messages import DropPixels
 
+_HASHES_AT_ONCE = 4096
+"""The most that one message tells of the index."""
+_SOME_CHANGES = 64
+"""Changes of the index that are worth a message; fewer are told when a sequence is over."""
+
 
 class BlockManagerActor(Actor):
     """Turns plans into steps and answers with credits, merged while the edge is busy."""
@@ -37,6 +42,9 @@ class BlockManagerActor(Actor):
             self._caches, self._manager = caches, self._new_manager(RunnerReady.find(ready))
         self._runners = context.outbox("runners")
         self._scheduler = context.outbox("scheduler")
+        if self._config.engine.prefix_salt is not None:
+            self._frontend = context.outbox("frontend")
+            self._manager.pool.tell_index()  # what was told before a death may not have arrived
 
     def _new_manager(self, cache: RunnerReady) -> BlockManager:
         engine = self._config.engine
@@ -99,10 +107,12 @@ class BlockManagerActor(Actor):
         self._manager.record_tokens(event)
         if len(event.failed):
             self._send_credits()
+        self._tell_index(_SOME_CHANGES)
 
     def _free(self, event: Free) -> None:
         self._manager.free(event)
         self._send_credits()
+        self._tell_index()
 
     def _fork(self, event: Fork) -> None:
         self._manager.fork(event)
@@ -114,9 +124,18 @@ class BlockManagerActor(Actor):
             if credits_ is not None:
                 self._scheduler.send(credits_)
 
+    def _tell_index(self, at_least: int = 1) -> None:
+        """Tell what has changed in the index, where that much has: readers of it can wait."""
+        changes = self._manager.pool.changes
+        if changes is None or len(changes) < at_least:
+            return
+        while self._frontend.ready and (events := changes.take(_HASHES_AT_ONCE)) is not None:
+            self._frontend.send(events)
+
     def on_ready(self, outbox: Any) -> None:
-        """The scheduler's edge has room again: send what was merged meanwhile."""
+        """An edge has room again: send what was merged meanwhile."""
         self._send_credits()
+        self._tell_index()
 
     def statistics(self) -> dict[str, Any]:
         """Blocks available now, and how much of the prompts was found in the cache.

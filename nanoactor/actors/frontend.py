@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from nanoactor.actors.config import ActorConfig, RunnerReady
+from nanoactor.actors.index_feed import IndexFeed
 from nanoactor.actors.journal import Entry
 from nanoactor.actors.media_sending import MediaSender
 from nanoactor.actors.readmission import Readmission
@@ -25,6 +26,7 @@ from nanoactor.errors import (
     NanoactorError,
     PoisonRequest,
 )
+from nanoactor.kv.index_changes import IndexEvents
 from nanoactor.messages import Abort, Continue, OutputDelta, Submit, Terminal
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.recovery import Death
@@ -62,6 +64,7 @@ class FrontendActor(Actor):
         """Requests that no tokenizer has seen."""
         self._step_at = 0
         self._media = MediaSender(())
+        self.index = IndexFeed()
         self._progress: asyncio.Event | None = None
         """Set, and forgotten, when a request no longer waits; None where nobody wants to know."""
 
@@ -162,8 +165,12 @@ class FrontendActor(Actor):
             self._terminal(own_terminal(entry, uid, "failed", LOST))
 
     def handlers(self) -> Mapping[type, Handler]:
-        """News from the detokenizer, and what vision workers lack."""
-        return {OutputDelta: self._deliver, ResendMedia: self._resend}
+        """News from the detokenizer, what vision workers lack, and what is told of the index."""
+        return {
+            OutputDelta: self._deliver,
+            ResendMedia: self._resend,
+            IndexEvents: self.index.take,
+        }
 
     def span_names(self) -> Mapping[type, str]:
         """News for the readers; what they do with it is theirs."""
@@ -215,7 +222,8 @@ class FrontendActor(Actor):
         for make in makes:
             entries.append(make(uid))
             uid = entries[-1].uids.stop
-        self._check_room(entries)
+        if not all(entry.moved for entry in entries):  # these were accepted once
+            self._check_room(entries)
         for entry in entries:
             self._send(entry)
         return entries
@@ -347,6 +355,7 @@ class FrontendActor(Actor):
         self._waiting_requests.clear()
         self._waiting_tokens = self._waiting_media_bytes = 0
         self._tell_progress()
+        self.index.end(error)
 
     def entry_of(self, request_id: str) -> Entry | None:
         """The living request with this id."""

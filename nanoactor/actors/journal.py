@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nanoactor.errors import (
     ComputationFailed,
@@ -21,6 +22,7 @@ from nanoactor.outputs import (
     RequestOutput,
     RequestOutputKind,
 )
+from nanoactor.params import SamplingParams
 from nanoactor.text.scores import ToldRun
 from nanoactor.vision.media import Media
 
@@ -38,12 +40,16 @@ class Entry:
         kind: RequestOutputKind,
         media: Sequence[Media] = (),
         answers: int = 1,
+        moved: bool = False,
     ) -> None:
+        """`moved`: it goes on from another engine, behind what `submit` says was told there."""
         self.request_id = request_id
         self.submit = submit
         self.media = media
         """Its pictures, as they were given: they may be wanted again until it is over."""
         self.kind = kind
+        self.moved = moved
+        """Whether it began in another engine: it has been accepted once, and is not refused."""
         self._arrival = time.monotonic()
         self.charge = len(submit.token_ids) or _text_bytes(submit)
         self.media_bytes = sum(one.size for one in media)
@@ -107,6 +113,15 @@ class Entry:
     def answer(self, uid: int) -> Answer:
         """The one with this number."""
         return self.answers[uid - self.submit.uid]
+
+    def told_ids(self, answer: Answer) -> list[int]:
+        """Return the tokens of an answer that its reader was told, here or in another engine."""
+        before = [token for part in self.submit.output for token in part.token_ids.tolist()]
+        return before + answer.token_ids
+
+    def told_characters(self, answer: Answer) -> int:
+        """Return how many characters of an answer's text its reader was told, likewise."""
+        return max(0, self.submit.text_options.delivered) + sum(map(len, answer.text))
 
     @property
     def over(self) -> bool:
@@ -208,6 +223,25 @@ class Entry:
             num_preemptions=sum(one.terminal.preemptions for one in self.answers if one.terminal),
             prompt_logprobs=told,
         )
+
+
+def entry_maker(
+    built: tuple[Submit, tuple[Media, ...]],
+    params: SamplingParams,
+    request_id: str | None,
+    ids: str,
+    moved: bool = False,
+) -> Callable[[int], Entry]:
+    """Return what makes the page of a request that was checked, once it has a number; without a
+    `request_id` it is called by `ids` and that number."""
+    checked, media = built
+
+    def make(uid: int) -> Entry:
+        submit = dataclasses.replace(checked, uid=uid)
+        name = request_id or f"{ids}-{uid}"
+        return Entry(name, submit, params.output_kind, media, params.n, moved)
+
+    return make
 
 
 class Answer:

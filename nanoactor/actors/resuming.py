@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from nanoactor.actors.journal import Entry
-from nanoactor.continuing import OutputSoFar
+from nanoactor.continuing import ToldTokens
 from nanoactor.messages import Submit, Terminal
 from nanoactor.models.columns import rows_of
 
@@ -40,14 +40,16 @@ def resumed(entry: Entry) -> list[Submit]:
 
 def _going_on(entry: Entry, uid: int, prompt_logprobs: int) -> Submit:
     submit, answer = entry.submit, entry.answer(uid)
-    characters = sum(map(len, answer.text))
+    told = entry.told_ids(answer)
     found = dataclasses.replace(
         submit,
         uid=uid,
         sampling=rows_of(submit.sampling)[answer.index],
-        text_options=dataclasses.replace(submit.text_options, delivered=characters),
+        text_options=dataclasses.replace(
+            submit.text_options, delivered=entry.told_characters(answer)
+        ),
         prompt_logprobs=prompt_logprobs,
-        output=(OutputSoFar(np.array(answer.token_ids, np.int32)),) if answer.token_ids else (),
+        output=(ToldTokens(np.array(told, np.int32)),) if told else (),
     )
     if entry.media:  # pictures are placed where the text has them
         return found
@@ -65,8 +67,8 @@ def own_terminal(entry: Entry, uid: int, reason: str, error: str = "") -> Termin
         reason=reason,
         stop_reason=None,
         error=error,
-        tokens=len(answer.token_ids),
-        characters=sum(map(len, answer.text)),
+        tokens=len(entry.told_ids(answer)),
+        characters=entry.told_characters(answer),
         cached_tokens=0,
         preemptions=0,
         began=-1,

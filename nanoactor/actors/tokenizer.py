@@ -271,7 +271,7 @@ class TokenizerActor(Actor):
 
     def _admitted(self, event: Submit, encoded: Encoded) -> Admit:
         tokens, items = self._place_items(event, encoded.prompt[-event.keep_last :])
-        stopping = self._admission.check(tokens, event.stopping)
+        stopping = self._admission.check(tokens, event)
         rules = self._rules(event, encoded.words)
         grammar, free = self._freed(event)
         extras = block_extras(items[0], self._admission.block_size) if items else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 
 from nanoactor.errors import ProtocolBug
+from nanoactor.kv.index_changes import IndexChanges
 
 _NOT_QUARANTINED = -1
 _AFTER_ALL = 1 << 62
@@ -32,6 +33,8 @@ class BlockPool:
         """(step that must be done before they may be written, ticket, blocks)."""
         self._completed = 0
         self.evictions = 0
+        self.changes: IndexChanges | None = None
+        """What is to be told of the index, where somebody is."""
 
     @property
     def available(self) -> int:
@@ -71,6 +74,8 @@ class BlockPool:
         if content is not None:
             del self._index[content]
             self._hash[block] = None
+            if self.changes is not None:
+                self.changes.forget(content)
 
     def remember(self, block: int, content: bytes) -> bool:
         """Index a block's content, unless another block already has it; tell whether it is new."""
@@ -78,6 +83,8 @@ class BlockPool:
             return False
         self._index[content] = block
         self._hash[block] = content
+        if self.changes is not None:
+            self.changes.remember(content)
         return True
 
     def content_of(self, block: int) -> bytes | None:
@@ -87,6 +94,11 @@ class BlockPool:
     def is_held(self, block: int) -> bool:
         """Tell whether somebody has a reference."""
         return self._references[block] > 0
+
+    def tell_index(self) -> None:
+        """Tell the whole index from now on, and what changes in it: `changes`."""
+        self.changes = self.changes or IndexChanges()
+        self.changes.begin_anew(self._index)
 
     def begin_anew(self) -> None:
         """Nothing is under way any more, and steps are counted from 1 again."""

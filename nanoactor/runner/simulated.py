@@ -1,8 +1,9 @@
 """A device that takes time and computes nothing: what remains to be seen is the engine.
 
 Its timeline is its own: a step starts when it was submitted or when the one before has ended,
-whichever is later, and ends a fixed time after that. Late wake-ups of the host do not lengthen
-a step; that the host was late to submit the next one shows as idle time.
+whichever is later, and ends a fixed time after that, or one that depends on its tokens. Late
+wake-ups of the host do not lengthen a step; that the host was late to submit the next one shows as
+idle time.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from nanoactor.actors.config import encoder_pages
+from nanoactor.config import simulated_times
 from nanoactor.messages import Int32, Step
 from nanoactor.models.limits import NOTHING_ALLOWED
 from nanoactor.runner.batch import BatchTraits, HostBatch
-from nanoactor.runner.config import SIMULATED, RankConfig, check_cache
+from nanoactor.runner.config import RankConfig, check_cache
 from nanoactor.runner.double import BatchDouble
 from nanoactor.runner.pixels import PixelsOf
 from nanoactor.runner.protocol import Computed
@@ -65,7 +67,8 @@ class _Promise:
 
 
 class SimulatedExecutor:
-    """`simulated:5` takes 5 ms for each step, whatever is in it."""
+    """`simulated:5` takes 5 ms for each step, whatever is in it; `simulated:5+20` takes 20 us more
+    for each token, of prompts and of running sequences."""
 
     dtype_name = "none"
     device_name = "a simulated device"
@@ -75,7 +78,8 @@ class SimulatedExecutor:
     def __init__(self, config: RankConfig) -> None:
         engine, files = config.engine, config.files
         self.max_depth = engine.steps_in_flight(deep=True)
-        self._nanoseconds = round(float(engine.device.removeprefix(SIMULATED)) * 1e6)
+        milliseconds, microseconds = simulated_times(engine.device)
+        self._nanoseconds, self._each = round(milliseconds * 1e6), round(microseconds * 1e3)
         self.warmed_up: tuple[tuple[int, float], ...] = ((1, self._nanoseconds * 1e-9),)
         self._vocabulary = files.config.vocab_size
         self.block_size = engine.block_size or _BLOCK_SIZE
@@ -99,7 +103,7 @@ class SimulatedExecutor:
         """Put the step behind those before it."""
         update = self._batch.update(step, masks)
         begin = max(time.monotonic_ns(), self._free_at)
-        self._free_at = begin + self._nanoseconds
+        self._free_at = begin + self._nanoseconds + self._each * update.rows
         sampled = np.concatenate([_NO_TOKENS, *map(self._sampled, update.fallback)])
         ids = [sampled[update.order.places(np.arange(len(sampled)))]]
         if update.deferred is not None:

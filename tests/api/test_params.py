@@ -176,6 +176,7 @@ FLAG = [None, 1, "no"]
 SECONDS = [-1.0, NAN, "1"]
 BAD_OPTIONS = {
     "jump_forward": FLAG,
+    "prefix_salt": [b"", bytes(15), bytes(65), "a salt that is text", 5],
     "tokenizer": ["", 5, True],
     "revision": ["", 5],
     "download_dir": ["", 5],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from pathlib import Path
 
@@ -38,6 +39,16 @@ def options(**changes):
         start_timeout=240.0,
     )
     return {**values, **changes}
+
+
+def on_a_loop(test):
+    """Run a test that is a coroutine function."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(test(*args, **kwargs))
+
+    return run
 
 
 def rank_config(directory, rank=0, **options):

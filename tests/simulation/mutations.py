@@ -47,6 +47,7 @@ PLAN_BUILDER = "nanoactor.scheduling.plan_builder"
 OUTPUT = "nanoactor.scheduling.output"
 MANAGER = "nanoactor.kv.manager"
 POOL = "nanoactor.kv.pool"
+CHANGES = "nanoactor.kv.index_changes"
 HASHING = "nanoactor.kv.hashing"
 LEFTOVERS = "nanoactor.kv.leftovers"
 DETOKENIZER = "nanoactor.text.detokenizer"
@@ -70,6 +71,31 @@ MASKS = "nanoactor.runner.masks"
 CONTINUED = "nanoactor.runner.continued_rows"
 
 MUTATIONS = [
+    Mutation(
+        "an eviction is not told of the index",
+        POOL,
+        "            if self.changes is not None:\n                self.changes.forget(content)\n",
+        "",
+    ),
+    Mutation(
+        "of two changes of a block that were not told the first is told",
+        CHANGES,
+        "if self._changes.pop(content, is_there) == is_there:",
+        "if content not in self._changes:",
+    ),
+    Mutation(
+        "what was told of the index before a death is taken for told",
+        BLOCKS,
+        "            self._manager.pool.tell_index()",
+        "            if self._manager.pool.changes is None:\n"
+        "                self._manager.pool.tell_index()",
+    ),
+    Mutation(
+        "what was told of the index before a death stays",
+        CHANGES,
+        "        if events.cleared:\n            self.contents.clear()\n",
+        "",
+    ),
     Mutation(
         "blocks are freed without a fence",
         MANAGER,
@@ -1042,20 +1068,20 @@ MUTATIONS = [
     Mutation(
         "an answer begins again behind a death",
         RESUMING,
-        "output=(OutputSoFar(np.array(answer.token_ids, np.int32)),) if answer.token_ids else (),",
+        "output=(ToldTokens(np.array(told, np.int32)),) if told else (),",
         "output=(),",
     ),
     Mutation(
         "the last token is lost in a death",
         RESUMING,
-        "np.array(answer.token_ids, np.int32)),)",
-        "np.array(answer.token_ids[:-1], np.int32)),)",
+        "np.array(told, np.int32)),)",
+        "np.array(told[:-1], np.int32)),)",
     ),
     Mutation(
         "text is told again behind a death",
         RESUMING,
-        "delivered=characters),",
-        "delivered=0),",
+        "delivered=entry.told_characters(answer)",
+        "delivered=0",
     ),
     Mutation(
         "answers change their random numbers in a death",

@@ -11,6 +11,8 @@ import numpy as np
 
 from nanoactor.actors.config import ENCODER_PAGE_ROWS
 from nanoactor.grammar.messages import ForcedTokens
+from nanoactor.kv.hashing import HASH_BYTES
+from nanoactor.kv.index_changes import IndexCopy, IndexEvents
 from nanoactor.messages import (
     Abort,
     Admit,
@@ -84,6 +86,8 @@ class Oracle:
         self.terminals: dict[int, Terminal] = {}
         self.counts: Counter[str] = Counter()
         self.stories = Stories(record)
+        self._told_index = IndexCopy()
+        """The prefix index, as the block manager has told it."""
         self._failed: dict[int, int] = {}
         self._choiceless: dict[int, int] = {}
         """By request: the first position at which its logits were not finite."""
@@ -614,7 +618,9 @@ class Oracle:
         alone = tokens == charge
         assert tokens <= self._scenario.max_waiting_tokens or alone
 
-    def sent(self, source: str, message: Any) -> None:
+    def sent(  # noqa: C901 - a table of messages
+        self, source: str, message: Any
+    ) -> None:
         """A message leaves its actor."""
         self.stories.message(self._world.loop.time(), source, message)
         match message:
@@ -626,6 +632,8 @@ class Oracle:
                 assert not waits, f"{message.uid} waits for a trial to end"
             case ForcedTokens():
                 self._forced(message)
+            case IndexEvents():
+                self._told_index.take(message)
             case Plan():
                 self._planned(message)
             case Match():
@@ -737,6 +745,8 @@ class Oracle:
         if target not in ("scheduler", "blocks"):
             return
         self._check_credits()
+        if target == "blocks":
+            self._check_index()
         if isinstance(message, SampledTokens):
             self._check_available()
         if target == "scheduler":
@@ -748,6 +758,20 @@ class Oracle:
             self._check_callers(message)
             if isinstance(message, Abort):
                 assert message.uid not in self.scheduler.live, "an abort was not obeyed"
+
+    def _check_index(self) -> None:
+        """What was told of the index, and what is about to be, is the index."""
+        pool, copy = self.manager.pool, IndexCopy()
+        copy.contents = set(self._told_index.contents)
+        rest = pool.changes
+        if rest._cleared:
+            copy.contents.clear()
+        for content, is_there in rest._changes.items():
+            assert (content in copy.contents) is not is_there, "the same is told twice"
+            (copy.contents.add if is_there else copy.contents.discard)(content)
+        full = {content for content in pool._index if len(content) == HASH_BYTES}
+        assert copy.contents == full, "what is told of the index does not make it"
+        self.counts["changes of the index that wait"] += len(rest)
 
     def _check_callers(self, message: Any) -> None:
         """Who is held has its time, and no more; then all answers to its request end."""
@@ -808,6 +832,9 @@ class Oracle:
             self._check_prompt_scores(entry)
         self._check_nothing_held()
         self._check_nothing_spoilt()
+        frontend: Any = self._world.actors["frontend"]
+        known = frontend.index._copy.contents
+        assert known == self._told_index.contents, "the frontend has lost something of the index"
         self._count()
 
     def _is_abandoned(self, position: int, entry: Any, uid: int) -> bool:

@@ -410,6 +410,7 @@ def _config(scenario: Scenario) -> EngineConfig:
         skip_tokenizer_init=True,
         num_vision_workers=scenario.vision_workers,
         hold_timeout=scenario.hold_seconds,
+        prefix_salt=SALT,
     )
 
 

@@ -1,0 +1,53 @@
+"""Changes of the prefix index, for any number of readers in the user's process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from nanoactor.errors import NanoactorError
+from nanoactor.kv.index_changes import IndexChanges, IndexCopy, IndexEvents
+
+
+class IndexFeed:
+    """Each reader is told the whole index first, then what changes; what comes while it does not
+    read merges."""
+
+    def __init__(self) -> None:
+        self._copy = IndexCopy()
+        self._readers: dict[IndexChanges, asyncio.Event] = {}
+        self._error: NanoactorError | None = None
+
+    def take(self, events: IndexEvents) -> None:
+        """Pass on what the block manager tells."""
+        self._copy.take(events)
+        for changes, news in self._readers.items():
+            if events.cleared:
+                changes.begin_anew(())
+            for content in map(bytes, events.forgotten):
+                changes.forget(content)
+            for content in map(bytes, events.remembered):
+                changes.remember(content)
+            news.set()
+
+    def end(self, error: NanoactorError) -> None:
+        """The engine is gone: readers get the error."""
+        self._error = error
+        for news in self._readers.values():
+            news.set()
+
+    async def read(self) -> AsyncGenerator[IndexEvents, None]:
+        """Yield what is told, until the engine is gone."""
+        changes, news = IndexChanges(), asyncio.Event()
+        changes.begin_anew(self._copy.contents)
+        self._readers[changes] = news
+        try:
+            while self._error is None:
+                if (events := changes.take()) is not None:
+                    yield events
+                news.clear()
+                if not changes and self._error is None:
+                    await news.wait()
+            raise self._error.with_traceback(None)
+        finally:
+            del self._readers[changes]

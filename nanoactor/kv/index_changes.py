@@ -1,0 +1,94 @@
+"""Changes of the prefix index that a reader has not been told, as a difference."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.kv.hashing import HASH_BYTES
+from nanoactor.runtime.codec import message
+
+_ALL = 1 << 62
+
+
+@message(42)
+class IndexEvents:
+    """Block manager to frontend, and to readers of `AsyncLLM.index_events`: what has changed in the
+    prefix index since the message before. A pure difference: in this order they make the index."""
+
+    cleared: bool
+    """Whether all that was told before is void."""
+    forgotten: NDArray[np.uint8]
+    """(n, 16): hashes of full blocks that are not found any more, ..."""
+    remembered: NDArray[np.uint8]
+    """... and of those that are."""
+
+
+class IndexChanges:
+    """Merges changes while the reader is not told, so that their number is bounded: by the blocks
+    that the index holds, and by those that it held when the reader was last told."""
+
+    def __init__(self) -> None:
+        self._changes: dict[bytes, bool] = {}
+        """By the hash of a full block: whether it is to be remembered, else forgotten."""
+        self._cleared = False
+
+    def __len__(self) -> int:
+        """Return how many changes the reader has not been told."""
+        return len(self._changes) + self._cleared
+
+    def remember(self, content: bytes) -> None:
+        """A block is found by its hash from now on."""
+        self._note(content, is_there=True)
+
+    def forget(self, content: bytes) -> None:
+        """It is not found any more."""
+        self._note(content, is_there=False)
+
+    def _note(self, content: bytes, is_there: bool) -> None:
+        if len(content) != HASH_BYTES:  # the name of a block that is not full: of this engine alone
+            return
+        # What was not told yet, and is undone, need not be told at all.
+        if self._changes.pop(content, is_there) == is_there:
+            self._changes[content] = is_there
+
+    def begin_anew(self, contents: Iterable[bytes]) -> None:
+        """Have the reader forget all, and tell it the whole index."""
+        self._cleared, self._changes = True, {}
+        for content in contents:
+            self.remember(content)
+
+    def take(self, most: int = _ALL) -> IndexEvents | None:
+        """Return at most so many changes, which are told now; None where there are none."""
+        if not self:
+            return None
+        first = list(itertools.islice(self._changes.items(), most))
+        for content, _ in first:
+            del self._changes[content]
+        cleared, self._cleared = self._cleared, False
+        return IndexEvents(
+            cleared,
+            forgotten=_rows(content for content, is_there in first if not is_there),
+            remembered=_rows(content for content, is_there in first if is_there),
+        )
+
+
+class IndexCopy:
+    """The hashes of the full blocks in an engine's prefix index, from what is told of it."""
+
+    def __init__(self) -> None:
+        self.contents: set[bytes] = set()
+
+    def take(self, events: IndexEvents) -> None:
+        """Play back what is told."""
+        if events.cleared:
+            self.contents.clear()
+        self.contents.difference_update(map(bytes, events.forgotten))
+        self.contents.update(map(bytes, events.remembered))
+
+
+def _rows(contents: Iterable[bytes]) -> NDArray[np.uint8]:
+    return np.frombuffer(b"".join(contents), np.uint8).reshape(-1, HASH_BYTES)
