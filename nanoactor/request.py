@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
-from nanoactor.actors.frontend import FrontendActor
 from nanoactor.actors.journal import Entry
 from nanoactor.outputs import Logprobs, RequestMetrics, RequestOutput
 from nanoactor.params import DefaultTokens
@@ -16,11 +16,21 @@ _WARNED: list[str] = []
 """The request of which it was said that its output had a default length."""
 
 
+class Journal(Protocol):
+    """Whoever keeps a request's page: an engine's frontend, or the ingress of several engines."""
+
+    def abort(self, entry: Entry) -> None:
+        """Nobody reads it any more."""
+
+    def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
+        """Say what its held answers go on with."""
+
+
 class Request:
     """From `AsyncLLM.submit`: an async iterator of outputs. Whoever does not read it to its end
     closes it."""
 
-    def __init__(self, frontend: FrontendActor, entry: Entry, engine: object) -> None:
+    def __init__(self, frontend: Journal, entry: Entry, engine: object) -> None:
         """`engine` lives as long as its requests do."""
         self._engine = engine
         self._frontend = frontend

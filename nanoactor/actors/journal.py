@@ -204,6 +204,11 @@ class Entry:
         if self.has_prompt_logprobs and self._news:  # which have waited for it
             self.wake()
 
+    def set_prompt_logprobs(self, told: list[Logprobs | None]) -> None:
+        """Take those of the prompt, all at once."""
+        self._prompt_logprobs = told
+        self.wake()
+
     def _output(self) -> RequestOutput:
         delta = self.kind is RequestOutputKind.DELTA
         whole = not delta or len(self.answers) == 1
@@ -266,10 +271,16 @@ class Answer:
         """Take those of its newest tokens."""
         assert self.logprobs is not None
         tokens = self.token_ids[len(self.logprobs) :]
-        for token, (own, likeliest) in zip(tokens, run.logprobs, strict=True):
-            self.logprobs.append({token: own} | likeliest)
-            self._sum += own.logprob
-        self.offsets += run.offsets
+        pairs = zip(tokens, run.logprobs, strict=True)
+        self.add_logprobs([{token: own} | most for token, (own, most) in pairs], run.offsets)
+
+    def add_logprobs(self, logprobs: Sequence[Logprobs], offsets: Sequence[int]) -> None:
+        """Add those of its newest tokens, each with the token's own first."""
+        assert self.logprobs is not None
+        self.logprobs += logprobs
+        self.offsets += offsets
+        for each in logprobs:
+            self._sum += next(iter(each.values())).logprob
 
     @property
     def has_news(self) -> bool:

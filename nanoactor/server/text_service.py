@@ -354,9 +354,13 @@ class TextService:
         """Ids of a text; with `special`, those that the tokenizer adds by itself too."""
         return await self._call(list[int], "encode", text, special)
 
+    async def encode_conversation(self, messages: str, options: str) -> list[int]:
+        """Ids of a conversation whose messages and template options are JSON."""
+        return await self._call(list[int], "render", messages, options, True)
+
     async def encode_chat(self, messages: Any, options: Mapping[str, Any]) -> list[int]:
         """Ids of a conversation."""
-        return await self._call(list[int], "render", _json(messages), _json(options), True)
+        return await self.encode_conversation(_json(messages), _json(options))
 
     async def decode_all(self, several: Sequence[Sequence[int]]) -> list[str]:
         """The text of each of these ids, special tokens included."""

@@ -104,8 +104,11 @@ class _Taking:
         self._counts = dict.fromkeys(_KINDS, 0)
 
     def picture(self, given: Any, detail: Any = "auto") -> None:
-        """Take a picture."""
+        """Take a picture; one that was taken before, by an ingress, is as it was."""
         rules, number = self._next("image")
+        if isinstance(given, Media):
+            self.media.append(given)
+            return
         try:
             self.media.append(rules.take(given, rules.area(self._kwargs, detail)))
         except InvalidRequest as error:
@@ -122,8 +125,11 @@ class _Taking:
         self.picture(given, url.get("detail") or detail)
 
     def video(self, given: Any) -> None:
-        """Take a video."""
+        """Take a video, likewise."""
         rules, number = self._next("video")
+        if isinstance(given, Media):
+            self.media.append(given)
+            return
         try:
             self.media.append(rules.take_video(given, rules.video_area(self._kwargs)))
         except InvalidRequest as error:

@@ -1,0 +1,280 @@
+"""Several engines as one: what an ingress's server submits its requests to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import random
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nanoactor.actors.config import render_limits
+from nanoactor.actors.journal import Entry
+from nanoactor.config import EngineConfig
+from nanoactor.engine import Prompt
+from nanoactor.errors import (
+    EngineClosed,
+    EngineDead,
+    EngineOverloaded,
+    InvalidConfig,
+    InvalidRequest,
+    NanoactorError,
+    only_ours,
+    public,
+)
+from nanoactor.fleet import wire
+from nanoactor.fleet.fleet import SILENCE, Fleet
+from nanoactor.fleet.link_end import Connector
+from nanoactor.fleet.pages import Page
+from nanoactor.fleet.prefix_map import keys_of
+from nanoactor.fleet.prompts import PromptHasher
+from nanoactor.messages import Submit
+from nanoactor.model_files import max_prompt_bytes, read_model_files
+from nanoactor.outputs import RequestOutput
+from nanoactor.params import SamplingParams
+from nanoactor.request import Request
+from nanoactor.request_builder import RequestBuilder
+from nanoactor.server.text_service import TextService
+from nanoactor.vision.media import Media
+
+log = logging.getLogger("nanoactor.fleet")
+
+_TRIES = 3
+"""How often a text is sent to the process that tokenizes, where that dies."""
+_AGAIN_SECONDS = 0.2
+_HELD = (
+    "answers that their caller leads (beam search, held answers) stay with the engine that began "
+    "them, and none of several is theirs: use one engine"
+)
+
+
+class FleetLLM:
+    """The replicas of one model, used from one event loop as `AsyncLLM` is."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        connector: Connector,
+        *,
+        ingress: str | None = None,
+        silence: float = SILENCE,
+    ) -> None:
+        """`config` is that of the replicas, `connector` leads to them; `ingress` names this end;
+        a replica that says nothing for `silence` seconds hangs. Raises as `AsyncLLM` does, and
+        `InvalidConfig` without a `prefix_salt`."""
+        if config.prefix_salt is None:
+            raise InvalidConfig("a fleet needs a prefix_salt that all of its engines have")
+        self.config = config
+        with only_ours():
+            self.files = read_model_files(config)
+        self._requests = RequestBuilder(config, self.files, random.Random(config.seed))
+        self._hasher = PromptHasher(config, self.files)
+        self._ids = f"request-{secrets.token_hex(4)}"
+        self.fleet = Fleet(connector, ingress or f"ingress-{secrets.token_hex(4)}", silence)
+        self.texts: TextService | None = None
+        if self.files.tokenizer_directory is not None:
+            self.texts = TextService(
+                self.files.tokenizer_directory,
+                2 * max_prompt_bytes(self.files),
+                render_limits(config, self.files),
+                self.files.placeholders,
+            )
+        self._next_uid = 0
+        self._preparing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    # -- life -------------------------------------------------------------------------------
+
+    @public
+    async def start(self) -> FleetLLM:
+        """Link to the replicas; return when the first of them serves."""
+        if self.texts is not None:
+            with only_ours():
+                await self.texts.start()
+        self.fleet.start()
+        try:
+            async with asyncio.timeout(self.config.start_timeout):
+                await self.fleet.first_up.wait()
+        except TimeoutError:
+            await self.close()
+            raise EngineDead(
+                f"no replica has served within {self.config.start_timeout:g} s (start_timeout)"
+            ) from None
+        return self
+
+    async def __aenter__(self) -> FleetLLM:
+        """Start."""
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close."""
+        await self.close()
+
+    @public
+    async def close(self) -> None:
+        """End all links; requests that are not over raise `EngineClosed`. The replicas live on."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for task in self._preparing:
+            task.cancel()
+        for page in list(self.fleet.pages.values()):
+            self.fleet.fail(page, EngineClosed("the ingress was closed"))
+        await self.fleet.close()
+        if self.texts is not None:
+            await self.texts.close()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a replica says of itself, as `AsyncLLM.facts`; empty where none serves."""
+        places = [replica.place for replica in self.fleet.replicas.values()]
+        return dict(places[0].hello.facts) if places else {}
+
+    @property
+    def live(self) -> int:
+        """Return how many requests are not over."""
+        return len(self.fleet.pages)
+
+    # -- requests ---------------------------------------------------------------------------
+
+    @public
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Request]:
+        """Queue several prompts with the same parameters, all or none, as `AsyncLLM.submit`."""
+        if self._is_closed:
+            raise EngineClosed("the ingress was closed")
+        params = self._requests.seeded(self._requests.chosen(sampling_params))
+        built = [
+            self._requests.build(prompt, params, priority, chat_template_kwargs)
+            for prompt in prompts
+        ]
+        self._check_room(len(built))
+        return [self._queue(submit, media, params, priority) for submit, media in built]
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs as they come, as `AsyncLLM.generate`."""
+        (request,) = self.submit(
+            [prompt],
+            sampling_params,
+            priority=priority,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        try:
+            async for output in request:
+                yield output
+        finally:
+            request.close()
+
+    @public
+    async def beam_search(self, *_: Any, **__: Any) -> None:
+        """Raise `InvalidRequest`: beams do not move."""
+        raise InvalidRequest(_HELD)
+
+    def _check_room(self, requests: int) -> None:
+        """Raise `EngineOverloaded` where no replica, and no queue here, has room."""
+        replicas = self.fleet.replicas.values()
+        if replicas and all(replica.place.is_full for replica in replicas):
+            raise EngineOverloaded(f"all {len(replicas)} replicas are full")
+        limit = max(self.config.max_waiting_requests, self.fleet.capacity)
+        waiting = len(self._preparing) + self.fleet.dispatch.waiting + self.fleet.trials.waiting
+        if waiting + requests > limit:
+            raise EngineOverloaded(f"{waiting} requests wait for a replica already")
+
+    def _queue(
+        self, submit: Submit, media: tuple[Media, ...], params: SamplingParams, priority: int
+    ) -> Request:
+        uid = self._next_uid
+        self._next_uid += params.n
+        entry = Entry(
+            f"{self._ids}-{uid}",
+            dataclasses.replace(submit, uid=uid),
+            params.output_kind,
+            media,
+            params.n,
+        )
+        page = self.fleet.pages[uid] = Page(entry, params, priority)
+        page.media = tuple(map(wire.media_to_bytes, media))
+        self._hasher.block_size = self.fleet.block_size or self._hasher.block_size
+        if len(submit.token_ids) and not media:
+            self._place(page, submit.token_ids, self._hasher.of_text(submit.token_ids))
+        else:
+            task = asyncio.ensure_future(self._prepare(page))
+            self._preparing.add(task)
+            task.add_done_callback(self._preparing.discard)
+        return Request(self, entry, self)
+
+    def _place(self, page: Page, token_ids: Any, blocks: bytes) -> None:
+        page.token_ids = np.asarray(token_ids, np.int32).tobytes()
+        page.length = page.length or len(token_ids)
+        page.blocks, page.hashes = blocks, keys_of(blocks)
+        self.fleet.add(page.begin())
+        self.fleet.advance()
+
+    async def _prepare(self, page: Page) -> None:
+        """Render and tokenize, once for all replicas; name the pictures."""
+        submit = page.entry.submit
+        try:
+            with only_ours():
+                ids = np.asarray(await self._tokens(submit), np.int32)[-submit.keep_last :]
+                media = page.entry.media
+                if media:
+                    page.length, blocks = await self._hasher.of_pictures(ids, media)
+                else:
+                    blocks = self._hasher.of_text(ids)
+        except NanoactorError as error:
+            self.fleet.fail(page, error)
+            return
+        if not page.entry.over:
+            self._place(page, ids, blocks)
+
+    async def _tokens(self, submit: Submit) -> Sequence[int]:
+        if len(submit.token_ids):
+            found: list[int] = submit.token_ids.tolist()
+            return found
+        assert self.texts is not None
+        for attempt in range(_TRIES):
+            try:
+                if submit.chat is None:
+                    return await self.texts.encode(submit.text or "", special=True)
+                return await self.texts.encode_conversation(submit.chat, submit.chat_options)
+            except EngineDead:
+                if attempt == _TRIES - 1:
+                    raise
+            await self._until_texts_answer()
+        raise AssertionError("unreachable")
+
+    async def _until_texts_answer(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.start_timeout):
+                while self.texts is not None and self.texts.state == "dead":  # noqa: ASYNC110
+                    await asyncio.sleep(_AGAIN_SECONDS)
+
+    # -- a request's journal ----------------------------------------------------------------
+
+    def abort(self, entry: Entry) -> None:
+        """Nobody reads a request any more."""
+        page = self.fleet.pages.get(entry.submit.uid)
+        if page is not None and not entry.over:
+            self.fleet.abort(page)
+
+    def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
+        """Raise `InvalidRequest`: no answer here is held."""
+        raise InvalidRequest(_HELD)

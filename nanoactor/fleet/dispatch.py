@@ -1,0 +1,85 @@
+"""What waits for a place: moved streams first, as many as would run at once; then what is new."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from nanoactor.fleet.pages import Part
+from nanoactor.fleet.routing import Place, Router
+
+PATIENCE = 120.0
+"""Seconds for which a request waits while no replica could take it at all, however empty."""
+
+
+class Dispatch:
+    """The queue of an ingress, and the choice of replicas for it."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self._moved: dict[Part, None] = {}
+        self._new: dict[Part, None] = {}
+
+    def add(self, part: Part) -> None:
+        """Have a part wait for a place."""
+        queue = self._moved if part.is_moved else self._new
+        queue[part] = None
+        part.waits_since = time.monotonic()
+
+    def remove(self, part: Part) -> None:
+        """It waits no more."""
+        self._moved.pop(part, None)
+        self._new.pop(part, None)
+
+    @property
+    def waiting(self) -> int:
+        """Return how many parts wait."""
+        return len(self._moved) + len(self._new)
+
+    def place(self, places: Iterable[Place], begin: Callable[[Part, Place], None]) -> None:
+        """Begin what can begin. A death's herd is bounded by what the others have free: moved
+        streams go where they run at once, and what is new waits until they do."""
+        usable = list(places)
+        is_blocked = False
+        for part in sorted(self._moved, key=_by_priority):
+            fitting = [place for place in usable if _fits(part, place)]
+            free = [place for place in fitting if place.has_room(part.tokens)]
+            if free:
+                self._begin(part, free, begin)
+            elif fitting:
+                is_blocked = True
+                part.waits_since = time.monotonic()
+        if is_blocked:
+            return
+        for part in sorted(self._new, key=_by_priority):
+            open_ = [
+                place
+                for place in usable
+                if not place.is_full and place.replica not in part.refused_by
+            ]
+            if open_:
+                self._begin(part, open_, begin)
+            elif usable:
+                part.waits_since = time.monotonic()
+
+    def _begin(self, part: Part, places: list[Place], begin: Callable[[Part, Place], None]) -> None:
+        self.remove(part)
+        chosen = self.router.choose(places, part.page.hashes, part.tokens)
+        assert chosen is not None
+        begin(part, chosen)
+
+    def take_hopeless(self, now: float) -> list[Part]:
+        """Return those that have waited too long for any replica that could take them."""
+        found = [part for part in (*self._moved, *self._new) if now - part.waits_since > PATIENCE]
+        for part in found:
+            self.remove(part)
+        return found
+
+
+def _by_priority(part: Part) -> tuple[int, int]:
+    return part.page.priority, part.page.uid
+
+
+def _fits(part: Part, place: Place) -> bool:
+    """Tell whether a replica goes on with a part to the same end as the one that is gone."""
+    return not part.fingerprint or part.fingerprint == place.hello.fingerprint

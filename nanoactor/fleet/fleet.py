@@ -1,0 +1,405 @@
+"""The replicas of an ingress: links to them, the streams on each, and what becomes of these when
+one dies, hangs, leaves, or is tried with a suspect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+
+from nanoactor import errors
+from nanoactor.errors import (
+    ComputationFailed,
+    EngineDead,
+    NanoactorError,
+    PoisonRequest,
+)
+from nanoactor.fleet import wire
+from nanoactor.fleet.dispatch import PATIENCE, Dispatch
+from nanoactor.fleet.link_end import Connector, LinkEnd
+from nanoactor.fleet.pages import Page, Part
+from nanoactor.fleet.prefix_map import PrefixMap
+from nanoactor.fleet.routing import Place, Router
+from nanoactor.fleet.trial_runs import TrialRuns
+
+log = logging.getLogger("nanoactor.fleet")
+
+SILENCE = 10.0
+_TICK = 1.0
+_LONGEST_WAIT = 10.0
+_ELSEWHERE = ("EngineClosed", "EngineDead")
+"""Errors that say that the replica is going, not what is wrong with the request."""
+_REFUSALS = ("EngineOverloaded", "OutOfResources")
+"""... and those after which another replica is asked."""
+POISON = (
+    "each replica on which the request ran has died, the last one with nothing else running: it is "
+    "not tried again"
+)
+
+
+class Replica:
+    """A link that is up, and what runs on it."""
+
+    def __init__(self, link: LinkEnd, hello: wire.Hello) -> None:
+        self.link = link
+        self.place = Place(link.replica, hello)
+        self.parts: dict[int, Part] = {}
+        """By the number of their stream."""
+        self.figures: dict[str, float] = {}
+        self.reported = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        """Return the replica's."""
+        return self.link.replica
+
+
+class Counts:
+    """What has become of streams, for /metrics."""
+
+    def __init__(self) -> None:
+        self.moved = self.requeued = self.lost = self.deaths = self.poisoned = 0
+
+
+class Fleet:
+    """All replicas, for one ingress. It lives on the ingress's loop."""
+
+    def __init__(self, connector: Connector, ingress: str, silence: float = SILENCE) -> None:
+        """`ingress` names it to the replicas; `silence`: seconds after which one hangs."""
+        self._connector, self._ingress, self._silence = connector, ingress, silence
+        self.router = Router()
+        self.dispatch = Dispatch(self.router)
+        self.counts = Counts()
+        self.replicas: dict[str, Replica] = {}
+        """Those whose link is up."""
+        self._links: dict[str, LinkEnd] = {}
+        self._retries: dict[str, tuple[float, float]] = {}
+        """By replica that was lost: when it is tried again, and how long was waited."""
+        self._at: dict[Part, tuple[Replica, int]] = {}
+        """Where each part runs."""
+        self._streams = 0
+        self.pages: dict[int, Page] = {}
+        """Requests that are not over, by number."""
+        self.trials = TrialRuns(self)
+        self.first_up = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def start(self) -> None:
+        """Link to all replicas, and to those that come."""
+        self._connector.watch(self.update_members)
+        self._ticker = asyncio.ensure_future(self._tick())
+        self.update_members()
+
+    async def close(self) -> None:
+        """End all links."""
+        self._closed = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    # -- replicas that come and go ----------------------------------------------------------
+
+    def update_members(self) -> None:
+        """Some replicas are new, or are no more to be used."""
+        members = self._connector.members
+        now = time.monotonic()
+        for replica in members - self._links.keys():
+            if self._retries.get(replica, (0.0, 0.0))[0] <= now and not self._closed:
+                self._links[replica] = LinkEnd(
+                    replica, self._connector, self, self._silence, self._ingress
+                )
+        for replica in self._retries.keys() - members:
+            del self._retries[replica]
+        for replica, link in list(self._links.items()):
+            if replica not in members and not link.is_leaving:
+                link.left_at = now
+                log.info("replica %s leaves: its streams end there", replica)
+                self._leave(link)
+
+    def _leave(self, link: LinkEnd) -> None:
+        """Close the link to a replica that leaves, once nothing of ours runs there."""
+        replica = self.replicas.get(link.replica)
+        if replica is not None and replica.link is link and replica.parts:
+            return
+        self._forget(link)
+        task = asyncio.ensure_future(link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _forget(self, link: LinkEnd) -> Replica | None:
+        if self._links.get(link.replica) is link:
+            del self._links[link.replica]
+        replica = self.replicas.get(link.replica)
+        if replica is None or replica.link is not link:
+            return None
+        del self.replicas[link.replica]
+        self.router.prefixes.forget(link.replica)
+        return replica
+
+    def up(self, link: LinkEnd) -> None:
+        """A replica has said who it is."""
+        assert link.hello is not None
+        self.replicas[link.replica] = Replica(link, link.hello)
+        self._retries.pop(link.replica, None)
+        log.info("replica %s serves", link.replica)
+        self.first_up.set()
+
+    def lost(self, link: LinkEnd, cause: str) -> None:
+        """A replica has died or hangs: what ran there goes on elsewhere."""
+        replica = self._forget(link)
+        waited = min(_LONGEST_WAIT, 2 * self._retries.get(link.replica, (0.0, 0.5))[1])
+        self._retries[link.replica] = time.monotonic() + waited, waited
+        if self._closed:
+            return
+        expected = link.has_drained
+        log.log(
+            logging.INFO if expected else logging.ERROR,
+            "replica %s is lost: %s%s",
+            link.replica,
+            cause,
+            f"; {len(replica.parts)} streams go on elsewhere" if replica else "",
+        )
+        if replica is not None:
+            self.counts.deaths += not expected
+            culprit = None if expected else self.trials.note_death(replica)
+            for part in list(replica.parts.values()):
+                self._move(part, replica)
+            if culprit is not None:
+                self._convict(culprit)
+        self.advance()
+
+    def _convict(self, page: Page) -> None:
+        log.error("request %s has killed its replica alone: it ends", page.entry.request_id)
+        self.counts.poisoned += 1
+        self.fail(page, PoisonRequest(POISON))
+
+    def _move(self, part: Part, replica: Replica) -> None:
+        """Have a part go on elsewhere."""
+        self._at.pop(part, None)
+        page = part.page
+        for moved in page.move(part):
+            told = moved.is_moved and part.page.told
+            self.counts.moved += bool(told)
+            self.counts.requeued += not told
+            moved.fingerprint = replica.place.hello.fingerprint if told else ""
+            self.add(moved)
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def add(self, part: Part) -> None:
+        """Have a part wait for a place; a suspect's waits for its trial."""
+        if not self.trials.keeps(part):
+            self.dispatch.add(part)
+
+    def advance(self) -> None:
+        """Begin what can begin now."""
+        if self._closed:
+            return
+        self.trials.advance()
+        if self.dispatch.waiting:
+            self.dispatch.place([replica.place for replica in self.usable()], self._begin)
+
+    def usable(self) -> Iterator[Replica]:
+        """Go through the replicas that take what is new."""
+        for replica in self.replicas.values():
+            is_reserved = replica.place.load.is_reserved or self.trials.is_on(replica)
+            if not (replica.link.is_leaving or is_reserved):
+                yield replica
+
+    def _begin(self, part: Part, place: Place) -> None:
+        self.begin(part, self.replicas[place.replica])
+
+    def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
+        """Have a part run on a replica."""
+        self._streams += 1
+        stream, page, place = self._streams, part.page, replica.place
+        replica.parts[stream] = part
+        self._at[part] = replica, stream
+        replica.link.order(part.order(stream, is_alone=is_alone))
+        missing = self.router.missing(place, page.hashes, part.tokens)
+        place.sent(replica.link.ordered, missing)
+        self.router.prefixes.expect(replica.name, page.blocks)
+        self.trials.note_going_on(page)
+
+    def abort(self, page: Page) -> None:
+        """Nobody reads a request any more."""
+        page.abort()
+        self._drop(page)
+
+    def fail(self, page: Page, error: NanoactorError) -> None:
+        """End a request with an error."""
+        if not page.entry.over:
+            page.entry.error = error
+        page.entry.end()
+        self._drop(page)
+
+    def _drop(self, page: Page) -> None:
+        """Abort what of it runs, forget what waits."""
+        for part in page.parts:
+            self.dispatch.remove(part)
+            if part in self._at:
+                replica, stream = self._at.pop(part)
+                del replica.parts[stream]
+                replica.link.order(wire.Abort(stream))
+                self._after_end(replica)
+        page.parts = []
+        self._note_over(page)
+
+    def _note_over(self, page: Page) -> None:
+        self.pages.pop(page.uid, None)
+        self.trials.forget(page)
+
+    def _end_part(self, replica: Replica, stream: int) -> Part | None:
+        part = replica.parts.pop(stream, None)
+        if part is not None:
+            self._at.pop(part, None)
+        return part
+
+    def _after_end(self, replica: Replica) -> None:
+        if replica.link.is_leaving:
+            self._leave(replica.link)
+
+    # -- reports ----------------------------------------------------------------------------
+
+    def reported(self, link: LinkEnd, report: wire.Report) -> None:
+        """Take what a replica reports."""
+        replica = self.replicas.get(link.replica)
+        if replica is None or replica.link is not link:
+            return
+        self._take_state(replica, report)
+        self._take_outputs(replica, report)
+        for failure in report.failures:
+            self._failed(replica, failure)
+        for stream in report.declined:
+            if (part := self._end_part(replica, stream)) is not None:
+                self.add(part)
+        self.trials.reported(replica, report.is_alone)
+        self.advance()
+
+    def _take_state(self, replica: Replica, report: wire.Report) -> None:
+        replica.reported = time.monotonic()
+        if report.load is not None:
+            replica.place.told(report.load, report.orders)
+            replica.figures = report.load.figures or replica.figures
+        for news in report.index:
+            self.router.prefixes.take(replica.name, news)
+
+    def _take_outputs(self, replica: Replica, report: wire.Report) -> None:
+        for progress in report.progress:
+            self._progress(replica, progress)
+        for delta in report.deltas:
+            if (part := replica.parts.get(delta.stream)) is not None:
+                part.page.take(delta, part)
+        for progress in report.progress:
+            if progress.is_over:
+                self._finished(replica, progress)
+
+    def _progress(self, replica: Replica, progress: wire.Progress) -> None:
+        part = replica.parts.get(progress.stream)
+        if part is None:
+            return
+        page = part.page
+        if progress.accepted is not None and not page.entry.accepted.is_set():
+            page.note_accepted(progress.accepted)
+        if progress.prompt_logprobs is not None and not page.entry.has_prompt_logprobs:
+            told = wire.unpack_logprobs(progress.prompt_logprobs)
+            page.entry.set_prompt_logprobs(told or [None])
+
+    def _finished(self, replica: Replica, progress: wire.Progress) -> None:
+        part = self._end_part(replica, progress.stream)
+        if part is None:
+            return
+        page = part.page
+        page.note_figures(part, progress)
+        page.parts.remove(part)
+        for index in part.answers:
+            answer = page.entry.answers[index]
+            metrics = answer.metrics
+            if metrics.first_token_time and metrics.finished_time:
+                seconds = metrics.finished_time - metrics.first_token_time
+                self.router.answers.note(seconds, len(answer.token_ids))
+        if not page.parts:
+            page.entry.end()
+            self._note_over(page)
+        self._after_end(replica)
+
+    def _failed(self, replica: Replica, failure: wire.Failure) -> None:
+        part = self._end_part(replica, failure.stream)
+        if part is None:
+            return
+        page = part.page
+        if failure.kind in _ELSEWHERE:  # the link will be lost, too
+            self._move(part, replica)
+        elif failure.kind in _REFUSALS and self._ask_another(part, replica):
+            self.add(part)
+        else:
+            page.parts.remove(part)
+            self.counts.lost += page.told > 0
+            self.fail(page, error_of(failure))
+        self._after_end(replica)
+
+    def _ask_another(self, part: Part, replica: Replica) -> bool:
+        if part.is_moved:  # it was accepted once: it waits until there is room
+            return True
+        part.refused_by.add(replica.name)
+        return any(other.name not in part.refused_by for other in self.usable())
+
+    # -- time -------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK)
+            try:
+                self.update_members()
+                self.trials.tick()
+                self._give_up()
+                self.advance()
+            except Exception:  # a bug here must not end the watch over all others
+                log.exception("the fleet's clock has failed once")
+
+    def _give_up(self) -> None:
+        for part in self.dispatch.take_hopeless(time.monotonic()):
+            if part.fingerprint and self.replicas:
+                error: NanoactorError = ComputationFailed(
+                    "the replica that answered has died, and no other has the same model, version "
+                    f"and options for {PATIENCE:g} s: the answer cannot go on; ask again"
+                )
+            else:
+                error = EngineDead(f"no replica has served for {PATIENCE:g} s")
+            self.counts.lost += part.page.told > 0
+            self.fail(part.page, error)
+
+    # -- figures ----------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Return how many requests may wait: as many as the replicas' queues hold together."""
+        return sum(r.place.hello.max_waiting_requests for r in self.replicas.values())
+
+    @property
+    def block_size(self) -> int:
+        """Return the tokens in a block of the engines' caches; 0 where none serves."""
+        return next((r.place.block_size for r in self.replicas.values()), 0)
+
+    @property
+    def prefixes(self) -> PrefixMap:
+        """Return what is known of the replicas' caches."""
+        return self.router.prefixes
+
+    @property
+    def streams(self) -> int:
+        """Return how many streams of this ingress run."""
+        return len(self._at)
+
+
+def error_of(failure: wire.Failure) -> NanoactorError:
+    """Return an error as the replica raised it."""
+    kind = getattr(errors, failure.kind, None)
+    if isinstance(kind, type) and issubclass(kind, NanoactorError):
+        made: NanoactorError = kind(failure.text)
+        return made
+    return ComputationFailed(f"the replica has failed: {failure.text}")

@@ -1,0 +1,100 @@
+"""What a replica tells of its load, besides what it knows of its own streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from nanoactor.engine import AsyncLLM
+from nanoactor.errors import NanoactorError
+
+log = logging.getLogger("nanoactor.fleet")
+
+LOOK_SECONDS = 1.0
+_TELLING_TOKENS = 64
+"""Tokens of prompts below which a look says nothing about their pace."""
+_WEIGHT = 0.3
+"""Of a new measurement."""
+_FIGURES = (
+    ("output_tokens", "scheduler", "output_tokens"),
+    ("prefill_tokens", "scheduler", "prefill_tokens"),
+    ("decode_tokens", "scheduler", "decode_tokens"),
+    ("steps", "scheduler", "steps"),
+    ("preemptions", "scheduler", "preemptions"),
+    ("load_seconds", "scheduler", "load_seconds"),
+    ("prompt_tokens", "blocks", "prompt_tokens"),
+    ("hit_tokens", "blocks", "hit_tokens"),
+    ("kv_blocks_available", "blocks", "available"),
+    ("device_busy_seconds", "runner.0", "busy_seconds"),
+)
+"""Told for /metrics: the name, and whose figure it is under which name."""
+
+
+class TokenPace:
+    """Learns what a token of a prompt takes, from what the device did between two looks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """0: not known yet."""
+        self._step = 0.0
+        """A step without prompts."""
+
+    def note(self, busy: float, steps: float, prefilled: float) -> None:
+        """Between two looks the device was busy for so many seconds, in so many steps."""
+        if steps <= 0:
+            return
+        if prefilled < _TELLING_TOKENS:
+            if not prefilled:
+                self._step = busy / steps
+            return
+        found = max(0.0, busy - steps * self._step) / prefilled
+        self.seconds = found if not self.seconds else _mixed(self.seconds, found)
+
+
+def _mixed(old: float, new: float) -> float:
+    return (1 - _WEIGHT) * old + _WEIGHT * new
+
+
+class Gauges:
+    """Looks at an engine once a second."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self.pace = TokenPace()
+        self.figures: Mapping[str, float] = {}
+        self.looks = 0
+        """How often it was looked at."""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Look from now on."""
+        self._task = asyncio.ensure_future(self._keep_looking())
+
+    async def stop(self) -> None:
+        """Look no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _keep_looking(self) -> None:
+        while True:
+            with contextlib.suppress(NanoactorError):
+                self.take(await self._llm.statistics())
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def take(self, statistics: Mapping[str, Any]) -> None:
+        """Take the figures of all actors; while one is replaced, its last ones stay."""
+        found = dict(self.figures)
+        for name, actor, key in _FIGURES:
+            if actor in statistics:
+                found[name] = float(statistics[actor]["actor"].get(key, 0))
+        before, self.figures = self.figures, found
+        self.looks += 1
+        if before and {"device_busy_seconds", "steps", "prefill_tokens"} <= found.keys():
+            self.pace.note(*(found[name] - before.get(name, 0.0) for name in _PACE))
+
+
+_PACE = ("device_busy_seconds", "steps", "prefill_tokens")

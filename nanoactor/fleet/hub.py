@@ -1,0 +1,405 @@
+"""A replica's end of its links: streams of an engine, told to ingresses in common reports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator
+
+from nanoactor.engine import AsyncLLM
+from nanoactor.errors import (
+    ComputationFailed,
+    EngineClosed,
+    EngineDead,
+    InvalidRequest,
+    NanoactorError,
+)
+from nanoactor.fleet import wire
+from nanoactor.fleet.gauges import Gauges
+from nanoactor.fleet.pacing import INTERVAL, Pace
+from nanoactor.kv.index_changes import IndexEvents
+from nanoactor.outputs import CompletionOutput, RequestOutput
+from nanoactor.request import Request
+
+log = logging.getLogger("nanoactor.fleet")
+
+WINDOW = 32
+"""Reports that may be on the way on a link."""
+SILENCE = 20.0
+"""Seconds without a word of an ingress after which its link ends: it says one every few."""
+_REPORT_BYTES = 1 << 20
+"""What a report holds at most of texts and tokens, but for the first stream's in it."""
+
+
+class Hub:
+    """Serves one engine to any number of ingresses."""
+
+    def __init__(self, llm: AsyncLLM, fingerprint: str, interval: float = INTERVAL) -> None:
+        """`llm` is started; `interval` as `Pace` has it."""
+        self.llm, self.fingerprint, self.interval = llm, fingerprint, interval
+        self.gauges = Gauges(llm)
+        self.links: dict[str, Link] = {}
+        self.reserved_by: str | None = None
+        """The link whose suspect is to run alone here."""
+
+    def start(self) -> None:
+        """Look at the engine from now on."""
+        self.gauges.start()
+
+    async def stop(self) -> None:
+        """End all links, and their streams."""
+        for link in list(self.links.values()):
+            link.close()
+        await self.gauges.stop()
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Return the streams that run, of all ingresses."""
+        return [stream for link in self.links.values() for stream in link.streams.values()]
+
+    def load(self, looks: int) -> wire.Load:
+        """Return how busy the replica is; with figures where it was looked at since `looks`."""
+        streams, gauges = self.streams, self.gauges
+        waiting = [stream for stream in streams if not stream.has_begun]
+        figures = gauges.figures
+        return wire.Load(
+            running=len(streams) - len(waiting),
+            waiting=len(waiting),
+            waiting_tokens=sum(stream.tokens for stream in waiting),
+            free_blocks=int(figures.get("kv_blocks_available", self.llm.facts["num_blocks"])),
+            streams=len(streams),
+            token_seconds=gauges.pace.seconds,
+            is_reserved=self.reserved_by is not None,
+            figures=dict(figures) if gauges.looks != looks else {},
+        )
+
+    async def link(self, name: str) -> AsyncGenerator[bytes, None]:
+        """Serve an ingress: yield its reports, until it closes the link or falls silent."""
+        if name in self.links:
+            raise InvalidRequest(f"link {name!r} is in use")
+        link = self.links[name] = Link(self, name)
+        try:
+            async with contextlib.aclosing(link.reports()) as reports:
+                async for report in reports:
+                    yield report
+        finally:
+            del self.links[name]
+            if self.reserved_by == name:
+                self.reserved_by = None
+            await link.end()
+
+    def take(self, data: bytes) -> bool:
+        """Take a batch of orders; False where its link has ended. Raises `msgspec.DecodeError`."""
+        batch = wire.decode_orders(data)
+        link = self.links.get(batch.link)
+        if link is None:
+            return False
+        link.take(batch)
+        return True
+
+    def is_alone(self, link: str) -> bool:
+        """Tell whether a link has the replica to itself."""
+        return self.reserved_by == link and not self.streams
+
+    def may_begin(self, link: str, order: wire.Begin) -> bool:
+        """Tell whether a stream is taken."""
+        return self.reserved_by is None or (self.reserved_by == link and order.is_alone)
+
+    def reserve(self, link: str, wanted: bool) -> None:
+        """Reserve the replica for one link, if nobody has, or give it back."""
+        if wanted and self.reserved_by is None:
+            self.reserved_by = link
+        elif not wanted and self.reserved_by == link:
+            self.reserved_by = None
+        self.tell_load()
+
+    def note_end(self) -> None:
+        """A stream is over: the one who has reserved the replica may have it to itself now."""
+        if self.reserved_by is not None and not self.streams:
+            self.tell_load()
+
+    def tell_load(self) -> None:
+        """Have every ingress told soon how things are."""
+        for each in self.links.values():
+            each.note(urgent=True)
+
+
+class Stream:
+    """One request of an ingress's, and what it is about to be told of it."""
+
+    def __init__(self, order: wire.Begin, request: Request | None) -> None:
+        self.order, self.request = order, request
+        self.tokens = len(order.token_ids) // 4
+        self.has_begun = False
+        """Whether it has its first token."""
+        self.accepted: bytes | None = None
+        self.output: RequestOutput | None = None
+        self.error: NanoactorError | None = None
+        self.told = asyncio.Event()
+        """Set when nothing of it waits to be told."""
+        self.reader: asyncio.Task[None] | None = None
+
+    def end(self) -> None:
+        """Abort it."""
+        if self.reader is not None:
+            self.reader.cancel()
+        if self.request is not None:
+            self.request.close()
+
+
+class Link:
+    """The streams of one ingress."""
+
+    def __init__(self, hub: Hub, name: str) -> None:
+        self._hub, self.name = hub, name
+        self.streams: dict[int, Stream] = {}
+        self._pending: dict[int, Stream] = {}
+        """Those of which something waits to be told."""
+        self._declined: list[int] = []
+        self._pace = Pace(hub.interval)
+        self._news = asyncio.Event()
+        self._reported = self._read = self._orders = 0
+        self._heard = time.monotonic()
+        self._looks = 0
+        """How often the engine had been looked at when the ingress was told."""
+        self._closed = False
+        self._index: list[IndexEvents] = []
+        self._index_told = asyncio.Event()
+
+    # -- orders ---------------------------------------------------------------------------
+
+    def take(self, batch: wire.Orders) -> None:
+        """Carry out what the ingress asks for."""
+        self._heard = time.monotonic()
+        self._read = batch.read
+        self._orders += len(batch.orders)
+        for order in batch.orders:
+            match order:
+                case wire.Begin():
+                    self._begin(order)
+                case wire.Abort():
+                    self._abort(order.stream)
+                case wire.Reserve():
+                    self._hub.reserve(self.name, order.wanted)
+                case wire.Close():
+                    self.close()
+        self._news.set()
+
+    def _begin(self, order: wire.Begin) -> None:
+        if not self._hub.may_begin(self.name, order):
+            self._declined.append(order.stream)
+            self.note(urgent=True)
+            return
+        try:
+            request = self._submit(order)
+        except NanoactorError as error:
+            self._fail(order, error)
+            return
+        except Exception as error:  # of this request alone: the link is that of others, too
+            log.exception("request %s cannot be read", order.request_id)
+            self._fail(order, ComputationFailed(f"the replica cannot read the request: {error!r}"))
+            return
+        stream = Stream(order, request)
+        self.streams[order.stream] = stream
+        stream.reader = asyncio.ensure_future(self._follow(stream, request))
+
+    def _submit(self, order: wire.Begin) -> Request:
+        media = [wire.bytes_to_media(each) for each in order.media]
+        prompt: dict[str, object] = {"prompt_token_ids": wire.bytes_to_ids(order.token_ids)}
+        if media:
+            pictures = [one for one in media if not one.frames]
+            prompt["multi_modal_data"] = {
+                "image": pictures,
+                "video": [one for one in media if one.frames],
+            }
+        params = wire.bytes_to_params(order.params)
+        so_far = wire.so_far_of(order)
+        (request,) = self._hub.llm.submit([prompt], params, priority=order.priority, so_far=so_far)
+        return request
+
+    def _fail(self, order: wire.Begin, error: NanoactorError) -> None:
+        """Tell that a stream has ended before it began."""
+        stream = Stream(order, None)
+        stream.error = error
+        self._pending[order.stream] = stream
+        self.note(urgent=True)
+
+    def _abort(self, number: int) -> None:
+        stream = self.streams.pop(number, None)
+        self._pending.pop(number, None)
+        if stream is not None:
+            stream.end()
+        self._hub.note_end()
+
+    # -- streams --------------------------------------------------------------------------
+
+    async def _follow(self, stream: Stream, request: Request) -> None:
+        """Read a request to its end; what comes while the last of it waits to be told merges."""
+        number = stream.order.stream
+        try:
+            await request.accepted()
+            stream.accepted = wire.ids_to_bytes(request.prompt_token_ids)
+            self._pending[number] = stream
+            self.note(urgent=False)
+            async for output in request:
+                stream.output = output
+                self._pending[number] = stream
+                stream.told.clear()
+                self.note(urgent=output.finished or not stream.has_begun)
+                stream.has_begun = True
+                if output.finished:
+                    return
+                await stream.told.wait()
+        except NanoactorError as error:
+            stream.error = error
+            self._pending[number] = stream
+            self.note(urgent=True)
+        finally:
+            self.streams.pop(number, None)
+            self._hub.note_end()
+
+    def note(self, *, urgent: bool) -> None:
+        """Something waits to be told."""
+        self._pace.note(urgent=urgent)
+        self._news.set()
+
+    # -- reports --------------------------------------------------------------------------
+
+    async def reports(self) -> AsyncGenerator[bytes, None]:
+        """Yield reports as they are due, while the ingress has room for them."""
+        hub = self._hub
+        hello = wire.Hello(
+            hub.fingerprint,
+            hub.llm.facts,
+            hub.llm.config.max_num_seqs,
+            hub.llm.config.max_waiting_requests,
+        )
+        watcher = asyncio.ensure_future(self._watch_index())
+        try:
+            yield self._report(hello)
+            while not self._closed and not self._is_forgotten:
+                if not await self._is_due():
+                    continue
+                yield self._report()
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+
+    @property
+    def _is_forgotten(self) -> bool:
+        return time.monotonic() - self._heard > SILENCE
+
+    async def _is_due(self) -> bool:
+        """Wait until a report may be due; tell whether one is."""
+        has_room = self._reported - self._read < WINDOW
+        wait = self._pace.due - time.monotonic()
+        if has_room and wait <= 0:
+            return True
+        self._news.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, wait) if has_room else 1.0):
+                await self._news.wait()
+        return False
+
+    async def _watch_index(self) -> None:
+        if self._hub.llm.config.prefix_salt is None:
+            return
+        with contextlib.suppress(EngineDead, EngineClosed):
+            async for events in self._hub.llm.index_events():
+                self._index.append(events)
+                self._index_told.clear()
+                self.note(urgent=False)
+                await self._index_told.wait()  # what changes meanwhile merges
+
+    def _report(self, hello: wire.Hello | None = None) -> bytes:
+        self._reported += 1
+        deltas: list[wire.Delta] = []
+        progress: list[wire.Progress] = []
+        failures: list[wire.Failure] = []
+        left = _REPORT_BYTES
+        while self._pending and left > 0:
+            stream = self._pending.pop(next(iter(self._pending)))
+            number = stream.order.stream
+            if stream.output is not None:
+                made = [_delta(number, each) for each in stream.output.outputs]
+                deltas += made
+                left -= sum(len(each.text) + len(each.token_ids) for each in made)
+            if (news := _progress(stream)) is not None:
+                progress.append(news)
+            if stream.error is not None:
+                failures.append(
+                    wire.Failure(number, type(stream.error).__name__, str(stream.error))
+                )
+            stream.output = stream.accepted = None
+            stream.told.set()
+        declined, self._declined = self._declined, []
+        index, self._index = self._index, []
+        self._index_told.set()
+        report = wire.Report(
+            self._reported,
+            self._orders,
+            hello,
+            self._hub.load(self._looks),
+            deltas,
+            progress,
+            failures,
+            declined,
+            self._hub.is_alone(self.name),
+            [_news(events) for events in index],
+        )
+        self._looks = self._hub.gauges.looks
+        self._pace.reported(time.monotonic())
+        if self._pending:
+            self.note(urgent=True)
+        return wire.encode(report)
+
+    async def end(self) -> None:
+        """End all streams."""
+        streams, self.streams = list(self.streams.values()), {}
+        for stream in streams:
+            stream.end()
+        await asyncio.gather(*(s.reader for s in streams if s.reader), return_exceptions=True)
+
+    def close(self) -> None:
+        """End the link with what is ready."""
+        self._closed = True
+        self._news.set()
+
+
+def _delta(stream: int, output: CompletionOutput) -> wire.Delta:
+    return wire.Delta(
+        stream,
+        output.index,
+        output.text,
+        wire.ids_to_bytes(output.token_ids),
+        wire.pack_logprobs(output.logprobs),
+        output.text_offsets,
+        output.finish_reason,
+        output.stop_reason,
+    )
+
+
+def _progress(stream: Stream) -> wire.Progress | None:
+    """Return what is new besides deltas; None where nothing is."""
+    output, is_over = stream.output, stream.output is not None and stream.output.finished
+    prompt = None if output is None else wire.pack_logprobs(output.prompt_logprobs)
+    if stream.accepted is None and prompt is None and not is_over:
+        return None
+    queued = -1.0
+    if output is not None and output.metrics.first_scheduled_time is not None:
+        queued = output.metrics.first_scheduled_time - output.metrics.arrival_time
+    return wire.Progress(
+        stream.order.stream,
+        stream.accepted,
+        prompt,
+        is_over,
+        output.num_cached_tokens if output is not None else 0,
+        output.num_preemptions if output is not None else 0,
+        queued,
+    )
+
+
+def _news(events: IndexEvents) -> wire.IndexNews:
+    return wire.IndexNews(events.cleared, events.forgotten.tobytes(), events.remembered.tobytes())

@@ -1,0 +1,180 @@
+"""An ingress's end of a link: reports in, orders out, and whether the replica lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
+
+import msgspec
+
+from nanoactor.fleet import wire
+from nanoactor.fleet.hub import WINDOW
+
+log = logging.getLogger("nanoactor.fleet")
+
+WORD_SECONDS = 3.0
+"""Seconds after which an ingress that has nothing to order says so."""
+_TICK = 0.5
+_CLOSE_SECONDS = 2.0
+_SUDDEN_SECONDS = 3.0
+_FAREWELL_SECONDS = 60.0
+
+
+class Connector(Protocol):
+    """The way to replicas: what Ray does, and in tests a stand-in."""
+
+    @property
+    def members(self) -> frozenset[str]:
+        """The names of the replicas that serve now."""
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call this on the ingress's loop whenever `members` has changed."""
+
+    def open(self, replica: str, link: str) -> AsyncGenerator[bytes, None]:
+        """Open a link: yield the replica's reports. Raises where the replica dies, or is gone."""
+
+    async def push(self, replica: str, orders: bytes) -> bool:
+        """Have a replica take orders; False where it knows nothing of the link. Raises likewise."""
+
+
+class Owner(Protocol):
+    """The fleet, which hears of a link."""
+
+    def up(self, link: LinkEnd) -> None:
+        """The replica has said who it is."""
+
+    def reported(self, link: LinkEnd, report: wire.Report) -> None:
+        """The replica has reported."""
+
+    def lost(self, link: LinkEnd, cause: str) -> None:
+        """The replica has died, or hangs, or has closed the link; it is heard no more."""
+
+
+class LinkEnd:
+    """One link, from its opening to its end."""
+
+    def __init__(
+        self, replica: str, connector: Connector, owner: Owner, silence: float, ingress: str
+    ) -> None:
+        """`silence`: seconds without a report after which a replica hangs."""
+        self.replica, self.name = replica, f"{ingress}/{secrets.token_hex(4)}"
+        self.hello: wire.Hello | None = None
+        self.is_over = False
+        self.left_at: float | None = None
+        """When the replica was no member any more: it gets nothing new, and is to end, or dead."""
+        self.heard = time.monotonic()
+        self.ordered = 0
+        """How many orders were given."""
+        self._connector, self._owner, self._silence = connector, owner, silence
+        self._orders: list[wire.Order] = []
+        self._read = self._told_read = 0
+        self._wanted = asyncio.Event()
+        self._tasks = [asyncio.ensure_future(self._run())]
+
+    @property
+    def is_leaving(self) -> bool:
+        """Tell whether it gets nothing new."""
+        return self.left_at is not None
+
+    @property
+    def has_drained(self) -> bool:
+        """Tell whether it left some time ago: its end was planned. One that dies stops being a
+        member just before, or just after, that shows here."""
+        return self.left_at is not None and time.monotonic() - self.left_at > _SUDDEN_SECONDS
+
+    def order(self, order: wire.Order) -> None:
+        """Have the replica do something, with what else is ordered in this turn of the loop."""
+        self._orders.append(order)
+        self.ordered += 1
+        self._wanted.set()
+
+    async def _run(self) -> None:
+        self._tasks += [asyncio.ensure_future(self._push()), asyncio.ensure_future(self._watch())]
+        try:
+            async with contextlib.aclosing(
+                self._connector.open(self.replica, self.name)
+            ) as reports:
+                async for data in reports:
+                    self._take(wire.decode_report(data))
+            self._lose("it has closed the link")
+        except msgspec.DecodeError as error:
+            self._lose(f"its report cannot be read: {error}")
+        except Exception as error:  # whatever the way to it raises
+            self._lose(f"{type(error).__name__}: {error}"[:300])
+
+    def _take(self, report: wire.Report) -> None:
+        if self.is_over:  # it hung, and has come back: its streams run elsewhere
+            return
+        self.heard = time.monotonic()
+        self._read = report.number
+        if self._read - self._told_read >= WINDOW // 2:
+            self._wanted.set()
+        if report.hello is not None:
+            self.hello = report.hello
+            self._owner.up(self)
+        self._owner.reported(self, report)
+
+    async def _push(self) -> None:
+        """One batch after the other, so that they arrive in their order."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WORD_SECONDS):
+                    await self._wanted.wait()
+            if self.hello is None:  # before that the replica may not know the link
+                await asyncio.sleep(_TICK / 10)
+                continue
+            self._wanted.clear()
+            orders, self._orders = self._orders, []
+            self._told_read = self._read
+            batch = wire.encode(wire.Orders(self.name, self._read, orders))
+            try:
+                is_known = await self._connector.push(self.replica, batch)
+            except Exception as error:
+                self._lose(f"{type(error).__name__}: {error}"[:300])
+                return
+            if not is_known:
+                self._lose("it has closed the link")
+                return
+
+    async def _watch(self) -> None:
+        """Notice a replica that hangs. Time in which this process did not run itself, which is seen
+        by late ticks, does not count."""
+        silent, heard = 0.0, self.heard
+        while silent < self._silence:
+            before = time.monotonic()
+            await asyncio.sleep(_TICK)
+            silent += min(time.monotonic() - before, 2 * _TICK)
+            if heard != self.heard:
+                silent, heard = 0.0, self.heard
+        self._lose(f"it has said nothing for {self._silence:g} s")
+
+    def _lose(self, cause: str) -> None:
+        if not self.is_over:
+            self.is_over = True
+            for task in self._tasks:
+                if task is not asyncio.current_task():
+                    task.cancel()
+            if self.hello is not None:  # should it hang and come back, its streams run elsewhere
+                self._tasks.append(asyncio.ensure_future(self._say_close(_FAREWELL_SECONDS)))
+            self._owner.lost(self, cause)
+
+    async def _say_close(self, seconds: float) -> None:
+        batch = wire.encode(wire.Orders(self.name, self._read, [*self._orders, wire.Close()]))
+        with contextlib.suppress(Exception):  # it may be gone
+            async with asyncio.timeout(seconds):
+                await self._connector.push(self.replica, batch)
+
+    async def close(self) -> None:
+        """End the link; the replica aborts what still runs on it."""
+        if self.hello is not None and not self.is_over:
+            self.is_over = True
+            await self._say_close(_CLOSE_SECONDS)
+        self.is_over = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

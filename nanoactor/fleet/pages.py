@@ -1,0 +1,177 @@
+"""An ingress's journal: what each client asked for, what it was told, and where that runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from nanoactor.actors.journal import Answer, Entry
+from nanoactor.actors.resuming import own_terminal
+from nanoactor.fleet import wire
+from nanoactor.params import SamplingParams, derived_seed
+
+
+class Page:
+    """One request of a client."""
+
+    def __init__(self, entry: Entry, params: SamplingParams, priority: int) -> None:
+        """`params` have a seed; `entry` is what its reader reads."""
+        self.entry, self.params, self.priority = entry, params, priority
+        self.token_ids: bytes = b""
+        """int32: the prompt, once it is tokenized."""
+        self.media: tuple[bytes, ...] = ()
+        self.hashes: Sequence[int] = ()
+        """Keys of its full blocks, for the router."""
+        self.blocks: bytes = b""
+        """The same as hashes."""
+        self.length = 0
+        """Tokens of the prompt, with those of its pictures, as far as they are known."""
+        self.parts: list[Part] = []
+        """What is not over of it."""
+
+    @property
+    def uid(self) -> int:
+        """The ingress's number of it."""
+        return self.entry.submit.uid
+
+    @property
+    def told(self) -> int:
+        """Return how many tokens its reader was told, of all answers."""
+        return sum(len(answer.token_ids) for answer in self.entry.answers)
+
+    def begin(self) -> Part:
+        """Return all of it, which has not begun."""
+        part = Part(self, range(len(self.entry.answers)), is_moved=False)
+        self.parts = [part]
+        return part
+
+    def move(self, part: Part) -> list[Part]:
+        """A replica is gone on which a part ran: return what goes on elsewhere."""
+        self.parts.remove(part)
+        if self.entry.over or self.entry.aborted:
+            return []
+        entry, indices = self.entry, part.answers
+        if any(has_begun(entry.answers[index]) for index in indices):
+            living = [index for index in indices if entry.answers[index].terminal is None]
+            moved = [Part(self, [index], is_moved=True) for index in living]
+        else:
+            moved = [Part(self, indices, is_moved=True)]
+        self.parts += moved
+        return moved
+
+    def end(self, uid: int, reason: str, stop_reason: int | str | None) -> None:
+        """One of its answers is over."""
+        answer = self.entry.answer(uid)
+        answer.metrics.finished_time = time.monotonic()
+        terminal = own_terminal(self.entry, uid, reason)
+        self.entry.note_end(uid, dataclasses.replace(terminal, stop_reason=stop_reason))
+
+    def abort(self) -> None:
+        """Nobody reads it any more."""
+        self.entry.aborted = True
+        for uid in self.entry.uids:
+            if self.entry.answer(uid).terminal is None:
+                self.end(uid, "abort", None)
+
+    def take(self, delta: wire.Delta, part: Part) -> None:
+        """Take what is new of one of its answers."""
+        uid = self.entry.submit.uid + part.answers[delta.index]
+        answer = self.entry.answer(uid)
+        if answer.terminal is not None:
+            return
+        now, metrics = time.monotonic(), answer.metrics
+        if delta.token_ids:
+            metrics.last_token_time = now
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        if delta.text:
+            answer.text.append(delta.text)
+        answer.token_ids += wire.bytes_to_ids(delta.token_ids)
+        if delta.logprobs and answer.logprobs is not None:
+            answer.add_logprobs(wire.unpack_logprobs(delta.logprobs) or [], delta.offsets or [])
+        if delta.finish_reason is not None:
+            self.end(uid, delta.finish_reason, delta.stop_reason)
+        self.entry.wake()
+
+    def note_figures(self, part: Part, progress: wire.Progress) -> None:
+        """A part is over; what is known of it only then."""
+        for index in part.answers:
+            answer = self.entry.answers[index]
+            if answer.terminal is None:
+                continue
+            answer.terminal = dataclasses.replace(
+                answer.terminal,
+                cached_tokens=progress.cached_tokens,
+                preemptions=progress.preemptions if index == part.answers[0] else 0,
+            )
+            metrics, first = answer.metrics, answer.metrics.first_token_time
+            if progress.queued >= 0 and first is not None:
+                began = metrics.arrival_time + progress.queued
+                metrics.first_scheduled_time = min(began, first)
+
+    def note_accepted(self, prompt: bytes) -> None:
+        """A replica has taken it; what its prompt became."""
+        self.entry.prompt_token_ids = wire.bytes_to_ids(prompt)
+        self.entry.accepted.set()
+
+
+class Part:
+    """What runs in one place: a request, or one of its answers that goes on from another place."""
+
+    def __init__(self, page: Page, answers: Sequence[int], is_moved: bool) -> None:
+        self.page, self.answers, self.is_moved = page, answers, is_moved
+        self.fingerprint = ""
+        """Of the replica that has told of it; where it must go on. Empty: anywhere."""
+        self.refused_by: set[str] = set()
+        """Replicas that had no room for it."""
+        self.waits_since = time.monotonic()
+        """When it was last known that no replica could take it, however long it waits."""
+
+    @property
+    def told_ids(self) -> bytes:
+        """int32: the tokens of its answer that its reader was told."""
+        if len(self.answers) > 1:
+            return b""
+        return np.asarray(self._answer.token_ids, np.int32).tobytes()
+
+    @property
+    def _answer(self) -> Answer:
+        return self.page.entry.answers[self.answers[0]]
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens have to be there before it goes on: those of prompt and output."""
+        told = len(self._answer.token_ids) if len(self.answers) == 1 else 0
+        return self.page.length + told
+
+    def order(self, stream: int, *, is_alone: bool) -> wire.Begin:
+        """Return what has it run, or go on."""
+        page, entry = self.page, self.page.entry
+        params = page.params
+        if entry.submit.prompt_logprobs >= 0 and entry.has_prompt_logprobs:
+            params = dataclasses.replace(params, prompt_logprobs=None)  # they were told
+        told = -1
+        if self.is_moved and len(self.answers) == 1:
+            assert params.seed is not None
+            seed = derived_seed(params.seed, self.answers[0])
+            params = dataclasses.replace(params, n=1, seed=seed)
+            told = sum(map(len, self._answer.text))
+        return wire.Begin(
+            stream,
+            request_id=entry.request_id,
+            token_ids=page.token_ids,
+            params=wire.params_to_bytes(params),
+            priority=page.priority,
+            media=page.media,
+            told_ids=self.told_ids if told >= 0 else b"",
+            told_characters=told,
+            is_alone=is_alone,
+        )
+
+
+def has_begun(answer: Answer) -> bool:
+    """Tell whether anything was told of an answer."""
+    return bool(answer.token_ids or answer.text or answer.terminal is not None)

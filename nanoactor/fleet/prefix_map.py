@@ -1,0 +1,73 @@
+"""The cached prefixes of each replica, as an ingress knows them: a moment late, and bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanoactor.fleet.wire import IndexNews
+from nanoactor.kv.hashing import HASH_BYTES
+
+MOST_BLOCKS = 1 << 18
+"""Blocks that are known of a replica at most: some 25 MB. The oldest are forgotten first."""
+_KEY_BYTES = 8
+
+
+class PrefixMap:
+    """Hashes of the full blocks in the prefix index of each replica. Where it is wrong, a request
+    goes to a replica that has to compute more: never to a wrong answer."""
+
+    def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
+        self._most = most_blocks
+        self._known: dict[str, dict[int, None]] = {}
+
+    def take(self, replica: str, news: IndexNews) -> None:
+        """Play back what a replica tells of its index."""
+        known = self._known.setdefault(replica, {})
+        if news.cleared:
+            known.clear()
+        for key in _keys(news.forgotten):
+            known.pop(key, None)
+        known.update(dict.fromkeys(_keys(news.remembered)))
+        self._bound(known)
+
+    def expect(self, replica: str, hashes: bytes) -> None:
+        """A prompt with these hashes goes to a replica, which will have them soon."""
+        known = self._known.setdefault(replica, {})
+        known.update(dict.fromkeys(_keys(hashes)))
+        self._bound(known)
+
+    def _bound(self, known: dict[int, None]) -> None:
+        while len(known) > self._most:
+            del known[next(iter(known))]
+
+    def forget(self, replica: str) -> None:
+        """A replica is gone."""
+        self._known.pop(replica, None)
+
+    def blocks(self, replica: str) -> int:
+        """Return how many blocks are known of a replica."""
+        return len(self._known.get(replica, ()))
+
+    def longest(self, replica: str, hashes: Sequence[int]) -> int:
+        """Return how many blocks of a prompt, from its beginning, a replica has. Children are
+        evicted before their parents, so that a search by halves finds the last one."""
+        known = self._known.get(replica)
+        if not known or not hashes or hashes[0] not in known:
+            return 0
+        low, high = 1, len(hashes)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if hashes[middle - 1] in known else (low, middle - 1)
+        return low
+
+
+def keys_of(hashes: bytes) -> list[int]:
+    """Return the keys of hashes of 16 bytes each, as `PrefixMap.longest` takes them."""
+    return list(_keys(hashes))
+
+
+def _keys(hashes: bytes) -> list[int]:
+    return [
+        int.from_bytes(hashes[at : at + _KEY_BYTES], "little")
+        for at in range(0, len(hashes), HASH_BYTES)
+    ]

@@ -1,0 +1,64 @@
+"""The hashes of a prompt's blocks as its engine will compute them, for the router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from nanoactor.config import EngineConfig
+from nanoactor.errors import NanoactorError
+from nanoactor.kv.hashing import block_hashes
+from nanoactor.messages import Int32
+from nanoactor.model_files import ModelFiles
+from nanoactor.vision.media import Media, MediaReader
+from nanoactor.vision.prompt import VisualItem, block_extras, expand_prompt, items_message
+
+log = logging.getLogger("nanoactor.fleet")
+
+_MOST_TOKENS = 16384
+"""Of a prompt that are hashed: that takes an ingress's loop some 2 ms. What differs only behind
+them is routed as if it were the same."""
+_DEFAULT_BLOCK = 16
+
+
+class PromptHasher:
+    """Names blocks with the fleet's salt. The block size is the engines'."""
+
+    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+        assert config.prefix_salt is not None
+        self._salt = config.prefix_salt
+        self.block_size = config.block_size or _DEFAULT_BLOCK
+        """Set again when a replica tells its own."""
+        self._vision = files.config.vision
+        self._reader: MediaReader | None = None
+        if files.images is not None:
+            most = config.max_image_pixels
+            self._reader = MediaReader(files.images, self._salt, most, files.videos)
+
+    def of_text(self, token_ids: Int32 | Sequence[int]) -> bytes:
+        """Return the hashes of full blocks, 16 bytes each, one after the other."""
+        ids = np.asarray(token_ids, np.int32)[:_MOST_TOKENS]
+        return block_hashes(ids, self.block_size, self._salt).tobytes()
+
+    async def of_pictures(self, token_ids: Int32, media: Sequence[Media]) -> tuple[int, bytes]:
+        """Return the length of a prompt with a placeholder for each picture once these have their
+        tokens, and its hashes; its own length and none where a replica will have to say what is
+        wrong with it, or where there are videos. Their headers are read on a thread."""
+        try:
+            return await asyncio.to_thread(self._of_pictures, token_ids, media)
+        except NanoactorError:
+            return len(token_ids), b""
+
+    def _of_pictures(self, token_ids: Int32, media: Sequence[Media]) -> tuple[int, bytes]:
+        if self._reader is None or self._vision is None or any(one.frames for one in media):
+            return len(token_ids), b""
+        read = [self._reader.read(one) for one in media]
+        items = [VisualItem(one.key, one.grid[1], one.grid[2]) for one in read]
+        prompt = expand_prompt(token_ids, items, self._vision, lambda text: ())
+        extras = block_extras(items_message(prompt, items, self._vision, 0), self.block_size)
+        ids = prompt.token_ids[:_MOST_TOKENS]
+        hashes = block_hashes(ids, self.block_size, self._salt, extras=extras)
+        return len(prompt.token_ids), hashes.tobytes()

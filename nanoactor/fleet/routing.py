@@ -1,0 +1,116 @@
+"""Which replica takes a request: the one that will have computed its prompt first.
+
+Cost is time. A replica that has the beginning of a prompt cached saves its prefill; one that is
+busy makes it wait. Weighed in seconds, a replica is left, however much it has cached, once waiting
+for it takes longer than computing the prompt elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from nanoactor.fleet.prefix_map import PrefixMap
+from nanoactor.fleet.wire import Hello, Load
+
+_TOKEN_SECONDS = 5e-5
+"""What a token of a prompt takes, as long as no replica has measured it."""
+_WEIGHT = 0.1
+"""Of one more answer, in the means."""
+_BESIDE = 0.5
+"""Share of an answer's steps that another one beside it is expected to run too."""
+
+
+@dataclasses.dataclass
+class Answers:
+    """What answers were like lately, for all replicas together."""
+
+    seconds: float = 2.0
+    """From the first token to the last."""
+    tokens: float = 128.0
+
+    def note(self, seconds: float, tokens: int) -> None:
+        """An answer is over."""
+        self.seconds += _WEIGHT * (seconds - self.seconds)
+        self.tokens += _WEIGHT * (tokens - self.tokens)
+
+
+_IDLE = Load(0, 0, 0, 0, 0, 0.0, is_reserved=False)
+
+
+class Place:
+    """A replica as an ingress knows it: what it last told, and what was sent to it since."""
+
+    def __init__(self, replica: str, hello: Hello) -> None:
+        self.replica, self.hello = replica, hello
+        self.block_size: int = hello.facts["block_size"]
+        self.load = _IDLE
+        self._sent: deque[tuple[int, int]] = deque()
+        """(number of the order, tokens) of what the replica's report did not know of."""
+
+    def sent(self, order: int, tokens: int) -> None:
+        """A stream with so many tokens to compute goes to the replica, as its order `order`."""
+        self._sent.append((order, tokens))
+
+    def told(self, load: Load, orders: int) -> None:
+        """The replica tells its load, as of so many orders."""
+        self.load = load
+        while self._sent and self._sent[0][0] <= orders:
+            self._sent.popleft()
+
+    @property
+    def streams(self) -> int:
+        """Return how many streams run or wait there, of all ingresses."""
+        return self.load.streams + len(self._sent)
+
+    @property
+    def free_slots(self) -> int:
+        """Return how many more could run at once."""
+        return self.hello.max_num_seqs - self.streams
+
+    @property
+    def is_full(self) -> bool:
+        """Tell whether it would refuse another."""
+        return self.streams >= self.hello.max_num_seqs + self.hello.max_waiting_requests
+
+    def has_room(self, tokens: int) -> bool:
+        """Tell whether a stream of so many tokens would run at once."""
+        blocks = -(-tokens // self.block_size)
+        return not self.streams or (self.free_slots > 0 and self.load.free_blocks >= blocks)
+
+    def seconds(self, missing: int, answers: Answers) -> float:
+        """Return how long a prompt of which so many tokens are missing takes there."""
+        each = self.load.token_seconds or _TOKEN_SECONDS
+        ahead = self.load.waiting_tokens + sum(tokens for _, tokens in self._sent)
+        seconds = each * (ahead + missing + _BESIDE * answers.tokens * self.streams)
+        queue = 1 - self.free_slots
+        if queue > 0:  # places become free one after the other
+            seconds += answers.seconds * queue / self.hello.max_num_seqs
+        return seconds
+
+
+class Router:
+    """Chooses among places."""
+
+    def __init__(self) -> None:
+        self.prefixes = PrefixMap()
+        self.answers = Answers()
+        self._turn = 0
+
+    def choose(self, places: Iterable[Place], hashes: Sequence[int], tokens: int) -> Place | None:
+        """Return the place where a prompt with these hashes is computed first; None without any."""
+        self._turn += 1
+        best, least = None, (float("inf"), 0, 0)
+        for number, place in enumerate(places):
+            missing = self.missing(place, hashes, tokens)
+            turn = (number - self._turn) % 64  # equal ones take turns
+            cost = (place.seconds(missing, self.answers), place.streams, turn)
+            if best is None or cost < least:
+                best, least = place, cost
+        return best
+
+    def missing(self, place: Place, hashes: Sequence[int], tokens: int) -> int:
+        """Return how many tokens of a prompt a replica has to compute."""
+        known = self.prefixes.longest(place.replica, hashes) * place.block_size
+        return max(1, tokens - known)

@@ -1,0 +1,279 @@
+"""What ingress and replica say to each other: msgpack of the structs below, never a pickle.
+
+One long-lived *link* joins an ingress and a replica. On it the replica sends *reports*, each with
+what is ready for all streams of the link; the ingress sends *orders*, one batch at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from nanoactor.grammar.spec import ToolGrammar
+from nanoactor.outputs import Logprob, Logprobs, OutputSoFar, RequestOutputKind
+from nanoactor.params import DefaultTokens, SamplingParams
+from nanoactor.structured_outputs import StructuredOutputsParams
+from nanoactor.vision.media import Media
+
+VERSION = 1
+"""Of this format: a part of the fingerprint, so that replicas of another one are not used."""
+
+
+class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A positional array."""
+
+
+# -- ingress to replica --------------------------------------------------------------------------
+
+
+class Begin(_Wire, frozen=True, tag="begin"):
+    """Run a request, or what is left of one of its answers."""
+
+    stream: int
+    """The ingress's number of it on this link."""
+    request_id: str
+    token_ids: bytes
+    """int32: the prompt, in which a picture is one placeholder."""
+    params: bytes
+    priority: int
+    media: tuple[bytes, ...]
+    told_ids: bytes
+    """int32: tokens of its one answer that were told before."""
+    told_characters: int
+    """Characters likewise; -1: it begins."""
+    is_alone: bool
+    """Whether it runs where nothing else does, as it may be what kills."""
+
+
+class Abort(_Wire, frozen=True, tag="abort"):
+    """End a stream; nobody reads it any more."""
+
+    stream: int
+
+
+class Reserve(_Wire, frozen=True, tag="reserve"):
+    """Take nothing new but what runs alone, or take anything again."""
+
+    wanted: bool
+
+
+class Close(_Wire, frozen=True, tag="close"):
+    """End the link, and all of its streams."""
+
+
+Order = Begin | Abort | Reserve | Close
+
+
+class Orders(_Wire, frozen=True):
+    """A batch. The next one is sent when the replica has taken this one."""
+
+    link: str
+    read: int
+    """How many reports the ingress has read: so many may be on the way again."""
+    orders: list[Order]
+
+
+# -- replica to ingress --------------------------------------------------------------------------
+
+
+class Hello(_Wire, frozen=True):
+    """The first that a replica tells on a link."""
+
+    fingerprint: str
+    """Replicas with the same continue each other's answers."""
+    facts: dict[str, Any]
+    """Those of `AsyncLLM.facts`."""
+    max_num_seqs: int
+    max_waiting_requests: int
+
+
+class Load(_Wire, frozen=True):
+    """How busy a replica is, all ingresses together."""
+
+    running: int
+    """Sequences with a slot."""
+    waiting: int
+    """Requests without a first token."""
+    waiting_tokens: int
+    """Tokens of their prompts."""
+    free_blocks: int
+    """Blocks of KV cache that nobody holds."""
+    streams: int
+    """Streams of all ingresses."""
+    token_seconds: float
+    """What a token of a prompt takes; 0: not known yet."""
+    is_reserved: bool
+    figures: dict[str, float] = {}
+    """For /metrics, by name; empty where nothing was looked at since."""
+
+
+class Delta(_Wire, frozen=True):
+    """What is new of an answer."""
+
+    stream: int
+    index: int
+    text: str
+    token_ids: bytes
+    """int32."""
+    logprobs: list[Any] | None
+    offsets: list[int] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Progress(_Wire, frozen=True):
+    """What is new of a stream besides its answers."""
+
+    stream: int
+    accepted: bytes | None
+    """int32: its prompt, with a token for each row of its pictures."""
+    prompt_logprobs: list[Any] | None
+    is_over: bool
+    cached_tokens: int
+    preemptions: int
+    queued: float
+    """Seconds that it waited for its first step; below 0: not known."""
+
+
+class Failure(_Wire, frozen=True):
+    """A stream has ended with an error."""
+
+    stream: int
+    kind: str
+    """The name of the error's class."""
+    text: str
+
+
+class IndexNews(_Wire, frozen=True):
+    """A difference of the prefix index: hashes of 16 bytes each, one after the other."""
+
+    cleared: bool
+    forgotten: bytes
+    remembered: bytes
+
+
+class Report(_Wire, frozen=True):
+    """What is ready for all streams of a link."""
+
+    number: int
+    """From 1 on, without gaps."""
+    orders: int
+    """How many orders the replica has taken."""
+    hello: Hello | None = None
+    load: Load | None = None
+    deltas: list[Delta] = []
+    progress: list[Progress] = []
+    failures: list[Failure] = []
+    declined: list[int] = []
+    """Streams that are not taken here: they have to go elsewhere."""
+    is_alone: bool = False
+    """Whether the ingress that has reserved the replica has it to itself now."""
+    index: list[IndexNews] = []
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_ORDERS = msgspec.msgpack.Decoder(Orders)
+_REPORT = msgspec.msgpack.Decoder(Report)
+
+
+def encode(message: Orders | Report) -> bytes:
+    """Return a message as bytes."""
+    return _ENCODER.encode(message)
+
+
+def decode_orders(data: bytes) -> Orders:
+    """Read a batch. Raises `msgspec.DecodeError`, or its `ValidationError`."""
+    return _ORDERS.decode(data)
+
+
+def decode_report(data: bytes) -> Report:
+    """Read a report; raises likewise."""
+    return _REPORT.decode(data)
+
+
+# -- values --------------------------------------------------------------------------------------
+
+
+def ids_to_bytes(ids: Sequence[int]) -> bytes:
+    """Return token ids as int32."""
+    return np.asarray(ids, np.int32).tobytes()
+
+
+def bytes_to_ids(data: bytes) -> list[int]:
+    """Return token ids that were written so."""
+    found: list[int] = np.frombuffer(data, np.int32).tolist()
+    return found
+
+
+def params_to_bytes(params: SamplingParams) -> bytes:
+    """Return parameters, but for what has its default and for the kind of output."""
+    given = {
+        field.name: value
+        for field in dataclasses.fields(SamplingParams)
+        if (value := getattr(params, field.name)) != field.default and field.name != "output_kind"
+    }
+    if isinstance(given.get("max_tokens"), DefaultTokens):
+        del given["max_tokens"]
+    return msgspec.msgpack.encode(given)
+
+
+def bytes_to_params(data: bytes) -> SamplingParams:
+    """Return parameters for outputs that have what is new. Raises `InvalidRequest`."""
+    given = msgspec.msgpack.decode(data)
+    if wanted := given.get("structured_outputs"):
+        if wanted.get("tools") is not None:
+            wanted["tools"] = msgspec.convert(wanted["tools"], ToolGrammar)
+        given["structured_outputs"] = StructuredOutputsParams.of(wanted)
+    return SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
+
+
+def media_to_bytes(media: Media) -> bytes:
+    """Return a picture or a video, undecoded."""
+    return msgspec.msgpack.encode(media)
+
+
+def bytes_to_media(data: bytes) -> Media:
+    """Return a picture or a video that was written so."""
+    given = msgspec.msgpack.decode(data)
+    return Media(
+        form=given["form"],
+        shape=tuple(given["shape"]),
+        area=tuple(given["area"]),
+        data=given["data"],
+        frames=tuple(given["frames"]),
+        times=tuple(given["times"]),
+    )
+
+
+def so_far_of(order: Begin) -> OutputSoFar | None:
+    """Return what was told of the answer before; None where it begins."""
+    if order.told_characters < 0:
+        return None
+    return OutputSoFar(bytes_to_ids(order.told_ids), order.told_characters)
+
+
+def pack_logprobs(given: Sequence[Logprobs | None] | None) -> list[Any] | None:
+    """Return log-probabilities as plain lists."""
+    if given is None:
+        return None
+    return [
+        None
+        if each is None
+        else [(token, one.logprob, one.rank, one.bytes) for token, one in each.items()]
+        for each in given
+    ]
+
+
+def unpack_logprobs(given: list[Any] | None) -> list[Any] | None:
+    """Return log-probabilities that were written so."""
+    if given is None:
+        return None
+    return [None if each is None else _logprobs(each) for each in given]
+
+
+def _logprobs(given: Sequence[Sequence[Any]]) -> Mapping[int, Logprob]:
+    return {token: Logprob.of(logprob, rank, piece) for token, logprob, rank, piece in given}
