@@ -24,6 +24,7 @@ from nanoactor.doctor.finding import as_json, as_text
 from nanoactor.errors import NanoactorError
 from nanoactor.models.errors import ModelError
 from nanoactor.params import SamplingParams
+from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.runtime.errors import RuntimeFault
 from nanoactor.server.config import ServerConfig
 
@@ -138,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     add_options(http.add_argument_group("engine"), EngineConfig)
     add_options(http.add_argument_group("server"), ServerConfig)
+    add_options(http.add_argument_group("several engines, on Ray"), FleetConfig)
     check.add_argument("--json", action="store_true", help="print one JSON object")
     for command, function, run in (
         (one, generate, asyncio.run),

@@ -10,6 +10,7 @@ from typing import Any
 from nanoactor.cli.options import values
 from nanoactor.config import EngineConfig
 from nanoactor.engine import AsyncLLM
+from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.server.config import ServerConfig
 
 KEY_VARIABLE = "NANOACTOR_API_KEY"
@@ -24,8 +25,14 @@ async def run_server(args: Any) -> None:
     # Out of the environment: it is nothing to the processes that are started.
     key = os.environ.pop(KEY_VARIABLE, None)
     options = ({"api_keys": (key,)} if key else {}) | values(args, ServerConfig)
-    engine = AsyncLLM(EngineConfig(args.model, **values(args, EngineConfig)))
-    await serve(engine, ServerConfig(**options))
+    config, server = EngineConfig(args.model, **values(args, EngineConfig)), ServerConfig(**options)
+    fleet = FleetConfig(**values(args, FleetConfig))
+    if fleet.replicas:
+        from nanoactor.ray_serve.launch import serve_replicas
+
+        await serve_replicas(config, server, fleet)
+    else:
+        await serve(AsyncLLM(config), server)
 
 
 def run_on_uvloop(main: Coroutine[Any, Any, None]) -> None:

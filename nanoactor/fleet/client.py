@@ -131,9 +131,8 @@ class FleetLLM:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a replica says of itself, as `AsyncLLM.facts`; empty where none serves."""
-        places = [replica.place for replica in self.fleet.replicas.values()]
-        return dict(places[0].hello.facts) if places else {}
+        """What a replica says of itself, as `AsyncLLM.facts`; where none serves, what one said."""
+        return dict(self.fleet.facts)
 
     @property
     def live(self) -> int:

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from nanoactor import errors
 from nanoactor.errors import (
@@ -83,6 +84,8 @@ class Fleet:
         """Requests that are not over, by number."""
         self.trials = TrialRuns(self)
         self.first_up = asyncio.Event()
+        self.facts: dict[str, Any] = {}
+        """Those of the replica that came last."""
         self._ticker: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -146,6 +149,7 @@ class Fleet:
         self.replicas[link.replica] = Replica(link, link.hello)
         self._retries.pop(link.replica, None)
         log.info("replica %s serves", link.replica)
+        self.facts = link.hello.facts
         self.first_up.set()
 
     def lost(self, link: LinkEnd, cause: str) -> None:
@@ -379,6 +383,11 @@ class Fleet:
     def capacity(self) -> int:
         """Return how many requests may wait: as many as the replicas' queues hold together."""
         return sum(r.place.hello.max_waiting_requests for r in self.replicas.values())
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Return the members whose link is not up."""
+        return self._connector.members - self.replicas.keys()
 
     @property
     def block_size(self) -> int:

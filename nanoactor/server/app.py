@@ -25,6 +25,7 @@ from nanoactor.server.monitor import Monitor
 from nanoactor.server.observe import Observation
 from nanoactor.server.openapi import document
 from nanoactor.server.requests import Decoder
+from nanoactor.server.serving import Engine, Watch
 from nanoactor.server.text_routes import TextRoutes
 from nanoactor.server.text_service import TextService
 
@@ -42,18 +43,34 @@ _REPLY_SECONDS = 2.0
 class Server:
     """An engine behind a socket. `start`, then `stop`."""
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
-        """`llm` is not started yet, and ends with the server."""
+    def __init__(
+        self,
+        llm: Engine,
+        config: ServerConfig,
+        *,
+        texts: TextService | None = None,
+        monitor: Watch | None = None,
+        reuse_port: bool = False,
+    ) -> None:
+        """`llm` is not started yet, and ends with the server. What stands for several engines
+        brings a text service of its own, and what looks at them. With `reuse_port` another server
+        may listen on the same port, as when one takes the place of another."""
+        self._reuse_port = reuse_port
         self.config = config
         self.llm = llm
         self.name = config.served_model_name or llm.config.model
         """What clients call the model."""
         self.port = 0
         self.metrics = Metrics()
-        self._monitor = Monitor(llm, self.metrics, llm.config.stall_timeout)
+        self._tracer = llm if isinstance(llm, AsyncLLM) else None
+        if self._tracer is not None:
+            monitor = Monitor(self._tracer, self.metrics, llm.config.stall_timeout)
+        assert monitor is not None
+        self._monitor = monitor
+        self.metrics.engine = monitor.collect
         longest = 2 * max_prompt_bytes(llm.files)
-        self._texts: TextService | None = None
-        if llm.files.tokenizer_directory is not None:
+        self._texts = texts
+        if texts is None and llm.files.tokenizer_directory is not None:
             limits = render_limits(llm.config, llm.files)
             reserved = llm.files.placeholders
             self._texts = TextService(llm.files.tokenizer_directory, longest, limits, reserved)
@@ -75,7 +92,7 @@ class Server:
         app = self._http.application(self._routes())
         app.cleanup_ctx.append(_lifetime(llm.start, llm.close))
         app.cleanup_ctx.append(_lifetime(_nothing, self._media.close))
-        if self._texts is not None:
+        if self._texts is not None and texts is None:
             app.cleanup_ctx.append(_lifetime(self._texts.start, self._texts.close))
         app.cleanup_ctx.append(_lifetime(self._monitor.start, self._monitor.stop))
         self._runner = web.AppRunner(
@@ -90,7 +107,7 @@ class Server:
 
     def _routes(self) -> Routes:
         texts = TextRoutes(self.llm, self._texts, self._http, self.name)
-        looks = Observation(self.llm, self._monitor, self.metrics, self._http, self._texts)
+        looks = Observation(self._tracer, self._monitor, self.metrics, self._http, self._texts)
         openapi_document = document(self.name, bool(self.config.api_keys))
 
         async def openapi(request: web.Request) -> web.StreamResponse:
@@ -117,7 +134,7 @@ class Server:
     async def start(self) -> None:
         """Start the engine, then listen. Raises what the engine raises, and `OSError` where the
         address cannot be had; nothing is left running then."""
-        listener = _listen(self.config)
+        listener = _listen(self.config, self._reuse_port)
         self.port = listener.getsockname()[1]
         try:
             await self._runner.setup()
@@ -175,7 +192,7 @@ def _lifetime(
     return live
 
 
-def _listen(config: ServerConfig) -> socket.socket:
+def _listen(config: ServerConfig, reuse_port: bool) -> socket.socket:
     """A bound socket: before the model is loaded it is known whether the address can be had."""
     family, _, _, _, address = socket.getaddrinfo(
         config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -185,6 +202,8 @@ def _listen(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread)
         listener.setblocking(False)
         listener.bind(address)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from nanoactor.engine import AsyncLLM, Prompt
+from nanoactor.engine import Prompt
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.spec import Thoughts
 from nanoactor.request import Request
@@ -39,6 +39,7 @@ from nanoactor.server.requests import (
     template_options,
     wanted_logprobs,
 )
+from nanoactor.server.serving import Engine
 from nanoactor.server.shares import Shares
 from nanoactor.server.structured import Constraint, said_of
 from nanoactor.server.text_service import TextService
@@ -62,7 +63,7 @@ class Completions:
 
     def __init__(
         self,
-        llm: AsyncLLM,
+        llm: Engine,
         texts: TextService | None,
         http: HttpFrontend,
         metrics: Metrics,

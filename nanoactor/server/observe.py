@@ -17,13 +17,12 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from nanoactor.engine import AsyncLLM
 from nanoactor.runtime.tracing import NodeTrace
 from nanoactor.server.context import json_response
 from nanoactor.server.errors import APIError, invalid, unavailable
 from nanoactor.server.http import HttpFrontend
 from nanoactor.server.metrics import Metrics
-from nanoactor.server.monitor import Monitor
+from nanoactor.server.serving import Tracer, Watch
 from nanoactor.server.text_service import TextService
 
 MAX_TRACE_SECONDS = 60.0
@@ -49,13 +48,14 @@ class Observation:
 
     def __init__(
         self,
-        llm: AsyncLLM,
-        monitor: Monitor,
+        tracer: Tracer | None,
+        monitor: Watch,
         metrics: Metrics,
         http: HttpFrontend,
         texts: TextService | None,
     ) -> None:
-        self._llm = llm
+        """`tracer`: none where the actors are those of several engines."""
+        self._tracer = tracer
         self._monitor = monitor
         self._metrics = metrics
         self._http = http
@@ -117,13 +117,16 @@ class Observation:
 
     async def trace(self, request: web.Request) -> web.StreamResponse:
         """`GET /trace?seconds=N`: what the actors do meanwhile, for ui.perfetto.dev."""
+        if self._tracer is None:
+            raise APIError(404, "a timeline is one engine's, and several answer here")
         seconds = _seconds(_only(request, "seconds", "1"))
         if self._tracing or self._exports >= _MOST_EXPORTS:
             later = {"Retry-After": "5"}
             raise APIError(429, "a trace is being taken", code="overloaded", headers=later)
         self._tracing = True
         try:
-            looks = await asyncio.to_thread(pickle.dumps, await self._watch(seconds))
+            watched = await self._watch(self._tracer, seconds)
+            looks = await asyncio.to_thread(pickle.dumps, watched)
         finally:
             self._tracing = False
         self._exports += 1
@@ -132,7 +135,7 @@ class Observation:
         finally:
             self._exports -= 1
 
-    async def _watch(self, seconds: float) -> list[list[NodeTrace]]:
+    async def _watch(self, tracer: Tracer, seconds: float) -> list[list[NodeTrace]]:
         """Look again and again, as tracks remember the last seconds only."""
         begin = since = time.monotonic_ns()
         end = begin + int(seconds * 1e9)
@@ -140,7 +143,7 @@ class Observation:
         while since < end:
             await asyncio.sleep(min(_TRACE_PART, (end - since) * 1e-9))
             now = time.monotonic_ns()
-            trace = await self._llm.trace(max(begin, since - _LATE_NS))
+            trace = await tracer.trace(max(begin, since - _LATE_NS))
             looks.append([_up_to(node, now) for node in trace.nodes])
             since = now
         return looks

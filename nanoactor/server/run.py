@@ -16,7 +16,7 @@ from nanoactor.server.config import ServerConfig
 
 log = logging.getLogger("nanoactor.server")
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SAME = 0.5
 """Seconds within which a second signal is the first one's echo: `timeout` sends two at once, to the
 process and to its group."""
@@ -28,11 +28,11 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests end; a second signal ends at
     once. Raises `EngineDead` when the engine has died."""
     server = Server(llm, config)
-    asked = _Asked()
+    asked = Asked()
     loop = asyncio.get_running_loop()
     # Under nohup a hang-up is ignored, and stays so.
     hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    heeded = [number for number in _SIGNALS if hung_up or number is not signal.SIGHUP]
+    heeded = [number for number in SIGNALS if hung_up or number is not signal.SIGHUP]
     for number in heeded:
         loop.add_signal_handler(number, asked.by_signal, number)
     log.info("starting %s", llm.config.model)
@@ -87,7 +87,7 @@ async def _start(server: Server) -> None:
         log.warning("others can reach %s, and no API key is set (--api-key)", config.host)
 
 
-class _Asked(asyncio.Event):
+class Asked(asyncio.Event):
     """Set when the server is to end."""
 
     def __init__(self) -> None:

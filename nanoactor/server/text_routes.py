@@ -7,12 +7,12 @@ from typing import Any
 
 from aiohttp import web
 
-from nanoactor.engine import AsyncLLM
 from nanoactor.server.chat_messages import conversation
 from nanoactor.server.context import json_response
 from nanoactor.server.errors import APIError, check_model, invalid
 from nanoactor.server.http import HttpFrontend
 from nanoactor.server.requests import DetokenizeRequest, TokenizeRequest, template_options
+from nanoactor.server.serving import Engine
 from nanoactor.server.text_service import TextService
 from nanoactor.text.template import TemplateFacts
 
@@ -21,7 +21,7 @@ class TextRoutes:
     """Routes that need a tokenizer, or only knowledge of the model."""
 
     def __init__(
-        self, llm: AsyncLLM, texts: TextService | None, http: HttpFrontend, model: str
+        self, llm: Engine, texts: TextService | None, http: HttpFrontend, model: str
     ) -> None:
         """`texts` is None where the engine has no tokenizer; `model` is what clients call it."""
         self._llm = llm

@@ -1,0 +1,56 @@
+"""What must be equal where a replica goes on with another one's answer."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import nanoactor
+from nanoactor.config import EngineConfig
+from nanoactor.fleet.wire import VERSION
+from nanoactor.model_files import ModelFiles
+
+log = logging.getLogger("nanoactor.fleet")
+
+_CHUNK = 4 << 20
+_THREADS = 4
+_RESULTS = (
+    "dtype",
+    "generation_config",
+    "load_format",
+    "max_logprobs",
+    "max_model_len",
+    "skip_tokenizer_init",
+    "tensor_parallel_size",
+)
+"""Options that change what an answer is, or how it rounds."""
+
+
+def fingerprint(files: ModelFiles, config: EngineConfig) -> str:
+    """Return a digest of the model's files and of what else an answer depends on. Reads every file,
+    which takes about as long as loading the model."""
+    found = hashlib.blake2b(digest_size=16)
+    found.update(f"{VERSION} {nanoactor.__version__} {device_kind(config.device)}".encode())
+    for name in _RESULTS:
+        found.update(f" {name}={getattr(config, name)}".encode())
+    paths = sorted(files.prints, key=lambda path: path.name)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for path, digest in zip(paths, pool.map(_digest, paths), strict=True):
+            found.update(path.name.encode() + digest)
+    return found.hexdigest()
+
+
+def device_kind(device: str) -> str:
+    """Return a device without its number; a simulated one with its times, which tokens do not
+    depend on, left out."""
+    return device.partition(":")[0]
+
+
+def _digest(path: Path) -> bytes:
+    found = hashlib.blake2b(digest_size=16)
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+    return found.digest()

@@ -1,0 +1,181 @@
+"""A fleet, for `/health`, `/metrics` and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from nanoactor.fleet.client import FleetLLM
+from nanoactor.fleet.fleet import Replica
+from nanoactor.server.health import Health
+
+INTERVAL, BINS, KEPT = 0.5, 10, 60
+_SILENT = 3.0
+"""Seconds without a report after which /health names a replica: it makes one each second."""
+_COUNTERS = (
+    ("moved", "Streams that went on with another replica."),
+    ("requeued", "Requests without a token that went to another replica."),
+    ("lost", "Streams that could not go on."),
+    ("deaths", "Replicas that died or hung."),
+    ("poisoned", "Requests that were convicted of killing replicas."),
+)
+_GAUGES = (
+    ("streams", "Streams of all ingresses on a replica."),
+    ("waiting", "Requests without a first token on a replica."),
+    ("free_blocks", "Blocks of a replica's KV cache that nobody holds."),
+    ("known_blocks", "Blocks of a replica's prefix index that this ingress knows."),
+    ("silent_seconds", "Since a replica has reported."),
+    ("reserved", "Whether a replica is reserved for a suspect."),
+)
+_OF_REPLICAS = (
+    ("output_tokens", "Tokens that sequences of a replica got."),
+    ("prefill_tokens", "Prompt tokens that a replica computed."),
+    ("prompt_tokens", "Tokens of prompts that a replica looked up in its prefix cache."),
+    ("hit_tokens", "Those of them that it held."),
+    ("device_busy_seconds", "For which a replica's device computed."),
+    ("preemptions", "Sequences that gave their blocks to older ones."),
+)
+
+
+class FleetMonitor:
+    """Looks at what replicas have reported; asks nobody."""
+
+    def __init__(self, llm: FleetLLM) -> None:
+        self._llm = llm
+        self._looks: deque[dict[str, list[int]]] = deque(maxlen=KEPT)
+        self._tokens: deque[float] = deque(maxlen=KEPT)
+        self._number = 0
+        self._busy: dict[str, tuple[float, float, int]] = {}
+        """By replica: its device's busy seconds, when they were new, and the share since before."""
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Look from now on."""
+        self._look()
+        self._task = asyncio.ensure_future(self._keep_looking())
+
+    async def stop(self) -> None:
+        """Look no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL)
+            self._look()
+
+    def _look(self) -> None:
+        self._number += 1
+        self._looks.append({name: [self._share(r)] * BINS for name, r in self._replicas.items()})
+        self._tokens.append(self._sum("output_tokens"))
+
+    @property
+    def _replicas(self) -> dict[str, Replica]:
+        return self._llm.fleet.replicas
+
+    def _share(self, replica: Replica) -> int:
+        """Return how busy a replica's device was lately, in percent."""
+        busy, now = replica.figures.get("device_busy_seconds", 0.0), time.monotonic()
+        before, at, share = self._busy.get(replica.name, (busy, now, 0))
+        if busy != before or now - at > 4 * INTERVAL:
+            share = round(100 * min(1.0, (busy - before) / max(now - at, 1e-3)))
+            before, at = busy, now
+        self._busy = {name: one for name, one in self._busy.items() if name in self._replicas}
+        self._busy[replica.name] = before, at, share
+        return share
+
+    def _sum(self, name: str) -> float:
+        return sum(replica.figures.get(name, 0.0) for replica in self._replicas.values())
+
+    # -- telling ----------------------------------------------------------------------------
+
+    def health(self) -> Health:
+        """Return how each replica is: the fleet is well as long as one of them serves."""
+        now, fleet = time.monotonic(), self._llm.fleet
+        actors: dict[str, dict[str, float | None]] = {}
+        bad = []
+        serving = 0
+        for name, replica in self._replicas.items():
+            silent = now - replica.reported
+            actors[name] = {"step_age": None, "silent": silent, "streams": replica.place.streams}
+            if silent > _SILENT or replica.link.is_leaving:
+                bad.append(name)
+            else:
+                serving += 1
+        missing = sorted(fleet.missing)
+        status = "ok" if serving else "recovering"
+        culprit = ", ".join(missing + bad)
+        pending = bool(fleet.pages)
+        return Health(status, culprit, pending, None, actors)
+
+    def since(self, number: int) -> dict[str, Any]:
+        """Return the looks after one with this number, for the page."""
+        new = min(len(self._looks), max(0, self._number - number))
+        loads = [replica.place for replica in self._replicas.values()]
+        looked, hits = self._sum("prompt_tokens"), self._sum("hit_tokens")
+        blocks = sum(place.hello.facts["num_blocks"] for place in loads)
+        busy = [look[0] for look in self._looks[-1].values()] if self._looks else []
+        return {
+            "number": self._number,
+            "interval": INTERVAL,
+            "bins": BINS,
+            "device": "",
+            "tracks": list(self._looks)[len(self._looks) - new :],
+            "gone": [[] for _ in range(new)],
+            "recovering": "" if self.health().well else "no replica serves",
+            "tokens": list(self._tokens)[len(self._tokens) - new :],
+            "idle": 1 - sum(busy) / (100 * max(1, len(busy))),
+            "loaded": bool(self._llm.fleet.pages),
+            "waiting_requests": sum(place.load.waiting for place in loads),
+            "waiting_tokens": sum(place.load.waiting_tokens for place in loads),
+            "waiting_media_bytes": 0,
+            "running": sum(place.load.running for place in loads),
+            "blocks": blocks,
+            "blocks_used": blocks - sum(place.load.free_blocks for place in loads),
+            "output_tokens": self._sum("output_tokens"),
+            "hit_ratio": hits / max(1.0, looked),
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """Go through the figures, for Prometheus."""
+        fleet, now = self._llm.fleet, time.monotonic()
+        up = float(self.health().well)
+        yield GaugeMetricFamily("nanoactor_up", "Whether a replica serves.", value=up)
+        text = "Replicas that serve."
+        yield GaugeMetricFamily("nanoactor_replicas", text, value=float(len(fleet.replicas)))
+        waiting = float(fleet.dispatch.waiting + fleet.trials.waiting)
+        text = "Requests of this ingress that wait for a replica."
+        yield GaugeMetricFamily("nanoactor_ingress_waiting", text, value=waiting)
+        for name, text in _COUNTERS:
+            value = float(getattr(fleet.counts, name))
+            yield CounterMetricFamily(f"nanoactor_fleet_{name}", text, value=value)
+        for name, text in _GAUGES:
+            gauge = GaugeMetricFamily(f"nanoactor_replica_{name}", text, labels=["replica"])
+            for replica in fleet.replicas.values():
+                gauge.add_metric([replica.name], self._gauge(name, replica, now))
+            yield gauge
+        for name, text in _OF_REPLICAS:
+            counter = CounterMetricFamily(f"nanoactor_{name}", text, labels=["replica"])
+            for replica in fleet.replicas.values():
+                counter.add_metric([replica.name], replica.figures.get(name, 0.0))
+            yield counter
+
+    def _gauge(self, name: str, replica: Replica, now: float) -> float:
+        load = replica.place.load
+        return float(
+            {
+                "streams": replica.place.streams,
+                "waiting": load.waiting,
+                "free_blocks": load.free_blocks,
+                "known_blocks": self._llm.fleet.prefixes.blocks(replica.name),
+                "silent_seconds": now - replica.reported,
+                "reserved": load.is_reserved,
+            }[name]
+        )

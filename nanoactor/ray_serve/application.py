@@ -1,0 +1,153 @@
+"""The application that Ray Serve runs: from Python, `serve run`, `serve deploy` or KubeRay.
+
+    serve run nanoactor.ray_serve.application:app model=demo replicas=2
+
+Serve reads the annotations here, which must not be texts: hence no `from __future__ import
+annotations`.
+"""
+
+import dataclasses
+import secrets
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from nanoactor.config import EngineConfig
+from nanoactor.engine_options import engine_config
+from nanoactor.errors import InvalidConfig
+from nanoactor.ray_serve.api import (
+    AutoscalingConfig,
+    AutoscalingPolicy,
+    RequestRouterConfig,
+    ray,
+    serve,
+)
+from nanoactor.ray_serve.deployments import Engine, Ingress
+from nanoactor.ray_serve.options import FleetConfig
+from nanoactor.server.config import ServerConfig
+
+_SALT_BYTES = 32
+_SPARE_SECONDS = 15.0
+"""After the last answer was due: to end processes."""
+_QUIET = {"enable_access_log": False, "log_level": "WARNING"}
+_ROUTER = "nanoactor.ray_serve.router:ByName"
+_POLICY = "nanoactor.ray_serve.scaling:by_demand"
+
+
+class Arguments(BaseModel):
+    """What `serve run` and a configuration file give. Whatever is not known is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    """As on the command line of `nanoactor serve`."""
+    replicas: int = 1
+    ingresses: int | None = None
+    max_replicas: int | None = None
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """Options of `EngineConfig`, by name."""
+    server: dict[str, Any] = Field(default_factory=dict)
+    """Options of `ServerConfig`, by name."""
+    fleet: dict[str, Any] = Field(default_factory=dict)
+    """Further options of `FleetConfig`, by name."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables for all processes."""
+
+
+def app(arguments: Arguments) -> Any:
+    """Return the application. Raises `InvalidConfig`, and what pydantic raises."""
+    engine = engine_config(arguments.model, arguments.engine)
+    server = _made(ServerConfig, arguments.server)
+    given = {**arguments.fleet, "replicas": arguments.replicas}
+    given |= {"ingresses": arguments.ingresses, "max_replicas": arguments.max_replicas}
+    return build(engine, server, _made(FleetConfig, given), arguments.environment)
+
+
+def _made(kind: Any, given: dict[str, Any]) -> Any:
+    names = [field.name for field in dataclasses.fields(kind)]
+    for name in given:
+        if name not in names:
+            raise InvalidConfig(f"{name!r:.100} is not one of {', '.join(names)}")
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return kind(**{**given, **lists})
+
+
+def build(
+    config: EngineConfig,
+    server: ServerConfig,
+    fleet: FleetConfig,
+    environment: dict[str, str] | None = None,
+) -> Any:
+    """Return the application of an engine's replicas and of the ingresses in front of them."""
+    if config.prefix_salt is None:
+        config = dataclasses.replace(config, prefix_salt=secrets.token_bytes(_SALT_BYTES))
+    variables = {"env_vars": environment} if environment else {}
+    waits = server.drain_timeout + _SPARE_SECONDS
+    common = {
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "health_check_period_s": 2.0,
+        "health_check_timeout_s": max(5.0, fleet.silence_timeout),
+        "logging_config": _QUIET,
+    }
+    engines = serve.deployment(Engine).options(
+        name="engines",
+        ray_actor_options={**resources(config, fleet), "runtime_env": variables},
+        max_ongoing_requests=config.max_num_seqs + config.max_waiting_requests,
+        graceful_shutdown_timeout_s=waits + _SPARE_SECONDS,
+        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
+        **_number_of(fleet),
+        **common,
+    )
+    ingress = serve.deployment(Ingress).options(
+        name="ingress",
+        num_replicas=fleet.ingresses or nodes(),
+        ray_actor_options={"num_cpus": 0, "runtime_env": variables},
+        max_replicas_per_node=1,
+        graceful_shutdown_timeout_s=waits,
+        **common,
+    )
+    return ingress.bind(engines.bind(config, fleet), config, server, fleet)
+
+
+def _number_of(fleet: FleetConfig) -> dict[str, Any]:
+    if fleet.max_replicas is None or fleet.max_replicas == fleet.replicas:
+        return {"num_replicas": fleet.replicas}
+    scaling = AutoscalingConfig(
+        min_replicas=fleet.replicas,
+        initial_replicas=fleet.replicas,
+        max_replicas=fleet.max_replicas,
+        metrics_interval_s=1.0,
+        look_back_period_s=5.0,
+        upscale_delay_s=5.0,
+        downscale_delay_s=60.0,
+        policy=AutoscalingPolicy(policy_function=_POLICY),
+    )
+    return {"autoscaling_config": scaling}
+
+
+def nodes() -> int:
+    """Return how many nodes live; 1 where Ray is not connected."""
+    if not ray.is_initialized():
+        return 1
+    return max(1, sum(1 for node in ray.nodes() if node["Alive"]))
+
+
+def resources(config: EngineConfig, fleet: FleetConfig) -> dict[str, Any]:
+    """Return what a replica's actor asks Ray for. Its ranks are processes of its own: they see the
+    devices that Ray gives that one actor, so that all of them are of one node."""
+    asked: dict[str, Any] = {"num_cpus": fleet.cpus_per_replica}
+    kind = accelerator(config.device)
+    if kind == "GPU":
+        asked["num_gpus"] = config.tensor_parallel_size
+    elif kind == "NPU":
+        asked["resources"] = {"NPU": config.tensor_parallel_size}
+    return asked
+
+
+def accelerator(device: str) -> str:
+    """Return the resource of Ray's that a device is; empty: none. "auto" takes what the cluster
+    has."""
+    if device != "auto":
+        return {"cuda": "GPU", "npu": "NPU"}.get(device.partition(":")[0], "")
+    there = ray.cluster_resources() if ray.is_initialized() else {}
+    return next((kind for kind in ("GPU", "NPU") if there.get(kind, 0) > 0), "")

@@ -1,0 +1,47 @@
+"""The way from an ingress to its replicas: calls of a Ray Serve handle."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from nanoactor.ray_serve.members import MEMBERS, ReplicaGone
+
+
+class RayConnector:
+    """A `nanoactor.fleet.link_end.Connector` over the handle of the engines' deployment."""
+
+    def __init__(self, engines: Any) -> None:
+        self._links = engines.options(method_name="link", stream=True)
+        self._pushes = engines.options(method_name="push")
+
+    @property
+    def members(self) -> frozenset[str]:
+        """The names of the replicas that serve now."""
+        return MEMBERS.now
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call this on the running loop whenever they change."""
+        MEMBERS.watch(changed)
+
+    async def open(self, replica: str, link: str) -> AsyncGenerator[bytes, None]:
+        """Yield a replica's reports."""
+        _check(replica)
+        reports = self._links.remote(replica, link)
+        try:
+            async for report in reports:
+                yield report
+        finally:
+            reports.cancel()
+
+    async def push(self, replica: str, orders: bytes) -> bool:
+        """Have a replica take orders."""
+        _check(replica)
+        is_known: bool = await self._pushes.remote(replica, orders)
+        return is_known
+
+
+def _check(replica: str) -> None:
+    # Without any replica a router keeps calls until one comes.
+    if not MEMBERS.now:
+        raise ReplicaGone(f"replica {replica} serves no more")

@@ -1,0 +1,145 @@
+"""What Ray Serve runs: a class for the engines, and one for the ingress."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+from nanoactor.config import EngineConfig
+from nanoactor.engine import AsyncLLM
+from nanoactor.fleet.client import FleetLLM
+from nanoactor.fleet.fingerprint import fingerprint
+from nanoactor.fleet.hub import Hub
+from nanoactor.fleet.monitor import FleetMonitor
+from nanoactor.ray_serve.api import serve
+from nanoactor.ray_serve.connector import RayConnector
+from nanoactor.ray_serve.loopback import bind_to_loopback
+from nanoactor.ray_serve.options import FleetConfig
+from nanoactor.server.app import Server
+from nanoactor.server.config import ServerConfig
+
+bind_to_loopback()  # when Ray imports this module, before it opens the port
+
+log = logging.getLogger("nanoactor.ray")
+
+LOG_VARIABLE = "NANOACTOR_RAY_LOG"
+"""Names the file to which the ingress writes its log, where that is on this machine."""
+
+
+class Engine:
+    """A replica: one engine and its hub."""
+
+    async def __init__(self, config: EngineConfig, fleet: FleetConfig) -> None:  # type: ignore[misc]
+        with _environment_of_children():
+            self._llm = await asyncio.to_thread(_opened, config)
+            digest = asyncio.ensure_future(asyncio.to_thread(fingerprint, self._llm.files, config))
+            await self._llm.start()
+        facts = self._llm.facts
+        made = f"{await digest}-{facts['dtype']}-{facts['block_size']}"
+        self._hub = Hub(self._llm, made, fleet.report_interval)
+        self._hub.start()
+        self._fleet = fleet
+
+    async def link(self, replica: str, link: str) -> AsyncGenerator[bytes, None]:
+        """Serve an ingress; `replica` is for the router."""
+        async with contextlib.aclosing(self._hub.link(link)) as reports:
+            async for report in reports:
+                yield report
+
+    async def push(self, replica: str, orders: bytes) -> bool:
+        """Take orders of an ingress; `replica` is for the router."""
+        return self._hub.take(orders)
+
+    def check_health(self) -> None:
+        """Raise where the engine serves no more, so that Ray replaces the replica."""
+        if self._llm.dead is not None:
+            raise self._llm.dead
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Tell how many replicas the load here is worth."""
+        load = self._hub.load(0)
+        return {"demand": self._fleet.demand(load, self._llm.config.max_num_seqs)}
+
+    async def __del__(self) -> None:
+        """End the engine; Ray Serve awaits it, once no link is left."""
+        if hasattr(self, "_hub"):
+            await self._hub.stop()
+            await self._llm.close()
+
+
+def _opened(config: EngineConfig) -> AsyncLLM:
+    """Make an engine; of several replicas on a node one fetches the model, the others wait."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoactor" / "locks"
+    home.mkdir(parents=True, exist_ok=True)
+    name = hashlib.sha256(f"{config.model} {config.revision}".encode()).hexdigest()[:32]
+    with (home / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return AsyncLLM(config)
+
+
+@contextlib.contextmanager
+def _environment_of_children() -> Iterator[None]:
+    """Leave out what Ray sets for one process of its own: our runners choose their threads."""
+    given = os.environ.pop("OMP_NUM_THREADS", None)
+    try:
+        yield
+    finally:
+        if given is not None:
+            os.environ["OMP_NUM_THREADS"] = given
+
+
+class Ingress:
+    """The server, in front of the engines."""
+
+    async def __init__(  # type: ignore[misc]
+        self, engines: Any, config: EngineConfig, server: ServerConfig, fleet: FleetConfig
+    ) -> None:
+        _log_to(os.environ.get(LOG_VARIABLE))
+        name = serve.get_replica_context().replica_id.unique_id
+        connector = RayConnector(engines)
+        self._llm = FleetLLM(config, connector, ingress=name, silence=fleet.silence_timeout)
+        monitor = FleetMonitor(self._llm)
+        self._server = Server(
+            self._llm, server, texts=self._llm.texts, monitor=monitor, reuse_port=True
+        )
+        await self._server.start()
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        log.info("%s: listening on http://%s:%d", name, host, self._server.port)
+        if not server.on_loopback and not server.api_keys:
+            log.warning("others can reach %s, and no API key is set (--api-key)", server.host)
+
+    async def port(self) -> int:
+        """Return the port of this ingress."""
+        return self._server.port
+
+    async def __del__(self) -> None:
+        """Drain; Ray Serve awaits it."""
+        if hasattr(self, "_server"):
+            await self._server.stop()
+
+
+@functools.cache
+def _log_to(path: str | None) -> None:
+    """Have the ingress's log, and the line of each request, stand where its user looks."""
+    names = ("nanoactor.server", "nanoactor.access", "nanoactor.ray", "nanoactor.fleet")
+    for name in names:
+        logging.getLogger(name).setLevel(logging.INFO)
+    try:
+        stream = open(path, "a", buffering=1) if path else sys.stderr  # noqa: SIM115 - it stays
+    except OSError:  # of another machine
+        return
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    for name in names:
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.propagate = False

@@ -1,0 +1,131 @@
+"""The driver of `nanoactor serve --replicas`: a process that starts or joins Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import pickle
+import signal
+import sys
+import threading
+
+from nanoactor.config import EngineConfig
+from nanoactor.errors import NanoactorError
+from nanoactor.ray_serve.deployments import LOG_VARIABLE
+from nanoactor.ray_serve.loopback import VARIABLE
+from nanoactor.ray_serve.options import FleetConfig
+from nanoactor.server.config import ServerConfig
+
+NAME = "nanoactor"
+"""Of the application."""
+_LOOK_SECONDS = 5.0
+_WAIT_SECONDS = 0.2
+_STORE_BYTES = 128 << 20
+"""Of Ray's object store: nothing of ours goes through it but reports on their way."""
+
+log = logging.getLogger("nanoactor.ray")
+
+
+def main() -> None:
+    """Run until the pipe at standard input is closed."""
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+    config, server, fleet = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our own parent
+    stop = threading.Event()
+    threading.Thread(target=_wait_for_parent, args=(stop,), daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides
+    try:
+        run(config, server, fleet, stop)
+    except NanoactorError as error:
+        print(f"nanoactor: {error}", file=sys.stderr)  # noqa: T201 - a command
+        sys.exit(1)
+
+
+def _wait_for_parent(stop: threading.Event) -> None:
+    while os.read(sys.stdin.fileno(), 1 << 16):
+        pass
+    stop.set()
+
+
+def run(
+    config: EngineConfig, server: ServerConfig, fleet: FleetConfig, stop: threading.Event
+) -> None:
+    """Serve until `stop` is set."""
+    from nanoactor.ray_serve.api import ray, serve
+    from nanoactor.ray_serve.application import build
+
+    is_own = fleet.ray_address is None
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    options: dict[str, object] = {"address": fleet.ray_address}
+    if is_own:
+        most = max(fleet.replicas, fleet.max_replicas or 0)
+        cpus = max(os.cpu_count() or 1, math.ceil(most * fleet.cpus_per_replica))
+        options = {"num_cpus": cpus, "object_store_memory": _STORE_BYTES}
+        options |= {"include_dashboard": False}
+    ray.init(**options, log_to_driver=False, logging_level="error")
+    try:
+        serve.start(proxy_location="Disabled")
+        variables = {name: os.environ[name] for name in (VARIABLE,) if name in os.environ}
+        if parent := os.environ.get("NANOACTOR_PARENT"):
+            variables[LOG_VARIABLE] = f"/proc/{parent}/fd/2"
+        application = build(config, server, fleet, variables)
+        if not _deploy(application, stop):
+            return
+        while not stop.wait(_LOOK_SECONDS):
+            _check(serve.status())
+    finally:
+        with contextlib.suppress(Exception):  # its controller may be gone
+            if is_own:
+                serve.shutdown()
+            else:
+                serve.delete(NAME)
+        ray.shutdown()
+
+
+def _deploy(application: object, stop: threading.Event) -> bool:
+    """Deploy, and wait until it runs; False where that was stopped meanwhile."""
+    from nanoactor.ray_serve.api import serve
+
+    failures: list[BaseException] = []
+
+    def deploy() -> None:
+        try:
+            serve.run(application, name=NAME, route_prefix=None)
+        except BaseException as error:
+            failures.append(error)
+
+    deploying = threading.Thread(target=deploy, daemon=True)
+    deploying.start()
+    while deploying.is_alive() and not stop.is_set():
+        deploying.join(_WAIT_SECONDS)
+    if stop.is_set():
+        return False
+    if failures:
+        found = serve.status().applications.get(NAME)
+        told = _reason(found) if found is not None else str(failures[0])[-1000:]
+        raise NanoactorError(f"the replicas do not start: {told}")
+    return True
+
+
+def _reason(found: object) -> str:
+    """Return the last lines of what an application has failed of."""
+    deployments = getattr(found, "deployments", {}).values()
+    told = [one.message for one in deployments if one.message] or [getattr(found, "message", "")]
+    lines = [line.strip() for line in "\n".join(told).splitlines() if line.strip()]
+    return " ".join(lines[-3:])[:1000]
+
+
+def _check(status: object) -> None:
+    """Log what Ray Serve says is wrong, once it does."""
+    found = getattr(status, "applications", {}).get(NAME)
+    if found is not None and found.status in ("UNHEALTHY", "DEPLOY_FAILED"):
+        log.error("the application is %s: %s", found.status, _reason(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""`nanoactor serve --replicas N`: a Ray, the application in it, and an orderly end.
+
+Ray's processes and its driver live in a session of their own, with no terminal: what a terminal or
+a supervisor signals to this process's group does not reach them, and ends nobody before answers are
+complete. This process tells the driver to stop by closing its pipe, which the kernel does too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from nanoactor.config import EngineConfig
+from nanoactor.errors import InvalidConfig, StartupFailed, only_ours
+from nanoactor.model_files import read_model_files
+from nanoactor.ray_serve.options import FleetConfig
+from nanoactor.server.config import ServerConfig
+from nanoactor.server.run import SIGNALS, Asked
+
+log = logging.getLogger("nanoactor.server")
+
+_DRIVER = [sys.executable, "-m", "nanoactor.ray_serve.driver"]
+_END_SECONDS = 60.0
+"""After the last answer was due, in which the driver has to end."""
+_INSTALL = "pip install 'nanoactor[ray]'"
+
+
+def check_ray() -> None:
+    """Raise `InvalidConfig`, with what to do, where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise InvalidConfig(f"replicas need Ray, which is not installed: {_INSTALL}")
+    if importlib.util.find_spec("starlette") is None:
+        raise InvalidConfig(f"replicas need Ray Serve, which is not installed: {_INSTALL}")
+
+
+async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests end; a second signal ends at
+    once. Raises `StartupFailed` where Ray, or the application in it, does not start or dies."""
+    check_ray()
+    with only_ours():
+        read_model_files(config)  # what is wrong with it is told here, in one line
+    asked, loop = Asked(), asyncio.get_running_loop()
+    hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    heeded = [number for number in SIGNALS if hung_up or number is not signal.SIGHUP]
+    for number in heeded:
+        loop.add_signal_handler(number, asked.by_signal, number)
+    log.info("starting %d replicas of %s on Ray", fleet.replicas, config.model)
+    try:
+        with tempfile.TemporaryDirectory(prefix="nanoactor-ray-") as private:
+            driver = _start_driver(Path(private), config, server, fleet)
+            try:
+                await _watch(driver, asked, server.drain_timeout)
+            finally:
+                _end(driver)
+    finally:
+        for number in heeded:
+            loop.remove_signal_handler(number)
+
+
+def _start_driver(
+    private: Path, config: EngineConfig, server: ServerConfig, fleet: FleetConfig
+) -> subprocess.Popen[bytes]:
+    """Start it, and hand it the configuration through its pipe: keys stand in no command line."""
+    driver = subprocess.Popen(  # noqa: S603 - our own module
+        _DRIVER,
+        stdin=subprocess.PIPE,
+        env={**os.environ, **environment(private, fleet), "NANOACTOR_PARENT": str(os.getpid())},
+        start_new_session=True,
+    )
+    assert driver.stdin is not None
+    pickle.dump((config, server, fleet), driver.stdin)
+    driver.stdin.flush()
+    return driver
+
+
+def environment(private: Path, fleet: FleetConfig) -> dict[str, str]:
+    """Return what Ray reads: no dashboard, no reports to its makers, a token that others must have;
+    and where the Ray is our own, nothing but loopback."""
+    found = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
+    if fleet.ray_address is not None:
+        return {name: value for name, value in found.items() if name not in os.environ}
+    token = private / "token"
+    token.touch(mode=0o600)
+    token.write_text(os.urandom(32).hex())
+    return {
+        **found,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        # Off its label: with it Ray takes 127.0.0.1 for the address of this machine.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "NANOACTOR_RAY_LOOPBACK": "1",
+    }
+
+
+async def _watch(driver: subprocess.Popen[bytes], asked: Asked, drain_timeout: float) -> None:
+    """Wait until the driver ends, or is asked to and has."""
+    assert driver.stdin is not None
+    ended = asyncio.ensure_future(asyncio.to_thread(driver.wait))
+    stopping = asyncio.ensure_future(asked.wait())
+    await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
+    was_asked = stopping.done()
+    stopping.cancel()
+    if was_asked and not ended.done():
+        log.info("shutting down")
+        driver.stdin.close()
+        await asyncio.wait((ended,), timeout=drain_timeout + _END_SECONDS)
+    if not ended.done():
+        _end(driver)
+    status = await ended
+    if status and not was_asked:
+        raise StartupFailed(f"the driver of Ray has ended with status {status}: see above")
+
+
+def _end(driver: subprocess.Popen[bytes]) -> None:
+    """End it at once, where it lives; the processes of a Ray of our own end with it."""
+    if driver.poll() is None:
+        driver.kill()
+    driver.wait()
+    if driver.stdin is not None:
+        driver.stdin.close()

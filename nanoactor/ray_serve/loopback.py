@@ -1,0 +1,39 @@
+"""Ray Serve opens a port for each replica, on all interfaces: on one machine loopback is enough.
+
+No option says so in Ray 2.60, so that the function which opens it is replaced, in the replica's
+process and before it is called. Where it is gone, the log says that the port is open to others; it
+wants Ray's token all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+VARIABLE = "NANOACTOR_RAY_LOOPBACK"
+"""Set in the processes of a Ray that was started for one machine."""
+
+log = logging.getLogger("nanoactor.ray")
+
+
+def bind_to_loopback() -> None:
+    """Have this process open Serve's port on loopback alone, where the environment asks for it."""
+    if os.environ.get(VARIABLE) != "1":
+        return
+    try:
+        from ray.serve._private import replica
+
+        original = replica.add_port_to_grpc_server
+    except (ImportError, AttributeError):
+        log.warning("this release of Ray Serve opens a port on all interfaces, for Ray's token")
+        return
+    if getattr(original, "is_on_loopback", False):
+        return
+
+    def add_port(server: Any, address: str) -> Any:
+        _, _, port = address.rpartition(":")
+        return original(server, f"127.0.0.1:{port}" if address.startswith("[::]:") else address)
+
+    add_port.is_on_loopback = True  # type: ignore[attr-defined]
+    replica.add_port_to_grpc_server = add_port

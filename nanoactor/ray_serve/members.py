@@ -1,0 +1,46 @@
+"""Who the replicas are, told by the router on its thread to the ingress on its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+
+class ReplicaGone(Exception):
+    """A call names a replica that does not serve any more."""
+
+
+class Members:
+    """The replicas that serve, told from the router's thread to loops that watch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now: frozenset[str] = frozenset()
+        self._watchers: list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = []
+
+    @property
+    def now(self) -> frozenset[str]:
+        """Return their names."""
+        with self._lock:
+            return self._now
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call this on the running loop whenever they change."""
+        with self._lock:
+            self._watchers.append((asyncio.get_running_loop(), changed))
+
+    def tell(self, names: frozenset[str]) -> None:
+        """They are these now; from any thread."""
+        with self._lock:
+            if names == self._now:
+                return
+            self._now = names
+            self._watchers = [one for one in self._watchers if not one[0].is_closed()]
+            watchers = list(self._watchers)
+        for loop, changed in watchers:
+            loop.call_soon_threadsafe(changed)
+
+
+MEMBERS = Members()
+"""Of the engines' deployment: a process is the ingress of one."""

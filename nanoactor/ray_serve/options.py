@@ -1,0 +1,84 @@
+"""Options of a fleet, besides those of engines and of the server."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nanoactor.errors import InvalidConfig
+from nanoactor.fleet.fleet import SILENCE
+from nanoactor.fleet.pacing import INTERVAL
+from nanoactor.fleet.wire import Load
+
+_LONGEST = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class FleetConfig:
+    """Options of `nanoactor serve` with several replicas. Raises `InvalidConfig`, naming one."""
+
+    replicas: int = 0
+    """Serve with so many engines, each with all of the options above, on Ray; 0: with one engine
+    and without Ray."""
+    max_replicas: int | None = None
+    """Start further replicas, up to so many, while requests wait, and end them again. Default: as
+    many as `--replicas`."""
+    ray_address: str | None = None
+    """The address of a Ray cluster to join, or "auto" for the one of this machine. Default: start
+    a Ray of our own, for this machine alone, and end it with the server."""
+    ingresses: int | None = None
+    """Servers in front of the engines, one on a node. Default: as many as there are nodes."""
+    cpus_per_replica: float = 1.0
+    """CPUs that Ray sets aside for each replica's processes."""
+    silence_timeout: float = SILENCE
+    """Seconds without a word after which a replica hangs, and its streams go on elsewhere."""
+    report_interval: float = INTERVAL
+    """Seconds between two reports of a replica about streams under way: each costs CPU, and text
+    comes in larger pieces the longer it is. First tokens and ends are told at once."""
+    target_waiting_tokens: int = 20_000
+    """Prompt tokens that may wait on a replica before there should be another (`max_replicas`)."""
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        self._check_whole("replicas", least=0)
+        for name in ("max_replicas", "ingresses"):
+            if getattr(self, name) is not None:
+                self._check_whole(name, least=1)
+        self._check_whole("target_waiting_tokens", least=1)
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise InvalidConfig(
+                f"max_replicas ({self.max_replicas}) must be at least replicas ({self.replicas})"
+            )
+        for name, least in (
+            ("cpus_per_replica", 0.0),
+            ("silence_timeout", 1.0),
+            ("report_interval", 0.001),
+        ):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not least <= value <= _LONGEST:
+                raise InvalidConfig(
+                    f"{name} must be a number from {least:g} to {_LONGEST:g}, got {value!r:.100}"
+                )
+        if self.ray_address is not None and (
+            not isinstance(self.ray_address, str) or not self.ray_address
+        ):
+            raise InvalidConfig(f"ray_address must be a text, got {self.ray_address!r:.100}")
+        if not self.replicas:
+            self._check_alone()
+
+    def _check_alone(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) != field.default:
+                raise InvalidConfig(f"{field.name} goes with replicas: give --replicas too")
+
+    def _check_whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InvalidConfig(
+                f"{name} must be a whole number from {least} on, got {value!r:.100}"
+            )
+
+    def demand(self, load: Load, max_num_seqs: int) -> float:
+        """Return how many replicas a replica's load is worth."""
+        by_streams = load.streams / max_num_seqs
+        return max(by_streams, load.waiting_tokens / self.target_waiting_tokens)

@@ -1,0 +1,46 @@
+"""Takes each call to the replica that its first argument names, and tells who the replicas are.
+
+The choice is the ingress's own (`nanoactor.fleet.routing`): by what replicas have cached and how
+busy they are, which Ray does not know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanoactor.ray_serve.api import PendingRequest, RequestRouter, RunningReplica
+
+
+class ByName(RequestRouter):
+    """Routes by name; holds nothing of its own but who is there."""
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Some have come, or are to end."""
+        super().update_replicas(replicas)
+        self._tell()
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        """One has died."""
+        super().on_replica_actor_died(replica_id)
+        self._tell()
+
+    def _tell(self) -> None:
+        from nanoactor.ray_serve.members import MEMBERS  # Ray sends this class by value
+
+        MEMBERS.tell(frozenset(id_.unique_id for id_ in self.curr_replicas))
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return the one that the call names. A call to one that is gone fails at once."""
+        if pending_request is None:
+            return [candidate_replicas]
+        from nanoactor.ray_serve.members import ReplicaGone
+
+        name = pending_request.args[0]
+        found = [one for one in candidate_replicas if one.replica_id.unique_id == name]
+        if not found and not pending_request.future.done():
+            pending_request.future.set_exception(ReplicaGone(f"replica {name} serves no more"))
+        return [found or candidate_replicas]

@@ -1,0 +1,22 @@
+"""How many replicas there should be: what all of them together say that their load is worth."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_FULL = 0.8
+"""Share of a replica that may be in use before there should be another."""
+
+
+def by_demand(context: Any) -> tuple[int, dict[str, Any]]:
+    """Return a number for Ray Serve, between the bounds that were given."""
+    reported = context.aggregated_metrics.get("demand", {})
+    wanted = wanted_replicas(sum(reported.values()))
+    least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+    return min(max(wanted, least), most), {}
+
+
+def wanted_replicas(demand: float) -> int:
+    """Return how many replicas have room for a demand of so many."""
+    return max(1, math.ceil(demand / _FULL))

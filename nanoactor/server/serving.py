@@ -1,0 +1,69 @@
+"""What a server needs of whatever answers its requests: one engine, or an ingress of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from prometheus_client.metrics_core import Metric
+
+from nanoactor.config import EngineConfig
+from nanoactor.engine import Prompt
+from nanoactor.model_files import ModelFiles
+from nanoactor.params import SamplingParams
+from nanoactor.request import Request
+from nanoactor.server.health import Health
+from nanoactor.tracing import Trace
+
+
+class Engine(Protocol):
+    """`AsyncLLM`, or what stands for several."""
+
+    config: EngineConfig
+    files: ModelFiles
+
+    async def start(self) -> Any:
+        """Begin to serve."""
+
+    async def close(self) -> None:
+        """End; requests that are not over raise `EngineClosed`."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of the cache, the device and the data type."""
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Request]:
+        """Queue several prompts, all or none."""
+
+
+class Tracer(Protocol):
+    """What can tell what its actors did."""
+
+    async def trace(self, since: int = 0) -> Trace:
+        """Return what they did after a moment of the monotonic clock, in ns."""
+
+
+class Watch(Protocol):
+    """Looks at what answers, for `/health`, `/metrics` and the page."""
+
+    async def start(self) -> None:
+        """Look from now on."""
+
+    async def stop(self) -> None:
+        """Look no more."""
+
+    def health(self) -> Health:
+        """Return how it is now."""
+
+    def since(self, number: int) -> dict[str, Any]:
+        """Return the looks after one with this number, for the page."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Go through the figures, for Prometheus."""
