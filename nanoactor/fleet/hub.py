@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 import time
 from collections.abc import AsyncGenerator
 
@@ -272,7 +274,7 @@ class Link:
         hub = self._hub
         hello = wire.Hello(
             hub.fingerprint,
-            hub.llm.facts,
+            {**hub.llm.facts, "pid": os.getpid(), "host": socket.gethostname()},
             hub.llm.config.max_num_seqs,
             hub.llm.config.max_waiting_requests,
         )

@@ -104,7 +104,12 @@ class FleetMonitor:
         serving = 0
         for name, replica in self._replicas.items():
             silent = now - replica.reported
-            actors[name] = {"step_age": None, "silent": silent, "streams": replica.place.streams}
+            actors[name] = {
+                "step_age": None,
+                "silent": silent,
+                "streams": replica.place.streams,
+                "pid": replica.place.hello.facts.get("pid"),
+            }
             if silent > _SILENT or replica.link.is_leaving:
                 bad.append(name)
             else:

@@ -86,7 +86,7 @@ class Hello(_Wire, frozen=True):
     fingerprint: str
     """Replicas with the same continue each other's answers."""
     facts: dict[str, Any]
-    """Those of `AsyncLLM.facts`."""
+    """Those of `AsyncLLM.facts`, and where the replica's process is."""
     max_num_seqs: int
     max_waiting_requests: int
 

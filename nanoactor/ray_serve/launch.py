@@ -16,6 +16,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from nanoactor.config import EngineConfig
@@ -72,13 +74,28 @@ def _start_driver(
     driver = subprocess.Popen(  # noqa: S603 - our own module
         _DRIVER,
         stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         env={**os.environ, **environment(private, fleet), "NANOACTOR_PARENT": str(os.getpid())},
         start_new_session=True,
     )
     assert driver.stdin is not None
+    assert driver.stderr is not None
     pickle.dump((config, server, fleet), driver.stdin)
     driver.stdin.flush()
+    threading.Thread(target=_forward, args=(driver.stderr,), daemon=True).start()
     return driver
+
+
+def _forward(lines: Iterable[bytes]) -> None:
+    """Pass on what the driver says. What its thread says of other processes, for which Ray has no
+    switch, is for those who look for it: it calls each end of a controller a failure."""
+    for line in lines:
+        if b"(raylet)" in line:
+            log.debug("%s", line.decode(errors="replace").rstrip())
+        else:
+            sys.stderr.write(line.decode(errors="replace"))
+            sys.stderr.flush()
 
 
 def environment(private: Path, fleet: FleetConfig) -> dict[str, str]:

@@ -302,7 +302,7 @@ async def test_errors_are_those_of_an_engine():
             assert issubclass(found[0], InvalidRequest)
         with pytest.raises(InvalidRequest, match="beam search"):
             await llm.beam_search(TEXT)
-        with pytest.raises(InvalidRequest, match="so_far"):  # nobody continues an answer from outside
+        with pytest.raises(InvalidRequest, match="so_far"):
             llm.submit([TEXT], short, so_far=OutputSoFar())
         assert llm.live == 0
 
