@@ -29,7 +29,7 @@ log = logging.getLogger("nanoactor.fleet")
 SILENCE = 10.0
 _TICK = 1.0
 _LONGEST_WAIT = 10.0
-_ELSEWHERE = ("EngineClosed", "EngineDead")
+_DEAD, _LEAVES = "EngineDead", "EngineClosed"
 """Errors that say that the replica is going, not what is wrong with the request."""
 _REFUSALS = ("EngineOverloaded", "OutOfResources")
 """... and those after which another replica is asked."""
@@ -276,6 +276,9 @@ class Fleet:
             return
         self._take_state(replica, report)
         self._take_outputs(replica, report)
+        if any(failure.kind == _DEAD for failure in report.failures):
+            link.give_up("its engine has died")
+            return
         for failure in report.failures:
             self._failed(replica, failure)
         for stream in report.declined:
@@ -336,7 +339,7 @@ class Fleet:
         if part is None:
             return
         page = part.page
-        if failure.kind in _ELSEWHERE:  # the link will be lost, too
+        if failure.kind == _LEAVES:  # the link will be lost, too
             self._move(part, replica)
         elif failure.kind in _REFUSALS and self._ask_another(part, replica):
             self.add(part)

@@ -81,6 +81,8 @@ class Hub:
         """Serve an ingress: yield its reports, until it closes the link or falls silent."""
         if name in self.links:
             raise InvalidRequest(f"link {name!r} is in use")
+        if self.llm.dead is not None:
+            raise self.llm.dead
         link = self.links[name] = Link(self, name)
         try:
             async with contextlib.aclosing(link.reports()) as reports:

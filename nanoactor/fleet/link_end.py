@@ -153,6 +153,10 @@ class LinkEnd:
                 silent, heard = 0.0, self.heard
         self._lose(f"it has said nothing for {self._silence:g} s")
 
+    def give_up(self, cause: str) -> None:
+        """The replica lives, but its engine does not."""
+        self._lose(cause)
+
     def _lose(self, cause: str) -> None:
         if not self.is_over:
             self.is_over = True

@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import os
 import random
+import signal
 
 import pytest
 
@@ -254,6 +256,22 @@ async def test_a_request_that_kills_each_replica_costs_nobody_else_anything():
         # Nothing stays reserved, and nobody is suspected.
         await until(lambda: not any(r.hub.reserved_by for r in local.replicas.values()))
         assert not llm.fleet.trials.waiting
+
+
+@pytest.mark.deadly
+@on_a_loop
+async def test_an_engine_that_dies_in_its_replica_is_a_death():
+    changes = dict(device="simulated:10", dtype="auto", placement="default", max_restarts=0)
+    async with fleet(2, **changes) as (llm, local, engines):
+        params = SamplingParams.for_model(seed=1, max_tokens=150, ignore_eos=True)
+        (wanted,) = await undisturbed(engines[0], [(TEXT, params)])
+        stream = asyncio.ensure_future(read(llm, TEXT, params))
+        dead = local.replicas[await where(llm)].llm
+        os.kill(dead.pids["control"], signal.SIGKILL)
+        compare(await stream, wanted)
+        assert vars(llm.fleet.counts) == dict(moved=1, requeued=0, lost=0, deaths=1, poisoned=0)
+        assert dead.dead is not None
+        engines.remove(dead)  # it has nothing to settle
 
 
 @on_a_loop

@@ -1,0 +1,167 @@
+"""Which replica a request goes to, and what is known of their caches."""
+
+import random
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoactor.fleet.dispatch import Dispatch
+from nanoactor.fleet.prefix_map import PrefixMap, keys_of
+from nanoactor.fleet.routing import Place, Router
+from nanoactor.fleet.wire import Hello, IndexNews, Load
+from nanoactor.kv.hashing import block_hashes
+from nanoactor.kv.index_changes import IndexChanges, IndexCopy
+
+SALT, BLOCK = bytes(32), 16
+
+
+def chain(*tokens):
+    """Hashes of blocks that hold these, one each."""
+    ids = np.repeat(np.array(tokens, np.int32), BLOCK)
+    return block_hashes(ids, BLOCK, SALT).tobytes()
+
+
+def place(name, router=None, known=b"", **load):
+    hello = Hello("same", {"block_size": BLOCK, "num_blocks": 1000}, 8, 8)
+    found = Place(name, hello)
+    values = dict(running=0, waiting=0, waiting_tokens=0, free_blocks=1000, streams=0)
+    values |= dict(token_seconds=1e-3, is_reserved=False)
+    found.told(Load(**{**values, **load}), 0)
+    if router is not None and known:
+        router.prefixes.take(name, IndexNews(False, b"", known))
+    return found
+
+
+def test_a_prompt_goes_where_its_beginning_is():
+    router = Router()
+    prompt = chain(1, 2, 3, 4)
+    places = [place("a", router, chain(1)), place("b", router, chain(1, 2, 3)), place("c")]
+    for _ in range(5):
+        assert router.choose(places, keys_of(prompt), 70).replica == "b"
+
+
+def test_a_hot_replica_is_left_when_waiting_costs_more_than_computing():
+    router = Router()
+    prompt = keys_of(chain(*range(20)))
+    hot = place("hot", router, chain(*range(20)), waiting_tokens=100)
+    cold = place("cold")
+    assert router.choose([hot, cold], prompt, 330).replica == "hot"
+    hot = place("hot", waiting_tokens=400)
+    assert router.choose([hot, cold], prompt, 330).replica == "cold"
+    # ... and so is one that has no place to run.
+    hot = place("hot", streams=8, running=8)
+    assert router.choose([hot, cold], prompt, 330).replica == "cold"
+
+
+def test_equal_ones_take_turns_and_what_was_sent_counts():
+    router = Router()
+    places = [place(name) for name in "abcd"]
+    chosen = []
+    for order in range(8):
+        one = router.choose(places, [], 100)
+        one.sent(order + 1, 100)
+        chosen.append(one.replica)
+    assert sorted(chosen) == sorted("abcdabcd")
+    busy = next(one for one in places if one.replica == chosen[0])
+    assert busy.streams == 2
+    load = Load(2, 0, 0, 1000, 2, 0.0, is_reserved=False)
+    busy.told(load, 8)  # it has taken both
+    assert busy.streams == 2
+
+
+class Parted:
+    """What a queue looks at."""
+
+    def __init__(self, uid, tokens=16, moved=False, fingerprint="", priority=0):
+        self.page, self.uid, self.priority, self.hashes = self, uid, priority, []
+        self.tokens, self.is_moved, self.fingerprint = tokens, moved, fingerprint
+        self.refused_by = set()
+        self.waits_since = 0.0
+
+
+def placed(dispatch, places):
+    begun = []
+
+    def begin(part, chosen):
+        begun.append((part.uid, chosen.replica))
+        chosen.sent(len(begun), part.tokens)
+
+    dispatch.place(places, begin)
+    return begun
+
+
+def test_moved_streams_take_free_places_and_what_is_new_waits_behind_them():
+    dispatch = Dispatch(Router())
+    for uid in range(12):
+        dispatch.add(Parted(uid, moved=True))
+    dispatch.add(Parted(12))
+    one, two = place("a", streams=3, running=3), place("b", streams=6, running=6)
+    begun = placed(dispatch, [one, two])
+    assert [uid for uid, _ in begun] == list(range(7))  # what both have free, the oldest first
+    assert dispatch.waiting == 6
+    assert one.free_slots == two.free_slots == 0
+    begun = placed(dispatch, [place("c"), one])
+    assert [uid for uid, _ in begun] == [7, 8, 9, 10, 11, 12]
+
+
+def test_a_stream_goes_on_only_where_the_fingerprint_is_equal_and_blocks_nobody():
+    dispatch = Dispatch(Router())
+    dispatch.add(Parted(1, moved=True, fingerprint="other"))
+    dispatch.add(Parted(2))
+    assert placed(dispatch, [place("a")]) == [(2, "a")]
+    assert dispatch.waiting == 1
+
+
+def test_blocks_are_room_too():
+    dispatch = Dispatch(Router())
+    dispatch.add(Parted(1, tokens=170, moved=True))
+    full = place("a", streams=1, running=1, free_blocks=10)
+    assert placed(dispatch, [full]) == []
+    assert placed(dispatch, [place("a", free_blocks=10)]) == [(1, "a")]  # it is alone there
+
+
+def test_a_full_replica_and_one_that_has_refused_are_left_alone():
+    dispatch = Dispatch(Router())
+    part = Parted(1)
+    part.refused_by.add("b")
+    dispatch.add(part)
+    full = place("a", streams=16, running=8, waiting=8)
+    assert placed(dispatch, [full, place("b")]) == []
+    assert placed(dispatch, [full, place("b"), place("c")]) == [(1, "c")]
+
+
+def test_a_map_of_prefixes_is_bounded_and_forgets_the_oldest():
+    known = PrefixMap(most_blocks=4)
+    known.take("a", IndexNews(False, b"", chain(1, 2, 3)))
+    known.take("a", IndexNews(False, b"", chain(5, 6)))
+    assert known.blocks("a") == 4
+    assert known.longest("a", keys_of(chain(5, 6, 7))) == 2
+    assert known.longest("a", keys_of(chain(1, 2, 3))) == 0
+    known.forget("a")
+    assert known.blocks("a") == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60), st.integers(1, 7))
+def test_changes_of_an_index_make_it_however_they_merge(steps, most):
+    """Random changes, taken at random moments, a few at a time."""
+    draw = random.Random(len(steps))
+    index, copy, changes = set(), IndexCopy(), IndexChanges()
+    for is_there, number in steps:
+        content = bytes([number]) * 16
+        if is_there and content not in index:
+            index.add(content)
+            changes.remember(content)
+        elif not is_there and content in index:
+            index.remove(content)
+            changes.forget(content)
+        assert len(changes) <= len(index) + len(copy.contents) + 1
+        if draw.random() < 0.3:
+            events = changes.take(most)
+            if events is not None:
+                copy.take(events)
+        if draw.random() < 0.05:
+            changes.begin_anew(index)
+    while (events := changes.take(most)) is not None:
+        copy.take(events)
+    assert copy.contents == index
