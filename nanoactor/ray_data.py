@@ -1,0 +1,251 @@
+"""Answers to the rows of a Ray dataset, by engines in a pool of actors.
+
+    import ray
+    from nanoactor.ray_data import generate
+
+    rows = generate(ray.data.read_parquet("prompts.parquet"), "demo", engines=2)
+
+Needs the extra `nanoactor[ray-data]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from nanoactor.config import EngineConfig
+from nanoactor.engine import AsyncLLM
+from nanoactor.engine_options import engine_config
+from nanoactor.errors import (
+    ComputationFailed,
+    EngineOverloaded,
+    InvalidConfig,
+    InvalidRequest,
+    NanoactorError,
+    OutOfResources,
+    PoisonRequest,
+)
+from nanoactor.outputs import RequestOutput, RequestOutputKind
+from nanoactor.params import SamplingParams, derived_seed
+
+log = logging.getLogger("nanoactor.ray")
+
+T = TypeVar("T")
+_RETRIED = (OutOfResources, ComputationFailed)
+_AHEAD = 2
+"""Rows that an engine has at once, in multiples of what it runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Names of the columns that are read, and of those that are added."""
+
+    prompt: str = "prompt"
+    """A text, a list of chat messages, or a list of token ids."""
+    images: str | None = None
+    """A list of pictures, as bytes or paths, for models that see: of a text or of token ids with a
+    placeholder each; a conversation has its own."""
+    json_schema: str | None = None
+    """A JSON schema, as text, to which the row's answer is bound; an empty one binds nothing."""
+    seed: str | None = None
+    """A whole number for the row's random numbers."""
+    text: str = "generated_text"
+    token_ids: str | None = None
+    """Where the answer's token ids go, if they are wanted."""
+    finish_reason: str = "finish_reason"
+    error: str = "error"
+    """What kept the row from having an answer; empty where it has one."""
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidConfig` where a name is none, or is there twice."""
+        names = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        given = [name for name in names if name is not None]
+        if not all(isinstance(name, str) and name for name in given):
+            raise InvalidConfig(f"columns must be names, got {given!r:.200}")
+        if len(set(given)) < len(given):
+            raise InvalidConfig(f"each column needs a name of its own, got {given!r:.200}")
+
+
+class Generate:
+    """For `Dataset.map_batches`, with `batch_format="numpy"` and a pool of actors: an engine that
+    answers rows, a batch at a time and as many rows of it at once as it runs.
+
+    A row that cannot be served has its reason in the `error` column, and disturbs no other; what
+    may go well at another time is tried again. With `on_error="raise"` the job fails instead.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        params: SamplingParams | None = None,
+        columns: Columns | None = None,
+        *,
+        retries: int = 2,
+        on_error: Literal["column", "raise"] = "column",
+    ) -> None:
+        """Start the engine. Raises as `AsyncLLM` does."""
+        self._params = SamplingParams.for_model() if params is None else params
+        self._columns, self._retries, self._raises = columns or Columns(), retries, on_error
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._llm: AsyncLLM = self._run(_started(config))
+        self._room = asyncio.Semaphore(_AHEAD * config.max_num_seqs)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the batch with the columns of its answers, in its order."""
+        names = self._columns
+        if names.prompt not in batch:
+            raise InvalidConfig(f"there is no column {names.prompt!r}, only {sorted(batch)}")
+        count = len(batch[names.prompt])
+        rows = [{name: plain(batch[name][at]) for name in batch} for at in range(count)]
+        found = self._run(self._answers(rows))
+        added: dict[str, list[Any]] = {names.text: [], names.finish_reason: [], names.error: []}
+        if names.token_ids is not None:
+            added[names.token_ids] = []
+        for output, error in found:
+            answer = None if output is None else output.outputs[0]
+            added[names.text].append(answer.text if answer else "")
+            added[names.finish_reason].append((answer.finish_reason or "") if answer else "")
+            added[names.error].append(error)
+            if names.token_ids is not None:
+                added[names.token_ids].append(np.array(answer.token_ids if answer else [], int))
+        return {**batch, **{name: _column(values) for name, values in added.items()}}
+
+    async def _answers(
+        self, rows: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[RequestOutput | None, str]]:
+        return await asyncio.gather(*map(self._answer, rows))
+
+    async def _answer(self, row: Mapping[str, Any]) -> tuple[RequestOutput | None, str]:
+        """Return the answer to a row, or why it has none."""
+        async with self._room:
+            for attempt in range(self._retries + 1):
+                try:
+                    return await self._generate(row), ""
+                except NanoactorError as error:
+                    is_last = attempt == self._retries or not _may_go_well(error)
+                    if is_last and (self._raises == "raise" or not _is_of_row(error)):
+                        raise
+                    if is_last:
+                        return None, f"{type(error).__name__}: {error}"
+        raise AssertionError("unreachable")
+
+    async def _generate(self, row: Mapping[str, Any]) -> RequestOutput:
+        prompt, params = self._prompt(row), self._params_of(row)
+        while True:
+            try:
+                async for output in self._llm.generate(prompt, params):
+                    final = output
+                return final
+            except EngineOverloaded:
+                await self._llm.wait_for_capacity()
+
+    def _prompt(self, row: Mapping[str, Any]) -> Any:
+        given = row[self._columns.prompt]
+        images = row[self._columns.images] if self._columns.images is not None else None
+        is_ids = isinstance(given, list) and all(isinstance(one, int) for one in given)
+        if isinstance(given, list) and not is_ids:
+            if images:
+                raise InvalidRequest("a conversation has its pictures in its messages")
+            return given
+        prompt = {"prompt_token_ids": given} if is_ids else {"prompt": given}
+        return {**prompt, "multi_modal_data": {"image": images}} if images else prompt
+
+    def _params_of(self, row: Mapping[str, Any]) -> SamplingParams:
+        changes: dict[str, Any] = {"output_kind": RequestOutputKind.FINAL_ONLY}
+        if self._columns.seed is not None:
+            changes["seed"] = row[self._columns.seed]
+        if self._columns.json_schema is not None and row[self._columns.json_schema]:
+            changes["structured_outputs"] = {"json": row[self._columns.json_schema]}
+        return dataclasses.replace(self._params, **changes)
+
+
+async def _started(config: EngineConfig) -> AsyncLLM:
+    return await AsyncLLM(config).start()
+
+
+def _may_go_well(error: NanoactorError) -> bool:
+    return isinstance(error, _RETRIED) and not isinstance(error, PoisonRequest)
+
+
+def _is_of_row(error: NanoactorError) -> bool:
+    """Tell whether an error is one row's, not the engine's: then the batch is another actor's."""
+    return isinstance(error, InvalidRequest | OutOfResources | ComputationFailed)
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a column as Python's own; members of messages that a column of structs has
+    filled up with None are left out."""
+    if isinstance(value, np.ndarray):
+        return [plain(one) for one in value.tolist()]
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items() if one is not None}
+    return value
+
+
+def _column(values: list[Any]) -> Any:
+    if values and isinstance(values[0], np.ndarray):
+        column = np.empty(len(values), object)
+        column[:] = values
+        return column
+    return np.array(values, dtype=object)
+
+
+def generate(
+    rows: Any,
+    model: str,
+    params: SamplingParams | None = None,
+    *,
+    engines: int = 1,
+    columns: Columns | None = None,
+    batch_size: int = 64,
+    retries: int = 2,
+    on_error: Literal["column", "raise"] = "column",
+    cpus: float = 1.0,
+    **options: Any,
+) -> Any:
+    """Return a dataset with the answers to the rows of one, in its order, each once.
+
+    `rows` is a `ray.data.Dataset`; `engines` are started, each with `options` (`EngineConfig`'s),
+    and get batches while they have room; `cpus` are set aside for each. An actor that dies is
+    replaced, and its batches are answered by others. For the same answers then, give a seed to each
+    row (`Columns.seed`). Raises `InvalidConfig`.
+    """
+    import ray
+
+    config = engine_config(model, options)
+    is_gpu = config.device.startswith("cuda") or (
+        config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+    )
+    if columns is not None and not isinstance(columns, Columns):
+        raise InvalidConfig(f"columns must be Columns, got {columns!r:.100}")
+    rows.context.execution_options.preserve_order = True
+    return rows.map_batches(
+        Generate,
+        fn_constructor_args=(config, params, columns),
+        fn_constructor_kwargs={"retries": retries, "on_error": on_error},
+        batch_size=batch_size,
+        batch_format="numpy",
+        compute=ray.data.ActorPoolStrategy(size=engines, max_tasks_in_flight_per_actor=2),
+        num_cpus=cpus,
+        num_gpus=config.tensor_parallel_size if is_gpu else 0,
+    )
+
+
+def row_seeds(seed: int, first: int, count: int) -> list[int]:
+    """Return seeds for rows, each derived from one seed and the row's number, of 63 bits as columns
+    hold them."""
+    return [derived_seed(seed, first + at + 1) >> 1 for at in range(count)]
