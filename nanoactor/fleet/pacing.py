@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-INTERVAL = 0.045
-"""Seconds between reports of a stream that is under way: each costs ingress and replica some 0.8 ms
-of a core, whatever is in it."""
+INTERVAL = 0.05
+"""Seconds between reports of streams that are under way: each costs ingress and replica together
+nearly a millisecond of a core, whatever is in it."""
 SOON = 0.01
 """... and where one has begun or ended, or is refused."""
 BEAT = 1.0

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from nanoactor.ray_serve.members import MEMBERS, ReplicaGone
+
+log = logging.getLogger("nanoactor.ray")
 
 
 class RayConnector:
     """A `nanoactor.fleet.link_end.Connector` over the handle of the engines' deployment."""
 
     def __init__(self, engines: Any) -> None:
-        self._links = engines.options(method_name="link", stream=True)
-        self._pushes = engines.options(method_name="push")
+        options = _transport(engines)
+        self._links = engines.options(method_name="link", stream=True, **options)
+        self._pushes = engines.options(method_name="push", **options)
 
     @property
     def members(self) -> frozenset[str]:
@@ -39,6 +44,16 @@ class RayConnector:
         _check(replica)
         is_known: bool = await self._pushes.remote(replica, orders)
         return is_known
+
+
+def _transport(engines: Any) -> dict[str, Any]:
+    """Return what has Serve call replicas directly: a report costs ingress and replica 0.9 ms of a
+    core then, instead of 1.7 ms through Ray's actor calls, and a call ends at once with its caller.
+    The option is not a public one yet; where it is gone, calls cost more."""
+    if "_by_reference" in inspect.signature(engines.options).parameters:
+        return {"_by_reference": False}
+    log.warning("this release of Ray Serve has no direct calls: reports cost twice the processor")
+    return {}
 
 
 def _check(replica: str) -> None:
