@@ -64,7 +64,7 @@ class Dispatch:
 
     def _begin(self, part: Part, places: list[Place], begin: Callable[[Part, Place], None]) -> None:
         self.remove(part)
-        chosen = self.router.choose(places, part.page.hashes, part.tokens)
+        chosen = self.router.choose(places, part.page.hashes, part.tokens, time.monotonic())
         assert chosen is not None
         begin(part, chosen)
 

@@ -226,7 +226,7 @@ class Fleet:
         replica.link.order(part.order(stream, is_alone=is_alone))
         missing = self.router.missing(place, page.hashes, part.tokens)
         place.sent(replica.link.ordered, missing)
-        self.router.prefixes.expect(replica.name, page.blocks)
+        self.router.prefixes.expect(replica.name, page.blocks, time.monotonic())
         self.trials.note_going_on(page)
 
     def abort(self, page: Page) -> None:
@@ -293,7 +293,7 @@ class Fleet:
             replica.place.told(report.load, report.orders)
             replica.figures = report.load.figures or replica.figures
         for news in report.index:
-            self.router.prefixes.take(replica.name, news)
+            self.router.prefixes.take(replica.name, news, replica.reported)
 
     def _take_outputs(self, replica: Replica, report: wire.Report) -> None:
         for progress in report.progress:

@@ -9,6 +9,8 @@ from nanoactor.kv.hashing import HASH_BYTES
 
 MOST_BLOCKS = 1 << 18
 """Blocks that are known of a replica at most: some 25 MB. The oldest are forgotten first."""
+LATELY = 60.0
+"""Seconds in which a block that is wanted again was in use."""
 _KEY_BYTES = 8
 
 
@@ -19,30 +21,45 @@ class PrefixMap:
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self._most = most_blocks
         self._known: dict[str, dict[int, None]] = {}
+        self._used: dict[str, dict[int, float]] = {}
+        """By replica: when its blocks were last in a prompt or new, the oldest first; evicted ones
+        too, as they were wanted."""
 
-    def take(self, replica: str, news: IndexNews) -> None:
+    def take(self, replica: str, news: IndexNews, now: float) -> None:
         """Play back what a replica tells of its index."""
         known = self._known.setdefault(replica, {})
         if news.cleared:
             known.clear()
         for key in _keys(news.forgotten):
             known.pop(key, None)
-        known.update(dict.fromkeys(_keys(news.remembered)))
-        self._bound(known)
+        self._add(replica, _keys(news.remembered), now)
 
-    def expect(self, replica: str, hashes: bytes) -> None:
+    def expect(self, replica: str, hashes: bytes, now: float) -> None:
         """A prompt with these hashes goes to a replica, which will have them soon."""
-        known = self._known.setdefault(replica, {})
-        known.update(dict.fromkeys(_keys(hashes)))
-        self._bound(known)
+        self._add(replica, _keys(hashes), now)
 
-    def _bound(self, known: dict[int, None]) -> None:
-        while len(known) > self._most:
-            del known[next(iter(known))]
+    def _add(self, replica: str, keys: Sequence[int], now: float) -> None:
+        known = self._known.setdefault(replica, {})
+        used = self._used.setdefault(replica, {})
+        known.update(dict.fromkeys(keys))
+        for key in keys:
+            used.pop(key, None)
+            used[key] = now
+        for several in (known, used):
+            while len(several) > self._most:
+                del several[next(iter(several))]
+
+    def in_use(self, replica: str, now: float) -> int:
+        """Return how many blocks of a replica were wanted lately: what its cache should hold."""
+        used = self._used.get(replica, {})
+        while used and used[oldest := next(iter(used))] < now - LATELY:
+            del used[oldest]
+        return len(used)
 
     def forget(self, replica: str) -> None:
         """A replica is gone."""
         self._known.pop(replica, None)
+        self._used.pop(replica, None)
 
     def blocks(self, replica: str) -> int:
         """Return how many blocks are known of a replica."""

@@ -18,6 +18,11 @@ _TOKEN_SECONDS = 5e-5
 """What a token of a prompt takes, as long as no replica has measured it."""
 _WEIGHT = 0.1
 """Of one more answer, in the means."""
+_TURNS = 8.0
+"""How often a conversation comes back, more or less: so often it is computed again where its blocks
+are evicted."""
+_FULL = 2.0
+"""Share of a cache in use beyond which it is as bad as it can be."""
 _BESIDE = 0.5
 """Share of an answer's steps that another one beside it is expected to run too."""
 
@@ -45,6 +50,7 @@ class Place:
     def __init__(self, replica: str, hello: Hello) -> None:
         self.replica, self.hello = replica, hello
         self.block_size: int = hello.facts["block_size"]
+        self.blocks: int = hello.facts["num_blocks"]
         self.load = _IDLE
         self._sent: deque[tuple[int, int]] = deque()
         """(number of the order, tokens) of what the replica's report did not know of."""
@@ -79,11 +85,14 @@ class Place:
         blocks = -(-tokens // self.block_size)
         return not self.streams or (self.free_slots > 0 and self.load.free_blocks >= blocks)
 
-    def seconds(self, missing: int, answers: Answers) -> float:
-        """Return how long a prompt of which so many tokens are missing takes there."""
+    def seconds(self, missing: int, fill: float, answers: Answers) -> float:
+        """Return how long a prompt of which so many tokens are missing takes there, and what it
+        costs later turns: a cache of which a share of `fill` is in use evicts as much of what
+        others, or this one, will want again."""
         each = self.load.token_seconds or _TOKEN_SECONDS
         ahead = self.load.waiting_tokens + sum(tokens for _, tokens in self._sent)
-        seconds = each * (ahead + missing + _BESIDE * answers.tokens * self.streams)
+        evicted = _TURNS * fill * (missing + answers.tokens)
+        seconds = each * (ahead + missing + evicted + _BESIDE * answers.tokens * self.streams)
         queue = 1 - self.free_slots
         if queue > 0:  # places become free one after the other
             seconds += answers.seconds * queue / self.hello.max_num_seqs
@@ -98,14 +107,18 @@ class Router:
         self.answers = Answers()
         self._turn = 0
 
-    def choose(self, places: Iterable[Place], hashes: Sequence[int], tokens: int) -> Place | None:
+    def choose(
+        self, places: Iterable[Place], hashes: Sequence[int], tokens: int, now: float
+    ) -> Place | None:
         """Return the place where a prompt with these hashes is computed first; None without any."""
         self._turn += 1
         best, least = None, (float("inf"), 0, 0)
         for number, place in enumerate(places):
             missing = self.missing(place, hashes, tokens)
             turn = (number - self._turn) % 64  # equal ones take turns
-            cost = (place.seconds(missing, self.answers), place.streams, turn)
+            fill = self.prefixes.in_use(place.replica, now) / place.blocks
+            seconds = place.seconds(missing, min(_FULL, fill), self.answers)
+            cost = (seconds, place.streams, turn)
             if best is None or cost < least:
                 best, least = place, cost
         return best

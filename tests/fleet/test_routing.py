@@ -29,7 +29,7 @@ def place(name, router=None, known=b"", **load):
     values |= dict(token_seconds=1e-3, is_reserved=False)
     found.told(Load(**{**values, **load}), 0)
     if router is not None and known:
-        router.prefixes.take(name, IndexNews(False, b"", known))
+        router.prefixes.take(name, IndexNews(False, b"", known), 0.0)
     return found
 
 
@@ -38,7 +38,7 @@ def test_a_prompt_goes_where_its_beginning_is():
     prompt = chain(1, 2, 3, 4)
     places = [place("a", router, chain(1)), place("b", router, chain(1, 2, 3)), place("c")]
     for _ in range(5):
-        assert router.choose(places, keys_of(prompt), 70).replica == "b"
+        assert router.choose(places, keys_of(prompt), 70, 0.0).replica == "b"
 
 
 def test_a_hot_replica_is_left_when_waiting_costs_more_than_computing():
@@ -46,12 +46,24 @@ def test_a_hot_replica_is_left_when_waiting_costs_more_than_computing():
     prompt = keys_of(chain(*range(20)))
     hot = place("hot", router, chain(*range(20)), waiting_tokens=100)
     cold = place("cold")
-    assert router.choose([hot, cold], prompt, 330).replica == "hot"
+    assert router.choose([hot, cold], prompt, 330, 0.0).replica == "hot"
     hot = place("hot", waiting_tokens=400)
-    assert router.choose([hot, cold], prompt, 330).replica == "cold"
+    assert router.choose([hot, cold], prompt, 330, 0.0).replica == "cold"
     # ... and so is one that has no place to run.
     hot = place("hot", streams=8, running=8)
-    assert router.choose([hot, cold], prompt, 330).replica == "cold"
+    assert router.choose([hot, cold], prompt, 330, 0.0).replica == "cold"
+
+
+def test_a_new_conversation_goes_where_the_cache_is_least_in_use():
+    router = Router()
+    used = place("used", router, b"".join(chain(*range(at, at + 5)) for at in range(0, 400, 5)))
+    fresh = place("fresh", streams=1, running=1)
+    assert router.choose([used, fresh], keys_of(chain(900, 901)), 40, 1.0).replica == "fresh"
+    # What was not wanted for long is only in the way.
+    assert router.prefixes.in_use("used", 1.0) == 400
+    assert router.prefixes.in_use("used", 61.0) == 0
+    assert router.choose([used, fresh], keys_of(chain(900, 901)), 40, 61.0).replica == "used"
+    assert router.prefixes.blocks("used") == 400
 
 
 def test_equal_ones_take_turns_and_what_was_sent_counts():
@@ -59,7 +71,7 @@ def test_equal_ones_take_turns_and_what_was_sent_counts():
     places = [place(name) for name in "abcd"]
     chosen = []
     for order in range(8):
-        one = router.choose(places, [], 100)
+        one = router.choose(places, [], 100, 0.0)
         one.sent(order + 1, 100)
         chosen.append(one.replica)
     assert sorted(chosen) == sorted("abcdabcd")
@@ -133,8 +145,8 @@ def test_a_full_replica_and_one_that_has_refused_are_left_alone():
 
 def test_a_map_of_prefixes_is_bounded_and_forgets_the_oldest():
     known = PrefixMap(most_blocks=4)
-    known.take("a", IndexNews(False, b"", chain(1, 2, 3)))
-    known.take("a", IndexNews(False, b"", chain(5, 6)))
+    known.take("a", IndexNews(False, b"", chain(1, 2, 3)), 0.0)
+    known.take("a", IndexNews(False, b"", chain(5, 6)), 0.0)
     assert known.blocks("a") == 4
     assert known.longest("a", keys_of(chain(5, 6, 7))) == 2
     assert known.longest("a", keys_of(chain(1, 2, 3))) == 0

@@ -177,3 +177,24 @@ def test_without_ray_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidConfig, match=r"pip install 'nanoactor\[ray\]'"):
         launch.check_ray()
+
+
+def _documents():
+    """The YAML documents of docs/scale_out.md."""
+    text = (ROOM.parent.parent / "docs" / "scale_out.md").read_text()
+    return [part.partition("```")[0] for part in text.split("```yaml\n")[1:]]
+
+
+def test_the_documented_configurations_are_valid():
+    import yaml
+    from ray.serve.schema import ServeDeploySchema
+
+    from nanoactor.ray_serve.application import Arguments, app
+
+    config, manifest = map(yaml.safe_load, _documents())
+    for document in (config, yaml.safe_load(manifest["spec"]["serveConfigV2"])):
+        made = ServeDeploySchema.model_validate(document)
+        assert document.keys() <= ServeDeploySchema.model_fields.keys()  # it drops what it lacks
+        (application,) = made.applications
+        assert application.import_path == "nanoactor.ray_serve.application:app"
+        assert app(Arguments(**{**application.args, "model": "demo"})) is not None
