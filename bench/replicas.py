@@ -347,6 +347,7 @@ def look(server: Server) -> dict[str, float]:
 def gpu(model: str, args: argparse.Namespace) -> dict[str, Any]:
     """One replica on a GPU behind its ingress, beside the engine's own server, in turn."""
     rows: dict[str, list[float]] = {"alone": [], "fleet": []}
+    mixed: dict[str, list[float]] = {"alone": [], "fleet": []}
     lone: dict[str, list[float]] = {"alone": [], "fleet": []}
     for _ in range(args.rounds):
         for name, more in (("alone", ()), ("fleet", ("--replicas", "1"))):
@@ -361,13 +362,23 @@ def gpu(model: str, args: argparse.Namespace) -> dict[str, Any]:
                     streams = run_streams(server.url, count, tokens)
                     check(streams, tokens)
                     kept[name].append(count * tokens / (time.monotonic() - begin))
-                print(name, rows[name][-1], lone[name][-1], flush=True)
+                mixed[name].append(mixed_load(server.url))
+                print(name, rows[name][-1], mixed[name][-1], lone[name][-1], flush=True)
 
     def told(found: dict[str, list[float]]) -> dict[str, float]:
         middle = {name: statistics.median(each) for name, each in found.items()}
         return {**middle, "ratio": round(middle["fleet"] / middle["alone"], 3)}
 
-    return {"64 streams": told(rows), "a lone stream": told(lone)}
+    return {"mixed": told(mixed), "64 equal streams": told(rows), "a lone stream": told(lone)}
+
+
+def mixed_load(url: str) -> float:
+    """Output tokens per second of load.py's mixture, 64 under way all the time."""
+    script = str(Path(__file__).parent / "load.py")
+    command = [sys.executable, script, url, "--model", "served", "--concurrency", "64"]
+    command += ["--requests", "384", "--prompt", "100", "1024", "--output", "100", "1024"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(json.loads(told)["output_tokens_per_second"])
 
 
 QUESTIONS = {"scale": scale, "cpu": cpu, "pause": pause, "soak": soak, "gpu": gpu}
