@@ -3,7 +3,7 @@ the step for all other rows."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,7 +11,7 @@ from nanoactor.models.batch import SamplingBatch, SlotTables
 from nanoactor.models.limits import NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.models.logit_rules import TokenIds, apply_rules
 from nanoactor.models.options import FusedSampling
-from nanoactor.models.token_masks import TokenMasks
+from nanoactor.models.token_masks import BITS, TokenMasks
 from nanoactor.runner.graphs import MOST_PROMPTS
 from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.staging import DeviceRows
@@ -51,6 +51,7 @@ class TokenChooser:
         device, config = model.device, model.config
         self._model, self._device, self._fused = model, device, fused
         self._compares = debug and model.group.size > 1
+        self._constrains = constrains
         self._tokens, self._masks = tokens, TokenMasks(device.torch_device)
         self._tables: SlotTables = tokens.tables
         rows = max_num_seqs + MOST_PROMPTS
@@ -122,6 +123,22 @@ class TokenChooser:
         self._device.sample_rows(masked, slots, self._tables, self.scratch, chosen)
         none = torch.where(logits.amax(-1).isfinite(), NOTHING_ALLOWED, NO_TOKEN).int()
         return torch.where(masked.amax(-1).isfinite(), chosen, none)
+
+    def warm_up(self) -> None:
+        """Choose for the dummy under a mask, so that no constrained row waits for kernels."""
+        if self._fused == "none" or not self._constrains:
+            return
+        model, last = self._model, len(self._tables.last_tokens) - 1
+        kind: dict[str, Any] = {"dtype": torch.int32, "device": self._device.torch_device}
+        slots = torch.full((1,), last, **kind)
+        masks = torch.full((1, -(-model.config.vocab_size // BITS)), -1, **kind)
+        if self.logits is not None:
+            chosen = torch.empty_like(slots)
+            places = self._tables, self.scratch, chosen
+            self._device.sample_masked_rows(self.logits, slots, masks, *places)
+        else:
+            hidden = self._device.zeros(1, model.config.hidden_size, dtype=model.dtype)
+            self._choose_masked(hidden, masks, slots)
 
     def compare(self, step: int, *chosen: torch.Tensor) -> None:
         """In debug mode raise `RanksDisagree` where another rank has chosen other tokens."""

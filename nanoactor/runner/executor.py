@@ -225,7 +225,7 @@ class DeviceExecutor:
         _, cut = self._measured(lambda: self._decode_once(decoding, top_p=0.9))
         _, ruled = self._measured(lambda: self._decode_once(decoding, repetition_penalty=1.1))
         at_once, top = min(AT_ONCE, tokens), config.max_logprobs
-        _, scored = self._measured(lambda: self._scorer.warm_up(at_once, top))
+        _, scored = self._measured(lambda: self._choices.warm_up(at_once, top))
         captured = max(captured, peak)
         peak = max(peak * most // tokens, captured, cut, ruled, scored)
         peak += self._warm_up_encoder()  # half encoded pictures stay while prompts are computed

@@ -24,6 +24,11 @@ class StepChoices:
         self._deferred = deferred
         self._scorer = scorer
 
+    def warm_up(self, rows: int, most: int) -> None:
+        """Run what steps of the usual kinds do not: the choice under a mask, and so many scores."""
+        self._chooser.warm_up()
+        self._scorer.warm_up(rows, most)
+
     def choose(
         self,
         update: Update,
