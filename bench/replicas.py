@@ -3,6 +3,7 @@
     python bench/replicas.py scale [--step 100] [--replicas 1 2 4]
     python bench/replicas.py cpu [--step 20] [--streams 1 16 256] [--rounds 3]
     python bench/replicas.py pause [--step 20] [--rounds 3]
+    python bench/replicas.py rollout
     python bench/replicas.py soak [--minutes 45]
     python bench/replicas.py gpu [--model DIRECTORY] [--rounds 3]
     (each with [--out FILE])
@@ -10,9 +11,11 @@
 `scale`: output tokens per second of 16 streams a replica, on three local nodes. `cpu`: processor
 time per token of ingress and replica, beside that of one engine's own server, both without what
 they take when idle. `pause`: the longest gap between two events of 16 streams, undisturbed and
-when their replica is killed or stopped. `soak`: mixed traffic, for its first half with a kill every
-15 s; memory, descriptors and processes. `gpu`: one replica behind its ingress beside `nanoactor
-serve`, in turn. Simulated devices take so many milliseconds a step and compute nothing.
+when their replica is killed or stopped. `rollout`: ten rounds of a new version with another number
+of replicas, two ingresses, under 16 clients: answers that were cut. `soak`: mixed traffic, for its
+first half with a kill every 15 s; memory, descriptors and processes. `gpu`: one replica behind its
+ingress beside `nanoactor serve`, in turn. Simulated devices take so many milliseconds a step and
+compute nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -331,6 +335,80 @@ def soak(model: str, args: argparse.Namespace) -> dict[str, Any]:
     return {**result, "left": left, "exit": server.process.returncode}
 
 
+def rollout(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Ten rounds of a new version with another number of replicas, under 16 clients."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    from nanoactor import EngineConfig
+    from nanoactor.ray_serve.application import build
+    from nanoactor.ray_serve.options import FleetConfig
+    from nanoactor.server.config import ServerConfig
+
+    nodes = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}
+    )
+    nodes.add_node(num_cpus=4)
+    ray.init(nodes.address, log_to_driver=False, logging_level="error")
+    serve.start(proxy_location="Disabled")
+    config = EngineConfig(
+        model, device="simulated:10", load_format="dummy", prefix_salt=os.urandom(32)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    server = ServerConfig(port=port, served_model_name="served", access_log=False)
+    url = f"http://127.0.0.1:{port}"
+
+    def deploy(replicas: int) -> None:
+        fleet = FleetConfig(replicas=replicas, ingresses=2)
+        serve.run(build(config, server, fleet), name="nanoactor", route_prefix=None)
+
+    deploy(2)
+    counts = {"answers": 0, "cut": 0, "tried_again": 0}
+    done = threading.Event()
+
+    async def client(number: int) -> None:
+        draw = random.Random(number)
+        while not done.is_set():
+            stream = Stream(draw.randrange(10_000))
+            tokens = draw.choice((20, 100, 300))
+            try:
+                async with aiohttp.ClientSession() as session:  # a connection for each
+                    await stream.run(session, url, tokens)
+            except aiohttp.ClientError:
+                counts["cut" if len(stream.times) > 1 else "tried_again"] += 1
+                await asyncio.sleep(0.1)
+                continue
+            if len(stream.times) == 1:  # 503: the ingress is about to end
+                counts["tried_again"] += 1
+                await asyncio.sleep(0.1)
+            else:
+                counts["answers"] += 1
+                counts["cut"] += stream.tokens != tokens or bool(stream.error)
+
+    async def clients() -> None:
+        await asyncio.gather(*(client(number) for number in range(16)))
+
+    loader = threading.Thread(target=lambda: asyncio.run(clients()))
+    loader.start()
+    rounds = []
+    for replicas in (3, 1, 2, 3, 2, 1, 3, 2, 1, 2):
+        begin = time.monotonic()
+        deploy(replicas)
+        rounds.append({"replicas": replicas, "seconds": round(time.monotonic() - begin, 1)})
+        print(rounds[-1], counts, flush=True)
+        time.sleep(3)
+    done.set()
+    loader.join()
+    serve.shutdown()
+    ray.shutdown()
+    nodes.shutdown()
+    return {"rounds": rounds, **counts}
+
+
 def look(server: Server) -> dict[str, float]:
     """What the ingress and the whole family hold."""
     ingress = titled(INGRESS)[0]
@@ -381,7 +459,14 @@ def mixed_load(url: str) -> float:
     return float(json.loads(told)["output_tokens_per_second"])
 
 
-QUESTIONS = {"scale": scale, "cpu": cpu, "pause": pause, "soak": soak, "gpu": gpu}
+QUESTIONS = {
+    "scale": scale,
+    "cpu": cpu,
+    "pause": pause,
+    "rollout": rollout,
+    "soak": soak,
+    "gpu": gpu,
+}
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ from nanoactor.outputs import RequestOutput
 from nanoactor.params import SamplingParams
 from nanoactor.request import Request
 from nanoactor.request_builder import RequestBuilder
+from nanoactor.server.context import CURRENT_ID
 from nanoactor.server.text_service import TextService
 from nanoactor.vision.media import Media
 
@@ -203,7 +204,7 @@ class FleetLLM:
         uid = self._next_uid
         self._next_uid += params.n
         entry = Entry(
-            f"{self._ids}-{uid}",
+            f"{CURRENT_ID.get() or self._ids}-{uid}",
             dataclasses.replace(submit, uid=uid),
             params.output_kind,
             media,

@@ -190,6 +190,8 @@ class Fleet:
             self.counts.moved += bool(told)
             self.counts.requeued += not told
             moved.fingerprint = replica.place.hello.fingerprint if told else ""
+            name = page.entry.request_id
+            log.info("request %s goes on elsewhere, %d tokens were told", name, page.told)
             self.add(moved)
 
     # -- requests ---------------------------------------------------------------------------

@@ -205,6 +205,9 @@ class Link:
             log.exception("request %s cannot be read", order.request_id)
             self._fail(order, ComputationFailed(f"the replica cannot read the request: {error!r}"))
             return
+        if order.told_characters >= 0 or order.is_alone:
+            what = "runs alone" if order.is_alone else "comes from another replica"
+            log.info("request %s %s", order.request_id, what)
         stream = Stream(order, request)
         self.streams[order.stream] = stream
         stream.reader = asyncio.ensure_future(self._follow(stream, request))
@@ -257,6 +260,7 @@ class Link:
                     return
                 await stream.told.wait()
         except NanoactorError as error:
+            log.info("request %s ends: %s", stream.order.request_id, type(error).__name__)
             stream.error = error
             self._pending[number] = stream
             self.note(urgent=True)

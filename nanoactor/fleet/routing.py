@@ -8,6 +8,7 @@ for it takes longer than computing the prompt elsewhere.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -23,6 +24,11 @@ _TURNS = 8.0
 are evicted."""
 _FULL = 2.0
 """Share of a cache in use beyond which it is as bad as it can be."""
+_UNEQUAL = 2.0
+"""How many times faster one replica may be than the others: more is an error of measurement."""
+_LEAST_SECONDS = 1e-6
+_SLOT = 0.05
+"""Share of an answer's time that each other answer costs it, in a replica that is full of them."""
 _BESIDE = 0.5
 """Share of an answer's steps that another one beside it is expected to run too."""
 
@@ -39,6 +45,12 @@ class Answers:
         """An answer is over."""
         self.seconds += _WEIGHT * (seconds - self.seconds)
         self.tokens += _WEIGHT * (tokens - self.tokens)
+
+
+def _usual_token_seconds(places: Sequence[Place]) -> float:
+    """Return what a token of a prompt takes on most replicas."""
+    known = [place.load.token_seconds for place in places if place.load.token_seconds]
+    return max(_LEAST_SECONDS, statistics.median(known)) if known else _TOKEN_SECONDS
 
 
 _IDLE = Load(0, 0, 0, 0, 0, 0.0, is_reserved=False)
@@ -85,14 +97,14 @@ class Place:
         blocks = -(-tokens // self.block_size)
         return not self.streams or (self.free_slots > 0 and self.load.free_blocks >= blocks)
 
-    def seconds(self, missing: int, fill: float, answers: Answers) -> float:
+    def seconds(self, missing: int, fill: float, answers: Answers, each: float) -> float:
         """Return how long a prompt of which so many tokens are missing takes there, and what it
         costs later turns: a cache of which a share of `fill` is in use evicts as much of what
-        others, or this one, will want again."""
-        each = self.load.token_seconds or _TOKEN_SECONDS
+        others, or this one, will want again. `each` is what a token takes."""
         ahead = self.load.waiting_tokens + sum(tokens for _, tokens in self._sent)
         evicted = _TURNS * fill * (missing + answers.tokens)
         seconds = each * (ahead + missing + evicted + _BESIDE * answers.tokens * self.streams)
+        seconds += _SLOT * answers.seconds * self.streams / self.hello.max_num_seqs
         queue = 1 - self.free_slots
         if queue > 0:  # places become free one after the other
             seconds += answers.seconds * queue / self.hello.max_num_seqs
@@ -113,11 +125,15 @@ class Router:
         """Return the place where a prompt with these hashes is computed first; None without any."""
         self._turn += 1
         best, least = None, (float("inf"), 0, 0)
-        for number, place in enumerate(places):
+        several = list(places)
+        usual = _usual_token_seconds(several)
+        for number, place in enumerate(several):
             missing = self.missing(place, hashes, tokens)
             turn = (number - self._turn) % 64  # equal ones take turns
             fill = self.prefixes.in_use(place.replica, now) / place.blocks
-            seconds = place.seconds(missing, min(_FULL, fill), self.answers)
+            own = place.load.token_seconds or usual
+            each = min(max(own, usual / _UNEQUAL), usual * _UNEQUAL)
+            seconds = place.seconds(missing, min(_FULL, fill), self.answers, each)
             cost = (seconds, place.streams, turn)
             if best is None or cost < least:
                 best, least = place, cost

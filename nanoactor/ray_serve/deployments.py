@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from nanoactor.config import EngineConfig
 from nanoactor.engine import AsyncLLM
@@ -39,6 +39,7 @@ class Engine:
     """A replica: one engine and its hub."""
 
     async def __init__(self, config: EngineConfig, fleet: FleetConfig) -> None:  # type: ignore[misc]
+        _write_logs(logging.WARNING)
         with _environment_of_children():
             self._llm = await asyncio.to_thread(_opened, config)
             digest = asyncio.ensure_future(asyncio.to_thread(fingerprint, self._llm.files, config))
@@ -103,7 +104,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc]
         self, engines: Any, config: EngineConfig, server: ServerConfig, fleet: FleetConfig
     ) -> None:
-        _log_to(os.environ.get(LOG_VARIABLE))
+        _write_logs(logging.INFO)
         name = serve.get_replica_context().replica_id.unique_id
         connector = RayConnector(engines)
         self._llm = FleetLLM(config, connector, ingress=name, silence=fleet.silence_timeout)
@@ -128,18 +129,21 @@ class Ingress:
 
 
 @functools.cache
-def _log_to(path: str | None) -> None:
-    """Have the ingress's log, and the line of each request, stand where its user looks."""
-    names = ("nanoactor.server", "nanoactor.access", "nanoactor.ray", "nanoactor.fleet")
-    for name in names:
-        logging.getLogger(name).setLevel(logging.INFO)
-    try:
-        stream = open(path, "a", buffering=1) if path else sys.stderr  # noqa: SIM115 - it stays
-    except OSError:  # of another machine
-        return
+def _write_logs(shown: int) -> None:
+    """Write this process's log to Ray's file of it, and what is of a level that is `shown` where
+    the fleet's user looks, if that is on this machine."""
+    for name in ("server", "access", "ray", "fleet", "engine"):
+        logging.getLogger(f"nanoactor.{name}").setLevel(logging.INFO)
+    logger = logging.getLogger("nanoactor")
+    logger.propagate = False
+    _add_handler(logger, sys.stderr, logging.INFO)
+    if path := os.environ.get(LOG_VARIABLE):
+        with contextlib.suppress(OSError):  # of another machine
+            _add_handler(logger, open(path, "a", buffering=1), shown)  # noqa: SIM115 - it stays
+
+
+def _add_handler(logger: logging.Logger, stream: TextIO, level: int) -> None:
     handler = logging.StreamHandler(stream)
+    handler.setLevel(level)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    for name in names:
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
-        logger.propagate = False
+    logger.addHandler(handler)

@@ -152,6 +152,8 @@ class Server:
         """Refuse new work; return when what runs has ended, or has been broken off because the
         time for that is over."""
         self._http.draining = True
+        if self._reuse_port and self._listening is not None:
+            self._listening.close()  # new connections are for the others on this port
         log.info("shutting down: %d requests under way", self._http.at_work)
         if not await self._http.idle(self.config.drain_timeout):
             log.warning("%d answers are broken off", self._completions.live)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import logging
 import re
@@ -43,12 +44,15 @@ class RequestContext:
 
 
 _CONTEXT = web.RequestKey("context", RequestContext)
+CURRENT_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request id", default="")
+"""That of the request at hand, for whoever answers it and writes logs of its own."""
 
 
 def context_of(request: web.BaseRequest) -> RequestContext:
     """Return the context of a request, which is made when it is first asked for."""
     if _CONTEXT not in request:
-        request[_CONTEXT] = RequestContext(request)
+        request[_CONTEXT] = made = RequestContext(request)
+        CURRENT_ID.set(made.id)
     return request[_CONTEXT]
 
 

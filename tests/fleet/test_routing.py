@@ -66,6 +66,19 @@ def test_a_new_conversation_goes_where_the_cache_is_least_in_use():
     assert router.prefixes.blocks("used") == 400
 
 
+def test_a_replica_that_seems_to_compute_for_nothing_does_not_get_everything():
+    router = Router()
+    places = [place(name, token_seconds=value) for name, value in (("a", 1e-12), ("b", 1e-4))]
+    places += [place("c", token_seconds=0.0), place("d", token_seconds=2e-4)]
+    for order in range(16):
+        router.choose(places, [], 32, 0.0).sent(order + 1, 32)
+    assert all(2 <= one.streams <= 8 for one in places), [one.streams for one in places]
+    places = [place(name, token_seconds=1e-13) for name in "ab"]
+    for order in range(8):
+        router.choose(places, [], 32, 0.0).sent(order + 1, 32)
+    assert [one.streams for one in places] == [4, 4]
+
+
 def test_equal_ones_take_turns_and_what_was_sent_counts():
     router = Router()
     places = [place(name) for name in "abcd"]
