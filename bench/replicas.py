@@ -410,7 +410,7 @@ def rollout(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def look(server: Server) -> dict[str, float]:
-    """What the ingress and the whole family hold."""
+    """Memory, descriptors and processes of ingress and family."""
     ingress = titled(INGRESS)[0]
     status = Path(f"/proc/{ingress}/status").read_text()
     resident = re.search(r"RssAnon:\s+(\d+)", status)

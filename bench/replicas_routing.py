@@ -1,4 +1,4 @@
-"""Which router computes least, and lets nobody wait: conversations of several turns, on Ray.
+"""Routers on Ray, by what they have computed and how long they let clients wait.
 
     python bench/replicas_routing.py [--runs 5] [--hot 0] [--kill] [--routers ours default prefix]
         [--out FILE]
@@ -59,7 +59,7 @@ class PlainEngine:
 
 
 class Asked(dict):  # type: ignore[type-arg]
-    """What Ray's router by prefixes reads: characters."""
+    """Ray's router by prefixes reads characters."""
 
     @property
     def prompt(self) -> str:
@@ -74,7 +74,7 @@ def params_of(seed: int) -> SamplingParams:
 
 @dataclasses.dataclass
 class Told:
-    """What one turn was like."""
+    """One turn."""
 
     at: float
     first: float

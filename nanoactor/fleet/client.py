@@ -1,4 +1,4 @@
-"""Several engines as one: what an ingress's server submits its requests to."""
+"""Several engines as one: the engine of an ingress's server."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class FleetLLM:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a replica says of itself, as `AsyncLLM.facts`; where none serves, what one said."""
+        """Return the facts of the latest replica, as `AsyncLLM.facts`."""
         return dict(self.fleet.facts)
 
     @property

@@ -1,4 +1,4 @@
-"""What waits for a place: moved streams first, as many as would run at once; then what is new."""
+"""The queue for places: moved streams first, as many as would run at once; then new requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be equal where a replica goes on with another one's answer."""
+"""The digest that is equal for replicas which continue each other's answers."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Replica:
 
 
 class Counts:
-    """What has become of streams, for /metrics."""
+    """Fates of streams and replicas, for /metrics."""
 
     def __init__(self) -> None:
         self.moved = self.requeued = self.lost = self.deaths = self.poisoned = 0

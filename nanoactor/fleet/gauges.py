@@ -1,4 +1,4 @@
-"""What a replica tells of its load, besides what it knows of its own streams."""
+"""Figures of a replica's engine, for its reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a replica reports: soon what a reader waits for, the rest some twenty times a second."""
+"""The pace of reports: soon for first tokens and ends, else some twenty times a second."""
 
 from __future__ import annotations
 

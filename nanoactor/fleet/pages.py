@@ -119,7 +119,7 @@ class Page:
 
 
 class Part:
-    """What runs in one place: a request, or one of its answers that goes on from another place."""
+    """A request in one place, or one of its answers that goes on from another place."""
 
     def __init__(self, page: Page, answers: Sequence[int], is_moved: bool) -> None:
         self.page, self.answers, self.is_moved = page, answers, is_moved

@@ -1,4 +1,4 @@
-"""Which replica takes a request: the one that will have computed its prompt first.
+"""The choice of a replica: the one that will have computed the prompt first.
 
 Cost is time. A replica that has the beginning of a prompt cached saves its prefill; one that is
 busy makes it wait. Weighed in seconds, a replica is left, however much it has cached, once waiting
@@ -35,7 +35,7 @@ _BESIDE = 0.5
 
 @dataclasses.dataclass
 class Answers:
-    """What answers were like lately, for all replicas together."""
+    """Means of the latest answers, for all replicas together."""
 
     seconds: float = 2.0
     """From the first token to the last."""

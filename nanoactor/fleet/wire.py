@@ -1,4 +1,4 @@
-"""What ingress and replica say to each other: msgpack of the structs below, never a pickle.
+"""Messages between ingress and replica: msgpack of the structs below, never a pickle.
 
 One long-lived *link* joins an ingress and a replica. On it the replica sends *reports*, each with
 what is ready for all streams of the link; the ingress sends *orders*, one batch at a time.
@@ -92,7 +92,7 @@ class Hello(_Wire, frozen=True):
 
 
 class Load(_Wire, frozen=True):
-    """How busy a replica is, all ingresses together."""
+    """The load of a replica, all ingresses together."""
 
     running: int
     """Sequences with a slot."""
@@ -112,7 +112,7 @@ class Load(_Wire, frozen=True):
 
 
 class Delta(_Wire, frozen=True):
-    """What is new of an answer."""
+    """News of an answer."""
 
     stream: int
     index: int
@@ -126,7 +126,7 @@ class Delta(_Wire, frozen=True):
 
 
 class Progress(_Wire, frozen=True):
-    """What is new of a stream besides its answers."""
+    """News of a stream besides its answers."""
 
     stream: int
     accepted: bytes | None
@@ -157,7 +157,7 @@ class IndexNews(_Wire, frozen=True):
 
 
 class Report(_Wire, frozen=True):
-    """What is ready for all streams of a link."""
+    """News of all streams of a link."""
 
     number: int
     """From 1 on, without gaps."""

@@ -40,7 +40,7 @@ _POLICY = "nanoactor.ray_serve.scaling:by_demand"
 
 
 class Arguments(BaseModel):
-    """What `serve run` and a configuration file give. Whatever is not known is refused."""
+    """Arguments of `serve run` and of a configuration file. Whatever is not known is refused."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,4 +1,4 @@
-"""What Ray Serve runs: a class for the engines, and one for the ingress."""
+"""The two deployments of Ray Serve: the engines, and the ingress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who the replicas are, told by the router on its thread to the ingress on its own."""
+"""The replicas that serve, told by the router on its thread to the ingress on its own."""
 
 from __future__ import annotations
 

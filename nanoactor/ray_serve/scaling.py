@@ -1,4 +1,4 @@
-"""How many replicas there should be: what all of them together say that their load is worth."""
+"""The number of replicas: all of them together say how many their load is worth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server needs of whatever answers its requests: one engine, or an ingress of several."""
+"""The needs of a server: one engine, or an ingress of several, that answers its requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Engine(Protocol):
 
 
 class Tracer(Protocol):
-    """What can tell what its actors did."""
+    """An engine that can tell what its actors did."""
 
     async def trace(self, since: int = 0) -> Trace:
         """Return what they did after a moment of the monotonic clock, in ns."""

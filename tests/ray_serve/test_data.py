@@ -114,6 +114,7 @@ def _actors():
     return found
 
 
+@pytest.mark.long
 def test_an_actor_dies_and_no_row_is_lost_or_there_twice(local):
     count = 300
     rows = [

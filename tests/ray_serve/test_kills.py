@@ -4,17 +4,19 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
 import threading
 import time
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
 
 from tests.ray_serve.cluster import INGRESS, Cluster, ask_all, same
-from tests.ray_serve.requests import kinds, make_model
+from tests.ray_serve.requests import COMPLETIONS, kinds, make_model
 from tests.ray_serve.test_serving import OPTIONS, undisturbed
-from tests.server.harness import _descendants
+from tests.server.harness import _descendants, here, url
 
 pytestmark = [pytest.mark.deadly, pytest.mark.long, pytest.mark.timeout(3600)]
 STREAMS = 64
@@ -137,3 +139,83 @@ def _title(pid):
 def _pid_of(title):
     (found,) = [int(p) for p in os.listdir("/proc") if p.isdigit() and _title(p).startswith(title)]
     return found
+
+
+class Poison(threading.Thread):
+    """Kills whichever replica runs a request, by what replicas write into their logs."""
+
+    def __init__(self, cluster, name):
+        super().__init__(daemon=True)
+        self.cluster, self.name_, self.kills, self.done = cluster, name, 0, threading.Event()
+        (logs,) = {found[1] for found in map(LOGS.search, _titles(cluster)) if found}
+        self.logs = Path(logs)
+
+    def run(self):
+        self.cluster.kill(self.cluster.busy(streams=1))
+        self.kills, seen = 1, 0
+        while not self.done.is_set():
+            time.sleep(0.02)
+            lines = [
+                (path, line)
+                for path in self.logs.glob("worker-*.err")
+                for line in path.read_text(errors="replace").splitlines()
+                if f"request {self.name_}" in line and ("another" in line or "alone" in line)
+            ]
+            if len(lines) > seen:
+                seen = len(lines)
+                path, _ = max(lines, key=lambda each: each[1])  # lines begin with their time
+                self.cluster.kill(int(path.stem.rpartition("-")[2]))
+                self.kills += 1
+
+
+LOGS = re.compile(r"gcs_server.*--log_dir=(\S+)")
+
+
+def _titles(cluster):
+    return [_title(pid).replace("\0", " ") for pid in _descendants(cluster.process.pid)]
+
+
+def test_a_request_that_kills_replicas_costs_nobody_else_anything():
+    simulated = ("--device", "simulated:5", "--silence-timeout", "2", "--max-num-seqs", "64")
+    asked = [ask for seed in (1, 2) for ask in kinds(seed, 300)[:8]]
+    asked = [(path, {**body, "temperature": 1.0}) for path, body in asked]
+
+    async def wanted():
+        async with here(device="simulated:5", max_num_seqs=64) as server:
+            return [told for told, _ in await ask_all(url(server), asked)]
+
+    right = asyncio.run(wanted())
+    cluster = Cluster(*simulated, replicas=3)
+    poison = None
+    try:
+        cluster.until(3)
+        poison = Poison(cluster, "poison-1")
+        body = {"model": "demo", "prompt": "Drink this", "max_tokens": 450, "ignore_eos": True}
+        stream = {**body, "stream": True, "seed": 1}
+        answers = []
+
+        def drink():
+            headers = {"x-request-id": "poison-1"}
+            with httpx.Client(timeout=240) as client:
+                answers.append(client.post(cluster.url + COMPLETIONS, json=stream, headers=headers))
+
+        drinker = threading.Thread(target=drink)
+        drinker.start()
+        poison.start()
+        while not poison.kills:
+            time.sleep(0.01)
+        found = asyncio.run(ask_all(cluster.url, asked))
+        drinker.join()
+        poison.done.set()
+        poison.join()
+        for (told, _), one in zip(found, right, strict=True):
+            same(told, one)
+        assert '"code":"poison_request"' in answers[0].text
+        assert poison.kills == 3
+        assert cluster.metric("nanoactor_fleet_poisoned_total") == 1
+        assert cluster.metric("nanoactor_replica_reserved") == 0
+    finally:
+        if poison is not None:
+            poison.done.set()
+        status = cluster.stop()
+    assert status == 0

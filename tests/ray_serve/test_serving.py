@@ -13,7 +13,8 @@ from tests.ray_serve.cluster import INGRESS, Cluster, ask_all, same
 from tests.ray_serve.requests import kinds, make_model
 from tests.server.harness import CPU, _descendants, here, url
 
-pytestmark = [pytest.mark.deadly, pytest.mark.timeout(900)]
+# One cluster serves all of these tests, and takes both cores: they are of one worker.
+pytestmark = [pytest.mark.deadly, pytest.mark.alone, pytest.mark.timeout(900)]
 OPTIONS = (*CPU, "--max-num-seqs", "64", "--silence-timeout", "2")
 TOKENS = 150
 
