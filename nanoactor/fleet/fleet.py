@@ -21,6 +21,7 @@ from nanoactor.fleet.dispatch import PATIENCE, Dispatch
 from nanoactor.fleet.link_end import Connector, LinkEnd
 from nanoactor.fleet.pages import Page, Part
 from nanoactor.fleet.prefix_map import PrefixMap
+from nanoactor.fleet.replica import Replica
 from nanoactor.fleet.routing import Place, Router
 from nanoactor.fleet.trial_runs import TrialRuns
 
@@ -37,23 +38,6 @@ POISON = (
     "each replica on which the request ran has died, the last one with nothing else running: it is "
     "not tried again"
 )
-
-
-class Replica:
-    """A link that is up, and what runs on it."""
-
-    def __init__(self, link: LinkEnd, hello: wire.Hello) -> None:
-        self.link = link
-        self.place = Place(link.replica, hello)
-        self.parts: dict[int, Part] = {}
-        """By the number of their stream."""
-        self.figures: dict[str, float] = {}
-        self.reported = time.monotonic()
-
-    @property
-    def name(self) -> str:
-        """Return the replica's."""
-        return self.link.replica
 
 
 class Counts:

@@ -348,14 +348,14 @@ class Link:
         report = wire.Report(
             self._reported,
             self._orders,
-            hello,
-            self._hub.load(self._looks),
-            deltas,
-            progress,
-            failures,
-            declined,
-            self._hub.is_alone(self.name),
-            [_news(events) for events in index],
+            hello=hello,
+            load=self._hub.load(self._looks),
+            deltas=deltas,
+            progress=progress,
+            failures=failures,
+            declined=declined,
+            is_alone=self._hub.is_alone(self.name),
+            index=[_news(events) for events in index],
         )
         self._looks = self._hub.gauges.looks
         self._pace.reported(time.monotonic())
@@ -379,13 +379,13 @@ class Link:
 def _delta(stream: int, output: CompletionOutput) -> wire.Delta:
     return wire.Delta(
         stream,
-        output.index,
-        output.text,
-        wire.ids_to_bytes(output.token_ids),
-        wire.pack_logprobs(output.logprobs),
-        output.text_offsets,
-        output.finish_reason,
-        output.stop_reason,
+        index=output.index,
+        text=output.text,
+        token_ids=wire.ids_to_bytes(output.token_ids),
+        logprobs=wire.pack_logprobs(output.logprobs),
+        offsets=output.text_offsets,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
     )
 
 
@@ -400,12 +400,12 @@ def _progress(stream: Stream) -> wire.Progress | None:
         queued = output.metrics.first_scheduled_time - output.metrics.arrival_time
     return wire.Progress(
         stream.order.stream,
-        stream.accepted,
-        prompt,
-        is_over,
-        output.num_cached_tokens if output is not None else 0,
-        output.num_preemptions if output is not None else 0,
-        queued,
+        accepted=stream.accepted,
+        prompt_logprobs=prompt,
+        is_over=is_over,
+        cached_tokens=output.num_cached_tokens if output is not None else 0,
+        preemptions=output.num_preemptions if output is not None else 0,
+        queued=queued,
     )
 
 

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from nanoactor.fleet.client import FleetLLM
-from nanoactor.fleet.fleet import Replica
+from nanoactor.fleet.replica import Replica
 from nanoactor.server.health import Health
 
 INTERVAL, BINS, KEPT = 0.5, 10, 60

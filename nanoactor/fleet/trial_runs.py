@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Protocol
 
 from nanoactor.fleet import wire
 from nanoactor.fleet.pages import Page, Part
+from nanoactor.fleet.replica import Replica
 from nanoactor.fleet.trials import Trials
 
-if TYPE_CHECKING:
-    from nanoactor.fleet.fleet import Fleet, Replica
-
 log = logging.getLogger("nanoactor.fleet")
+
+
+class Runs(Protocol):
+    """The fleet, as far as trials need it."""
+
+    def usable(self) -> Iterator[Replica]:
+        """Go through the replicas that take what is new."""
+
+    def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
+        """Have a part run on a replica."""
 
 
 class TrialRuns:
     """Carries out what `Trials` decides."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Runs) -> None:
         self._fleet = fleet
         self._trials = Trials()
         self._pages: dict[int, Page] = {}
