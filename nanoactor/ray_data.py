@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
+import sys
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -24,6 +26,8 @@ from nanoactor.engine import AsyncLLM
 from nanoactor.engine_options import engine_config
 from nanoactor.errors import (
     ComputationFailed,
+    EngineClosed,
+    EngineDead,
     EngineOverloaded,
     InvalidConfig,
     InvalidRequest,
@@ -123,7 +127,16 @@ class Generate:
     async def _answers(
         self, rows: Sequence[Mapping[str, Any]]
     ) -> list[tuple[RequestOutput | None, str]]:
-        return await asyncio.gather(*map(self._answer, rows))
+        tasks = [asyncio.ensure_future(self._answer(row)) for row in rows]
+        try:
+            return await asyncio.gather(*tasks)
+        except (EngineDead, EngineClosed):
+            _leave_to_others()
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, row: Mapping[str, Any]) -> tuple[RequestOutput | None, str]:
         """Return the answer to a row, or why it has none."""
@@ -171,6 +184,15 @@ class Generate:
 
 async def _started(config: EngineConfig) -> AsyncLLM:
     return await AsyncLLM(config).start()
+
+
+def _leave_to_others() -> None:
+    """End this process, where it is an actor of Ray's: it is started again, and its batches are
+    answered by others. An exception would be the job's."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
+        log.error("the engine has died: this actor ends, too")
+        os._exit(1)
 
 
 def _may_go_well(error: NanoactorError) -> bool:

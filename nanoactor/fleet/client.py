@@ -18,6 +18,7 @@ from nanoactor.actors.journal import Entry
 from nanoactor.config import EngineConfig
 from nanoactor.engine import Prompt
 from nanoactor.errors import (
+    ComputationFailed,
     EngineClosed,
     EngineDead,
     EngineOverloaded,
@@ -239,11 +240,13 @@ class FleetLLM:
                     page.length, blocks = await self._hasher.of_pictures(ids, media)
                 else:
                     blocks = self._hasher.of_text(ids)
+            if not page.entry.over:
+                self._place(page, ids, blocks)
         except NanoactorError as error:
             self.fleet.fail(page, error)
-            return
-        if not page.entry.over:
-            self._place(page, ids, blocks)
+        except Exception as error:
+            log.exception("request %s cannot be prepared", page.entry.request_id)
+            self.fleet.fail(page, ComputationFailed(f"the prompt cannot be read: {error!r}"))
 
     async def _tokens(self, submit: Submit) -> Sequence[int]:
         if len(submit.token_ids):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from nanoactor.fleet.pages import Part
 from nanoactor.fleet.routing import Place, Router
@@ -36,31 +36,36 @@ class Dispatch:
         """Return how many parts wait."""
         return len(self._moved) + len(self._new)
 
+    def note_serving(self, places: Sequence[Place], now: float) -> None:
+        """These replicas serve, perhaps others only for now: what they could take need not lose
+        patience."""
+        for part in (*self._moved, *self._new):
+            if any(fits(part, place) for place in places):
+                part.waits_since = now
+
     def place(self, places: Iterable[Place], begin: Callable[[Part, Place], None]) -> None:
         """Begin what can begin. A death's herd is bounded by what the others have free: moved
-        streams go where they run at once, and what is new waits until they do."""
+        streams go where they run at once, and what is new waits where they wait."""
         usable = list(places)
-        is_blocked = False
+        blocked: set[str] = set()
         for part in sorted(self._moved, key=_by_priority):
-            fitting = [place for place in usable if _fits(part, place)]
+            fitting = [place for place in usable if fits(part, place)]
             free = [place for place in fitting if place.has_room(part.tokens)]
             if free:
                 self._begin(part, free, begin)
-            elif fitting:
-                is_blocked = True
-                part.waits_since = time.monotonic()
-        if is_blocked:
-            return
+            else:
+                blocked.update(place.replica for place in fitting)
+        left = [place for place in usable if place.replica not in blocked]
         for part in sorted(self._new, key=_by_priority):
             open_ = [
                 place
-                for place in usable
+                for place in left
                 if not place.is_full and place.replica not in part.refused_by
             ]
             if open_:
                 self._begin(part, open_, begin)
-            elif usable:
-                part.waits_since = time.monotonic()
+            elif usable and all(place.replica in part.refused_by for place in usable):
+                part.refused_by.clear()  # others have left since: it may ask these again
 
     def _begin(self, part: Part, places: list[Place], begin: Callable[[Part, Place], None]) -> None:
         self.remove(part)
@@ -80,6 +85,6 @@ def _by_priority(part: Part) -> tuple[int, int]:
     return part.page.priority, part.page.uid
 
 
-def _fits(part: Part, place: Place) -> bool:
+def fits(part: Part, place: Place) -> bool:
     """Tell whether a replica goes on with a part to the same end as the one that is gone."""
     return not part.fingerprint or part.fingerprint == place.hello.fingerprint

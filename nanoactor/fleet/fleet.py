@@ -153,9 +153,13 @@ class Fleet:
         )
         if replica is not None:
             self.counts.deaths += not expected
-            culprit = None if expected else self.trials.note_death(replica)
+            culprit = None
+            if expected:
+                self.trials.note_gone(replica)
+            else:
+                culprit = self.trials.note_death(replica)
             for part in list(replica.parts.values()):
-                self._move(part, replica)
+                self._move_safely(part, replica)
             if culprit is not None:
                 self._convict(culprit)
         self.advance()
@@ -164,6 +168,14 @@ class Fleet:
         log.error("request %s has killed its replica alone: it ends", page.entry.request_id)
         self.counts.poisoned += 1
         self.fail(page, PoisonRequest(POISON))
+
+    def _move_safely(self, part: Part, replica: Replica) -> None:
+        """One that cannot be moved must not keep others from it."""
+        try:
+            self._move(part, replica)
+        except Exception as error:
+            log.exception("request %s cannot go on", part.page.entry.request_id)
+            self.fail(part.page, ComputationFailed(f"the stream cannot go on: {error!r}"))
 
     def _move(self, part: Part, replica: Replica) -> None:
         """Have a part go on elsewhere."""
@@ -189,9 +201,11 @@ class Fleet:
         """Begin what can begin now."""
         if self._closed:
             return
-        self.trials.advance()
         if self.dispatch.waiting:
             self.dispatch.place([replica.place for replica in self.usable()], self._begin)
+        # A lone replica takes what waits between two trials.
+        if len(self.replicas) > 1 or not self.dispatch.waiting:
+            self.trials.advance()
 
     def usable(self) -> Iterator[Replica]:
         """Go through the replicas that take what is new."""
@@ -207,9 +221,15 @@ class Fleet:
         """Have a part run on a replica."""
         self._streams += 1
         stream, page, place = self._streams, part.page, replica.place
+        try:
+            order = part.order(stream, is_alone=is_alone)
+        except Exception as error:  # of this request alone
+            log.exception("request %s cannot be sent", page.entry.request_id)
+            self.fail(page, ComputationFailed(f"the request cannot be sent: {error!r}"))
+            return
         replica.parts[stream] = part
         self._at[part] = replica, stream
-        replica.link.order(part.order(stream, is_alone=is_alone))
+        replica.link.order(order)
         missing = self.router.missing(place, page.hashes, part.tokens)
         place.sent(replica.link.ordered, missing)
         self.router.prefixes.expect(replica.name, page.blocks, time.monotonic())
@@ -270,6 +290,7 @@ class Fleet:
         for stream in report.declined:
             if (part := self._end_part(replica, stream)) is not None:
                 self.add(part)
+                self._after_end(replica)
         self.trials.reported(replica, report.is_alone)
         self.advance()
 
@@ -348,14 +369,16 @@ class Fleet:
             await asyncio.sleep(_TICK)
             try:
                 self.update_members()
-                self.trials.tick()
-                self._give_up()
+                now = time.monotonic()
+                self.trials.tick(now)
+                self.dispatch.note_serving([r.place for r in self.replicas.values()], now)
+                self._give_up(now)
                 self.advance()
             except Exception:  # a bug here must not end the watch over all others
                 log.exception("the fleet's clock has failed once")
 
-    def _give_up(self) -> None:
-        for part in self.dispatch.take_hopeless(time.monotonic()):
+    def _give_up(self, now: float) -> None:
+        for part in (*self.dispatch.take_hopeless(now), *self.trials.take_hopeless(now)):
             if part.fingerprint and self.replicas:
                 error: NanoactorError = ComputationFailed(
                     "the replica that answered has died, and no other has the same model, version "

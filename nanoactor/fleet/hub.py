@@ -264,6 +264,11 @@ class Link:
             stream.error = error
             self._pending[number] = stream
             self.note(urgent=True)
+        except Exception as error:  # whatever it is, the ingress hears of it
+            log.exception("request %s has failed", stream.order.request_id)
+            stream.error = ComputationFailed(f"the replica has failed: {error!r}")
+            self._pending[number] = stream
+            self.note(urgent=True)
         finally:
             self.streams.pop(number, None)
             self._hub.note_end()

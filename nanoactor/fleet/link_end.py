@@ -131,8 +131,8 @@ class LinkEnd:
             self._wanted.clear()
             orders, self._orders = self._orders, []
             self._told_read = self._read
-            batch = wire.encode(wire.Orders(self.name, self._read, orders))
             try:
+                batch = wire.encode(wire.Orders(self.name, self._read, orders))
                 is_known = await self._connector.push(self.replica, batch)
             except Exception as error:
                 self._lose(f"{type(error).__name__}: {error}"[:300])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from nanoactor.fleet.wire import IndexNews
@@ -20,14 +21,15 @@ class PrefixMap:
 
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self._most = most_blocks
-        self._known: dict[str, dict[int, None]] = {}
-        self._used: dict[str, dict[int, float]] = {}
+        # Plain dicts take ever longer to find their oldest key, once many were dropped.
+        self._known: dict[str, OrderedDict[int, None]] = {}
+        self._used: dict[str, OrderedDict[int, float]] = {}
         """By replica: when its blocks were last in a prompt or new, the oldest first; evicted ones
         too, as they were wanted."""
 
     def take(self, replica: str, news: IndexNews, now: float) -> None:
         """Play back what a replica tells of its index."""
-        known = self._known.setdefault(replica, {})
+        known = self._known.setdefault(replica, OrderedDict())
         if news.cleared:
             known.clear()
         for key in _keys(news.forgotten):
@@ -39,21 +41,21 @@ class PrefixMap:
         self._add(replica, _keys(hashes), now)
 
     def _add(self, replica: str, keys: Sequence[int], now: float) -> None:
-        known = self._known.setdefault(replica, {})
-        used = self._used.setdefault(replica, {})
-        known.update(dict.fromkeys(keys))
+        known = self._known.setdefault(replica, OrderedDict())
+        used = self._used.setdefault(replica, OrderedDict())
         for key in keys:
-            used.pop(key, None)
-            used[key] = now
-        for several in (known, used):
-            while len(several) > self._most:
-                del several[next(iter(several))]
+            known[key], used[key] = None, now
+            used.move_to_end(key)
+        while len(known) > self._most:
+            known.popitem(last=False)
+        while len(used) > self._most:
+            used.popitem(last=False)
 
     def in_use(self, replica: str, now: float) -> int:
         """Return how many blocks of a replica were wanted lately: what its cache should hold."""
-        used = self._used.get(replica, {})
-        while used and used[oldest := next(iter(used))] < now - LATELY:
-            del used[oldest]
+        used = self._used.get(replica, OrderedDict())
+        while used and next(iter(used.values())) < now - LATELY:
+            used.popitem(last=False)
         return len(used)
 
     def forget(self, replica: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from nanoactor.fleet import wire
+from nanoactor.fleet.dispatch import PATIENCE, fits
 from nanoactor.fleet.pages import Page, Part
 from nanoactor.fleet.replica import Replica
 from nanoactor.fleet.trials import Trials
@@ -17,6 +18,8 @@ log = logging.getLogger("nanoactor.fleet")
 
 class Runs(Protocol):
     """The fleet, as far as trials need it."""
+
+    replicas: dict[str, Replica]
 
     def usable(self) -> Iterator[Replica]:
         """Go through the replicas that take what is new."""
@@ -36,7 +39,9 @@ class TrialRuns:
         self._kept: dict[Part, None] = {}
         """Their parts, which wait."""
         self._replica: Replica | None = None
-        """Reserved, or about to be."""
+        """Reserved, or about to be, ..."""
+        self._suspect: int | None = None
+        """... for this one."""
 
     @property
     def waiting(self) -> int:
@@ -49,10 +54,15 @@ class TrialRuns:
 
     def keeps(self, part: Part) -> bool:
         """Keep the part of a suspect until its trial; tell whether it is one."""
-        if part.page.uid not in self._trials.suspects:
+        uid = part.page.uid
+        if uid == self._trials.on_trial:  # its replica has not taken it, or leaves
+            self._trials.put_back()
+            self._release()
+        if uid not in self._trials.suspects:
             return False
-        self._pages[part.page.uid] = part.page
+        self._pages[uid] = part.page
         self._kept[part] = None
+        part.waits_since = time.monotonic()
         return True
 
     def note_death(self, replica: Replica) -> Page | None:
@@ -60,14 +70,18 @@ class TrialRuns:
         pages = {part.page.uid: part.page for part in replica.parts.values()}
         told = {uid: page.told for uid, page in pages.items()}
         before = len(self._trials.suspects)
-        culprit = self._trials.note_death(told, time.monotonic())
+        is_alone = replica is self._replica
+        culprit = self._trials.note_death(told, time.monotonic(), is_alone=is_alone)
         if (new := len(self._trials.suspects) - before) > 0:
             log.warning("%d requests may be what kills replicas: each is to run alone", new)
-        if replica is self._replica:
-            self._replica = None
-            if culprit is None:
-                self._trials.put_back()
+        self.note_gone(replica)
         return pages.get(culprit) if culprit is not None else None
+
+    def note_gone(self, replica: Replica) -> None:
+        """A replica is no more."""
+        if replica is self._replica:
+            self._replica = self._suspect = None
+            self._trials.put_back()
 
     def note_going_on(self, page: Page) -> None:
         """A request runs again."""
@@ -75,40 +89,45 @@ class TrialRuns:
 
     def forget(self, page: Page) -> None:
         """A request is over."""
-        was_tried = self._trials.on_trial == page.uid
-        was_next = self._trials.next == page.uid
         self._trials.forget(page.uid)
         self._pages.pop(page.uid, None)
         for part in [part for part in self._kept if part.page is page]:
             del self._kept[part]
-        if was_tried or (was_next and not self._trials.suspects):
+        if page.uid == self._suspect:
             self._release()
 
     def _release(self) -> None:
-        if self._replica is not None:
+        if self._replica is not None and not self._replica.link.is_over:
             self._replica.link.order(wire.Reserve(wanted=False))
-            self._replica = None
+        self._replica = self._suspect = None
 
     def advance(self) -> None:
-        """Reserve a replica for the next suspect: the one with the fewest streams."""
-        if self._replica is not None and self._replica.link.has_drained:
-            self._replica = None
-            self._trials.put_back()
-        if self._trials.next is None or self._replica is not None:
+        """Reserve a replica for the next suspect that has one: that with the fewest streams."""
+        replica = self._replica
+        if replica is not None:
+            if replica.link.is_leaving and self._trials.on_trial is None:
+                self._release()
             return
-        free = list(self._fleet.usable())
-        if free:
-            self._replica = min(free, key=lambda replica: replica.place.streams)
-            self._replica.link.order(wire.Reserve(wanted=True))
+        if self._trials.next is None:
+            return
+        usable = list(self._fleet.usable())
+        for suspect in self._trials.suspects:
+            parts = [part for part in self._kept if part.page.uid == suspect]
+            free = [one for one in usable if all(fits(part, one.place) for part in parts)]
+            if parts and free:
+                self._suspect = suspect
+                self._replica = min(free, key=lambda one: one.place.streams)
+                self._replica.link.order(wire.Reserve(wanted=True))
+                return
 
     def reported(self, replica: Replica, is_alone: bool) -> None:
         """A replica has reported: perhaps it is free for the trial, or the trial is over."""
-        if replica is not self._replica:
+        if replica is not self._replica or self._suspect is None:
             return
         now, tried = time.monotonic(), self._trials.on_trial
         if tried is None:
-            if is_alone and not replica.parts and (suspect := self._trials.next) is not None:
-                self._begin(suspect, replica, now)
+            if is_alone and not replica.parts:
+                self._begin(self._suspect, replica, now)
         elif self._trials.is_cleared(self._pages[tried].told, now):
             page = self._pages.pop(tried)
             log.info("request %s has killed nothing", page.entry.request_id)
@@ -122,8 +141,20 @@ class TrialRuns:
             del self._kept[part]
             self._fleet.begin(part, replica, is_alone=True)
 
-    def tick(self) -> None:
-        """Ask again for a replica that another ingress had reserved."""
+    def tick(self, now: float) -> None:
+        """Ask again for a replica that another ingress had reserved, and give back what nobody
+        needs."""
         replica = self._replica
         if replica is not None and self._trials.on_trial is None:
-            replica.link.order(wire.Reserve(wanted=True))
+            if self._suspect in self._trials.suspects:
+                replica.link.order(wire.Reserve(wanted=True))
+            else:
+                self._release()
+        places = [one.place for one in self._fleet.replicas.values()]
+        for part in self._kept:
+            if any(fits(part, place) for place in places):
+                part.waits_since = now
+
+    def take_hopeless(self, now: float) -> list[Part]:
+        """Return suspects' parts for which no replica has come for too long."""
+        return [part for part in self._kept if now - part.waits_since > PATIENCE]

@@ -39,14 +39,19 @@ class Trials:
         self._tokens, self._began = 0, 0.0
         """Of the one on trial: what it had been told, and when it began to run alone."""
 
-    def note_death(self, told: Mapping[int, int], now: float) -> int | None:
+    def note_death(
+        self, told: Mapping[int, int], now: float, *, is_alone: bool = False
+    ) -> int | None:
         """A replica has died or hung, on which these requests ran, with the tokens that each had
-        been told. Return the one that has killed, where that is known."""
-        if self.on_trial is not None and self.on_trial in told:
+        been told; `is_alone`: it was that of the trial, where nothing else ran. Return the one that
+        has killed, where that is known."""
+        if is_alone and self.on_trial is not None and list(told) == [self.on_trial]:
             culprit = self.on_trial
             self.forget(culprit)
             return culprit
         for request, tokens in told.items():
+            if request == self.on_trial:  # a part of it ran elsewhere, too: that proves nothing
+                continue
             before = self._records.get(request)
             if before is not None and _was_near(tokens - before.tokens, now - before.since):
                 self.suspects[request] = None

@@ -35,6 +35,8 @@ _ONE_LOOP = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
 _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
+_MANY = 1_000_000
+"""Calls of ingresses: links live long, and the engine's own queue is what refuses."""
 _ROUTER = "nanoactor.ray_serve.router:ByName"
 _POLICY = "nanoactor.ray_serve.scaling:by_demand"
 
@@ -97,7 +99,7 @@ def build(
     engines = serve.deployment(Engine).options(
         name="engines",
         ray_actor_options={**resources(config, fleet), "runtime_env": variables},
-        max_ongoing_requests=config.max_num_seqs + config.max_waiting_requests,
+        max_ongoing_requests=_MANY,
         graceful_shutdown_timeout_s=waits + _SPARE_SECONDS,
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         **_number_of(fleet),

@@ -36,7 +36,7 @@ def main() -> None:
     config, server, fleet = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our own parent
     stop = threading.Event()
     threading.Thread(target=_wait_for_parent, args=(stop,), daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides
     try:
         run(config, server, fleet, stop)
@@ -68,6 +68,7 @@ def run(
         options = {"num_cpus": cpus, "object_store_memory": _STORE_BYTES}
         options |= {"include_dashboard": False}
     ray.init(**options, log_to_driver=False, logging_level="error")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has taken it: the parent decides
     try:
         serve.start(proxy_location="Disabled")
         variables = {name: os.environ[name] for name in (VARIABLE,) if name in os.environ}
@@ -76,8 +77,8 @@ def run(
         application = build(config, server, fleet, variables)
         if not _deploy(application, stop):
             return
-        while not stop.wait(_LOOK_SECONDS):
-            _check(serve.status())
+        threading.Thread(target=_watch, args=(stop,), daemon=True).start()
+        stop.wait()
     finally:
         with contextlib.suppress(Exception):  # its controller may be gone
             if is_own:
@@ -120,11 +121,22 @@ def _reason(found: object) -> str:
     return " ".join(lines[-3:])[:1000]
 
 
-def _check(status: object) -> None:
-    """Log what Ray Serve says is wrong, once it does."""
-    found = getattr(status, "applications", {}).get(NAME)
-    if found is not None and found.status in ("UNHEALTHY", "DEPLOY_FAILED"):
-        log.error("the application is %s: %s", found.status, _reason(found))
+def _watch(stop: threading.Event) -> None:
+    """Log what Ray Serve says is wrong. Streams do not need its controller: where that cannot be
+    asked, as it is replaced itself, they go on."""
+    from nanoactor.ray_serve.api import serve
+
+    before = ""
+    while not stop.wait(_LOOK_SECONDS):
+        try:
+            found = serve.status().applications.get(NAME)
+            is_wrong = found is not None and found.status in ("UNHEALTHY", "DEPLOY_FAILED")
+            said = f"the application is {found.status}: {_reason(found)}" if is_wrong else ""
+        except Exception as error:
+            said = f"Ray Serve's controller does not answer: {type(error).__name__}"
+        if said and said != before:
+            log.error("%s", said)
+        before = said
 
 
 if __name__ == "__main__":

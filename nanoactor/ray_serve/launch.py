@@ -8,6 +8,7 @@ complete. This process tells the driver to stop by closing its pipe, which the k
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import os
@@ -49,7 +50,9 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
     check_ray()
     with only_ours():
         read_model_files(config)  # what is wrong with it is told here, in one line
-    asked, loop = Asked(), asyncio.get_running_loop()
+    running: list[subprocess.Popen[bytes]] = []
+    asked = Asked(lambda: list(map(_end, running)))
+    loop = asyncio.get_running_loop()
     hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     heeded = [number for number in SIGNALS if hung_up or number is not signal.SIGHUP]
     for number in heeded:
@@ -58,6 +61,7 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
     try:
         with tempfile.TemporaryDirectory(prefix="nanoactor-ray-") as private:
             driver = _start_driver(Path(private), config, server, fleet)
+            running.append(driver)
             try:
                 await _watch(driver, asked, server.drain_timeout)
             finally:
@@ -81,9 +85,10 @@ def _start_driver(
     )
     assert driver.stdin is not None
     assert driver.stderr is not None
-    pickle.dump((config, server, fleet), driver.stdin)
-    driver.stdin.flush()
     threading.Thread(target=_forward, args=(driver.stderr,), daemon=True).start()
+    with contextlib.suppress(BrokenPipeError):  # it has ended already, and said why
+        pickle.dump((config, server, fleet), driver.stdin)
+        driver.stdin.flush()
     return driver
 
 
@@ -139,7 +144,8 @@ async def _watch(driver: subprocess.Popen[bytes], asked: Asked, drain_timeout: f
 def _end(driver: subprocess.Popen[bytes]) -> None:
     """End it at once, where it lives; the processes of a Ray of our own end with it."""
     if driver.poll() is None:
-        driver.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
     driver.wait()
     if driver.stdin is not None:
         driver.stdin.close()

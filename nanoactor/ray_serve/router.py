@@ -43,4 +43,8 @@ class ByName(RequestRouter):
         found = [one for one in candidate_replicas if one.replica_id.unique_id == name]
         if not found and not pending_request.future.done():
             pending_request.future.set_exception(ReplicaGone(f"replica {name} serves no more"))
+            # Ray forgets calls that were fulfilled or cancelled, and no others.
+            forget = getattr(self, "_remove_pending_request_from_indices", None)
+            if forget is not None:
+                forget(pending_request)
         return [found or candidate_replicas]

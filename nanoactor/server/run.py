@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from nanoactor.engine import AsyncLLM
 from nanoactor.errors import InvalidConfig
@@ -90,15 +91,17 @@ async def _start(server: Server) -> None:
 class Asked(asyncio.Event):
     """Set when the server is to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, before_end: Callable[[], object] = lambda: None) -> None:
+        """`before_end` is called where a second signal ends this process at once."""
         super().__init__()
-        self._since = 0.0
+        self._since, self._before_end = 0.0, before_end
 
     def by_signal(self, number: signal.Signals) -> None:
         """End; where that is under way already, have the kernel end us, and our processes with
         us."""
         now = time.monotonic()
         if self._since and now - self._since > _SAME:
+            self._before_end()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._since = self._since or now

@@ -1,6 +1,7 @@
 """Which replica a request goes to, and what is known of their caches."""
 
 import random
+import time
 
 import numpy as np
 from hypothesis import given
@@ -136,6 +137,49 @@ def test_a_stream_goes_on_only_where_the_fingerprint_is_equal_and_blocks_nobody(
     dispatch.add(Parted(2))
     assert placed(dispatch, [place("a")]) == [(2, "a")]
     assert dispatch.waiting == 1
+
+
+def test_a_request_that_all_who_are_left_have_refused_asks_them_again():
+    dispatch = Dispatch(Router())
+    part = Parted(1)
+    part.refused_by.add("a")
+    dispatch.add(part)
+    assert placed(dispatch, [place("a"), place("b", streams=16, running=8)]) == []
+    assert placed(dispatch, [place("a")]) == []  # the other one has left
+    assert placed(dispatch, [place("a")]) == [(1, "a")]
+
+
+def test_new_requests_wait_only_where_moved_streams_do():
+    dispatch = Dispatch(Router())
+    dispatch.add(Parted(1, moved=True, fingerprint="other"))
+    dispatch.add(Parted(2))
+    old = place("old", streams=8, running=8)
+    old.hello = Hello("other", old.hello.facts, 8, 8)
+    assert placed(dispatch, [old, place("new")]) == [(2, "new")]
+
+
+def test_patience_ends_only_where_no_replica_could_take_it():
+    dispatch = Dispatch(Router())
+    fits_none, fits_one = Parted(1, moved=True, fingerprint="other"), Parted(2)
+    for part in (fits_none, fits_one):
+        dispatch.add(part)
+        part.waits_since = 0.0
+    dispatch.note_serving([place("a", is_reserved=True)], 500.0)
+    assert dispatch.take_hopeless(510.0) == [fits_none]
+    assert dispatch.take_hopeless(700.0) == [fits_one]
+
+
+def test_many_blocks_that_were_not_wanted_lately_are_forgotten_at_once():
+    known = PrefixMap()
+    hashes = np.random.default_rng(1).bytes(16 * 200_000)
+    known.take("a", IndexNews(False, b"", hashes), 0.0)
+    assert known.in_use("a", 59.0) == 200_000
+    begin = time.process_time()
+    assert known.in_use("a", 61.0) == 0
+    linear = time.process_time() - begin
+    begin = time.process_time()
+    sum(1 for _ in range(200_000))
+    assert linear < 200 * (time.process_time() - begin)
 
 
 def test_blocks_are_room_too():

@@ -11,6 +11,7 @@ import pytest
 from nanoactor import OutputSoFar, RequestOutputKind, SamplingParams
 from nanoactor.errors import (
     ComputationFailed,
+    EngineDead,
     EngineOverloaded,
     InvalidRequest,
     PoisonRequest,
@@ -256,6 +257,59 @@ async def test_a_request_that_kills_each_replica_costs_nobody_else_anything():
         # Nothing stays reserved, and nobody is suspected.
         await until(lambda: not any(r.hub.reserved_by for r in local.replicas.values()))
         assert not llm.fleet.trials.waiting
+
+
+async def suspected(llm, local):
+    """Have the one stream be a suspect; its replicas die from outside, and at once."""
+    await local.replace(await where(llm))
+    await until(lambda: llm.fleet.counts.moved)
+    (part,) = next(iter(llm.fleet.pages.values())).parts
+    await until(lambda: part in llm.fleet._at)
+    return llm.fleet._at[part][0].name
+
+
+@on_a_loop
+async def test_a_suspect_goes_on_only_where_the_fingerprint_is_equal():
+    async with fleet(1, device="simulated:20", dtype="auto") as (llm, local, engines):
+        params = SamplingParams.for_model(seed=3, max_tokens=100, ignore_eos=True)
+        (wanted,) = await undisturbed(engines[0], [(TEXT, params)])
+        stream = asyncio.ensure_future(read(llm, TEXT, params))
+        other = await local.replace(await suspected(llm, local), "another model")
+        await until(lambda: llm.fleet.trials.waiting and other in llm.fleet.replicas)
+        await read(llm, TEXT, dataclasses.replace(params, max_tokens=3))  # that may run there
+        assert llm.fleet.trials.waiting == 1
+        assert local.replicas[other].hub.reserved_by is None
+        await local.replace(other)
+        compare(await stream, wanted)
+
+
+@on_a_loop
+async def test_a_suspect_for_which_no_replica_comes_ends_with_an_error(monkeypatch):
+    monkeypatch.setattr("nanoactor.fleet.trial_runs.PATIENCE", 1.5)
+    async with fleet(1, device="simulated:20", dtype="auto") as (llm, local, _):
+        params = SamplingParams.for_model(seed=3, max_tokens=300, ignore_eos=True)
+        stream = asyncio.ensure_future(read(llm, TEXT, params))
+        engine = await local.kill(await suspected(llm, local))
+        with pytest.raises(EngineDead):
+            await stream
+        assert llm.live == llm.fleet.trials.waiting == 0
+        local.add(engine)
+
+
+@on_a_loop
+async def test_a_trial_that_its_replica_leaves_convicts_nobody():
+    async with fleet(2, device="simulated:20", dtype="auto") as (llm, local, engines):
+        params = SamplingParams.for_model(seed=3, max_tokens=200, ignore_eos=True)
+        (wanted,) = await undisturbed(engines[0], [(TEXT, params)])
+        stream = asyncio.ensure_future(read(llm, TEXT, params))
+        await local.replace(await suspected(llm, local))
+        await until(lambda: llm.fleet.trials._trials.on_trial is not None)
+        tried = llm.fleet.trials._replica.name
+        local.leave(tried)
+        local.add(local.replicas[tried].llm)
+        compare(await stream, wanted)
+        assert llm.fleet.counts.poisoned == 0
+        await until(lambda: not any(r.hub.reserved_by for r in local.replicas.values()))
 
 
 @pytest.mark.deadly

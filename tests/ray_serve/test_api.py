@@ -70,7 +70,8 @@ def test_a_call_goes_to_the_replica_that_it_names():
             self.future = asyncio.get_running_loop().create_future()
 
     async def main():
-        router = ByName.__new__(ByName)
+        router, forgotten = ByName.__new__(ByName), []
+        router._remove_pending_request_from_indices = forgotten.append
         one, two = Named("one"), Named("two")
         chosen = await ByName.choose_replicas(router, [one, two], Pending("two", b""))
         assert chosen == [[two]]
@@ -78,6 +79,7 @@ def test_a_call_goes_to_the_replica_that_it_names():
         await ByName.choose_replicas(router, [one, two], gone)
         with pytest.raises(ReplicaGone):
             await gone.future
+        assert forgotten == [gone]
 
     asyncio.run(main())
 
