@@ -274,7 +274,9 @@ def main() -> None:
     import ray
     from ray import serve
 
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(
+        "local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error"
+    )
     serve.start(proxy_location="Disabled")
     with tempfile.TemporaryDirectory() as directory:
         result = asyncio.run(measure(args, model_directory(Path(directory))))

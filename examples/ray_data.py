@@ -25,7 +25,7 @@ def main() -> None:
     """Write rows, answer them, and say how many a second."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
     prompts = [f"{SPEAKERS[at % len(SPEAKERS)]}:\n{at} times" for at in range(count)]
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="error")
     with tempfile.TemporaryDirectory() as directory:
         given, written = Path(directory) / "prompts.parquet", Path(directory) / "answers"
         table = {"row": list(range(count)), "prompt": prompts, "seed": row_seeds(1, 0, count)}

@@ -65,7 +65,8 @@ def run(
     if is_own:
         most = max(fleet.replicas, fleet.max_replicas or 0)
         cpus = max(os.cpu_count() or 1, math.ceil(most * fleet.cpus_per_replica))
-        options = {"num_cpus": cpus, "object_store_memory": _STORE_BYTES}
+        # "local": beside whatever Ray this machine runs already.
+        options = {"address": "local", "num_cpus": cpus, "object_store_memory": _STORE_BYTES}
         options |= {"include_dashboard": False}
     ray.init(**options, log_to_driver=False, logging_level="error")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has taken it: the parent decides

@@ -27,6 +27,7 @@ def local(monkeypatch):
     import ray
 
     ray.init(
+        "local",
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,

@@ -159,7 +159,7 @@ class Poison(threading.Thread):
                 (path, line)
                 for path in self.logs.glob("worker-*.err")
                 for line in path.read_text(errors="replace").splitlines()
-                if f"request {self.name_}" in line and ("another" in line or "alone" in line)
+                if f"request {self.name_}" in line and RUNS.search(line)
             ]
             if len(lines) > seen:
                 seen = len(lines)
@@ -168,6 +168,7 @@ class Poison(threading.Thread):
                 self.kills += 1
 
 
+RUNS = re.compile("comes from another replica|runs alone")
 LOGS = re.compile(r"gcs_server.*--log_dir=(\S+)")
 
 
