@@ -34,7 +34,7 @@ from nanoactor.errors import (
     public,
 )
 from nanoactor.file_prints import FilePrints
-from nanoactor.kv.index_changes import IndexEvents
+from nanoactor.kv.index_events import IndexEvents
 from nanoactor.model_files import read_model_files
 from nanoactor.outputs import BeamSearchOutput, OutputSoFar, RequestOutput
 from nanoactor.params import BeamSearchParams, SamplingParams

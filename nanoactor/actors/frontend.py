@@ -26,7 +26,7 @@ from nanoactor.errors import (
     NanoactorError,
     PoisonRequest,
 )
-from nanoactor.kv.index_changes import IndexEvents
+from nanoactor.kv.index_events import IndexEvents
 from nanoactor.messages import Abort, Continue, OutputDelta, Submit, Terminal
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.recovery import Death

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from nanoactor.errors import NanoactorError
-from nanoactor.kv.index_changes import IndexChanges, IndexCopy, IndexEvents
+from nanoactor.kv.index_changes import IndexChanges, IndexCopy
+from nanoactor.kv.index_events import IndexEvents
 
 
 class IndexFeed:

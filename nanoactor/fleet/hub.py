@@ -21,7 +21,7 @@ from nanoactor.errors import (
 from nanoactor.fleet import wire
 from nanoactor.fleet.gauges import Gauges
 from nanoactor.fleet.pacing import INTERVAL, Pace
-from nanoactor.kv.index_changes import IndexEvents
+from nanoactor.kv.index_events import IndexEvents
 from nanoactor.outputs import CompletionOutput, RequestOutput
 from nanoactor.request import Request
 

@@ -9,22 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.kv.hashing import HASH_BYTES
-from nanoactor.runtime.codec import message
+from nanoactor.kv.index_events import IndexEvents
 
 _ALL = 1 << 62
-
-
-@message(42)
-class IndexEvents:
-    """Block manager to frontend, and to readers of `AsyncLLM.index_events`: what has changed in the
-    prefix index since the message before. A pure difference: in this order they make the index."""
-
-    cleared: bool
-    """Whether all that was told before is void."""
-    forgotten: NDArray[np.uint8]
-    """(n, 16): hashes of full blocks that are not found any more, ..."""
-    remembered: NDArray[np.uint8]
-    """... and of those that are."""
 
 
 class IndexChanges:

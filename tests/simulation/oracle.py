@@ -12,7 +12,8 @@ import numpy as np
 from nanoactor.actors.config import ENCODER_PAGE_ROWS
 from nanoactor.grammar.messages import ForcedTokens
 from nanoactor.kv.hashing import HASH_BYTES
-from nanoactor.kv.index_changes import IndexCopy, IndexEvents
+from nanoactor.kv.index_changes import IndexCopy
+from nanoactor.kv.index_events import IndexEvents
 from nanoactor.messages import (
     Abort,
     Admit,

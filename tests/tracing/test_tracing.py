@@ -305,6 +305,5 @@ def test_a_watcher_looks_back_for_what_is_remembered_late():
             return Trace((found,), 0)
 
     watcher = object.__new__(Observation)
-    watcher._llm = Engine()
-    (node,) = joined(asyncio.run(watcher._watch(0.7)))
+    (node,) = joined(asyncio.run(watcher._watch(Engine(), 0.7)))
     assert node.tracks[0].spans["number"].tolist() == [0, 1, 4]

@@ -1,0 +1,21 @@
+"""The message about changes of the prefix index."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.runtime.codec import message
+
+
+@message(42)
+class IndexEvents:
+    """Block manager to frontend, and to readers of `AsyncLLM.index_events`: what has changed in the
+    prefix index since the message before. A pure difference: in this order they make the index."""
+
+    cleared: bool
+    """Whether all that was told before is void."""
+    forgotten: NDArray[np.uint8]
+    """(n, 16): hashes of full blocks that are not found any more, ..."""
+    remembered: NDArray[np.uint8]
+    """... and of those that are."""
