@@ -50,8 +50,14 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
     check_ray()
     with only_ours():
         read_model_files(config)  # what is wrong with it is told here, in one line
-    running: list[subprocess.Popen[bytes]] = []
-    asked = Asked(lambda: list(map(_end, running)))
+    with contextlib.ExitStack() as held:  # closed by a second signal, too
+        await _serve_held(held, config, server, fleet)
+
+
+async def _serve_held(
+    held: contextlib.ExitStack, config: EngineConfig, server: ServerConfig, fleet: FleetConfig
+) -> None:
+    asked = Asked(held.close)
     loop = asyncio.get_running_loop()
     hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     heeded = [number for number in SIGNALS if hung_up or number is not signal.SIGHUP]
@@ -59,13 +65,10 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
         loop.add_signal_handler(number, asked.by_signal, number)
     log.info("starting %d replicas of %s on Ray", fleet.replicas, config.model)
     try:
-        with tempfile.TemporaryDirectory(prefix="nanoactor-ray-") as private:
-            driver = _start_driver(Path(private), config, server, fleet)
-            running.append(driver)
-            try:
-                await _watch(driver, asked, server.drain_timeout)
-            finally:
-                _end(driver)
+        private = held.enter_context(tempfile.TemporaryDirectory(prefix="nanoactor-ray-"))
+        driver = _start_driver(Path(private), config, server, fleet)
+        held.callback(_end, driver)
+        await _watch(driver, asked, server.drain_timeout)
     finally:
         for number in heeded:
             loop.remove_signal_handler(number)
