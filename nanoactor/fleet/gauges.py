@@ -31,6 +31,8 @@ _FIGURES = (
     ("device_busy_seconds", "runner.0", "busy_seconds"),
 )
 """Told for /metrics: the name, and whose figure it is under which name."""
+_PACE = ("device_busy_seconds", "steps", "prefill_tokens")
+"""Those that tell what a token takes."""
 
 
 class TokenPace:
@@ -93,8 +95,5 @@ class Gauges:
                 found[name] = float(statistics[actor]["actor"].get(key, 0))
         before, self.figures = self.figures, found
         self.looks += 1
-        if before and {"device_busy_seconds", "steps", "prefill_tokens"} <= found.keys():
+        if before and set(_PACE) <= found.keys():
             self.pace.note(*(found[name] - before.get(name, 0.0) for name in _PACE))
-
-
-_PACE = ("device_busy_seconds", "steps", "prefill_tokens")
