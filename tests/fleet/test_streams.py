@@ -11,11 +11,14 @@ import pytest
 from nanoactor import OutputSoFar, RequestOutputKind, SamplingParams
 from nanoactor.errors import (
     ComputationFailed,
+    EngineClosed,
     EngineDead,
     EngineOverloaded,
     InvalidRequest,
     PoisonRequest,
 )
+from nanoactor.fleet.client import FleetLLM
+from nanoactor.fleet.wire import Reserve
 from nanoactor.structured_outputs import StructuredOutputsParams
 from tests.engine.harness import on_a_loop
 from tests.engine.test_continuations import DEMO_VL, kinds
@@ -410,3 +413,46 @@ async def test_a_slow_reader_costs_its_own_text_alone():
         outputs = [output async for output in slow]
         assert len(outputs) <= 2  # merged
         assert outputs[-1].finished
+
+
+@on_a_loop
+async def test_two_ingresses_share_replicas_and_what_one_reserves():
+    async with fleet(2, device="simulated:10", dtype="auto") as (one, local, engines):
+        params = SamplingParams.for_model(seed=3, max_tokens=120, ignore_eos=True)
+        asked = [(TEXT, dataclasses.replace(params, seed=seed, max_tokens=60)) for seed in range(6)]
+        (wanted,) = await undisturbed(engines[0], [(TEXT, params)])
+        right = await undisturbed(engines[0], asked)
+        async with FleetLLM(engines[0].config, local, silence=5.0) as two:
+            await until(lambda: len(two.fleet.replicas) == 2)
+            stream = asyncio.ensure_future(read(one, TEXT, params))
+            await local.replace(await suspected(one, local))
+            await until(lambda: one.fleet.trials._trials.on_trial is not None)
+            tried = one.fleet.trials._replica.name
+            # What the other one sends meanwhile is answered, and not beside the suspect.
+            found = asyncio.ensure_future(undisturbed(two, asked))
+            await until(lambda: two.fleet.streams)
+            if local.replicas[tried].hub.reserved_by:
+                assert all(s.order.is_alone for s in local.replicas[tried].hub.streams)
+            for told, other in zip(await found, right, strict=True):
+                compare(told, other)
+            compare(await stream, wanted)
+            await until(lambda: not any(r.hub.reserved_by for r in local.replicas.values()))
+        # An ingress that is gone holds nothing, and what it ran is aborted.
+        await until(lambda: all(len(r.hub.links) == 1 for r in local.replicas.values()))
+
+
+@on_a_loop
+async def test_an_ingress_that_is_gone_gives_back_what_it_had():
+    async with fleet(1, device="simulated:10", dtype="auto") as (one, local, engines):
+        two = await FleetLLM(engines[0].config, local).start()
+        (replica,) = local.replicas.values()
+        stream = asyncio.ensure_future(read(two, TEXT, SamplingParams.for_model(max_tokens=400)))
+        await until(lambda: replica.hub.streams)
+        link = next(iter(two.fleet.replicas.values())).link
+        link.order(Reserve(wanted=True))
+        await until(lambda: replica.hub.reserved_by == link.name)
+        await two.close()
+        with pytest.raises(EngineClosed):
+            await stream
+        await until(lambda: not replica.hub.streams and replica.hub.reserved_by is None)
+        await read(one, TEXT, SamplingParams.for_model(max_tokens=3))
