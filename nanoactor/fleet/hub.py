@@ -31,6 +31,8 @@ WINDOW = 32
 """Reports that may be on the way on a link."""
 SILENCE = 20.0
 """Seconds without a word of an ingress after which its link ends: it says one every few."""
+_TIMER = 0.001
+"""Seconds that a loop's timer can tell apart: shorter waits would end at once, again and again."""
 _REPORT_BYTES = 1 << 20
 """What a report holds at most of texts and tokens, but for the first stream's in it."""
 
@@ -42,6 +44,7 @@ class Hub:
         """`llm` is started; `interval` as `Pace` has it."""
         self.llm, self.fingerprint, self.interval = llm, fingerprint, interval
         self.gauges = Gauges(llm)
+        self._blocks: int = llm.facts["num_blocks"]
         self.links: dict[str, Link] = {}
         self.reserved_by: str | None = None
         """The link whose suspect is to run alone here."""
@@ -70,7 +73,7 @@ class Hub:
             running=len(streams) - len(waiting),
             waiting=len(waiting),
             waiting_tokens=sum(stream.tokens for stream in waiting),
-            free_blocks=int(figures.get("kv_blocks_available", self.llm.facts["num_blocks"])),
+            free_blocks=int(figures.get("kv_blocks_available", self._blocks)),
             streams=len(streams),
             token_seconds=gauges.pace.seconds,
             is_reserved=self.reserved_by is not None,
@@ -311,9 +314,12 @@ class Link:
         if has_room and wait <= 0:
             return True
         self._news.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, wait) if has_room else 1.0):
-                await self._news.wait()
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(max(_TIMER, wait) if has_room else 1.0, self._news.set)
+        try:
+            await self._news.wait()
+        finally:
+            timer.cancel()
         return False
 
     async def _watch_index(self) -> None:
