@@ -24,6 +24,7 @@ from nanoactor.ray_serve.api import serve
 from nanoactor.ray_serve.connector import RayConnector
 from nanoactor.ray_serve.loopback import bind_to_loopback
 from nanoactor.ray_serve.options import FleetConfig
+from nanoactor.ray_serve.ports import beside_proxy
 from nanoactor.server.app import Server
 from nanoactor.server.config import ServerConfig
 
@@ -109,6 +110,7 @@ class Ingress:
         connector = RayConnector(engines)
         self._llm = FleetLLM(config, connector, ingress=name, silence=fleet.silence_timeout)
         monitor = FleetMonitor(self._llm)
+        server = await beside_proxy(server)
         self._server = Server(
             self._llm, server, texts=self._llm.texts, monitor=monitor, reuse_port=True
         )
@@ -117,6 +119,12 @@ class Ingress:
         log.info("%s: listening on http://%s:%d", name, host, self._server.port)
         if not server.on_loopback and not server.api_keys:
             log.warning("others can reach %s, and no API key is set (--api-key)", server.host)
+
+    async def __call__(self, request: Any) -> Any:
+        """Send a request that came by Ray Serve's own proxy to this server's port."""
+        from starlette.responses import RedirectResponse
+
+        return RedirectResponse(str(request.url.replace(port=self._server.port)), 307)
 
     async def port(self) -> int:
         """Return the port of this ingress."""

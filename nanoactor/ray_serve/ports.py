@@ -1,0 +1,58 @@
+"""The port of an ingress beside Ray Serve's own proxy.
+
+Both would share a port (`SO_REUSEPORT`), and the proxy would get a part of all requests. Ray's
+`serve run` always starts that proxy, on port 8000.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import aiohttp
+
+from nanoactor.errors import InvalidConfig
+from nanoactor.server.config import ServerConfig
+
+log = logging.getLogger("nanoactor.ray")
+
+_SECONDS = 2.0
+_TRIES = 16
+_HEALTH = "/-/healthz"
+"""A route of Ray Serve's proxy that no server of ours has."""
+_EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
+
+
+async def beside_proxy(config: ServerConfig) -> ServerConfig:
+    """Return the configuration with the first port, from its own on, that no proxy of Ray Serve's
+    has. Raises `InvalidConfig` where there is none among the next."""
+    for port in range(config.port, min(config.port + _TRIES, 1 << 16)):
+        if port and await _is_proxys(config.host, port):
+            continue
+        if port != config.port:
+            log.warning(
+                "port %d is that of Ray Serve's own proxy: listening on %d. The proxy redirects to "
+                "it, which costs each client a second request; `proxy_location: Disabled` in a "
+                "configuration frees the port",
+                config.port,
+                port,
+            )
+        return dataclasses.replace(config, port=port)
+    raise InvalidConfig(f"port {config.port} and those after it are those of other servers")
+
+
+async def _is_proxys(host: str, port: int) -> bool:
+    """Tell whether a proxy of Ray Serve's listens on a port. Asked several times, as it may share
+    the port with an ingress."""
+    name = _EVERY.get(host, host)
+    url = f"http://[{name}]:{port}{_HEALTH}" if ":" in name else f"http://{name}:{port}{_HEALTH}"
+    timeout = aiohttp.ClientTimeout(total=_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        for _ in range(8):
+            try:
+                async with session.get(url, headers={"Connection": "close"}) as answer:
+                    if answer.status == 200:
+                        return True
+            except (TimeoutError, aiohttp.ClientError, OSError):
+                return False
+    return False
