@@ -22,12 +22,37 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n\\n' }}{% endif %}
+{{- '# Tools\\n\\nCall a function with a JSON object within <tool_call></tool_call>.\\n<tools>' }}
+{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
+{{- '\\n</tools><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+  {%- if message['role'] == 'tool' %}
+    {%- if loop.first or loop.previtem['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}
+    {%- if loop.last or loop.nextitem['role'] != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+  {%- elif not (tools and loop.first and message['role'] == 'system') %}
+{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}
+    {%- for call in message['tool_calls'] or [] %}
+      {%- set function = call['function'] or call %}
+      {%- set arguments = function['arguments'] %}
+      {%- if message['content'] or not loop.first %}{{ '\\n' }}{% endif %}
+{{- '<tool_call>\\n{"name": "' + function['name'] + '", "arguments": ' }}
+{{- arguments if arguments is string else arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+    {%- endfor %}
+{{- '<|im_end|>\\n' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+CONTEXT = 40_960
+"""Tokens for which the model may be used: an agent's tools and files fit, though nothing longer than
+a window was ever learnt."""
 CONFIG = {
     "vocab_size": 2048,
     "hidden_size": 256,
@@ -36,7 +61,7 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-6,
 }
@@ -135,13 +160,14 @@ def save(model: torch.nn.Module, tokenizer: Tokenizer, out: Path) -> None:
             "pad_token": END_OF_TEXT,
             "chat_template": CHAT_TEMPLATE,
             "clean_up_tokenization_spaces": False,
-            "model_max_length": CONFIG["max_position_embeddings"],
+            "model_max_length": CONTEXT,
         },
         "generation_config.json": {
             "do_sample": True,
             "temperature": 0.8,
             "top_k": 40,
             "top_p": 0.95,
+            "max_new_tokens": 512,
             "eos_token_id": ids,
             "pad_token_id": ids[1],
         },

@@ -476,8 +476,8 @@ def test_a_bad_value_in_the_generation_configuration_is_the_models_fault(tmp_pat
 
 def test_max_model_len_must_fit_the_model():
     assert AsyncLLM("demo", max_model_len=1024).files.max_model_len == 1024
-    with pytest.raises(InvalidConfig, match="max_model_len 1025.*1024"):
-        AsyncLLM("demo", max_model_len=1025)
+    with pytest.raises(InvalidConfig, match="max_model_len 40961.*40960"):
+        AsyncLLM("demo", max_model_len=40961)
     with pytest.raises(InvalidConfig, match="max_model_len must be at least 2"):
         AsyncLLM("demo", max_model_len=1)
 
@@ -583,7 +583,7 @@ def test_a_directory_goes_before_the_demo_and_the_hub(hub, tmp_path, monkeypatch
 
 @pytest.fixture(scope="module")
 def llm():
-    return AsyncLLM("demo")
+    return AsyncLLM("demo", max_model_len=1024)
 
 
 USER = {"role": "user", "content": "x"}

@@ -41,6 +41,11 @@ def options(**changes):
     return {**values, **changes}
 
 
+def short(**changes):
+    """The same for the demo model, of whose context so small a cache holds a part."""
+    return options(**{"max_model_len": 1024, **changes})
+
+
 def on_a_loop(test):
     """Run a test that is a coroutine function."""
 
@@ -77,7 +82,8 @@ def ragged_prompts(vocabulary, lengths, seed=0):
 @contextlib.asynccontextmanager
 async def engine(directory: Path | str, **changes):
     """A started engine that must be idle and balanced when it is left."""
-    async with AsyncLLM(str(directory), **options(**changes)) as llm:
+    made = short if Path(directory).name == "demo" else options
+    async with AsyncLLM(str(directory), **made(**changes)) as llm:
         yield llm
         await settled(llm)
 

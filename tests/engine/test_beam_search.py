@@ -10,7 +10,7 @@ from nanoactor import LLM, BeamSearchParams, SamplingParams
 from nanoactor.errors import EngineOverloaded, InvalidRequest
 from tests.engine.beam_reference import TIE, search, transformers_definition
 from tests.engine.conftest import DEMO
-from tests.engine.harness import collect, engine, greedy, ids, options, ragged_prompts
+from tests.engine.harness import collect, engine, greedy, ids, ragged_prompts, short
 from tests.models.checkpoints import make_checkpoint
 
 VOCABULARY = 61
@@ -274,7 +274,7 @@ def test_no_beam_goes_on_with_what_stands_for_a_picture(tmp_path):
 
 def test_text_is_that_of_all_tokens(demo_tokenizer):
     prompts = ["ROMEO:\nBut soft", {"prompt": "JULIET:"}, [{"role": "user", "content": "Who?"}]]
-    with LLM(str(DEMO), **options(skip_tokenizer_init=False)) as llm:
+    with LLM(str(DEMO), **short(skip_tokenizer_init=False)) as llm:
         params = BeamSearchParams(3, 8, ignore_eos=True)
         found = llm.beam_search(prompts, params, concurrency_limit=2)
         (alone,) = llm.beam_search(prompts[0], params)
@@ -291,7 +291,7 @@ def test_text_is_that_of_all_tokens(demo_tokenizer):
 @pytest.mark.parametrize("includes", [False, True])
 def test_text_has_the_end_where_that_is_asked_for(demo_tokenizer, includes):
     params = BeamSearchParams(2, 64, length_penalty=0.0, include_stop_str_in_output=includes)
-    with LLM(str(DEMO), **options(skip_tokenizer_init=False)) as llm:
+    with LLM(str(DEMO), **short(skip_tokenizer_init=False)) as llm:
         (output,) = llm.beam_search([[{"role": "user", "content": "Who is there?"}]], params)
     ended = [beam for beam in output.sequences if beam.finish_reason == "stop"]
     assert ended

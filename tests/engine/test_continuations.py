@@ -13,7 +13,7 @@ from nanoactor.errors import EngineOverloaded
 from nanoactor.params import derived_seed
 from nanoactor.structured_outputs import StructuredOutputsParams
 from tests.engine.conftest import DEMO
-from tests.engine.harness import on_a_loop, options, settled
+from tests.engine.harness import on_a_loop, options, settled, short
 from tests.engine.test_recovery import CHAT, TEXT, Told, asks, compare_logprobs, constrained
 from tests.engine.test_vision import conversation, drawn
 
@@ -33,7 +33,7 @@ def kinds():
         for prompt, params in asks()
         if params.output_kind is not RequestOutputKind.FINAL_ONLY
     ]
-    short = dict(max_tokens=40, ignore_eos=True)
+    brief = dict(max_tokens=40, ignore_eos=True)
     found += [
         (TEXT, constrained(20, json=SCHEMA)),  # its keys are forced
         (TEXT, SamplingParams.for_model(seed=21, stop=["e", "a t"], min_tokens=20, max_tokens=60)),
@@ -41,11 +41,11 @@ def kinds():
         (  # bytes that are no whole characters
             TEXT,
             SamplingParams.for_model(
-                seed=23, allowed_token_ids=list(range(1, 130)), temperature=2.0, **short
+                seed=23, allowed_token_ids=list(range(1, 130)), temperature=2.0, **brief
             ),
         ),
         (TEXT, SamplingParams.for_model(seed=24, logprobs=3, n=3, stop=["\n"], max_tokens=50)),
-        (TEXT, SamplingParams.for_model(seed=25, repetition_penalty=1.3, **short)),
+        (TEXT, SamplingParams.for_model(seed=25, repetition_penalty=1.3, **brief)),
         (TEXT, SamplingParams.for_model(seed=26, max_tokens=1)),
     ]
     return found
@@ -95,7 +95,7 @@ def check(before, after, whole):
 @contextlib.asynccontextmanager
 async def two_engines(directory=DEMO, **changes):
     """They have the same weights, and nothing else in common."""
-    values = options(skip_tokenizer_init=False, **changes)
+    values = short(skip_tokenizer_init=False, **changes)
     async with AsyncLLM(str(directory), **values) as one, AsyncLLM(str(directory), **values) as two:
         yield one, two
         await settled(two)
@@ -170,7 +170,7 @@ async def test_cumulative_outputs_hold_what_is_new():
 
 @on_a_loop
 async def test_it_is_checked_like_any_input():
-    async with AsyncLLM(str(DEMO), **options(skip_tokenizer_init=False, max_model_len=256)) as llm:
+    async with AsyncLLM(str(DEMO), **short(skip_tokenizer_init=False, max_model_len=256)) as llm:
         params = SamplingParams.for_model(seed=1, max_tokens=4)
         long = SamplingParams.for_model(seed=1)
 
@@ -198,7 +198,7 @@ async def test_it_is_checked_like_any_input():
 @on_a_loop
 async def test_a_full_queue_refuses_no_continuation_and_it_goes_first():
     changes = dict(device="simulated:20", max_num_seqs=1, max_waiting_requests=2, dtype="auto")
-    async with AsyncLLM(str(DEMO), **options(**changes)) as llm:
+    async with AsyncLLM(str(DEMO), **short(**changes)) as llm:
         params = SamplingParams.for_model(seed=1, max_tokens=6, ignore_eos=True)
         prompt = {"prompt_token_ids": list(range(50, 70))}
         ends = []
@@ -268,7 +268,7 @@ async def test_what_is_told_of_the_index_makes_it():
         assert first.cleared
         assert {bytes(row) for row in first.remembered} == known
         watcher.cancel()
-    async with AsyncLLM(str(DEMO), **options()) as llm:
+    async with AsyncLLM(str(DEMO), **short()) as llm:
         with pytest.raises(InvalidRequest, match="prefix_salt"):
             llm.index_events()
 
@@ -278,7 +278,7 @@ async def test_tokens_of_a_simulated_step_take_time():
     prompt = {"prompt_token_ids": list(range(10, 70))}
     params = SamplingParams.for_model(seed=1, max_tokens=1)
     changes = dict(device="simulated:1+2000", max_num_batched_tokens=64, dtype="auto")
-    async with AsyncLLM(str(DEMO), **options(**changes)) as llm:
+    async with AsyncLLM(str(DEMO), **short(**changes)) as llm:
         await deltas(llm, prompt, params)
         cold = (await llm.statistics())["runner.0"]["actor"]["busy_seconds"]
         await deltas(llm, prompt, params)

@@ -84,6 +84,8 @@ class Model:
         (self.directory / "tokenizer.json").write_text(json.dumps(read))
         for name in ("config.json", "generation_config.json"):
             values = json.loads((DEMO / name).read_text())
+            if "max_position_embeddings" in values:
+                values["max_position_embeddings"] = 1024
             (self.directory / name).write_text(json.dumps(values | {"eos_token_id": [self.end]}))
         (self.directory / "model.safetensors").symlink_to(DEMO / "model.safetensors")
 

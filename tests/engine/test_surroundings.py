@@ -216,7 +216,7 @@ async def text(llm):
     return output.outputs[0].text
 
 async def main():
-    async with AsyncLLM("demo", max_num_seqs=4, num_kv_blocks=64) as llm:
+    async with AsyncLLM("demo", max_num_seqs=4, max_model_len=1024, num_kv_blocks=64) as llm:
         before = await text(llm)
         shutil.rmtree(os.getcwd())
         os.kill(llm.pids["runner.0"], signal.SIGKILL)

@@ -123,7 +123,13 @@ class Local:
 async def engines(count, model=DEMO, **changes):
     """Engines that must be idle when they are left."""
     values = options(
-        **{"skip_tokenizer_init": False, "prefix_salt": SALT, "num_kv_blocks": 400, **changes}
+        **{
+            "skip_tokenizer_init": False,
+            "prefix_salt": SALT,
+            "num_kv_blocks": 400,
+            "max_model_len": 1024,
+            **changes,
+        }
     )
     async with contextlib.AsyncExitStack() as stack:
         found = [

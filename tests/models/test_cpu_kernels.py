@@ -228,6 +228,7 @@ async def one(llm, **values):
 
 async def main():
     options = dict(dtype="bfloat16", placement="single", max_num_seqs=4, num_kv_blocks=64)
+    options["max_model_len"] = 1024
     async with AsyncLLM("demo", device="cpu", **options) as llm:
         before = compiled()
         await one(llm)

@@ -15,7 +15,14 @@ from nanoactor.ray_data import Columns, Generate, generate, plain, row_seeds
 from tests.ray_serve.requests import PICTURE
 
 pytestmark = [pytest.mark.deadly, pytest.mark.timeout(600)]
-OPTIONS = dict(device="cpu", dtype="float32", threads=1, num_kv_blocks=256, max_num_seqs=16)
+OPTIONS = dict(
+    device="cpu",
+    dtype="float32",
+    threads=1,
+    num_kv_blocks=256,
+    max_num_seqs=16,
+    max_model_len=1024,
+)
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 
 

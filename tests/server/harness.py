@@ -20,8 +20,9 @@ from nanoactor.server.config import ServerConfig
 from tests.conftest import survivors
 from tests.engine.harness import settled
 
-CPU = ("--device", "cpu", "--threads", "1", "--dtype", "float32", "--num-kv-blocks", "512")
-SIMULATED = ("--device", "simulated:2")
+SHORT = ("--max-model-len", "1024")
+CPU = ("--device", "cpu", "--threads", "1", "--dtype", "float32", "--num-kv-blocks", "512", *SHORT)
+SIMULATED = ("--device", "simulated:2", *SHORT)
 # Where the server is what is tested: the engine's actors share its process.
 IN_ONE = (*SIMULATED, "--placement", "single")
 
