@@ -79,6 +79,10 @@ def parse_tools(text: str) -> ToolGrammar:
             raise InvalidRequest(f"tools has two functions of the name {function.name!r}")
         names.add(function.name)
         parse_parameters(function)
+    if tools.answer and not tools.required:
+        raise InvalidRequest("tools: an answer's schema goes with calls that are required")
+    if tools.answer:
+        parse_schema(tools.answer, "the answer's schema")
     return tools
 
 

@@ -120,6 +120,9 @@ def _calls(
         f"json: {_json(_any_call(tools), whitespace)}",
         "BREAK: /\\n{1,2}/",
     ]
+    if tools.answer:
+        answer = _json(parse_schema(tools.answer, "the answer's schema"), whitespace)
+        return [f"body: {opening} call {more} | reply", f"reply: {answer}", *rules]
     if not after_text:
         return [f"body: {opening} call {more}", *rules]
     return [

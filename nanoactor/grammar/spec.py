@@ -57,6 +57,9 @@ class ToolGrammar:
 
     functions: tuple[ToolFunction, ...]
     required: bool
-    """Whether the answer is calls alone; else text may come first, and calls need not come."""
+    """Whether the answer is calls alone, or what `answer` allows; else text may come first, and
+    calls need not come."""
     parallel: bool = True
     """Whether there may be several calls."""
+    answer: str = ""
+    """With `required`: JSON text of the schema of an answer that may come instead of calls."""

@@ -43,13 +43,13 @@ def check(vocabulary, grammar, good, bad):
         assert not accepts(vocabulary, grammar, text), text
 
 
-def tools(required, parallel=True):
+def tools(required, parallel=True, answer=""):
     functions = (
         ToolFunction(name="get", parameters=json.dumps(CITY)),
         ToolFunction(name="other"),
         ToolFunction(name="void", parameters='{"properties": {}, "additionalProperties": false}'),
     )
-    grammar = ToolGrammar(functions=functions, required=required, parallel=parallel)
+    grammar = ToolGrammar(functions=functions, required=required, parallel=parallel, answer=answer)
     return msgspec.json.encode(grammar).decode()
 
 
@@ -79,6 +79,39 @@ def test_required_calls(vocabulary):
 def test_a_single_call_is_the_end(vocabulary):
     grammar = compiled(vocabulary, "tools", tools(True, parallel=False), whitespace=False)
     check(vocabulary, grammar, [COMPACT], [CALL, f"{COMPACT}\n", f"{COMPACT}\n{COMPACT}"])
+
+
+ANSWER = '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}'
+
+
+def test_calls_or_an_answer_that_a_schema_describes(vocabulary):
+    check(
+        vocabulary,
+        compiled(vocabulary, "tools", tools(True, answer=ANSWER)),
+        [CALL, f"{CALL}\n{OTHER}", '{"city": "Oslo"}', '{"city":"a"}'],
+        ["", "hello", f'{{"city": "a"}}\n{CALL}', f'{CALL}\n{{"city": "a"}}', "{}", "[]"],
+    )
+    for thoughts, before in (("open", "hm</think>\n\n"), ("optional", "<think>hm</think>")):
+        check(
+            vocabulary,
+            compiled(vocabulary, "tools", tools(True, answer=ANSWER), thoughts=thoughts),
+            [f"{before}{CALL}", before + '{"city": "Oslo"}'],
+            [f"{before}hello", before, f'{before}{CALL}{{"city": "a"}}'],
+        )
+    for thoughts, before in (("open", "</think>\n"), ("optional", "<think></think>")):
+        check(
+            vocabulary,
+            compiled(vocabulary, "tools", tools(True, answer=ANSWER), thoughts=thoughts, free=True),
+            [f"{before}{CALL}", before + '{"city": "Oslo"}'],
+            [f"{before}hello", before],
+        )
+
+
+def test_an_answers_schema_goes_with_calls_that_are_required(vocabulary):
+    with pytest.raises(InvalidRequest, match="goes with calls that are required"):
+        compiled(vocabulary, "tools", tools(False, answer=ANSWER))
+    with pytest.raises(InvalidRequest, match="answer's schema"):
+        compiled(vocabulary, "tools", tools(True, answer='{"minProperties": 2}'))
 
 
 def test_calls_after_a_text(vocabulary):
