@@ -30,8 +30,7 @@ class Stopping:
     """Empty where end-of-sequence is ignored."""
     stop_ids: tuple[int, ...]
     fewer_will_do: bool = False
-    """Whether `max_tokens` is cut where the context leaves less room: its user has not asked for
-    so many."""
+    """Whether `max_tokens` is cut where the context leaves less room: it is a default, or a cap."""
 
 
 @message(3)

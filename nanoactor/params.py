@@ -63,6 +63,10 @@ class DefaultTokens(int):
     """The number of tokens of an output for which `max_tokens` was not written."""
 
 
+class TokenCap(int):
+    """A `max_tokens` that is lowered, instead of refused, where the context leaves less room."""
+
+
 _SIXTEEN = DefaultTokens(16)
 
 
@@ -250,7 +254,7 @@ def derived_seed(seed: int, index: int) -> int:
 _MOST = 2**31 - 1
 
 
-_PLAIN = (bool, int, float, str, tuple, type(None), DefaultTokens)
+_PLAIN = (bool, int, float, str, tuple, type(None), DefaultTokens, TokenCap)
 
 
 def plain_number(value: Any) -> Any:

@@ -22,7 +22,7 @@ from nanoactor.messages import Int32, Stopping, Submit, TextOptions, TokenRules
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.models import columns
 from nanoactor.outputs import OutputSoFar
-from nanoactor.params import DefaultTokens, SamplingParams, derived_seed, plain_number
+from nanoactor.params import DefaultTokens, SamplingParams, TokenCap, derived_seed, plain_number
 from nanoactor.structured_outputs import StructuredOutputsParams
 from nanoactor.text.conversation import check_messages
 from nanoactor.vision.media import Media
@@ -298,7 +298,8 @@ class RequestBuilder:
             max_tokens=params.max_tokens
             or (max(recommended, params.min_tokens) if recommended else 0),
             min_tokens=params.min_tokens,
-            fewer_will_do=not asked and bool(params.max_tokens or recommended),
+            fewer_will_do=isinstance(params.max_tokens, TokenCap)
+            or (not asked and bool(params.max_tokens or recommended)),
             eos_ids=() if params.ignore_eos else self._files.eos_token_ids,
             stop_ids=tuple(params.stop_token_ids or ()),
         )

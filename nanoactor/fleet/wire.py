@@ -15,7 +15,7 @@ import numpy as np
 
 from nanoactor.grammar.spec import ToolGrammar
 from nanoactor.outputs import Logprob, Logprobs, OutputSoFar, RequestOutputKind
-from nanoactor.params import DefaultTokens, SamplingParams
+from nanoactor.params import DefaultTokens, SamplingParams, TokenCap
 from nanoactor.structured_outputs import StructuredOutputsParams
 from nanoactor.vision.media import Media
 
@@ -209,6 +209,9 @@ def bytes_to_ids(data: bytes) -> list[int]:
     return found
 
 
+_CAP = "max_tokens_cap"
+
+
 def params_to_bytes(params: SamplingParams) -> bytes:
     """Return parameters, but for what has its default and for the kind of output."""
     given = {
@@ -218,12 +221,16 @@ def params_to_bytes(params: SamplingParams) -> bytes:
     }
     if isinstance(given.get("max_tokens"), DefaultTokens):
         del given["max_tokens"]
+    if isinstance(given.get("max_tokens"), TokenCap):
+        given[_CAP] = int(given.pop("max_tokens"))
     return msgspec.msgpack.encode(given)
 
 
 def bytes_to_params(data: bytes) -> SamplingParams:
     """Return parameters for outputs that have what is new. Raises `InvalidRequest`."""
     given = msgspec.msgpack.decode(data)
+    if _CAP in given:
+        given["max_tokens"] = TokenCap(given.pop(_CAP))
     if wanted := given.get("structured_outputs"):
         if wanted.get("tools") is not None:
             wanted["tools"] = msgspec.convert(wanted["tools"], ToolGrammar)

@@ -1,6 +1,7 @@
 """Each bad input is a typed error that names the cause; the engine goes on serving others."""
 
 import asyncio
+import dataclasses
 import json
 import shutil
 
@@ -14,6 +15,7 @@ from nanoactor.models.errors import (
     UnsupportedModel,
     WeightsError,
 )
+from nanoactor.params import TokenCap
 from tests.conftest import children
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, greedy, ids
@@ -27,7 +29,7 @@ BAD = [
     ("", {}, "empty"),
     ("word " * 2000, {}, "tokens, but max_model_len is 1024"),
     ("x" * 70_000, {}, "bytes"),
-    ([{"role": "user"}], {}, "chat template refuses"),
+    ([{"role": "tool"}], {}, "chat template refuses"),
     ("a", dict(stop_token_ids=[5000]), "5000 is outside the vocabulary"),
 ]
 
@@ -47,6 +49,21 @@ def test_bad_requests_are_refused_one_by_one_while_others_run(demo):
     for output in asyncio.run(main()):
         demo.check(output.prompt_token_ids, output.outputs[0].token_ids)
     demo.conclude()
+
+
+def test_a_cap_is_lowered_to_what_the_context_leaves():
+    async def main():
+        async with engine(DEMO, max_num_seqs=8) as llm:
+            params = SamplingParams(max_tokens=TokenCap(10**6), ignore_eos=True, temperature=0)
+            output = await collect(llm, ids([1] * 1000), params)
+            assert len(output.outputs[0].token_ids) == 24
+            assert output.outputs[0].finish_reason == "length"
+            with pytest.raises(InvalidRequest, match="min_tokens is 25.*leaves 24"):
+                await collect(llm, ids([1] * 1000), dataclasses.replace(params, min_tokens=25))
+            with pytest.raises(InvalidRequest, match="max_model_len is 1024"):
+                await collect(llm, ids([1] * 1024), params)
+
+    asyncio.run(main())
 
 
 def test_nothing_in_a_prompt_ends_the_engine():
@@ -176,7 +193,8 @@ def test_a_broken_model_is_named_when_the_engine_starts(
 
 def test_too_small_a_cache_is_refused_with_the_arithmetic():
     async def main(**options):
-        async with AsyncLLM("demo", placement="single", **options):
+        values = {"placement": "single", "max_model_len": 1024, **options}
+        async with AsyncLLM("demo", **values):
             pass
 
     with pytest.raises(NotEnoughMemory, match="63 blocks of 16.*takes 64; lower max_model_len"):

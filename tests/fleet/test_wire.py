@@ -12,12 +12,20 @@ from nanoactor.fleet.fingerprint import fingerprint
 from nanoactor.grammar.spec import ToolFunction, ToolGrammar
 from nanoactor.model_files import read_model_files
 from nanoactor.outputs import Logprob
+from nanoactor.params import TokenCap
 from nanoactor.structured_outputs import StructuredOutputsParams
 from nanoactor.vision.media import Media
 from tests.engine.harness import on_a_loop
 from tests.engine.test_continuations import kinds
 from tests.fleet.local import SALT, engines, fleet
 from tests.fleet.test_streams import until
+
+
+def test_a_cap_stays_a_cap():
+    for given, kind in ((TokenCap(7), TokenCap), (7, int), (None, type(None))):
+        params = SamplingParams.for_model(max_tokens=given)
+        found = wire.bytes_to_params(wire.params_to_bytes(params))
+        assert (found.max_tokens, type(found.max_tokens)) == (given, kind)
 
 
 def there_and_back(params):
