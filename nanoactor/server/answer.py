@@ -1,4 +1,4 @@
-"""An answer of a completion route under way: its requests to the engine, and what they bring."""
+"""An answer under way: its requests to the engine, what they bring, and how an API writes it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from nanoactor.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanoactor.request import Request
 from nanoactor.server.choices import Choice, Delta, TextChoice
-from nanoactor.server.errors import unavailable
+from nanoactor.server.errors import APIError, unavailable
 from nanoactor.server.logprobs import of_prompt
 from nanoactor.server.requests import Body, ChatRequest, StreamOptions
 
@@ -29,59 +29,46 @@ class Answer:
     """One answer under way: its requests to the engine, and what they have brought."""
 
     def __init__(self, body: Body, requests: Sequence[Request | Echoed]) -> None:
-        chat = isinstance(body, ChatRequest)
+        self.body = body
         self.streamed = body.stream
         self._prompt_most = body.prompt_logprobs
-        options = body.stream_options or StreamOptions()
-        self.tells_usage = options.include_usage
-        self.tells_usage_always = options.include_usage and options.continuous_usage_stats
         self.requests = requests
         self.choices: Sequence[Choice] = ()
-        self.head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": "chat.completion" if chat else "text_completion",
-            "created": int(time.time()),
-            "model": body.model,
-        }
-        self.chunk_head = self.head | ({"object": "chat.completion.chunk"} if chat else {})
         self.cached = 0
-        self._each = body.n or 1
+        self.each = body.n or 1
         """Choices of each request."""
         self.prompt_logprobs: list[Any] | None = None
         """Of a conversation, which has one prompt."""
-        self._said = [0] * (len(requests) * self._each)
-        """Tokens of each choice."""
-        self._times: dict[str, float] = {}
-
-    def chunk(self, choices: list[Delta], usage: Any = None) -> bytes:
-        """An event with new members of its choices."""
-        value = {**self.chunk_head, "choices": choices}
-        if self.tells_usage_always and choices:
-            index = choices[0]["index"]
-            request, said = self.requests[index // self._each], self._said[index]
-            prompt = len(request.prompt_token_ids)
-            usage = _usage(prompt, said)
-        return event(value | {"usage": usage} if self.tells_usage else value)
+        self.told = [0] * (len(requests) * self.each)
+        """Tokens of each choice that the client was told."""
+        self.reasoning = 0
+        """Those of them that are thoughts, as far as the text shows."""
+        self.stop_reason: int | str | None = None
+        """The stop string or token that ended the latest choice, if one did."""
+        self.times: dict[str, float] = {}
+        self.is_complete = False
+        """Whether its last request has come to its end."""
 
     def said(self, number: int, completion: CompletionOutput) -> int:
         """Count the new tokens that the client is told."""
-        choice = self.choices[number * self._each + completion.index]
+        choice = self.choices[number * self.each + completion.index]
         return 0 if choice.mute else len(completion.token_ids)
 
     def take(self, number: int, output: RequestOutput) -> list[Delta]:
         """Take what an output adds; raises `APIError` where it ends what should go on."""
         deltas: list[Delta] = []
-        first = number * self._each
+        first = number * self.each
         if output.prompt_logprobs is not None:
-            self._take_prompt(self.choices[first : first + self._each], output)
-            for choice in self.choices[first : first + self._each]:
+            self._take_prompt(self.choices[first : first + self.each], output)
+            for choice in self.choices[first : first + self.each]:
                 deltas += choice.push_prompt(output)
         for completion in output.outputs:
             deltas += self._take_choice(first + completion.index, completion)
         if output.finished:
             self.cached += output.num_cached_tokens
+            self.is_complete = True
             if len(self.choices) == 1:
-                self._times = _times(output.metrics)
+                self.times = _times(output.metrics)
         return deltas
 
     def _take_prompt(self, choices: Sequence[Choice], output: RequestOutput) -> None:
@@ -97,34 +84,113 @@ class Answer:
     def _take_choice(self, index: int, completion: CompletionOutput) -> list[Delta]:
         choice, deltas = self.choices[index], []
         if not choice.mute:
-            self._said[index] += len(completion.token_ids)
+            self.told[index] += len(completion.token_ids)
             if choice.logprobs is not None:
                 choice.logprobs.add(completion)
             deltas += choice.push(completion.text)
+            self.reasoning += choice.reasoning_share(len(completion.token_ids))
         if completion.finish_reason == "abort":  # not by the client, who would have left
             raise unavailable("the server is shutting down; this answer is not complete")
         if completion.finish_reason is not None:
+            self.stop_reason = completion.stop_reason
             deltas += choice.finish("length" if choice.mute else completion.finish_reason)
         return deltas
 
     @property
-    def usage(self) -> dict[str, Any]:
-        """Tokens of all choices; of one choice its times, too."""
-        prompt = sum(len(request.prompt_token_ids) for request in self.requests)
-        details = {"prompt_tokens_details": {"cached_tokens": self.cached}}
-        return _usage(prompt, sum(self._said)) | details | self._times
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(request.prompt_token_ids) for request in self.requests)
 
     @property
     def note(self) -> str:
         """For the log."""
-        usage = self.usage
-        return f" {usage['prompt_tokens']}+{usage['completion_tokens']} tokens"
+        return f" {self.prompt_tokens}+{sum(self.told)} tokens"
+
+
+class AnswerWriter(Protocol):
+    """Writes an answer in the shapes of one API, as events of a stream or as a whole."""
+
+    def begin(self, deltas: list[Delta]) -> bytes:
+        """Return the events with which a stream begins; `deltas` are those of its choices."""
+
+    def push(self, deltas: list[Delta]) -> bytes:
+        """Take what is new; return its events."""
+
+    def take(self, deltas: list[Delta]) -> None:
+        """Take what is new of an answer that is not streamed."""
+
+    def end(self) -> bytes:
+        """Return the events of an answer that is complete."""
+
+    def error(self, problem: APIError) -> bytes:
+        """Return the events with which a stream ends that is broken off."""
 
     def whole(self) -> dict[str, Any]:
-        """All of it at once."""
-        choices = [choice.whole() for choice in self.choices]
-        prompt = {"prompt_logprobs": told} if (told := self.prompt_logprobs) is not None else {}
-        return {**self.head, "choices": choices, **prompt, "usage": self.usage}
+        """Return the answer, of which `take` has taken everything."""
+
+
+class CompletionWriter:
+    """Writes completions and chats as OpenAI does."""
+
+    def __init__(self, answer: Answer) -> None:
+        body, self._answer = answer.body, answer
+        chat = isinstance(body, ChatRequest)
+        options = body.stream_options or StreamOptions()
+        self._tells_usage = options.include_usage
+        self._tells_usage_always = options.include_usage and options.continuous_usage_stats
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": body.model,
+        }
+        self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if chat else {})
+
+    def begin(self, deltas: list[Delta]) -> bytes:
+        """Return the speaker, or a prompt that is echoed."""
+        return self.push(deltas)
+
+    def push(self, deltas: list[Delta]) -> bytes:
+        """Return an event for each new member of a choice."""
+        return b"".join([self._chunk([delta]) for delta in deltas])
+
+    def take(self, deltas: list[Delta]) -> None:
+        """Do nothing: the choices keep what they make."""
+
+    def _chunk(self, choices: list[Delta], usage: Any = None) -> bytes:
+        value = {**self._chunk_head, "choices": choices}
+        if self._tells_usage_always and choices:
+            answer, index = self._answer, choices[0]["index"]
+            request = answer.requests[index // answer.each]
+            usage = _usage(len(request.prompt_token_ids), answer.told[index])
+        return event(value | {"usage": usage} if self._tells_usage else value)
+
+    def end(self) -> bytes:
+        """Return the usage, if it was asked for, and the mark that all has come."""
+        usage = self._chunk([], self._usage()) if self._tells_usage else b""
+        return usage + _DONE
+
+    def error(self, problem: APIError) -> bytes:
+        """Return the error in the place of the mark."""
+        return event(problem.body)
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the tokens of all choices; of one choice its times, too."""
+        answer = self._answer
+        details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": answer.cached}}
+        if isinstance(answer.body, ChatRequest):
+            details["completion_tokens_details"] = {"reasoning_tokens": answer.reasoning}
+        return _usage(answer.prompt_tokens, sum(answer.told)) | details | answer.times
+
+    def whole(self) -> dict[str, Any]:
+        """Return all choices and the usage."""
+        answer = self._answer
+        choices = [choice.whole() for choice in answer.choices]
+        prompt = {"prompt_logprobs": told} if (told := answer.prompt_logprobs) is not None else {}
+        return {**self._head, "choices": choices, **prompt, "usage": self._usage()}
+
+
+_DONE = b"data: [DONE]\n\n"
 
 
 def event(value: Any) -> bytes:

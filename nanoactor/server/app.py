@@ -14,6 +14,8 @@ from nanoactor.actors.config import render_limits
 from nanoactor.config import EngineConfig
 from nanoactor.engine import AsyncLLM
 from nanoactor.model_files import max_prompt_bytes
+from nanoactor.server.anthropic.routes import MessagesRoutes
+from nanoactor.server.anthropic.translate import Options
 from nanoactor.server.completions import Completions
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.connections import acceptor
@@ -25,6 +27,7 @@ from nanoactor.server.monitor import Monitor
 from nanoactor.server.observe import Observation
 from nanoactor.server.openapi import document
 from nanoactor.server.requests import Decoder
+from nanoactor.server.responses.routes import ResponsesRoutes
 from nanoactor.server.serving import Engine, Watch
 from nanoactor.server.text_routes import TextRoutes
 from nanoactor.server.text_service import TextService
@@ -88,6 +91,7 @@ class Server:
             self._media,
             separate_reasoning=config.separate_reasoning,
             most_answers=config.max_answers_per_client or _fair_share(llm.config),
+            caps=not config.strict,
         )
         app = self._http.application(self._routes())
         app.cleanup_ctx.append(_lifetime(llm.start, llm.close))
@@ -107,6 +111,10 @@ class Server:
 
     def _routes(self) -> Routes:
         texts = TextRoutes(self.llm, self._texts, self._http, self.name)
+        sees = self.llm.files.images is not None
+        options = Options(sees, self.config.drop_volatile_lines)
+        messages = MessagesRoutes(self._completions, texts, self._http, options)
+        responses = ResponsesRoutes(self._completions, texts, self._http, sees)
         looks = Observation(self._tracer, self._monitor, self.metrics, self._http, self._texts)
         openapi_document = document(self.name, bool(self.config.api_keys))
 
@@ -116,6 +124,13 @@ class Server:
         return {
             "/v1/chat/completions": ("POST", self._completions.chat),
             "/v1/completions": ("POST", self._completions.completions),
+            "/v1/responses": ("POST", responses.create),
+            "/v1/responses/input_tokens": ("POST", responses.input_tokens),
+            "/v1/responses/compact": ("POST", responses.compact),
+            "/v1/responses/{id}": ("GET", responses.stored),
+            "/v1/responses/{id}/cancel": ("POST", responses.stored),
+            "/v1/messages": ("POST", messages.create),
+            "/v1/messages/count_tokens": ("POST", messages.count_tokens),
             "/v1/models": ("GET", texts.models),
             "/v1/models/{model:.+?}": ("GET", texts.model),
             "/tokenize": ("POST", texts.tokenize),

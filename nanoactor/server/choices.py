@@ -52,6 +52,10 @@ class TextChoice:
         self._text.append(text)
         return [_choice(self._index, None, self._new_logprobs(), text=text)]
 
+    def reasoning_share(self, tokens: int) -> int:
+        """Return 0: a completion has no thoughts."""
+        return 0
+
     def _new_logprobs(self) -> Any:
         return None if self.logprobs is None else self.logprobs.take()
 
@@ -95,6 +99,8 @@ class ChatChoice:
         self._thoughts: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._reason: str | None = None
+        self._latest = (0, 0)
+        """Characters of thoughts and of anything else in the latest piece."""
 
     def begin(self) -> list[Delta]:
         """Return the delta that names the speaker."""
@@ -109,7 +115,18 @@ class ChatChoice:
         thoughts = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.push(text)
+        self._latest = len(thoughts), len(text)
         return self._scored(self._deltas(thoughts, self._pieces(text)))
+
+    def reasoning_share(self, tokens: int) -> int:
+        """Return how many of the latest piece's tokens are thoughts: shared out by characters
+        where thoughts end within it, and all where it shows nothing and they have not ended."""
+        if self._reasoning is None:
+            return 0
+        thoughts, others = self._latest
+        if not thoughts and not others:
+            return tokens if self._reasoning.thinking else 0
+        return round(tokens * thoughts / (thoughts + others))
 
     def _pieces(self, text: str) -> list[Piece]:
         if self._tools is not None:

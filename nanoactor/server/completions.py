@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`: requests to the engine, answers from it."""
+"""`/v1/completions`, and chats, which come by three APIs: requests to the engine and answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanoactor.engine import Prompt
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.spec import Thoughts
 from nanoactor.request import Request
-from nanoactor.server.answer import Answer, Echoed, event
+from nanoactor.server.answer import Answer, AnswerWriter, CompletionWriter, Echoed
 from nanoactor.server.chat_messages import (
     conversation,
     load_pictures,
@@ -44,7 +44,8 @@ from nanoactor.server.shares import Shares
 from nanoactor.server.structured import Constraint, said_of
 from nanoactor.server.text_service import TextService
 from nanoactor.server.tool_calls import CallFinder, CallsBehindThoughts, ToolCallParser
-from nanoactor.server.tool_choice import NamedTool
+from nanoactor.server.tool_choice import named_tool
+from nanoactor.server.turns import Turns
 
 _STREAM = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -52,10 +53,9 @@ _STREAM = {
     # Some proxies keep answers back until they are whole, unless they are told not to.
     "X-Accel-Buffering": "no",
 }
-_DONE = b"data: [DONE]\n\n"
-
 Send = Callable[[list[Delta]], Awaitable[None]]
 """Takes new members of an answer's choices on to the client."""
+MakeWriter = Callable[[Answer], AnswerWriter]
 
 
 class Completions:
@@ -71,15 +71,19 @@ class Completions:
         *,
         separate_reasoning: bool,
         most_answers: int,
+        caps: bool,
     ) -> None:
         """`texts` is None where the engine has no tokenizer; `separate_reasoning` is what requests
-        want that do not say; `most_answers` may one client have under way."""
+        want that do not say; `most_answers` may one client have under way; `caps`: `max_tokens` is
+        lowered where the context leaves less room, instead of refused."""
         self._llm = llm
         self._texts = texts
         self._http = http
         self._metrics = metrics
         self._media = media
         self._separate_reasoning = separate_reasoning
+        self._caps = caps
+        self._turns = Turns()
         self._shares = Shares(most_answers)
         self._live: dict[Answer, Sequence[Request]] = {}
         """Answers under way, each with its requests to the engine."""
@@ -107,14 +111,22 @@ class Completions:
 
         if mute:
             body, constraint = _at_least_one(body), None
-        return await self._generate(request, body, wanted, choices, constraint=constraint)
+        how = _How(constraint=constraint)
+        return await self._generate(request, body, wanted, choices, how)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
         body = await self._http.read(request, ChatRequest)
+        return await self.answer_chat(request, body)
+
+    async def answer_chat(
+        self, request: web.Request, body: ChatRequest, make_writer: MakeWriter = CompletionWriter
+    ) -> web.StreamResponse:
+        """Answer a chat that came by any API, in its shapes."""
         template = self._texts.template if self._texts is not None else None
         options = template_options(body, template.variables if template is not None else ())
         if template is not None:
+            self._http.decoder.check_tools(body, options, template.shows_tools)
             template.check(options)
         separate = body.separate_reasoning
         if separate is None:
@@ -135,7 +147,8 @@ class Completions:
             ]
 
         await load_pictures(wanted[0], self._media)
-        return await self._generate(request, body, wanted, choices, options, constraint)
+        how = _How(options, constraint, make_writer, tuple(bare))
+        return await self._generate(request, body, wanted, choices, how)
 
     async def _text_logprobs(
         self, body: CompletionRequest, wanted: Sequence[Prompt]
@@ -164,7 +177,7 @@ class Completions:
             tools,
             body.parallel_tool_calls is False,
             ChatLogprobs(body.top_logprobs or 0, as_ids) if body.logprobs else None,
-            named_call=isinstance(body.tool_choice, NamedTool),
+            named_call=named_tool(body.tool_choice) is not None,
         )
 
     async def _echo_alone(
@@ -185,7 +198,7 @@ class Completions:
             for choice in answer.choices:
                 await send(choice.finish("length"))
 
-        return await self._answer(request, answer, finish)
+        return await self._answer(request, answer, CompletionWriter(answer), finish)
 
     async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         """Of a prompt that the model could continue."""
@@ -226,13 +239,12 @@ class Completions:
         body: Body,
         wanted: Sequence[Prompt],
         make_choices: Callable[[], Awaitable[Sequence[Choice]]],
-        options: Mapping[str, Any] | None = None,
-        constraint: Constraint | None = None,
+        how: _How,
     ) -> web.StreamResponse:
         """Queue the prompts first: whether there is room shows at once, and what the answer still
         needs to know of them is found out while they wait."""
         with self._shares.hold(self._http.client_of(request), len(wanted) * (body.n or 1)):
-            return await self._answered(request, body, wanted, make_choices, options, constraint)
+            return await self._answered(request, body, wanted, make_choices, how)
 
     async def _answered(
         self,
@@ -240,11 +252,10 @@ class Completions:
         body: Body,
         wanted: Sequence[Prompt],
         make_choices: Callable[[], Awaitable[Sequence[Choice]]],
-        options: Mapping[str, Any] | None,
-        constraint: Constraint | None,
+        how: _How,
     ) -> web.StreamResponse:
-        requests = self._submit(body, wanted, options, constraint)
-        answer = Answer(body, requests)
+        requests = self._submit(body, wanted, how)
+        answer, constraint = Answer(body, requests), how.constraint
         self._live[answer] = requests
         try:
             answer.choices = await make_choices()
@@ -255,25 +266,33 @@ class Completions:
                 if constraint is not None:  # the first is as good as all: they share it
                     await requests[0].begun()
             return await self._answer(
-                request, answer, lambda send: self._read_all(answer, requests, send)
+                request,
+                answer,
+                how.writer(answer),
+                lambda send: self._read_all(answer, requests, send),
             )
         finally:
+            self._note_turn(answer, how)
             del self._live[answer]
             for each in requests:
                 each.close()
             context_of(request).note += answer.note
 
-    def _submit(
-        self,
-        body: Body,
-        wanted: Sequence[Prompt],
-        options: Mapping[str, Any] | None,
-        constraint: Constraint | None,
-    ) -> list[Request]:
-        priority = body.priority or 0
+    def _note_turn(self, answer: Answer, how: _How) -> None:
+        """Count the tokens of the turn before that the cache held, if an answer is complete."""
+        if how.messages and answer.is_complete:
+            size: int = self._llm.facts["block_size"]
+            counted = self._turns.add(
+                how.messages, how.options or {}, answer.prompt_tokens, answer.cached, size
+            )
+            for fate, tokens in zip(("reused", "computed"), counted, strict=True):
+                self._metrics.turn_tokens.labels(fate).inc(tokens)
+
+    def _submit(self, body: Body, wanted: Sequence[Prompt], how: _How) -> list[Request]:
+        priority, options = body.priority or 0, how.options
         try:
-            with said_of(constraint):
-                params = sampling_params(body, constraint)
+            with said_of(how.constraint):
+                params = sampling_params(body, how.constraint, caps=self._caps)
                 return self._llm.submit(
                     wanted, params, priority=priority, chat_template_kwargs=options
                 )
@@ -283,42 +302,53 @@ class Completions:
             raise
 
     async def _answer(
-        self, request: web.Request, answer: Answer, read: Callable[[Send], Awaitable[None]]
+        self,
+        request: web.Request,
+        answer: Answer,
+        writer: AnswerWriter,
+        read: Callable[[Send], Awaitable[None]],
     ) -> web.StreamResponse:
         """Send what `read` brings, as it comes or at once."""
         if answer.streamed:
-            return await self._stream(request, answer, read)
+            return await self._stream(request, answer, writer, read)
+
+        async def keep(deltas: list[Delta]) -> None:
+            writer.take(deltas)
+
         for choice in answer.choices:
             choice.begin()
-        await read(_ignore)
-        return json_response(answer.whole())
+        await read(keep)
+        return json_response(writer.whole())
 
     async def _stream(
-        self, request: web.Request, answer: Answer, read: Callable[[Send], Awaitable[None]]
+        self,
+        request: web.Request,
+        answer: Answer,
+        writer: AnswerWriter,
+        read: Callable[[Send], Awaitable[None]],
     ) -> web.StreamResponse:
         """As server-sent events; from its head on errors can only be events."""
         context, response = context_of(request), web.StreamResponse(headers=_STREAM)
         await response.prepare(request)
-        last = _DONE
 
         async def send(deltas: list[Delta]) -> None:
             # It waits while the client has 64 KiB unread; what comes meanwhile merges where it is
             # made. Where nobody listens any more it raises `ConnectionError`.
-            await response.write(b"".join([answer.chunk([delta]) for delta in deltas]))
+            if written := writer.push(deltas):
+                await response.write(written)
 
         try:
-            for choice in answer.choices:
-                if deltas := choice.begin():
-                    await send(deltas)
+            deltas = [delta for choice in answer.choices for delta in choice.begin()]
+            if begin := writer.begin(deltas):
+                await response.write(begin)
             await read(send)
-            if answer.tells_usage:
-                await response.write(answer.chunk([], answer.usage))
+            last = writer.end()
         except ConnectionError:
             raise
         except Exception as error:
             # It takes the place of the mark by which clients know that all has come.
             problem = context.explain(error)
-            last = event(problem.body)
+            last = writer.error(problem)
             context.broken_off = True
             context.note += f" broken off: {problem.message!r:.300}"
             self._metrics.broken_off.inc()
@@ -374,5 +404,13 @@ def _at_least_one(body: CompletionRequest) -> CompletionRequest:
     return msgspec.structs.replace(body, max_tokens=1, min_tokens=None)
 
 
-async def _ignore(deltas: list[Delta]) -> None:
-    """The whole is asked for at the end."""
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """Inputs of an answer besides its body."""
+
+    options: Mapping[str, Any] | None = None
+    """For the chat template."""
+    constraint: Constraint | None = None
+    writer: MakeWriter = CompletionWriter
+    messages: Sequence[Any] = ()
+    """Those of a chat, without its pictures."""

@@ -34,6 +34,9 @@ class ServerConfig:
     """Refuse unknown fields of requests, instead of ignoring them with a warning."""
     separate_reasoning: bool = True
     """Move `<think>` parts to `reasoning_content`; a request may say otherwise."""
+    drop_volatile_lines: bool = True
+    """Leave lines out of system texts that a coding agent changes with every request, so that its
+    conversation stays in the prefix cache; on /v1/messages alone (docs/server.md lists them)."""
     max_body_bytes: int | None = None
     """The longest body of a request. Default: what the longest prompt can take."""
     max_answers_per_client: int | None = None

@@ -77,7 +77,9 @@ class Connection(web.RequestHandler):
             problem = malformed(exc, status)
             request._version = HttpVersion11  # what was not understood is taken for 1.0
             context.note += f" {problem.message!r:.200}"
-        response = json_response(problem.body, status=problem.status, headers=context.headers)
+        response = json_response(
+            context.error_body(problem), status=problem.status, headers=context.headers
+        )
         response.force_close()
         self._note(request, problem.status, 0.0)
         return response

@@ -7,15 +7,25 @@ import functools
 import logging
 import re
 import uuid
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web
 
-from nanoactor.server.errors import APIError, from_engine
+from nanoactor.server.anthropic.errors import error_body
+from nanoactor.server.errors import APIError, from_engine, renamed
 
 log = logging.getLogger("nanoactor.server")
 
-_WITHOUT_VERSION = ("/models", "/completions", "/chat/completions")
+_WITHOUT_VERSION = (
+    "/models",
+    "/completions",
+    "/chat/completions",
+    "/responses",
+    "/messages",
+    "/messages/count_tokens",
+)
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -30,6 +40,8 @@ class RequestContext:
         """Of the answer, whatever it is."""
         self.fields: frozenset[str] = frozenset()
         """The parameters that its kind of request has."""
+        self.names: Mapping[str, str] = {}
+        """By the names of a chat's fields: those of its API, where it is another."""
         self.note = ""
         """For the log: what came of it."""
         self.broken_off = False
@@ -38,9 +50,16 @@ class RequestContext:
     def explain(self, error: Exception) -> APIError:
         """Turn an error into what the client is told; the log has the cause of a bug."""
         problem = error if isinstance(error, APIError) else from_engine(error, self.fields)
+        problem = renamed(problem, self.names)
         if problem.code == "internal_error":
             log.error("request %s failed", self.id, exc_info=error)
         return problem
+
+    def error_body(self, problem: APIError) -> Any:
+        """Return the body of an answer that is an error, in the shape of its API."""
+        if self.path.startswith("/v1/messages"):
+            return error_body(problem, self.id)
+        return problem.body
 
 
 _CONTEXT = web.RequestKey("context", RequestContext)

@@ -135,6 +135,17 @@ def from_engine(error: Exception, names: frozenset[str]) -> APIError:
     return APIError(500, "internal error; the server's log has its cause", code="internal_error")
 
 
+def renamed(problem: APIError, names: Mapping[str, str]) -> APIError:
+    """Return an error that names the fields of another API, where it names one of a chat's."""
+    for ours, theirs in names.items():
+        if re.match(rf"{re.escape(ours)}\b", problem.message):
+            problem.message = theirs + problem.message.removeprefix(ours)
+        if problem.param is not None and re.match(rf"{re.escape(ours)}\b", problem.param):
+            problem.param = theirs + problem.param.removeprefix(ours)
+            break
+    return problem
+
+
 def from_decoding(error: Exception) -> APIError:
     """A body that is no JSON, or not what is expected."""
     if isinstance(error, RecursionError):

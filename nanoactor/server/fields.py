@@ -1,7 +1,7 @@
 """The treatment of each field of a request: honoured, refused, or ignored.
 
-Every field of the two completion routes in OpenAI's API and in vLLM's stands here. `docs/server.md`
-shows this table (`python -m tests.server.fields_table` writes it).
+Every field of the routes that generate stands here: those of OpenAI's API, Anthropic's and vLLM's.
+`docs/server.md` shows this table (`python -m tests.server.fields_table` writes it).
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ log = logging.getLogger("nanoactor.server")
 _INDEX = re.compile(r"\[\d+\]")
 Status = Literal["honoured", "refused", "ignored"]
 _BOTH, _CHAT, _TEXT = ("chat", "completions"), ("chat",), ("completions",)
+_RESPONSES, _MESSAGES = ("responses",), ("messages",)
+_AGENTS, _ALL = ("responses", "messages"), ("chat", "completions", "responses", "messages")
 TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking", "thinking")
 """Fields that a chat template may read as variables of these names."""
-_NEIGHBOURS = "llama.cpp's and SGLang's; give `structured_outputs`"
+_UNSTORED = "responses are not stored: send the whole conversation as input"
 _FOR_TEMPLATES = "given to the chat template, if that reads it; else ignored"
 
 
@@ -42,6 +44,10 @@ SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name no
 """The engine's sampling parameters, which requests have under the same names. `output_kind` and
 `detokenize` are the server's affair, and constraints have several fields."""
 
+_NOT_OF_AGENTS = {"n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "max_tokens"}
+EXTENSIONS = tuple(name for name in SAMPLING if name not in {*_NOT_OF_AGENTS, "stop"})
+"""Those that the Responses and the Messages API take too, whether they define them or not."""
+
 
 def _fields(
     status: Status, routes: tuple[str, ...], *names: str, note: str = "", **neutral: Any
@@ -56,16 +62,23 @@ _refused = functools.partial(_fields, "refused")
 _ignored = functools.partial(_fields, "ignored")
 
 FIELDS: tuple[Field, ...] = (
-    *_honoured(_BOTH, *SAMPLING, "model", "stream"),
-    *_honoured(_BOTH, "priority", note="a lower one goes first"),
-    *_honoured(_BOTH, "user", note="stands in the access log"),
+    *_honoured(_BOTH, *SAMPLING),
+    *_honoured(_AGENTS, *EXTENSIONS),
+    *_honoured(_ALL, "model", "stream"),
+    *_honoured(_ALL, "priority", note="a lower one goes first"),
+    *_honoured((*_BOTH, "responses"), "user", note="stands in the access log"),
     *_honoured(_BOTH, "stream_options", note="`include_usage`, `continuous_usage_stats`"),
     *_honoured(_TEXT, "prompt", note="text, token ids, or a list of either"),
     *_honoured(_TEXT, "echo", note="with `max_tokens` 0 nothing is generated"),
-    *_honoured(_CHAT, "messages", "max_completion_tokens", "tools", "chat_template_kwargs"),
+    *_honoured(("chat", *_AGENTS), "tools", "chat_template_kwargs"),
+    *_honoured(_CHAT, "messages", "max_completion_tokens"),
     *_honoured(_CHAT, "add_generation_prompt", "continue_final_message", "separate_reasoning"),
-    *_honoured(_CHAT, "tool_choice", note="`auto`, `none`, `required`, or a function"),
-    *_honoured(_CHAT, "parallel_tool_calls", note="false: one call at most"),
+    *_honoured(
+        ("chat", "responses"),
+        "tool_choice",
+        note="`auto`, `none`, `required`, a function, or `allowed_tools`",
+    ),
+    *_honoured(("chat", "responses"), "parallel_tool_calls", note="false: one call at most"),
     *_honoured(_BOTH, "response_format", note="`text`, `json_object`, `json_schema`"),
     *_honoured(_BOTH, "structured_outputs", note="as vLLM's"),
     *_honoured(_BOTH, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -83,7 +96,19 @@ FIELDS: tuple[Field, ...] = (
     *_refused(_BOTH, kv_transfer_params={}, note="may replace the prompt"),
     *_refused(_BOTH, mm_processor_kwargs={}, media_io_kwargs={}, routed_experts_prompt_start=0),
     *_refused(_TEXT, suffix="", prompt_embeds=[], add_special_tokens=True),
-    *_refused(_BOTH, "json_schema", "grammar", "ebnf", "regex", note=_NEIGHBOURS),
+    *_honoured(_BOTH, "json_schema", "regex", note="SGLang's, as in `structured_outputs`"),
+    *_honoured(_BOTH, "grammar", "ebnf", note="llama.cpp's and SGLang's, likewise"),
+    *_honoured(_BOTH, "max_new_tokens", "min_new_tokens", note="SGLang's names"),
+    *_refused(_BOTH, repeat_penalty=1, note="counts the latest tokens; see `repetition_penalty`"),
+    *_refused(_BOTH, typical_p=1, top_a=0, top_n_sigma=-1, mirostat=0, dynatemp_range=0),
+    *_refused(_BOTH, dry_multiplier=0, xtc_probability=0, adaptive_target=-1),
+    *_refused(_BOTH, "samplers", "stop_regex", "custom_logit_processor", note="not sampled so"),
+    *_refused(_BOTH, n_predict=-1, note="give `max_tokens`"),
+    *_refused(_BOTH, n_probs=0, note="give `logprobs`"),
+    *_refused(_BOTH, no_stop_trim=False, note="give `include_stop_str_in_output`"),
+    *_refused(_BOTH, lora=[], lora_path="", return_hidden_states=False),
+    *_ignored(_BOTH, "cache_prompt", "id_slot", "min_keep", "repeat_last_n", "t_max_predict_ms"),
+    *_ignored(_BOTH, "session_params", "stream_reasoning"),
     *_refused(_BOTH, extra_body={}, note="its members stand at the top"),
     *_refused(_BOTH, options={}, note="its members have names of their own at the top"),
     *_refused(_CHAT, add_special_tokens=False, echo=False),
@@ -102,6 +127,39 @@ FIELDS: tuple[Field, ...] = (
     *_ignored(_BOTH, "mm_payload", "return_mm_kwargs", "return_token_offsets"),
     *_ignored(_CHAT, "metadata", "store", "service_tier", "prediction", "safety_identifier"),
     *_ignored(_CHAT, "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    *_honoured(_RESPONSES, "input", "instructions", "max_output_tokens", "stop"),
+    *_honoured(_RESPONSES, "text", note="`format`; `verbosity` for the chat template"),
+    *_honoured(_RESPONSES, "reasoning", note="`effort`, for the chat template"),
+    *_honoured(_RESPONSES, "include", note="`reasoning.encrypted_content`"),
+    *_honoured(_RESPONSES, "store", note="nothing is stored, and the response says so"),
+    *_honoured(_RESPONSES, "truncation", note="nothing is dropped from a long input"),
+    *_honoured(_RESPONSES, "metadata", note="stands in the response"),
+    *_refused(_RESPONSES, "previous_response_id", "conversation", note=_UNSTORED),
+    *_refused(_RESPONSES, background=False, note="nothing is stored that could be fetched later"),
+    *_refused(_RESPONSES, "prompt", note="templates of prompts are not stored here"),
+    *_refused(_RESPONSES, top_logprobs=0, image={}, note="text alone is answered"),
+    *_refused(_RESPONSES, "moderation", "max_tokens", "max_completion_tokens"),
+    *_ignored(_RESPONSES, "background_options", "max_tool_calls", "stream_options"),
+    *_ignored(_RESPONSES, "access_programs", "client_metadata", "context_management"),
+    *_ignored(_RESPONSES, "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    *_ignored(_RESPONSES, "safety_identifier"),
+    *_honoured(_MESSAGES, "messages", "max_tokens", "system", "stop_sequences"),
+    *_honoured(_MESSAGES, "tool_choice", note="`auto`, `any`, `none`, or a `tool`"),
+    *_honoured(_MESSAGES, "thinking", note="for the chat template; `display: omitted` seals it"),
+    *_honoured(_MESSAGES, "output_config", note="`format`; `effort` for the chat template"),
+    *_honoured(_MESSAGES, "output_format", note="older place of `output_config.format`"),
+    *_refused(_MESSAGES, mcp_servers=[], note="no tools are run here"),
+    *_refused(_MESSAGES, "container", note="no tools are run here"),
+    *_refused(_MESSAGES, "stop", note="give `stop_sequences`"),
+    *_ignored(_MESSAGES, "metadata", "cache_control", "context_management", "compaction"),
+    *_ignored(_MESSAGES, "inference_geo", "speed", "betas", "diagnostics", "thread"),
+    *_ignored(_MESSAGES, "workspace_id", "user_profile_id", "billing_policy"),
+    *_ignored(_MESSAGES, "fallbacks", "fallback_credit_token"),
+    *_ignored(_AGENTS, "service_tier"),
+    *_refused(_AGENTS, n=1, note="one answer, as these APIs have it"),
+    *_refused(_AGENTS, logprobs=False, prompt_logprobs=0, note="see `/v1/chat/completions`"),
+    *_refused(_AGENTS, "truncate_prompt_tokens", "structured_outputs", "response_format"),
+    *_refused(_AGENTS, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 
 

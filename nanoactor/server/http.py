@@ -16,12 +16,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from msgspec import Struct
 
+from nanoactor.server.anthropic.request import MessagesRequest
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.context import answer_as_http1, context_of, json_response
 from nanoactor.server.errors import APIError, check_model, unavailable
 from nanoactor.server.keys import Keys
 from nanoactor.server.metrics import Metrics
 from nanoactor.server.requests import ChatRequest, CompletionRequest, Decoder
+from nanoactor.server.responses.request import ResponsesRequest
 
 access_log = logging.getLogger("nanoactor.access")
 
@@ -30,6 +32,26 @@ OPEN_PATHS = ("/live", "/ready", "/favicon.ico")
 _QUIET = (*OPEN_PATHS, "/health", "/metrics", "/activity")
 """What is asked for again and again, by machines."""
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|\d+\.\d+\.\d+\.\d+|localhost|[\w.-]+\.localhost)(:\d+)?")
+_NEAR = 0.85
+"""How alike a path must be to one that exists to be taken for it."""
+_NOT_SERVED = {
+    "/embed": "embeddings are not served: this model generates text",
+    "/rerank": "reranking is not served: this model generates text",
+    "/score": "scores are not served: this model generates text",
+    "/pooling": "pooling is not served: this model generates text",
+    "/classify": "classification is not served: this model generates text",
+    "/audio": "audio is not served; text is, at /v1/chat/completions",
+    "/images": "pictures are not made here; text is, at /v1/chat/completions",
+    "/realtime": "the Realtime API is not served; streams are, at /v1/responses",
+    "/moderations": "moderation is not served",
+    "/files": "files are not stored: send their content with the request",
+    "/batches": "batches are not stored: send the requests at once, they run together",
+    "/conversations": "conversations are not stored: send all of it with each request",
+    "/assistants": "assistants are not served; conversations are, at /v1/responses",
+    "/api/": "Ollama's API is not served; OpenAI's is, at /v1/chat/completions",
+    "/generate": "text is generated at /v1/completions and /v1/chat/completions",
+}
+"""By a part of a path: what clients of other servers look for there, and what is here instead."""
 _MANY_BODIES = 64
 """How many bodies of the largest size may be on their way at once."""
 _SMALL_BODY = 1 << 16
@@ -40,6 +62,7 @@ _OUTCOMES = {429: "overloaded", _GONE: "client_gone", 503: "unavailable"}
 Routes = Mapping[str, tuple[str, Handler]]
 """By path: its method and what answers it."""
 B = TypeVar("B", bound=Struct)
+_GENERATES = (CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest)
 
 
 class HttpFrontend:
@@ -60,7 +83,7 @@ class HttpFrontend:
         self._max_body = max_body_bytes
         self._metrics = metrics
         self._keys = Keys(config.api_keys)
-        self._decoder = decoder
+        self.decoder = decoder
         self._body_room = _MANY_BODIES * max_body_bytes
         self._paths: list[str] = []
         self.draining = False
@@ -128,7 +151,8 @@ class HttpFrontend:
         if problem.code or problem.param:
             context.note += f" {(problem.code or problem.param)!r:.100}"
         answer_as_http1(request)
-        response = json_response(problem.body, status=problem.status, headers=problem.headers)
+        body = context.error_body(problem)
+        response = json_response(body, status=problem.status, headers=problem.headers)
         if not request.content.is_eof():
             response.force_close()
         return response
@@ -150,11 +174,18 @@ class HttpFrontend:
                 text = f"{path} takes {allowed}, not {error.method}"
                 raise APIError(405, text, headers={"Allow": allowed})
             case web.HTTPException():
-                paths = [known for known in self._paths if known != "/"]
-                near = difflib.get_close_matches(path[:100], paths, 1)
-                hint = f"did you mean {near[0]}? " if near else ""
+                hint = self._hint(path)
                 raise APIError(404, f"there is no {path[:200]!r} here; {hint}See /openapi.json")
         return await handler(request)
+
+    def _hint(self, path: str) -> str:
+        """Return what to say of a path that does not exist, with a space behind it; empty where
+        nothing is known."""
+        for part, text in _NOT_SERVED.items():
+            if part in path:
+                return f"{text}. "
+        near = difflib.get_close_matches(path[:100], self._paths, 1, _NEAR)
+        return f"did you mean {near[0]}? " if near else ""
 
     def _check_key(self, request: web.Request) -> None:
         headers = request.headers
@@ -238,14 +269,14 @@ class HttpFrontend:
 
     async def read(self, request: web.Request, kind: type[B]) -> B:
         """Read a body of this kind; `APIError` says what is wrong with it."""
-        body = self._decoder.decode(kind, await self._body(request))
+        body = self.decoder.decode(kind, await self._body(request))
         context = context_of(request)
         context.fields = frozenset(kind.__struct_fields__)
         if user := getattr(body, "user", None):
             context.note = f" user={user[:100]!r}"
         if model := getattr(body, "model", None):
             check_model(model, self._model)
-        elif isinstance(body, CompletionRequest | ChatRequest):
+        elif isinstance(body, _GENERATES):
             body.model = self._model
         return body
 

@@ -98,6 +98,13 @@ class Metrics(Collector):
             "Streams that ended with an error after they had begun.",
             registry=self._registry,
         )
+        self.turn_tokens = Counter(
+            "nanoactor_turn_tokens",
+            "Tokens of the prompt of a conversation's turn before, when its next one came: reused "
+            "from the prefix cache, or computed again.",
+            ["fate"],
+            registry=self._registry,
+        )
         self._histograms: list[Histogram] = []
         self.ttft = self._histogram(
             "time_to_first_token_seconds",

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 
 import nanoactor
+from nanoactor.server.anthropic.errors import AnthropicError
+from nanoactor.server.anthropic.request import CountTokensRequest, MessagesRequest
 from nanoactor.server.errors import Error
 from nanoactor.server.fields import of_route
 from nanoactor.server.observe import MAX_TRACE_SECONDS
@@ -16,13 +18,19 @@ from nanoactor.server.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from nanoactor.server.responses.request import ResponsesRequest
 
 _BODIES = {
     "/v1/chat/completions": (ChatRequest, "Continue a conversation"),
     "/v1/completions": (CompletionRequest, "Continue one prompt or several"),
+    "/v1/responses": (ResponsesRequest, "Continue a conversation, by OpenAI's Responses API"),
+    "/v1/responses/input_tokens": (ResponsesRequest, "Tokens of a conversation's prompt"),
+    "/v1/messages": (MessagesRequest, "Continue a conversation, by Anthropic's Messages API"),
+    "/v1/messages/count_tokens": (CountTokensRequest, "Tokens of a conversation's prompt"),
     "/tokenize": (TokenizeRequest, "Token ids of a prompt or of a conversation"),
     "/detokenize": (DetokenizeRequest, "Text of token ids"),
 }
+_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _LOOKS = {
     "/v1/models": ("The model, what it can do, and its limits", "application/json"),
     "/v1/models/{model}": ("One model", "application/json"),
@@ -61,17 +69,18 @@ def document(model: str, keys: bool) -> dict[str, Any]:
     """The whole document, for a server of this model; `keys`: whether callers need one."""
     kinds = [kind for kind, _ in _BODIES.values()]
     references, schemas = msgspec.json.schema_components(
-        [*kinds, Error], ref_template="#/components/schemas/{name}"
+        [*kinds, Error, AnthropicError], ref_template="#/components/schemas/{name}"
     )
     for kind in kinds:
         schemas[kind.__name__]["properties"]["model"] = {"enum": [model]}
-        schemas[kind.__name__].pop("additionalProperties")
-    for kind, route in ((ChatRequest, "chat"), (CompletionRequest, "completions")):
-        schemas[kind.__name__]["properties"] |= _refused(route)
+        schemas[kind.__name__].pop("additionalProperties", None)
+    for kind in (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest):
+        schemas[kind.__name__]["properties"] |= _refused(kind.ROUTE)
     paths: dict[str, Any] = {}
     for (path, (_, text)), schema in zip(_BODIES.items(), references, strict=False):
-        streamed = ("text/event-stream",) if path.endswith("completions") else ()
-        paths[path] = {"post": _operation(text, "application/json", *streamed)}
+        streamed = ("text/event-stream",) if path in _STREAMED else ()
+        error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+        paths[path] = {"post": _operation(text, "application/json", *streamed, error=error)}
         content = {"application/json": {"schema": schema}}
         paths[path]["post"]["requestBody"] = {"required": True, "content": content}
     for path, (text, content_type) in _LOOKS.items():
@@ -105,9 +114,9 @@ def _refused(route: str) -> dict[str, Any]:
     }
 
 
-def _operation(text: str, *content_types: str) -> dict[str, Any]:
-    """Describe an operation that answers in one of these forms, or with an error."""
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def _operation(text: str, *content_types: str, error: str = "Error") -> dict[str, Any]:
+    """Describe an operation that answers in one of these forms, or with an error of this shape."""
+    shape = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     answer = {"description": "The answer", "content": {kind: {} for kind in content_types}}
-    wrong = {status: {"description": said, "content": error} for status, said in _WRONG.items()}
+    wrong = {status: {"description": said, "content": shape} for status, said in _WRONG.items()}
     return {"summary": text, "responses": {"200": answer, **wrong}}

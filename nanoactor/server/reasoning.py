@@ -47,6 +47,11 @@ class ReasoningParser:
         self._begun = False
         """Whether a thought has gone out: line breaks before the first are dropped."""
 
+    @property
+    def thinking(self) -> bool:
+        """Tell whether the text so far ends within thoughts."""
+        return self._where is _Where.THINKING
+
     def push(self, text: str) -> tuple[str, str]:
         """(thoughts, content) that are certain now."""
         if self._where is _Where.SAYING:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
 
 from nanoactor.engine import Prompt
 from nanoactor.outputs import RequestOutputKind
-from nanoactor.params import SamplingParams
+from nanoactor.params import SamplingParams, TokenCap
 from nanoactor.server.chat_messages import Message, check_conversation, unread_members
 from nanoactor.server.errors import context_length_exceeded, from_decoding, invalid
 from nanoactor.server.fields import (
+    EXTENSIONS,
     OF_TOKENIZE,
     SAMPLING,
     TEMPLATE_FIELDS,
@@ -31,6 +32,9 @@ from nanoactor.server.tool_choice import (
     Tool,
     ToolChoice,
     check_tool_choice,
+    check_tool_kinds,
+    demands_calls,
+    possible_calls,
     tool_grammar,
     unenforced,
 )
@@ -39,6 +43,9 @@ MAX_PROMPTS, MAX_ITEMS = 512, 4096
 """How many prompts, and how many members of any other list, a request may hold: more would hold up
 the loop for too long."""
 _DEFAULT_COMPLETION_TOKENS = 16
+
+
+_SGLANG = Meta(description="SGLang's name of max_tokens or min_tokens")
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -54,6 +61,13 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 # A parameter of the engine's is one of requests too, without being named here.
 if TYPE_CHECKING:
     _Sampling = Constrained
+
+    class Extended(Struct, kw_only=True):
+        """Sampling parameters; those that code names."""
+
+        temperature: float | None = None
+        top_p: float | None = None
+
 else:
     _HINTS = get_type_hints(SamplingParams)
     _Sampling = msgspec.defstruct(
@@ -61,6 +75,9 @@ else:
         [(name, _HINTS[name] | None, None) for name in SAMPLING],
         bases=(Constrained,),
         kw_only=True,
+    )
+    Extended = msgspec.defstruct(
+        "Extended", [(name, _HINTS[name] | None, None) for name in EXTENSIONS], kw_only=True
     )
 
 
@@ -74,6 +91,8 @@ class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
     n: int | None = None
     prompt_logprobs: int | None = None
     max_tokens: int | None = None
+    max_new_tokens: Annotated[int, _SGLANG] | None = None
+    min_new_tokens: Annotated[int, _SGLANG] | None = None
     seed: Annotated[int, Meta(description="64 bits; may be negative")] | None = None
     return_tokens_as_token_ids: (
         Annotated[bool, Meta(description="Names tokens by their ids in logprobs")] | None
@@ -85,6 +104,7 @@ class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
 class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/completions`."""
 
+    ROUTE: ClassVar[str] = "completions"
     prompt: str | list[int | str | list[int]]
     echo: bool | None = None
     logprobs: Annotated[int | bool, Meta(description="How many; false is none")] | None = None
@@ -112,6 +132,7 @@ _FOR_TEMPLATE = Meta(description="Given to the chat template, if that reads it."
 class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`."""
 
+    ROUTE: ClassVar[str] = "chat"
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_ITEMS)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -141,7 +162,9 @@ class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
     def constraint(self) -> Constraint | None:
         """The constraint of the answer. Raises `APIError` where there are several."""
         parallel = self.parallel_tool_calls is not False
-        return constraint_of(self, tool_grammar(self.tools or (), self.tool_choice, parallel))
+        tools, choice = self.tools or (), self.tool_choice
+        demanded = tool_grammar(tools, choice, parallel)
+        return constraint_of(self, demanded, possible_calls(tools, choice, parallel))
 
     def check(self) -> None:
         """Raise `APIError` for what is not served, or does not go together."""
@@ -157,6 +180,7 @@ class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
 class TokenizeRequest(_Given, kw_only=True, forbid_unknown_fields=True):
     """`POST /tokenize`: a prompt or messages."""
 
+    ROUTE: ClassVar[str] = "tokenize"
     model: str | None = None
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_ITEMS)] | None = None
@@ -194,12 +218,14 @@ class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 Body = CompletionRequest | ChatRequest
 B = TypeVar("B", bound=Struct)
-_KNOWN: dict[type, dict[str, Field]] = {
-    CompletionRequest: of_route("completions"),
-    ChatRequest: of_route("chat"),
-    TokenizeRequest: OF_TOKENIZE,
-}
 _MOST_UNKNOWN = 200
+
+
+@functools.cache
+def _known(kind: type[Struct]) -> dict[str, Field]:
+    """Return the fields of a body's route, by name; those of other structures are not listed."""
+    route: str = getattr(kind, "ROUTE", "")
+    return OF_TOKENIZE if route == "tokenize" else of_route(route)
 
 
 @functools.cache
@@ -234,6 +260,8 @@ class Decoder:
         """A body as a structure of this kind; `APIError` says what is wrong with it."""
         try:
             raw = msgspec.json.decode(body)
+            if issubclass(kind, _Given) and isinstance(raw, dict):
+                check_tool_kinds(raw.get("tools"))
             try:
                 decoded = msgspec.convert(raw, kind, str_keys=True)
             except msgspec.ValidationError:
@@ -242,12 +270,40 @@ class Decoder:
         except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError) as error:
             raise from_decoding(error) from None
         if isinstance(decoded, ChatRequest | TokenizeRequest):
-            decoded.__dict__["given"] = raw
-            decoded.check()
-            self._check_messages(decoded.messages or (), raw.get("messages") or ())
-        if isinstance(decoded, ChatRequest):
-            self._check_formats(decoded)
+            self._check(decoded, raw)
         return decoded
+
+    def chat(self, translated: dict[str, Any]) -> ChatRequest:
+        """Return the chat that a request of another API was translated to."""
+        try:
+            body = msgspec.convert(translated, ChatRequest)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise from_decoding(error) from None
+        self._check(body, translated)
+        return body
+
+    def warn(self, name: str, fate: str) -> None:
+        """Log once what becomes of something that is not honoured; refuse it where it is strict."""
+        if self._strict:
+            raise invalid(f"{name}: {fate}", name.partition(":")[0])
+        self._warned.warn(name, f"{fate} (--strict refuses it)")
+
+    def check_tools(
+        self, body: ChatRequest | TokenizeRequest, options: dict[str, Any], shown: bool
+    ) -> None:
+        """Take tools out of a template's options where it would not show them, with a warning: an
+        answer that need not call a function can do without. One that must is refused later."""
+        choice = body.tool_choice if isinstance(body, ChatRequest) else None
+        if options.get("tools") and not shown and not demands_calls(choice):
+            self.warn("tools", "the model's chat template does not show to the model")
+            del options["tools"]
+
+    def _check(self, body: ChatRequest | TokenizeRequest, given: dict[str, Any]) -> None:
+        body.__dict__["given"] = given
+        body.check()
+        self._check_messages(body.messages or (), given.get("messages") or ())
+        if isinstance(body, ChatRequest):
+            self._check_formats(body)
 
     def _check_formats(self, body: ChatRequest) -> None:
         calls = tool_grammar(body.tools or (), body.tool_choice, parallel=True)
@@ -291,7 +347,7 @@ class Decoder:
                 self._clean(item, inner, f"{path}{name}[{index}].")
 
     def _take_out(self, raw: dict[str, Any], kind: type[Struct], name: str, path: str) -> None:
-        value, field = raw.pop(name), _KNOWN.get(kind, {}).get(name)
+        value, field = raw.pop(name), _known(kind).get(name)
         neutral = field.neutral if field is not None else ()
         if is_neutral(value, neutral):
             return
@@ -305,14 +361,20 @@ class Decoder:
         self._warned.warn(path)
 
 
-def sampling_params(body: Body, constraint: Constraint | None = None) -> SamplingParams:
-    """The engine's parameters; raises `InvalidRequest`, which names the one that is wrong."""
+def sampling_params(
+    body: Body, constraint: Constraint | None = None, *, caps: bool = False
+) -> SamplingParams:
+    """The engine's parameters; raises `InvalidRequest`, which names the one that is wrong. `caps`:
+    the request's `max_tokens` is lowered where the context leaves less room."""
     values = {name: getattr(body, name) for name in SAMPLING}
-    if body.max_tokens is None:
+    _take_other_names(body, values)
+    if values["max_tokens"] is None:
         if isinstance(body, ChatRequest):
             values["max_tokens"] = body.max_completion_tokens
         else:
             values["max_tokens"] = max(_DEFAULT_COMPLETION_TOKENS, values["min_tokens"] or 0)
+    if caps and values["max_tokens"] is not None:
+        values["max_tokens"] = TokenCap(values["max_tokens"])
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs are not streamed: give stream false", "prompt_logprobs")
     values["logprobs"] = wanted_logprobs(body)
@@ -323,6 +385,16 @@ def sampling_params(body: Body, constraint: Constraint | None = None) -> Samplin
     values["structured_outputs"] = constraint and constraint.params
     given = {name: value for name, value in values.items() if value is not None}
     return SamplingParams.for_model(output_kind=RequestOutputKind.DELTA, **given)
+
+
+def _take_other_names(body: Body, values: dict[str, Any]) -> None:
+    """Give parameters the values that stand under SGLang's names; `APIError` for two of them."""
+    for name in ("max_tokens", "min_tokens"):
+        other = name.replace("_", "_new_")
+        if (given := getattr(body, other)) is not None:
+            if values[name] not in (None, given):
+                raise invalid(f"{other} and {name} are one parameter: give one of them", other)
+            values[name] = given
 
 
 def wanted_logprobs(body: Body) -> int | None:

@@ -58,6 +58,7 @@ CLOSED = (ResponseFormat, JsonSchema, StructuredOutputs)
 """Objects of which an unknown member is refused, as it would change the answer."""
 _OURS = "structured_outputs"
 """The engine's parameter, with which its messages about constraints begin."""
+_OTHERS = Meta(description="SGLang's or llama.cpp's name of a member of structured_outputs")
 _OLDER = Meta(description="Older name of a member of structured_outputs")
 
 
@@ -70,6 +71,10 @@ class Constrained(Struct, kw_only=True):
     guided_regex: Annotated[str, _OLDER] | None = None
     guided_choice: Annotated[list[str], _OLDER] | None = None
     guided_grammar: Annotated[str, _OLDER] | None = None
+    json_schema: Annotated[dict[str, Any] | str, _OTHERS] | None = None
+    regex: Annotated[str, _OTHERS] | None = None
+    ebnf: Annotated[str, _OTHERS] | None = None
+    grammar: Annotated[str, _OTHERS] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,11 +106,14 @@ def said_of(constraint: Constraint | None) -> Iterator[None]:
         raise invalid(constraint.field + text.removeprefix(_OURS), constraint.field) from None
 
 
-def constraint_of(body: Constrained, calls: ToolGrammar | None = None) -> Constraint | None:
-    """Return a request's constraint, given which calls it demands; `APIError` where it has several.
+def constraint_of(
+    body: Constrained, calls: ToolGrammar | None = None, free_calls: ToolGrammar | None = None
+) -> Constraint | None:
+    """Return a request's constraint; `APIError` where it has several.
 
-    A form goes before calls that are free to come or not. Where calls are demanded there is no
-    content of which `response_format` could be true, so that it says nothing.
+    `calls`: those that the request demands, or whose arguments it constrains; `free_calls`: those
+    that may come instead of an answer that `response_format` describes. Where calls are demanded
+    there is no content of which `response_format` could be true, so that it says nothing.
     """
     asked = _asked(body)
     first, second = [*asked, "", ""][:2]
@@ -115,11 +123,36 @@ def constraint_of(body: Constrained, calls: ToolGrammar | None = None) -> Constr
         if asked and first != "response_format":
             raise invalid(f"{first}: tool_choice demands calls, which have their own form", first)
         return Constraint("tools", {"tools": calls})
+    if free_calls is not None and first == "response_format":
+        answer = _checked_schema(asked[first])
+        return Constraint("tools", {"tools": dataclasses.replace(free_calls, answer=answer)})
     return Constraint(first, asked[first]) if asked else None
 
 
+def _checked_schema(values: dict[str, Any]) -> str:
+    """Return the schema that `response_format` asks for, as text."""
+    wanted = Constraint("response_format", values)
+    with said_of(wanted):
+        schema = wanted.params.json
+    return schema if isinstance(schema, str) else '{"type":"object"}'
+
+
+_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
+"""By other names of constraints: ours."""
+
+
 def _asked(body: Constrained) -> dict[str, dict[str, Any]]:
-    """By the fields that constrain the answer: values of `StructuredOutputsParams`."""
+    """By the fields that constrain the answer: values of `StructuredOutputsParams`. A constraint
+    that stands under several names, as for servers of several versions, is one."""
     found: dict[str, dict[str, Any]] = {}
     wanted = body.response_format
     if wanted is not None and (wanted.type != "text" or wanted.schema or wanted.json_schema):
@@ -127,10 +160,25 @@ def _asked(body: Constrained) -> dict[str, dict[str, Any]]:
     if body.structured_outputs is not None:
         given = msgspec.structs.asdict(body.structured_outputs)
         found["structured_outputs"] = {k: value for k, value in given.items() if value is not None}
-    for name in ("json", "regex", "choice", "grammar"):
-        if (value := getattr(body, f"guided_{name}")) is not None:
-            found[f"guided_{name}"] = {name: value}
-    return found
+    for name, ours in _NAMES.items():
+        if (value := getattr(body, name)) is not None:
+            found[name] = {ours: value}
+    once: dict[str, dict[str, Any]] = {}
+    for name, values in found.items():
+        if _plain(values) not in map(_plain, once.values()):
+            once[name] = values
+    return once
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values with a schema that is text as the object that it is."""
+    schema = values.get("json")
+    if not isinstance(schema, str):
+        return values
+    try:
+        return {**values, "json": msgspec.json.decode(schema)}
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return values
 
 
 def _of_format(wanted: ResponseFormat) -> dict[str, Any]:

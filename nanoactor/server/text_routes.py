@@ -11,7 +11,12 @@ from nanoactor.server.chat_messages import conversation
 from nanoactor.server.context import json_response
 from nanoactor.server.errors import APIError, check_model, invalid
 from nanoactor.server.http import HttpFrontend
-from nanoactor.server.requests import DetokenizeRequest, TokenizeRequest, template_options
+from nanoactor.server.requests import (
+    ChatRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    template_options,
+)
 from nanoactor.server.serving import Engine
 from nanoactor.server.text_service import TextService
 from nanoactor.text.template import TemplateFacts
@@ -55,6 +60,7 @@ class TextRoutes:
                 "chat": template.exists,
                 "tools": template.shows_tools,
                 "reasoning": template.knows_thoughts,
+                "thinking_switch": "enable_thinking" in template.variables,
                 "text": self._texts is not None,
                 "vision": files.images is not None,
                 "logprobs": True,
@@ -79,16 +85,23 @@ class TextRoutes:
         if body.prompt is not None:
             ids = await texts.encode(body.prompt, body.add_special_tokens is not False)
         else:
-            options = template_options(body, texts.template.variables)
-            messages = conversation(body.given["messages"])
-            contents = (message.get("content") for message in messages)
-            parts = (part for content in contents if isinstance(content, list) for part in content)
-            if any(part["type"] == "image" for part in parts):
-                raise invalid("pictures have no tokens before they are read: send text", "messages")
-            texts.template.check(options)
-            ids = await texts.encode_chat(messages, options)
+            ids = await self.chat_tokens(body)
         limit = self._llm.files.max_model_len
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
+
+    async def chat_tokens(self, body: ChatRequest | TokenizeRequest) -> list[int]:
+        """Return the ids of the prompt that a conversation becomes. Raises `APIError` for one with
+        pictures."""
+        texts = self._need_texts()
+        options = template_options(body, texts.template.variables)
+        messages = conversation(body.given["messages"])
+        contents = (message.get("content") for message in messages)
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        if any(part["type"] == "image" for part in parts):
+            raise invalid("pictures have no tokens before they are read: send text", "messages")
+        self._http.decoder.check_tools(body, options, texts.template.shows_tools)
+        texts.template.check(options)
+        return await texts.encode_chat(messages, options)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """`POST /detokenize`: special tokens included."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from nanoactor.grammar.check import MAX_FUNCTIONS
 from nanoactor.grammar.formats import drop_unenforced, unenforced_formats
 from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES, ToolFunction, ToolGrammar
 from nanoactor.server.errors import invalid
@@ -38,16 +39,62 @@ class NamedFunction(Struct, forbid_unknown_fields=True):
     name: str
 
 
-class NamedTool(Struct, forbid_unknown_fields=True):
-    """A choice of one function."""
+class AllowedTool(Struct, forbid_unknown_fields=True):
+    """A function that may be called."""
 
     function: NamedFunction
     type: Literal["function"] = "function"
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(Struct, forbid_unknown_fields=True):
+    """The functions that may be called; the model is shown the others, too."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_FUNCTIONS)]
+
+
+class ToolDemand(Struct, forbid_unknown_fields=True):
+    """A choice of one function, or of several."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+ToolChoice = Literal["none", "auto", "required"] | ToolDemand
 # OpenAI: without parameters a function has none, so that its arguments are an empty object.
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def check_tool_kinds(given: Any) -> None:
+    """Raise `APIError` for a tool that is no function, as a body has them."""
+    for number, tool in enumerate(given if isinstance(given, list) else ()):
+        kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+        if kind != "function" and isinstance(kind, str):
+            path = f"tools[{number}].type"
+            raise invalid(
+                f"{path}: tools of the type {kind!r:.100} are not supported: give a function",
+                path,
+            )
+
+
+def named_tool(choice: ToolChoice | None) -> str | None:
+    """Return the name of the one function that a choice demands."""
+    if isinstance(choice, ToolDemand) and choice.function is not None:
+        return choice.function.name
+    return None
+
+
+def _allowed(choice: ToolChoice | None) -> AllowedTools | None:
+    return choice.allowed_tools if isinstance(choice, ToolDemand) else None
+
+
+def demands_calls(choice: ToolChoice | None) -> bool:
+    """Tell whether an answer must call a function."""
+    allowed = _allowed(choice)
+    if allowed is not None:
+        return allowed.mode == "required"
+    return choice == "required" or isinstance(choice, ToolDemand)
 
 
 def check_tool_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
@@ -56,11 +103,26 @@ def check_tool_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
         return
     if not tools:
         raise invalid('tool_choice: without tools only "none" or "auto" is accepted', "tool_choice")
-    names = [tool.function.name for tool in tools]
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        known = ", ".join(map(repr, names))
-        text = f"tool_choice: {choice.function.name!r:.100} is none of the tools: {known}"
-        raise invalid(text, "tool_choice")
+    if not isinstance(choice, ToolDemand):
+        return
+    members = {"function": choice.function, "allowed_tools": choice.allowed_tools}
+    given = [name for name, value in members.items() if value is not None]
+    if given != [choice.type]:
+        raise invalid(f"tool_choice: the type {choice.type!r} needs {choice.type}", "tool_choice")
+    names = {tool.function.name for tool in tools}
+    for wanted in _wanted(choice):
+        if wanted not in names:
+            known = ", ".join(repr(tool.function.name) for tool in tools)
+            text = f"tool_choice: {wanted!r:.100} is none of the tools: {known}"
+            raise invalid(text, "tool_choice")
+
+
+def _wanted(choice: ToolChoice | None) -> list[str]:
+    """Return the names of functions in a choice."""
+    allowed, named = _allowed(choice), named_tool(choice)
+    if allowed is not None:
+        return [one.function.name for one in allowed.tools]
+    return [] if named is None else [named]
 
 
 def tool_grammar(
@@ -71,21 +133,38 @@ def tool_grammar(
     A demanded call has arguments that its function's schema allows; any other call where a function
     is strict. `parallel`: whether there may be several calls.
     """
-    functions = [tool.function for tool in tools]
-    if isinstance(choice, NamedTool):
-        # One call, as in OpenAI's API: who names a function reads one.
-        named = [one for one in functions if one.name == choice.function.name]
-        return ToolGrammar(functions=_enforced(named), required=True, parallel=False)
-    if choice == "required":
+    functions = _callable(tools, choice)
+    if named_tool(choice) is not None:
+        # One call, as in OpenAI's API: a client that names a function reads one.
+        return ToolGrammar(functions=_enforced(functions), required=True, parallel=False)
+    if demands_calls(choice):
         return ToolGrammar(functions=_enforced(functions), required=True, parallel=parallel)
-    if choice == "none" or not any(function.strict for function in functions):
+    is_free = _allowed(choice) is None and not any(function.strict for function in functions)
+    if choice == "none" or is_free:
         return None
+    return ToolGrammar(functions=_strict_enforced(functions), required=False, parallel=parallel)
+
+
+def possible_calls(
+    tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool
+) -> ToolGrammar | None:
+    """Return the calls that may come instead of another form of answer; None where none may."""
+    functions = _callable(tools, choice)
+    if choice == "none" or demands_calls(choice) or not functions:
+        return None
+    return ToolGrammar(functions=_strict_enforced(functions), required=True, parallel=parallel)
+
+
+def _callable(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Function]:
+    """Return the functions that may be called."""
+    wanted = _wanted(choice)
+    return [tool.function for tool in tools if not wanted or tool.function.name in wanted]
+
+
+def _strict_enforced(functions: Sequence[Function]) -> tuple[ToolFunction, ...]:
+    """Return all functions, the arguments of strict ones with their schemas."""
     held = iter(_enforced([one for one in functions if one.strict]))
-    return ToolGrammar(
-        functions=tuple(next(held) if one.strict else _any(one) for one in functions),
-        required=False,
-        parallel=parallel,
-    )
+    return tuple(next(held) if one.strict else _any(one) for one in functions)
 
 
 def _enforced(functions: Sequence[Function]) -> tuple[ToolFunction, ...]:

@@ -4,18 +4,19 @@ import json
 
 from nanoactor.server.fields import Field, of_route
 
+ROUTES = ("chat", "completions", "responses", "messages")
+
 
 def table() -> str:
     """For docs/server.md."""
-    lines = ["| field | chat | completions | |", "| --- | --- | --- | --- |"]
-    chat, text = of_route("chat"), of_route("completions")
-    names = sorted({*chat, *text})
-    for name in names:
-        pair = (chat.get(name), text.get(name))
-        notes = [_note(field) for field in pair if field is not None]
-        cells = [field.status if field is not None else "ignored" for field in pair]
+    lines = [f"| field | {' | '.join(ROUTES)} | |", "| --- " * (len(ROUTES) + 2) + "|"]
+    by_route = [of_route(route) for route in ROUTES]
+    for name in sorted({name for fields in by_route for name in fields}):
+        found = [fields.get(name) for fields in by_route]
+        cells = [field.status if field is not None else "ignored" for field in found]
+        notes = [_note(field) for field in found if field is not None]
         note = "; ".join(dict.fromkeys(note for note in notes if note))
-        lines.append(f"| `{name}` | {cells[0]} | {cells[1]} | {note} |")
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {note} |")
     return "\n".join(lines) + "\n"
 
 

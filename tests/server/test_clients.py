@@ -145,3 +145,75 @@ def test_llama_index_with_a_structured_model(base):
     message = client("llama_index.core.llms").ChatMessage(role="user", content=ASK)
     found = made.as_structured_llm(Item).chat([message])
     assert isinstance(found.raw, Item)
+
+
+# -- the other two APIs --------------------------------------------------------------------
+
+
+def with_prefix(base):
+    """The URL where the package wants no version in it."""
+    return base.removesuffix("/v1")
+
+
+def test_openai_agents_as_it_is(base):
+    """Its default is the Responses API."""
+    agents = client("agents")
+    agents.set_tracing_disabled(True)
+
+    async def main():
+        async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as inner:
+            agent = agents.Agent(
+                name="a",
+                output_type=Item,
+                model=agents.OpenAIResponsesModel("m", inner),
+                model_settings=agents.ModelSettings(extra_body=without_limit()),
+            )
+            return (await agents.Runner.run(agent, ASK)).final_output
+
+    assert isinstance(asyncio.run(main()), Item)
+
+
+def without_limit():
+    """The body for the Responses API, whose name of the limit is another."""
+    values = {name: value for name, value in BODY.items() if name != "max_tokens"}
+    return {**values, "max_output_tokens": BODY["max_tokens"]}
+
+
+def test_langchain_over_responses(base):
+    model = client("langchain_openai").ChatOpenAI(
+        model="m",
+        base_url=base,
+        api_key="none",
+        max_retries=0,
+        use_responses_api=True,
+        extra_body=without_limit(),
+    )
+    found = model.with_structured_output(Item, method="json_schema").invoke(ASK)
+    assert isinstance(found, Item)
+    assert "".join(str(chunk.text) for chunk in model.stream(ASK))
+
+
+def test_langchain_over_messages(base):
+    model = client("langchain_anthropic").ChatAnthropic(
+        model="m", base_url=with_prefix(base), api_key="none", max_retries=0, max_tokens=20
+    )
+    answer = model.invoke(ASK)
+    assert answer.usage_metadata["output_tokens"] > 0
+    bound = model.bind_tools([Item], tool_choice="any").invoke(ASK, max_tokens=300)
+    assert [call["name"] for call in bound.tool_calls] in (["Item"], [])
+
+
+def test_pydantic_ai_by_the_names_of_its_models(base, monkeypatch):
+    """`openai:m` means the Responses API."""
+    made = client("pydantic_ai")
+    monkeypatch.setenv("OPENAI_BASE_URL", base)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+
+    async def main():
+        settings = {"extra_body": without_limit()}
+        agent = made.Agent(
+            "openai-responses:m", output_type=made.NativeOutput(Item), model_settings=settings
+        )
+        return (await agent.run(ASK)).output
+
+    assert isinstance(asyncio.run(main()), Item)

@@ -7,11 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import anthropic.types.beta.message_create_params as beta_params
+import anthropic.types.message_create_params as message_params
 import openai.types.chat.completion_create_params as chat_params
 import openai.types.completion_create_params as completion_params
+import openai.types.responses.response_create_params as response_params
 import pytest
 
 from nanoactor.params import REFUSED
+from nanoactor.server.anthropic.request import MessagesRequest
 from nanoactor.server.chat_messages import conversation
 from nanoactor.server.errors import APIError
 from nanoactor.server.fields import FIELDS, TEMPLATE_FIELDS, Warned, of_route
@@ -23,13 +27,21 @@ from nanoactor.server.requests import (
     sampling_params,
     template_options,
 )
+from nanoactor.server.responses.request import ResponsesRequest
 from nanoactor.text.conversation import Forms, fit_messages
 from tests.server.fields_table import table
 
-KINDS = {"chat": ChatRequest, "completions": CompletionRequest}
+KINDS = {
+    "chat": ChatRequest,
+    "completions": CompletionRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+}
 BODIES = {
     "chat": {"model": "m", "messages": [{"role": "user", "content": "a"}]},
     "completions": {"model": "m", "prompt": "a"},
+    "responses": {"model": "m", "input": "a"},
+    "messages": {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 5},
 }
 
 # Of vLLM 0.33's two protocols, and those that older versions had.
@@ -38,14 +50,23 @@ VLLM = json.loads(Path(__file__).with_name("vllm_fields.json").read_text())
 
 def of_openai(module):
     """All that the official client may send."""
+    return of_params(module, "CompletionCreateParams")
+
+
+def of_params(module, stem):
+    """The names in an official client's types."""
     found = set()
     for name in ("Base", "NonStreaming", "Streaming"):
-        found |= set(getattr(module, f"CompletionCreateParams{name}").__annotations__)
+        found |= set(getattr(module, f"{stem}{name}").__annotations__)
     return found
 
 
-def test_every_field_of_both_schemas_stands_in_the_table():
+def test_every_field_of_all_schemas_stands_in_the_table():
     chat, text = of_route("chat").keys(), of_route("completions").keys()
+    responses, messages = of_route("responses").keys(), of_route("messages").keys()
+    assert not of_params(response_params, "ResponseCreateParams") - responses
+    for module in (message_params, beta_params):
+        assert not of_params(module, "MessageCreateParams") - messages
     assert not of_openai(chat_params) - chat
     assert not of_openai(completion_params) - text
     assert not {*VLLM["both"], *VLLM["chat"]} - chat
@@ -119,7 +140,7 @@ def test_a_parameter_of_the_engine_is_one_of_requests_without_being_named():
 def test_what_the_engine_refuses_with_a_reason_requests_are_refused_with_it():
     for name, reason in REFUSED.items():
         assert name not in CompletionRequest.__struct_fields__ + ChatRequest.__struct_fields__
-        for route in KINDS:
+        for route in ("chat", "completions"):
             with pytest.raises(APIError) as caught:
                 decode(route, **{name: 2})
             assert reason in caught.value.message

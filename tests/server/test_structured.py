@@ -14,7 +14,13 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.spec import GrammarSpec, ToolFunction, ToolGrammar
 from nanoactor.server.choices import ChatChoice
 from nanoactor.server.errors import APIError
-from nanoactor.server.requests import ChatRequest, CompletionRequest, Decoder, sampling_params
+from nanoactor.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Decoder,
+    sampling_params,
+    template_options,
+)
 from nanoactor.server.structured import said_of
 from nanoactor.server.tool_calls import ToolCallParser
 from tests.server.harness import CPU, here, served, url
@@ -56,6 +62,10 @@ ASKED = [
     (dict(guided_regex="a+"), "regex", "a+"),
     (dict(guided_choice=["a"]), "choice", '["a"]'),
     (dict(guided_grammar='root ::= "a"'), "grammar", 'root ::= "a"'),
+    (dict(json_schema=compact(SCHEMA)), "json_schema", compact(SCHEMA)),
+    (dict(regex="a+"), "regex", "a+"),
+    (dict(ebnf='root ::= "a"'), "grammar", 'root ::= "a"'),
+    (dict(grammar='root ::= "a"'), "grammar", 'root ::= "a"'),
 ]
 
 
@@ -169,6 +179,57 @@ def test_calls_that_may_come_are_constrained_where_a_function_is_strict():
         assert found == ToolGrammar(functions=(WEATHER, ToolFunction(name="time")), required=False)
 
 
+def allowed(mode, *names):
+    listed = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+
+
+def test_tools_that_are_not_allowed_are_shown_and_cannot_be_called():
+    may = calls(tools=TOOLS, tool_choice=allowed("auto", "time"))
+    assert may == ToolGrammar(functions=(ToolFunction(name="time"),), required=False)
+    must = calls(tools=TOOLS, tool_choice=allowed("required", "weather"))
+    assert must == ToolGrammar(functions=(WEATHER,), required=True)
+    body = decode(ChatRequest, tools=TOOLS, tool_choice=allowed("auto", "time"))
+    assert template_options(body)["tools"] == TOOLS
+    for wrong in (allowed("auto"), allowed("never", "time"), allowed("auto", "sing")):
+        with pytest.raises(APIError) as caught:
+            decode(ChatRequest, tools=TOOLS, tool_choice=wrong)
+        assert caught.value.param.startswith("tool_choice")
+
+
+def test_tools_that_are_no_functions_are_refused_in_a_sentence():
+    custom = {"type": "custom", "custom": {"name": "shell"}}
+    with pytest.raises(APIError, match="tools of the type 'custom' are not supported") as caught:
+        decode(ChatRequest, tools=[*TOOLS, custom])
+    assert caught.value.param == "tools[2].type"
+
+
+# -- names of other servers ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_one_constraint_under_several_names_is_one(kind):
+    grammar = 'root ::= "a"'
+    for names in (
+        dict(guided_grammar=grammar, structured_outputs={"grammar": grammar}),
+        dict(ebnf=grammar, grammar=grammar),
+        dict(guided_json=SCHEMA, json_schema=json.dumps(SCHEMA)),
+        dict(response_format=FORMAT, structured_outputs={"json": SCHEMA}),
+    ):
+        assert spec(kind, **names) is not None, names
+    with pytest.raises(APIError, match="constrained by guided_regex already"):
+        spec(kind, guided_regex="a", regex="b")
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_parameters_under_sglangs_names_are_ours(kind):
+    body = decode(kind, max_new_tokens=7, min_new_tokens=3)
+    made = sampling_params(body)
+    assert (made.max_tokens, made.min_tokens) == (7, 3)
+    with pytest.raises(APIError, match="one parameter"):
+        sampling_params(decode(kind, max_new_tokens=7, max_tokens=8))
+
+
 def test_calls_reach_the_engine_as_a_specification():
     made = spec(tools=TOOLS, tool_choice=NAMED)
     assert made.kind == "tools"
@@ -193,9 +254,14 @@ def test_a_choice_that_the_tools_have_not_is_refused(extra, words):
     assert caught.value.param.partition(".")[0] == "tool_choice"
 
 
-def test_a_form_goes_before_calls_that_may_come_and_after_demanded_ones():
-    assert spec(tools=TOOLS, response_format=FORMAT).kind == "json_schema"
-    assert spec(tools=STRICT, response_format=FORMAT).kind == "json_schema"
+def test_a_form_is_one_of_two_ways_where_calls_may_come_and_gives_way_to_demanded_ones():
+    for tools in (TOOLS, STRICT):
+        made = spec(tools=tools, response_format=FORMAT)
+        assert made.kind == "tools"
+        either = json.loads(made.value)
+        assert either["required"] is True
+        assert json.loads(either["answer"]) == FORMAT["json_schema"]["schema"]
+    assert spec(tools=TOOLS, tool_choice="none", response_format=FORMAT).kind == "json_schema"
     assert spec(tools=TOOLS, tool_choice="required", response_format=FORMAT).kind == "tools"
     with pytest.raises(APIError, match="tool_choice demands calls") as caught:
         spec(tools=TOOLS, tool_choice="required", guided_regex="a")

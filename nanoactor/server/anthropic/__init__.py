@@ -1,0 +1,1 @@
+"""The Messages API: translated to chats and back."""

@@ -1,0 +1,134 @@
+"""Bodies of `/v1/messages` and `/v1/messages/count_tokens`, as Anthropic's API defines them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from nanoactor.server.requests import MAX_ITEMS, Extended
+
+_FOR_TEMPLATE = Meta(description="Given to the chat template, if that reads it")
+_IGNORED = Meta(description="Ignored")
+_KEPT = Meta(description="Accepted; changes nothing here")
+
+
+class Source(Struct):
+    """The place of a picture's or a document's content."""
+
+    type: Annotated[str, Meta(examples=["base64", "url", "text"])]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class Block(Struct, forbid_unknown_fields=True):
+    """A part of a message's content, of any type; `type` says which members count."""
+
+    type: Annotated[str, Meta(examples=["text", "image", "tool_use", "tool_result", "thinking"])]
+    text: str | None = None
+    source: Source | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Any] | dict[str, Any] | None = None
+    is_error: Annotated[bool, _IGNORED] | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+    title: str | None = None
+    context: Annotated[str, _IGNORED] | None = None
+    citations: Annotated[Any, _IGNORED] = None
+    cache_control: Annotated[Any, _KEPT] = None
+    caller: Annotated[Any, _IGNORED] = None
+
+
+class AnthropicMessage(Struct, forbid_unknown_fields=True):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], Meta(max_length=MAX_ITEMS)]
+    id: Annotated[Any, _IGNORED] = None
+    cache_control: Annotated[Any, _KEPT] = None
+
+
+class AnthropicTool(Struct, forbid_unknown_fields=True):
+    """A function that the model may call. Tools that Anthropic runs itself have another type, and
+    are left out with a warning."""
+
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    strict: bool | None = None
+    cache_control: Annotated[Any, _KEPT] = None
+    defer_loading: Annotated[bool, _IGNORED] | None = None
+    eager_input_streaming: Annotated[bool, _IGNORED] | None = None
+    input_examples: Annotated[Any, _IGNORED] = None
+    allowed_callers: Annotated[Any, _IGNORED] = None
+
+
+class AnthropicToolChoice(Struct, forbid_unknown_fields=True):
+    """A demand for calls."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct, forbid_unknown_fields=True):
+    """A wish for thoughts, where the model's template has a switch for them."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, _IGNORED] | None = None
+    display: (
+        Annotated[str, Meta(description="`omitted`: thoughts are sealed, not shown")] | None
+    ) = None
+
+
+class OutputFormat(Struct, forbid_unknown_fields=True):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    """Wishes for the answer."""
+
+    effort: (
+        Annotated[str, Meta(description="Given to the chat template, if that reads it")] | None
+    ) = None
+    format: OutputFormat | None = None
+    task_budget: Annotated[Any, _IGNORED] = None
+
+
+class _Conversation(Extended, kw_only=True, forbid_unknown_fields=True):
+    """Fields of both routes: what makes the prompt."""
+
+    ROUTE: ClassVar[str] = "messages"
+    model: Annotated[str, Meta(description="Default: the one that is served")] | None = None
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_ITEMS)]
+    system: str | list[Block] | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=MAX_ITEMS)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: Annotated[OutputFormat, Meta(description="Older place of the format")] | None = (
+        None
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CountTokensRequest(_Conversation, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/messages/count_tokens`."""
+
+
+class MessagesRequest(_Conversation, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    priority: Annotated[int, Meta(description="A lower one goes first")] | None = None

@@ -1,0 +1,50 @@
+"""The routes of the Messages API."""
+
+from __future__ import annotations
+
+import functools
+
+from aiohttp import web
+
+from nanoactor.server.anthropic.events import MessagesWriter
+from nanoactor.server.anthropic.request import CountTokensRequest, MessagesRequest
+from nanoactor.server.anthropic.translate import NAMES, Options, to_chat
+from nanoactor.server.completions import Completions
+from nanoactor.server.context import context_of, json_response
+from nanoactor.server.errors import invalid
+from nanoactor.server.http import HttpFrontend
+from nanoactor.server.requests import ChatRequest
+from nanoactor.server.text_routes import TextRoutes
+
+
+class MessagesRoutes:
+    """`/v1/messages` and `/v1/messages/count_tokens`."""
+
+    def __init__(
+        self, completions: Completions, texts: TextRoutes, http: HttpFrontend, options: Options
+    ) -> None:
+        self._completions, self._texts, self._http = completions, texts, http
+        self._options = options
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/messages`."""
+        context_of(request).names = NAMES
+        body = await self._http.read(request, MessagesRequest)
+        thinking = body.thinking
+        omits = thinking is not None and thinking.display == "omitted"
+        writer = functools.partial(MessagesWriter, omits_thoughts=omits)
+        return await self._completions.answer_chat(request, self._chat(body), writer)
+
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/messages/count_tokens`: those of the prompt that the messages would become."""
+        context_of(request).names = NAMES
+        body = await self._http.read(request, CountTokensRequest)
+        ids = await self._texts.chat_tokens(self._chat(body))
+        return json_response({"input_tokens": len(ids)})
+
+    def _chat(self, body: MessagesRequest | CountTokensRequest) -> ChatRequest:
+        try:
+            translated = to_chat(body, self._options, self._http.decoder.warn)
+        except RecursionError:
+            raise invalid("the body is nested too deeply") from None
+        return self._http.decoder.chat(translated)

@@ -1,0 +1,71 @@
+"""One form for what clients write in several: equal tools and calls become equal prompts.
+
+A prefix cache holds tokens, and JSON says nothing by the order of an object's members. Some clients
+change that order between two turns of a conversation; here it becomes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_FIRST = ("$schema", "type", "title", "description", "enum", "properties", "required")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose members are names, not keywords."""
+_VALUES = ("default", "const", "examples", "enum", "required", "example")
+"""Keywords whose values are no schemas."""
+
+
+def ordered_schema(schema: Any) -> Any:
+    """Return a JSON schema with its members in one order, whatever theirs is.
+
+    Keywords have a fixed order. Properties stand as `required`, a list, names them, then those that
+    it does not by name: a schema whose properties are all required keeps its own order.
+    """
+    if isinstance(schema, list):
+        return [ordered_schema(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {}
+    for keyword in sorted(schema, key=_rank):
+        value = schema[keyword]
+        if keyword in _BY_NAME and isinstance(value, Mapping):
+            names = _names(value, schema.get("required") if keyword == "properties" else ())
+            value = {name: ordered_schema(value[name]) for name in names}
+        elif keyword in _VALUES:
+            value = ordered(value)
+        else:
+            value = ordered_schema(value)
+        found[keyword] = value
+    return found
+
+
+def _rank(keyword: str) -> tuple[int, str]:
+    return (_FIRST.index(keyword) if keyword in _FIRST else len(_FIRST), keyword)
+
+
+def _names(members: Mapping[str, Any], first: Any) -> list[str]:
+    given = first if isinstance(first, Sequence) and not isinstance(first, str) else ()
+    named = [name for name in given if isinstance(name, str) and name in members]
+    return [*dict.fromkeys(named), *sorted(members.keys() - set(named))]
+
+
+def ordered(value: Any) -> Any:
+    """Return a JSON value with the members of its objects sorted by name."""
+    if isinstance(value, Mapping):
+        return {name: ordered(value[name]) for name in sorted(value)}
+    return [ordered(one) for one in value] if isinstance(value, list) else value
+
+
+def ordered_arguments(arguments: Any, schema: Any) -> Any:
+    """Return the arguments of a call with their members in the order of an ordered schema; those
+    that it does not name follow by name."""
+    if isinstance(arguments, list):
+        items = schema.get("items") if isinstance(schema, Mapping) else None
+        return [ordered_arguments(one, items) for one in arguments]
+    if not isinstance(arguments, Mapping):
+        return arguments
+    known = schema.get("properties") if isinstance(schema, Mapping) else None
+    known = known if isinstance(known, Mapping) else {}
+    names = _names(arguments, [name for name in known if name in arguments])
+    return {name: ordered_arguments(arguments[name], known.get(name)) for name in names}

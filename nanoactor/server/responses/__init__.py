@@ -1,0 +1,1 @@
+"""The Responses API: translated to chats and back."""

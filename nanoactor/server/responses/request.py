@@ -1,0 +1,133 @@
+"""Bodies of `/v1/responses`, as OpenAI's Responses API defines them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from nanoactor.server.requests import MAX_ITEMS, Extended
+
+_FOR_TEMPLATE = Meta(description="Given to the chat template, if that reads it")
+_IGNORED = Meta(description="Ignored")
+_ECHOED = Meta(description="Stands in the response; changes nothing")
+
+
+class Part(Struct, forbid_unknown_fields=True):
+    """A part of an item's content, output or summary; `type` says which members count."""
+
+    type: Annotated[str, Meta(examples=["input_text", "output_text", "input_image", "refusal"])]
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    file_id: str | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+    filename: Annotated[str, _IGNORED] | None = None
+    input_audio: Annotated[Any, Meta(description="Refused")] = None
+    annotations: Annotated[Any, _IGNORED] = None
+    logprobs: Annotated[Any, _IGNORED] = None
+    prompt_cache_breakpoint: Annotated[Any, _IGNORED] = None
+
+
+class Item(Struct, forbid_unknown_fields=True):
+    """An item of the input, of any type; `type` says which members count."""
+
+    type: Annotated[str, Meta(examples=["message", "function_call", "function_call_output"])] = (
+        "message"
+    )
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | Annotated[list[Part], Meta(max_length=MAX_ITEMS)] | None = None
+    id: Annotated[str, _IGNORED] | None = None
+    status: Annotated[str, _IGNORED] | None = None
+    phase: Annotated[str, _IGNORED] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
+    internal_chat_message_metadata_passthrough: Annotated[Any, _IGNORED] = None
+
+
+class ResponsesTool(Struct):
+    """A tool: a `function`, or a `namespace` of functions. Tools that OpenAI runs itself are left
+    out with a warning."""
+
+    type: Annotated[str, Meta(examples=["function", "namespace"])]
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    tools: list[ResponsesTool] | None = None
+
+
+class TextFormat(Struct, forbid_unknown_fields=True):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Annotated[str, _IGNORED] | None = None
+    schema: dict[str, Any] | None = None
+    description: Annotated[str, _IGNORED] | None = None
+    strict: Annotated[bool, Meta(description="Enforced in any case")] | None = None
+
+
+class TextOptions(Struct, forbid_unknown_fields=True):
+    """Wishes for the answer's text."""
+
+    format: TextFormat | None = None
+    verbosity: (
+        Annotated[str, Meta(description="Given to the chat template, if that reads it")] | None
+    ) = None
+
+
+class Reasoning(Struct, forbid_unknown_fields=True):
+    """Wishes for thoughts."""
+
+    effort: (
+        Annotated[str, Meta(description="Given to the chat template, if that reads it")] | None
+    ) = None
+    summary: Annotated[str, _IGNORED] | None = None
+    generate_summary: Annotated[str, _IGNORED] | None = None
+    context: Annotated[str, _IGNORED] | None = None
+
+
+class ResponsesRequest(Extended, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/responses`, and `/v1/responses/input_tokens`, which counts those of its prompt."""
+
+    ROUTE: ClassVar[str] = "responses"
+    model: Annotated[str, Meta(description="Default: the one that is served")] | None = None
+    input: str | Annotated[list[Item], Meta(min_length=1, max_length=MAX_ITEMS)]
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stop: str | list[str] | None = None
+    tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_ITEMS)] | None = None
+    tool_choice: (
+        Annotated[
+            str | dict[str, Any],
+            Meta(description="`auto`, `none`, `required`, a function, or `allowed_tools`"),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: (
+        Annotated[list[str], Meta(description="`reasoning.encrypted_content` is honoured")] | None
+    ) = None
+    store: (
+        Annotated[bool, Meta(description="Nothing is stored: the response says false")] | None
+    ) = None
+    truncation: (
+        Annotated[
+            Literal["auto", "disabled"], Meta(description="Nothing is dropped from a long input")
+        ]
+        | None
+    ) = None
+    metadata: Annotated[dict[str, Any], _ECHOED] | None = None
+    user: Annotated[str, Meta(description="Stands in the access log")] | None = None
+    priority: Annotated[int, Meta(description="A lower one goes first")] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

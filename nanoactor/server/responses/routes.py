@@ -1,0 +1,71 @@
+"""The routes of the Responses API."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from nanoactor.server.answer import Answer
+from nanoactor.server.completions import Completions
+from nanoactor.server.context import context_of, json_response
+from nanoactor.server.errors import APIError, invalid
+from nanoactor.server.http import HttpFrontend
+from nanoactor.server.requests import ChatRequest
+from nanoactor.server.responses.events import ResponsesWriter
+from nanoactor.server.responses.request import ResponsesRequest
+from nanoactor.server.responses.translate import NAMES, Tools, to_chat
+from nanoactor.server.text_routes import TextRoutes
+
+
+class ResponsesRoutes:
+    """`/v1/responses`, and the routes of stored responses, of which there are none."""
+
+    def __init__(
+        self, completions: Completions, texts: TextRoutes, http: HttpFrontend, sees: bool
+    ) -> None:
+        """`sees`: the model takes pictures."""
+        self._completions, self._texts, self._http = completions, texts, http
+        self._sees = sees
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/responses`."""
+        body, tools, chat = await self._read(request)
+        if body.store:
+            fate = "is ignored: no response is stored, send the whole input each time"
+            self._http.decoder.warn("store", fate)
+
+        def writer(answer: Answer) -> ResponsesWriter:
+            return ResponsesWriter(answer, body, tools)
+
+        return await self._completions.answer_chat(request, chat, writer)
+
+    async def input_tokens(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/responses/input_tokens`: those of the prompt that the input would become."""
+        _, _, chat = await self._read(request)
+        ids = await self._texts.chat_tokens(chat)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+    async def _read(self, request: web.Request) -> tuple[ResponsesRequest, Tools, ChatRequest]:
+        """Return a body, its tools, and the chat that it becomes."""
+        context_of(request).names = NAMES
+        body = await self._http.read(request, ResponsesRequest)
+        warn = self._http.decoder.warn
+        try:
+            tools = Tools(body.tools or (), warn)
+            translated = to_chat(body, tools, self._sees, warn)
+        except RecursionError:
+            raise invalid("the body is nested too deeply") from None
+        return body, tools, self._http.decoder.chat(translated)
+
+    async def stored(self, request: web.Request) -> web.StreamResponse:
+        """`GET /v1/responses/{id}`, and what else is asked of a stored response."""
+        raise APIError(
+            404,
+            "responses are not stored here: send the whole conversation as input each time",
+            code="response_not_found",
+        )
+
+    async def compact(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/responses/compact`, which only OpenAI's own models can read again."""
+        raise APIError(
+            404, "conversations are not compacted here: send them whole, or shorten them"
+        )

@@ -1,0 +1,332 @@
+"""Requests of the Responses API as chats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from nanoactor.server.canonical import ordered_schema
+from nanoactor.server.errors import invalid
+from nanoactor.server.fields import EXTENSIONS
+from nanoactor.server.responses.request import Item, Part, ResponsesRequest, ResponsesTool
+from nanoactor.server.sealed import unseal
+
+Warn = Callable[[str, str], None]
+"""Takes a name and what becomes of it; logs that once."""
+Chat = dict[str, Any]
+
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_LEFT_OUT = "is left out of the prompt: only functions are called here"
+HOSTED_TOOLS = (
+    "web_search",
+    "web_search_preview",
+    "file_search",
+    "code_interpreter",
+    "image_generation",
+    "computer",
+    "computer_use_preview",
+    "computer_use",
+    "local_shell",
+    "shell",
+    "apply_patch",
+    "mcp",
+    "tool_search",
+)
+"""Tools that OpenAI runs itself, or has trained its own models for; some have a date behind."""
+NAMES = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+}
+"""Names of a chat's fields in this API, for errors."""
+_OF_HOSTED = ("_call", "_call_output", "_list_tools", "_approval_request", "_approval_response")
+_OF_CONTEXT = ("compaction", "additional_tools")
+"""Items that other servers made for themselves."""
+
+
+class Tools:
+    """The functions among a request's tools, with the names that the model reads."""
+
+    def __init__(self, tools: Sequence[ResponsesTool], warn: Warn) -> None:
+        self.functions: list[Chat] = []
+        self.origins: dict[str, tuple[str | None, str]] = {}
+        """By the name that the model reads: the namespace and the name within it."""
+        found = list(_flat(tools, warn))
+        counts = Counter(tool.name for _, tool, _ in found)
+        for namespace, tool, path in found:
+            if not tool.name:
+                raise invalid(f"{path} needs a name", f"{path}.name")
+            is_unique = namespace is None or counts[tool.name] == 1
+            name = tool.name if is_unique else f"{namespace}__{tool.name}"
+            self.origins[name] = namespace, tool.name
+            parameters = None if tool.parameters is None else ordered_schema(tool.parameters)
+            function = {"name": name, "description": tool.description, "parameters": parameters}
+            if tool.strict is not None:
+                function["strict"] = tool.strict
+            shown = {key: value for key, value in function.items() if value is not None}
+            self.functions.append({"type": "function", "function": shown})
+
+    def name(self, namespace: str | None, name: str) -> str:
+        """Return the name that the model reads of a function."""
+        known = (shown for shown, origin in self.origins.items() if origin == (namespace, name))
+        return next(known, name)
+
+
+def _flat(
+    tools: Sequence[ResponsesTool], warn: Warn
+) -> Iterator[tuple[str | None, ResponsesTool, str]]:
+    """Yield each function with its namespace and its place."""
+    for number, tool in enumerate(tools):
+        path = f"tools[{number}]"
+        if tool.type == "function":
+            yield None, tool, path
+        elif tool.type == "namespace":
+            for index, inner in enumerate(tool.tools or ()):
+                if inner.type != "function":
+                    warn(f"tools: {inner.type[:60]}", _LEFT_OUT)
+                    continue
+                yield tool.name, inner, f"{path}.tools[{index}]"
+        elif tool.type == "custom":
+            raise invalid(
+                f"{path}: custom tools are not supported, as their input has no schema; give a "
+                "function with a parameter of type string",
+                f"{path}.type",
+            )
+        elif _is_hosted(tool.type):
+            warn(f"tools: {tool.type[:60]}", _LEFT_OUT)
+        else:
+            text = f"{path}: the type {tool.type!r:.100} is not known; give functions"
+            raise invalid(text, f"{path}.type")
+
+
+def _is_hosted(kind: str) -> bool:
+    return any(kind == name or kind.startswith(f"{name}_2") for name in HOSTED_TOOLS)
+
+
+def to_chat(body: ResponsesRequest, tools: Tools, sees: bool, warn: Warn) -> Chat:
+    """Return the body of a chat that asks for the same; `sees`: the model takes pictures. Raises
+    `APIError`, naming the field."""
+    if "message.output_text.logprobs" in (body.include or ()):
+        raise invalid("include: log-probabilities are told by /v1/chat/completions", "include")
+    messages: list[Chat] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        messages += _Reader(tools, sees, warn).messages(body.input)
+    chat: Chat = {"model": body.model, "messages": messages, "separate_reasoning": True}
+    if tools.functions:
+        chat["tools"] = tools.functions
+    chat |= _choice(body.tool_choice, tools) | _form(body) | _sampling(body)
+    return chat
+
+
+def _sampling(body: ResponsesRequest) -> Chat:
+    names = (*EXTENSIONS, "stop", "parallel_tool_calls", "stream", "user", "priority")
+    given = {name: getattr(body, name) for name in (*names, "chat_template_kwargs")}
+    given["max_completion_tokens"] = body.max_output_tokens
+    if body.reasoning is not None:
+        given["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None:
+        given["verbosity"] = body.text.verbosity
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _form(body: ResponsesRequest) -> Chat:
+    form = body.text.format if body.text is not None else None
+    if form is None or form.type == "text":
+        return {}
+    if form.type == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    if form.schema is None:
+        raise invalid('text.format: the type "json_schema" needs a schema', "text.format.schema")
+    schema = {"name": form.name or "answer", "schema": form.schema}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _choice(choice: str | dict[str, Any] | None, tools: Tools) -> Chat:
+    """Return a chat's choice of tools. A hosted tool cannot be demanded."""
+    if choice is None or (choice == "auto" and not tools.functions):
+        return {}
+    if isinstance(choice, str):
+        if choice not in ("auto", "none", "required"):
+            raise invalid(
+                f'tool_choice must be "auto", "none", "required" or an object, got {choice!r:.100}',
+                "tool_choice",
+            )
+        return {"tool_choice": choice}
+    kind = choice.get("type")
+    if kind == "function":
+        return {"tool_choice": _named(choice, tools, "tool_choice")}
+    if kind == "allowed_tools":
+        given = choice.get("tools")
+        if not isinstance(given, list) or choice.get("mode") not in ("auto", "required"):
+            text = 'tool_choice: allowed_tools needs tools, a list, and mode "auto" or "required"'
+            raise invalid(text, "tool_choice")
+        names = [
+            _named(one, tools, f"tool_choice.tools[{number}]")
+            for number, one in enumerate(given)
+            if not (isinstance(one, dict) and _is_hosted(str(one.get("type"))))
+        ]
+        allowed = {"mode": choice["mode"], "tools": names}
+        return {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    raise invalid(
+        f"tool_choice: the type {kind!r:.100} is not supported; functions can be demanded",
+        "tool_choice.type",
+    )
+
+
+def _named(choice: Any, tools: Tools, path: str) -> Chat:
+    name = choice.get("name") if isinstance(choice, dict) else None
+    if not isinstance(name, str):
+        raise invalid(f"{path} must be a function with a name", path)
+    namespace = choice.get("namespace")
+    shown = tools.name(namespace if isinstance(namespace, str) else None, name)
+    if shown not in tools.origins:
+        known = ", ".join(map(repr, tools.origins)) or "there are none"
+        raise invalid(f"{path}: {name!r:.100} is none of the tools: {known}", path)
+    return {"type": "function", "function": {"name": shown}}
+
+
+class _Reader:
+    """Reads the items of an input. Those of one answer become one message of a chat: thoughts,
+    then text, then calls."""
+
+    def __init__(self, tools: Tools, sees: bool, warn: Warn) -> None:
+        self._tools, self._sees, self._warn = tools, sees, warn
+        self._answer: Chat = {}
+        """The assistant's message that is put together."""
+        self._pictures: list[Chat] = []
+        """Those of calls' results, which templates do not show there."""
+
+    def messages(self, items: Sequence[Item]) -> list[Chat]:
+        """Return the messages of a chat."""
+        found: list[Chat] = []
+        for number, item in enumerate(items):
+            found += self._item(item, f"input[{number}]")
+        return [*found, *self._flush()]
+
+    def _flush(self) -> Iterator[Chat]:
+        """Yield what was put together, as something else follows."""
+        if self._answer:
+            yield {"role": "assistant", "content": "", **self._answer}
+        if self._pictures:
+            yield {"role": "user", "content": self._pictures}
+        self._answer, self._pictures = {}, []
+
+    def _item(self, item: Item, path: str) -> Iterator[Chat]:
+        match item.type:
+            case "message":
+                yield from self._message(item, path)
+            case "reasoning":
+                yield from self._add("reasoning_content", self._thoughts(item))
+            case "function_call":
+                yield from self._call(item, path)
+            case "function_call_output":
+                yield from self._result(item, path)
+            case _:
+                self._leave_out(item, path)
+
+    def _leave_out(self, item: Item, path: str) -> None:
+        """Warn of an item that no prompt shows; raise `APIError` where that would mislead."""
+        kind, at = item.type[:100], f"{path}.type"
+        if kind == "item_reference":
+            raise invalid(f"{path}: items are not stored here: send the item", at)
+        if kind.startswith("custom_tool"):
+            raise invalid(f"{path}: custom tools are not supported", at)
+        if not kind.endswith(_OF_HOSTED) and kind not in _OF_CONTEXT:
+            raise invalid(f"{path}: the type {kind!r} is not taken here", at)
+        self._warn(f"input: {kind[:60]}", _LEFT_OUT)
+
+    def _message(self, item: Item, path: str) -> Iterator[Chat]:
+        if item.role is None or item.content is None:
+            missing = "role" if item.role is None else "content"
+            raise invalid(f"{path}: a message needs {missing}", f"{path}.{missing}")
+        if item.role == "assistant":
+            yield from self._add("content", self._text(item.content, f"{path}.content"))
+            return
+        yield from self._flush()
+        yield {"role": item.role, "content": _content(self._parts(item.content, f"{path}.content"))}
+
+    def _add(self, member: str, text: str) -> Iterator[Chat]:
+        """Add to the message that is put together: up to what the user or a tool says next, all
+        items are of one answer."""
+        if self._pictures:
+            yield from self._flush()
+        if text and member in self._answer:
+            text = f"{self._answer[member]}\n{text}"
+        if text or member == "content":
+            self._answer[member] = text
+
+    def _call(self, item: Item, path: str) -> Iterator[Chat]:
+        if self._pictures:
+            yield from self._flush()
+        name = _needed(item.name, "name", path)
+        function = {
+            "name": self._tools.name(item.namespace, name),
+            "arguments": _needed(item.arguments, "arguments", path),
+        }
+        call = {"id": _needed(item.call_id, "call_id", path), "type": "function"}
+        self._answer.setdefault("tool_calls", []).append({**call, "function": function})
+
+    def _result(self, item: Item, path: str) -> Iterator[Chat]:
+        pictures, self._pictures = self._pictures, []
+        yield from self._flush()
+        output = _needed(item.output, "output", path)
+        parts = self._parts(output, f"{path}.output")
+        texts = [part for part in parts if part["type"] == "text"]
+        call = _needed(item.call_id, "call_id", path)
+        yield {"role": "tool", "tool_call_id": call, "content": _content(texts)}
+        self._pictures = [*pictures, *(part for part in parts if part["type"] != "text")]
+
+    def _thoughts(self, item: Item) -> str:
+        """Return the thoughts of an item: as they are, as we have sealed them, or their summary."""
+        content = item.content if isinstance(item.content, list) else []
+        shown = "\n".join(part.text for part in content if part.text)
+        sealed = unseal(item.encrypted_content or "")
+        return shown or sealed or "\n".join(part.text for part in item.summary or () if part.text)
+
+    def _text(self, given: str | list[Part], path: str) -> str:
+        content = _content(self._parts(given, path))
+        if not isinstance(content, str):
+            raise invalid(f"{path}: an assistant's message has text alone", path)
+        return content
+
+    def _parts(self, given: str | list[Part], path: str) -> list[Chat]:
+        parts = [Part("text", text=given)] if isinstance(given, str) else given
+        return [self._part(part, f"{path}[{index}]") for index, part in enumerate(parts)]
+
+    def _part(self, part: Part, path: str) -> Chat:
+        if part.type in _TEXTS:
+            return {"type": "text", "text": _needed(part.text, "text", path)}
+        if part.type == "refusal":
+            return {"type": "text", "text": _needed(part.refusal, "refusal", path)}
+        if part.type != "input_image":
+            what = "files are" if "file" in part.type else f"the type {part.type!r:.100} is"
+            raise invalid(f"{path}: {what} not taken here: only text and images", f"{path}.type")
+        if not self._sees:
+            raise invalid("this model takes no images, only text", f"{path}.type")
+        if part.image_url is None:
+            text = f"{path} needs image_url: files are not stored here"
+            raise invalid(text, f"{path}.image_url")
+        image = {"url": part.image_url}
+        if part.detail in ("auto", "low", "high"):
+            image["detail"] = part.detail
+        return {"type": "image_url", "image_url": image}
+
+
+def _content(parts: list[Chat]) -> Any:
+    """Return parts as one text where they are nothing else: a list and a text are the same."""
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _needed(value: Any, name: str, path: str) -> Any:
+    if value is None:
+        raise invalid(f"{path} needs {name}", f"{path}.{name}")
+    return value

@@ -1,0 +1,56 @@
+"""Turns of conversations: how much of the prompt before a turn finds again in the prefix cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+MOST = 4096
+"""Turns that are remembered."""
+
+
+class Turns:
+    """Remembers the latest turns by their messages; a later one begins with the same."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._tokens: OrderedDict[bytes, int] = OrderedDict()
+        """Of the prompt of a turn, by the digest of its messages."""
+
+    def add(
+        self,
+        messages: Sequence[Any],
+        options: Mapping[str, Any],
+        prompt_tokens: int,
+        cached_tokens: int,
+        block_size: int,
+    ) -> tuple[int, int]:
+        """Remember a turn; return how many tokens of the longest turn that it continues came from
+        the cache, and how many were computed again. The last block of a prompt is never counted, as
+        the answer fills it. (0, 0) where it continues none.
+
+        `messages` and `options` are what the chat template gets; order of members does not count.
+        """
+        *before, own = _digests(messages, options)
+        known = [self._tokens[digest] for digest in before if digest in self._tokens]
+        self._tokens[own] = prompt_tokens
+        self._tokens.move_to_end(own)
+        while len(self._tokens) > self._most:
+            self._tokens.popitem(last=False)
+        if not known:
+            return 0, 0
+        whole = (known[-1] - 1) // block_size * block_size
+        reused = min(cached_tokens, whole)
+        return reused, whole - reused
+
+
+def _digests(messages: Sequence[Any], options: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield a digest of the options and of each beginning of the messages."""
+    state = hashlib.blake2b(msgspec.json.encode(options, order="sorted"), digest_size=16)
+    for message in messages:
+        state.update(msgspec.json.encode(message, order="sorted"))
+        yield state.digest()
