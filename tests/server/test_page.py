@@ -40,7 +40,7 @@ def test_a_message_streams_is_stopped_and_the_tracks_move(tmp_path, monkeypatch)
             endless = dataclasses.replace(server.llm.files, eos_token_ids=())
             monkeypatch.setattr(server.llm._requests, "_files", endless)
             await open_page(page, server)
-            assert "demo, 1024 tokens" in await page.evaluate("$('model').textContent")
+            assert "demo, 40960 tokens" in await page.evaluate("$('model').textContent")
 
             # By keyboard alone: the field has the focus, Enter sends, Escape stops.
             await page.type("Speak, friend.")
@@ -142,7 +142,7 @@ async def look_at(page):
             await page.resize(width, height, mobile)
             wide = await page.evaluate("document.documentElement.scrollWidth")
             assert wide <= width
-            for name in ("say", "send", "stop", "tracks"):
+            for name in ("say", "send", "fresh", "tracks"):
                 box = f"$('{name}').getBoundingClientRect()"
                 assert await page.evaluate(f"{box}.width > 20 && {box}.right <= innerWidth")
             assert await faults(page) == []
@@ -171,8 +171,11 @@ Some **bold** and *slanted* `code`, [here](https://example.com/a), [bad](javascr
 2. second
 
 | a | b |
-| --- | --- |
+| :-: | --: |
 | 1 | `x|y` |
+
+- [x] bought
+- [ ] ~~eaten~~ kept
 
 > quoted
 
@@ -202,7 +205,12 @@ def test_markdown_becomes_nodes_and_nothing_becomes_html(tmp_path):
             assert await of("h3") == ["Title"]
             assert await of("strong") == ["bold"]
             assert await of("em") == ["slanted"]
-            assert await of("ul > li") == ["one", "inner", "two"]
+            assert await of("ul > li") == ["one", "inner", "two", "bought", "eaten kept"]
+            assert await of("s") == ["eaten"]
+            boxes = "[...box.querySelectorAll('input')].map(b => [b.type, b.checked, b.disabled])"
+            assert await page.evaluate(boxes) == [["checkbox", c, True] for c in (True, False)]
+            aligned = "[...box.querySelectorAll('td')].map(c => getComputedStyle(c).textAlign)"
+            assert (await page.evaluate(aligned))[:2] == ["center", "right"]
             assert await of("li li") == ["inner"]
             assert await of("ol > li") == ["first", "second"]
             assert await of("th") == ["a", "b"]
@@ -296,6 +304,107 @@ def test_a_conversation_is_greeted_kept_copied_and_answered_again(tmp_path):
     asyncio.run(main())
 
 
+async def ask(page, text):
+    await page.evaluate(f"$('say').value = {json.dumps(text)}; $('send').click()")
+    await page.until(f"!running && {ANSWER}?.dataset.state")
+
+
+TALKS = "[...document.querySelectorAll('.talk .open')].map(one => one.textContent)"
+
+
+def test_conversations_are_listed_renamed_and_deleted_and_no_tab_overwrites_another(tmp_path):
+    async def main():
+        async with here(device="simulated:1") as server, browsing(tmp_path) as page:
+            await open_page(page, server)
+            await page.evaluate("$('max_completion_tokens').value = '3'")
+            await ask(page, "One.")
+            await page.evaluate("$('fresh').click()")
+            await ask(page, "Two.")
+            assert await page.evaluate(TALKS) == ["Two.", "One."]
+
+            # By keyboard: open the first, rename it.
+            await page.evaluate("$('talks').open = true; $('list').lastChild.firstChild.focus()")
+            await page.key("Enter", "\r")
+            asked = "document.querySelector('.turn.user .said').textContent"
+            assert await page.until(f"{asked} === 'One.' && {asked}") == "One."
+            await page.evaluate("$('talks').open = true; $('list').lastChild.children[1].click()")
+            await page.evaluate("document.activeElement.value = ''")
+            await page.type("First")
+            await page.key("Enter", "\r")
+            assert await page.until(f"{TALKS}.includes('First') && {TALKS}") == ["Two.", "First"]
+
+            # Another tab goes on with this conversation: both stay.
+            other = "(o => keep(STEM + ident, {...o, version: o.version + 1, title: 'Other'}))"
+            await page.evaluate(f"{other}(kept(STEM + ident))")
+            await ask(page, "More.")
+            assert sorted(await page.evaluate(TALKS)) == [
+                *("First (continued here)", "Other", "Two.")
+            ]
+            assert await page.evaluate("kept(STEM + ident).told.length") == 4
+
+            await page.evaluate("$('talks').open = true")
+            await page.evaluate(AXE)
+            assert await faults(page) == []
+            for left in (2, 1, 0):
+                await page.evaluate("$('list').firstChild.children[2].click()")
+                assert len(await page.evaluate(TALKS)) == left
+            assert await page.evaluate("Boolean($('empty')) && history.length === 0")
+            assert page.problems == []
+
+    asyncio.run(main())
+
+
+def test_figures_are_the_servers_own_and_the_context_in_use_is_shown(tmp_path):
+    async def main():
+        options = dict(device="simulated:1", max_model_len=256)
+        async with here(**options) as server, browsing(tmp_path) as page:
+            await open_page(page, server)
+            usage = "{completion_tokens: 11, completion_time: 0.02}"
+            assert await page.evaluate(f"rate({usage}, 1, 0)") == 500
+            for nothing in ("{completion_tokens: 9, completion_time: 0}, 1, 0", "null, 9, 0"):
+                assert await page.evaluate(f"rate({nothing})") == 0
+            assert await page.evaluate("rate(null, 11, 1000)") == 10
+            await page.evaluate("$('max_completion_tokens').value = '5'")
+            assert await page.evaluate("$('full').hidden")
+            await ask(page, "Speak.")
+            assert 0 < await page.evaluate("$('meter').value") < 0.2
+            assert "% of context" in await page.evaluate("$('used').textContent")
+
+            # Where a conversation has become too long, its oldest messages can be left out.
+            await ask(page, "a b c d e f " * 20)
+            await ask(page, "g h i j k l " * 22)
+            assert await page.evaluate(f"{ANSWER}.dataset.state") == "failed"
+            shorter = "[...document.querySelectorAll('.again')].at(-1)"
+            assert "oldest" in await page.evaluate(f"{shorter}.textContent")
+            await page.evaluate(f"{shorter}.click()")
+            await page.until(f"!running && {ANSWER}?.dataset.state === 'done'")
+            assert await page.evaluate("history.length < 6 && told.length === 6")
+            assert [p for p in page.problems if "400 (Bad Request)" not in p] == []
+
+    asyncio.run(main())
+
+
+def test_thinking_can_be_switched_where_the_template_has_a_switch(tmp_path, monkeypatch):
+    async def main():
+        script = Script(monkeypatch)
+        script.say("Hello.")
+        (tmp_path / "model").mkdir()
+        model = directory(tmp_path / "model")
+        options = dict(placement="single", device="simulated:1")
+        async with here(model, **options) as server, browsing(tmp_path / "browser") as page:
+            await open_page(page, server)
+            assert await page.evaluate("$('thinks').hidden") is False
+            sizes = []
+            for value in ("true", "false"):
+                await page.evaluate(f"$('fresh').click(); $('thinking').value = '{value}'")
+                await ask(page, "Hello?")
+                sizes.append(await page.evaluate("told.at(-1).context"))
+            assert sizes[0] < sizes[1], "the template writes empty thoughts"
+
+    os.makedirs(tmp_path / "browser")
+    asyncio.run(main())
+
+
 @pytest.mark.deadly
 def test_a_lane_goes_dark_and_comes_back(tmp_path):
     async def main():
@@ -355,6 +464,21 @@ def test_a_picture_is_attached_shown_and_read(tmp_path):
                 "})()"
             )
             await page.until("pictures.length === 1")
+            # Pasted or dropped it is taken too; what is no picture is not.
+            await page.evaluate(
+                "(() => { const moved = new DataTransfer(); const bytes = Uint8Array.from(atob('"
+                + encoded
+                + "'), c => c.charCodeAt(0)); moved.items.add(new File([bytes], 'x.png', {type: "
+                "'image/png'})); moved.items.add(new File(['a'], 'a.txt', {type: 'text/plain'}));"
+                "const init = {bubbles: true, cancelable: true}; document.body.dispatchEvent(new "
+                "ClipboardEvent('paste', {...init, clipboardData: moved})); document.body."
+                "dispatchEvent(new DragEvent('drop', {...init, dataTransfer: moved})) })()"
+            )
+            await page.until("pictures.length === 3")
+            await page.evaluate(
+                "pictures.splice(1); $('pictures').lastChild.remove();"
+                "$('pictures').lastChild.remove()"
+            )
             assert await page.evaluate("document.querySelectorAll('#pictures img').length") == 1
             await page.evaluate("$('temperature').value = '0'")
             await page.evaluate("$('say').value = 'read:'; $('send').click()")
