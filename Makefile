@@ -8,7 +8,7 @@ EXTRAS ?= test
 # a seventh of the suite's time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo serve test test-long test-npu lint bench clean
+.PHONY: demo serve test test-long test-clients test-npu lint bench clean
 
 # Modules are compiled when they are first imported, which most never are.
 .venv/.ready: pyproject.toml constraints.txt
@@ -53,6 +53,16 @@ test-long: .venv/.ready .venv-clients/.ready
 	.venv-clients/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,clients]'
 	touch $@
 
+# Programs of others, in environments of their own: the newest versions, some 900 MB.
+.clients/.ready: Makefile
+	mkdir -p .clients
+	npm install --prefix .clients --no-audit --no-fund --silent node@24 openai @anthropic-ai/sdk \
+		@anthropic-ai/claude-code @openai/codex ai @ai-sdk/openai @ai-sdk/anthropic zod
+	touch $@
+
+test-clients: .venv-clients/.ready .clients/.ready
+	.venv-clients/bin/python -m pytest -m 'not gpu' tests/server/test_clients.py tests/clients
+
 # torch_npu and stand-ins for CANN, apart from everything else: in a normal environment both would
 # break `import torch`. The rest is .venv's.
 TORCH_NPU := torch_npu==2.13.0
@@ -80,4 +90,4 @@ bench: .venv/.ready
 	$(BIN)/python bench/overlap.py --rounds 1
 
 clean:
-	rm -rf .venv .venv-clients .venv-npu build dist *.egg-info
+	rm -rf .venv .venv-clients .venv-npu .clients build dist *.egg-info

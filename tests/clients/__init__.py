@@ -1,0 +1,1 @@
+"""Programs of others against the server, with a model that says what makes sense."""
