@@ -61,7 +61,7 @@ class Served:
                 self._listening.set()
         self._listening.set()
 
-    def stop(self, number=signal.SIGTERM, timeout=60):
+    def stop(self, number=signal.SIGTERM, timeout=240):
         """Send a signal and return the exit status; nothing of it may be left."""
         if self.process.poll() is None:
             self.process.send_signal(number)
