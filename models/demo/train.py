@@ -51,8 +51,8 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
 CONTEXT = 40_960
-"""Tokens for which the model may be used: an agent's tools and files fit, though nothing longer than
-a window was ever learnt."""
+"""Tokens for which the model may be used: an agent's tools and files fit, though nothing longer
+than a window was ever learnt."""
 CONFIG = {
     "vocab_size": 2048,
     "hidden_size": 256,

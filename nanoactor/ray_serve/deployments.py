@@ -25,6 +25,7 @@ from nanoactor.ray_serve.connector import RayConnector
 from nanoactor.ray_serve.loopback import bind_to_loopback
 from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.ray_serve.ports import beside_proxy
+from nanoactor.ray_serve.starting import half_of_the_cores
 from nanoactor.server.app import Server
 from nanoactor.server.config import ServerConfig
 
@@ -41,7 +42,7 @@ class Engine:
 
     async def __init__(self, config: EngineConfig, fleet: FleetConfig) -> None:  # type: ignore[misc]
         _write_logs(logging.WARNING)
-        with _environment_of_children():
+        with _environment_of_children(), half_of_the_cores():
             self._llm = await asyncio.to_thread(_opened, config)
             digest = asyncio.ensure_future(asyncio.to_thread(fingerprint, self._llm.files, config))
             await self._llm.start()

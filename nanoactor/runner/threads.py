@@ -18,6 +18,9 @@ _PROBE_FAR = 1024
 """... and where it was more than `_FAR` times as slow."""
 _FAR = 1.5
 
+CORES_VARIABLE = "NANOACTOR_CORES"
+"""Names the cores that there will be, where a process starts on fewer."""
+
 
 def usable_cores(root: Path = Path("/")) -> int:
     """Return the cores that this process may use: by its affinity, and by its cgroup's quota.
@@ -25,7 +28,7 @@ def usable_cores(root: Path = Path("/")) -> int:
     A quota of one and a half cores counts as one: threads that wait for each other by spinning
     would spend it on waiting.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = int(os.environ.get(CORES_VARIABLE, 0)) or len(os.sched_getaffinity(0))
     quotas = [quota for quota in (_quota(folder) for folder in _cgroups(root)) if quota]
     return max(1, min([cores, *(int(quota) for quota in quotas)]))
 
