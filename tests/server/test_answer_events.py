@@ -1,7 +1,9 @@
 """Answers as events of the Messages and the Responses API: every cut of a text adds up to the same
 answer, and the order of the events is that of the API's grammar."""
 
+import base64
 import json
+import zlib
 
 import pytest
 from hypothesis import given
@@ -221,6 +223,13 @@ def test_sealed_thoughts_are_read_as_they_were(text):
 def test_what_was_not_sealed_here_is_nothing(text):
     assert unseal(text) is None
     assert unseal(seal("a" * 100)[:-9]) is None
+
+
+def test_sealed_thoughts_cannot_fill_the_memory():
+    bomb = base64.urlsafe_b64encode(zlib.compress(b"a" * 10**7)).decode()
+    assert unseal("nanoactor1." + bomb) is None
+    for text in ("a" * 100_000, "Hm. " * 50_000):
+        assert unseal(seal(text)) == text
 
 
 def test_an_error_ends_a_stream_in_each_apis_words():

@@ -54,6 +54,7 @@ class Tools:
         self.functions: list[Chat] = []
         self.origins: dict[str, tuple[str | None, str]] = {}
         """By the name that the model reads: the namespace and the name within it."""
+        self._names: dict[tuple[str | None, str], str] = {}
         found = list(_flat(tools, warn))
         counts = Counter(tool.name for _, tool, _ in found)
         for namespace, tool, path in found:
@@ -62,6 +63,7 @@ class Tools:
             is_unique = namespace is None or counts[tool.name] == 1
             name = tool.name if is_unique else f"{namespace}__{tool.name}"
             self.origins[name] = namespace, tool.name
+            self._names[namespace, tool.name] = name
             parameters = None if tool.parameters is None else ordered_schema(tool.parameters)
             function = {"name": name, "description": tool.description, "parameters": parameters}
             if tool.strict is not None:
@@ -71,8 +73,7 @@ class Tools:
 
     def name(self, namespace: str | None, name: str) -> str:
         """Return the name that the model reads of a function."""
-        known = (shown for shown, origin in self.origins.items() if origin == (namespace, name))
-        return next(known, name)
+        return self._names.get((namespace, name), name)
 
 
 def _flat(
