@@ -39,6 +39,8 @@ _DIVISIBLE = 16
 """Requests in a queue that is shared among clients."""
 _PICTURES_BYTES = 64 << 20
 """What the pictures of a request may take in its body."""
+_STORED = "{id:(?!input_tokens|compact)[^/]+}"
+"""The id of a response, in a path: no other route of the API."""
 _REPLY_SECONDS = 2.0
 """How long the last answers may take to leave."""
 
@@ -127,8 +129,8 @@ class Server:
             "/v1/responses": ("POST", responses.create),
             "/v1/responses/input_tokens": ("POST", responses.input_tokens),
             "/v1/responses/compact": ("POST", responses.compact),
-            "/v1/responses/{id}": ("GET", responses.stored),
-            "/v1/responses/{id}/cancel": ("POST", responses.stored),
+            f"/v1/responses/{_STORED}": ("GET", responses.stored),
+            f"/v1/responses/{_STORED}/cancel": ("POST", responses.stored),
             "/v1/messages": ("POST", messages.create),
             "/v1/messages/count_tokens": ("POST", messages.count_tokens),
             "/v1/models": ("GET", texts.models),

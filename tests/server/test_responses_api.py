@@ -343,6 +343,8 @@ def test_tokens_are_counted_as_the_prompt_has_them(tmp_path, monkeypatch):
             assert counted.input_tokens == response.usage.input_tokens
             async with httpx.AsyncClient(base_url=url(t.server)) as client:
                 answer = await client.post("/v1/responses/compact", json=asked)
+                other = await client.get("/v1/responses/input_tokens")
+            assert (other.status_code, other.headers["Allow"]) == (405, "POST")
             assert answer.status_code == 404
             assert "not compacted" in answer.json()["error"]["message"]
 
