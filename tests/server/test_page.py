@@ -354,6 +354,59 @@ def test_conversations_are_listed_renamed_and_deleted_and_no_tab_overwrites_anot
     asyncio.run(main())
 
 
+def test_what_an_answer_has_said_is_kept_when_another_conversation_is_opened(tmp_path, monkeypatch):
+    async def main():
+        async with here(device="simulated:20") as server, browsing(tmp_path) as page:
+            endless = dataclasses.replace(server.llm.files, eos_token_ids=())
+            monkeypatch.setattr(server.llm._requests, "_files", endless)
+            await open_page(page, server)
+            await page.evaluate("$('say').value = 'Speak.'; $('send').click()")
+            await page.until(f"{SAID}.length > 20")
+            first = await page.evaluate("$('fresh').click(); told.length")
+            assert first == 0
+            await page.until("!running && $('stop').hidden")
+            assert await page.evaluate(TALKS) == ["Speak."]
+            await page.evaluate("$('list').firstChild.firstChild.click()")
+            assert len(await page.evaluate(SAID)) > 20
+            assert await page.evaluate(f"{ANSWER}.dataset.state") == "stopped"
+            assert await page.evaluate("history.length") == 2
+
+            # One that is deleted while it is answered stays deleted.
+            await page.evaluate("$('say').value = 'On.'; $('send').click()")
+            await page.until(f"{SAID}.length > 20")
+            await page.evaluate("$('list').firstChild.children[2].click()")
+            await page.until("!running")
+            assert await page.evaluate(TALKS) == []
+            assert page.problems == []
+
+    asyncio.run(main())
+
+
+def test_without_room_a_conversation_stays_one_and_the_page_says_so(tmp_path):
+    async def main():
+        async with here(device="simulated:1") as server, browsing(tmp_path) as page:
+            await open_page(page, server)
+            await page.evaluate("$('max_completion_tokens').value = '3'")
+            await ask(page, "One.")
+            # Renamed by another tab, it keeps that name.
+            await page.evaluate("keep(STEM + ident, {...kept(STEM + ident), title: 'Named'})")
+            await ask(page, "Two.")
+            assert await page.evaluate(TALKS) == ["Named"]
+            whole = "Storage.prototype.setItem"
+            await page.evaluate(f"window.old = {whole}; {whole} = () => {{ throw new Error() }}; 0")
+            before = await page.evaluate("ident + version")
+            for text in ("Three.", "Four."):
+                await ask(page, text)
+            assert await page.evaluate("ident + version") == before
+            assert await page.evaluate("document.querySelectorAll('.note').length") == 1
+            await page.evaluate(f"{whole} = window.old; 0")
+            await ask(page, "Five.")
+            assert await page.evaluate(TALKS) == ["Named"]
+            assert await page.evaluate("kept(STEM + ident).told.length") == 10
+
+    asyncio.run(main())
+
+
 def test_figures_are_the_servers_own_and_the_context_in_use_is_shown(tmp_path):
     async def main():
         options = dict(device="simulated:1", max_model_len=256)
