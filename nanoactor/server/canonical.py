@@ -57,15 +57,36 @@ def ordered(value: Any) -> Any:
     return [ordered(one) for one in value] if isinstance(value, list) else value
 
 
-def ordered_arguments(arguments: Any, schema: Any) -> Any:
-    """Return the arguments of a call with their members in the order of an ordered schema; those
-    that it does not name follow by name."""
-    if isinstance(arguments, list):
-        items = schema.get("items") if isinstance(schema, Mapping) else None
-        return [ordered_arguments(one, items) for one in arguments]
-    if not isinstance(arguments, Mapping):
-        return arguments
-    known = schema.get("properties") if isinstance(schema, Mapping) else None
-    known = known if isinstance(known, Mapping) else {}
-    names = _names(arguments, [name for name in known if name in arguments])
-    return {name: ordered_arguments(arguments[name], known.get(name)) for name in names}
+class ArgumentOrder:
+    """The order of the arguments of one function's calls: that of its schema."""
+
+    def __init__(self, schema: Any) -> None:
+        """`schema`: an ordered one, which must not change."""
+        self._schema = schema
+        self._positions: dict[int, dict[str, int]] = {}
+        """Of the names in each object's properties, made when a call first has such an object: a
+        call may have many objects, and a schema many properties."""
+
+    def of(self, arguments: Any) -> Any:
+        """Return the arguments of a call with their members in the order of the schema; those that
+        it does not name follow by name."""
+        return self._ordered(arguments, self._schema)
+
+    def _ordered(self, value: Any, schema: Any) -> Any:
+        known = schema if isinstance(schema, Mapping) else {}
+        if isinstance(value, list):
+            return [self._ordered(one, known.get("items")) for one in value]
+        if not isinstance(value, Mapping):
+            return value
+        members = known.get("properties")
+        members = members if isinstance(members, Mapping) else {}
+        positions = self._positions_of(members)
+        names = sorted(value, key=lambda name: (positions.get(name, len(positions)), name))
+        return {name: self._ordered(value[name], members.get(name)) for name in names}
+
+    def _positions_of(self, members: Mapping[str, Any]) -> dict[str, int]:
+        if not members:
+            return {}
+        if id(members) not in self._positions:
+            self._positions[id(members)] = {name: at for at, name in enumerate(members)}
+        return self._positions[id(members)]

@@ -272,11 +272,11 @@ class Completions:
                 lambda send: self._read_all(answer, requests, send),
             )
         finally:
-            self._note_turn(answer, how)
             del self._live[answer]
             for each in requests:
                 each.close()
             context_of(request).note += answer.note
+            self._note_turn(answer, how)
 
     def _note_turn(self, answer: Answer, how: _How) -> None:
         """Count the tokens of the turn before that the cache held, if an answer is complete."""
@@ -309,22 +309,22 @@ class Completions:
         read: Callable[[Send], Awaitable[None]],
     ) -> web.StreamResponse:
         """Send what `read` brings, as it comes or at once."""
+        # Before anything else: what cannot be written is told by a status.
+        begin = writer.begin([delta for choice in answer.choices for delta in choice.begin()])
         if answer.streamed:
-            return await self._stream(request, answer, writer, read)
+            return await self._stream(request, writer, begin, read)
 
         async def keep(deltas: list[Delta]) -> None:
             writer.take(deltas)
 
-        for choice in answer.choices:
-            choice.begin()
         await read(keep)
         return json_response(writer.whole())
 
     async def _stream(
         self,
         request: web.Request,
-        answer: Answer,
         writer: AnswerWriter,
+        begin: bytes,
         read: Callable[[Send], Awaitable[None]],
     ) -> web.StreamResponse:
         """As server-sent events; from its head on errors can only be events."""
@@ -338,8 +338,7 @@ class Completions:
                 await response.write(written)
 
         try:
-            deltas = [delta for choice in answer.choices for delta in choice.begin()]
-            if begin := writer.begin(deltas):
+            if begin:
                 await response.write(begin)
             await read(send)
             last = writer.end()

@@ -132,6 +132,8 @@ def from_engine(error: Exception, names: frozenset[str]) -> APIError:
         param = first[0] if first and first[0] in names else None
         code = "context_length_exceeded" if _TOO_LONG.match(text) else None
         return APIError(400, text, param=param, code=code)
+    if isinstance(error, RecursionError):  # Python's limit, which counts what is called, too
+        return _too_deep()
     return APIError(500, "internal error; the server's log has its cause", code="internal_error")
 
 
@@ -146,10 +148,14 @@ def renamed(problem: APIError, names: Mapping[str, str]) -> APIError:
     return problem
 
 
+def _too_deep() -> APIError:
+    return invalid("the body is nested too deeply")
+
+
 def from_decoding(error: Exception) -> APIError:
     """A body that is no JSON, or not what is expected."""
     if isinstance(error, RecursionError):
-        return invalid("the body is nested too deeply")
+        return _too_deep()
     if isinstance(error, UnicodeDecodeError):
         return invalid("the body is not valid UTF-8")
     text = str(error)

@@ -277,7 +277,7 @@ class Decoder:
         """Return the chat that a request of another API was translated to."""
         try:
             body = msgspec.convert(translated, ChatRequest)
-        except (msgspec.ValidationError, RecursionError) as error:
+        except msgspec.ValidationError as error:
             raise from_decoding(error) from None
         self._check(body, translated)
         return body

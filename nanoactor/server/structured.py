@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from nanoactor.errors import InvalidRequest
+from nanoactor.grammar.check import check_spec
 from nanoactor.grammar.spec import Thoughts, ToolGrammar
 from nanoactor.server.errors import invalid
 from nanoactor.structured_outputs import StructuredOutputsParams
@@ -130,10 +131,15 @@ def constraint_of(
 
 
 def _checked_schema(values: dict[str, Any]) -> str:
-    """Return the schema that `response_format` asks for, as text."""
+    """Return the schema that `response_format` asks for, as text; what is wrong with it is said of
+    that field, though it becomes a part of the calls' grammar."""
     wanted = Constraint("response_format", values)
     with said_of(wanted):
         schema = wanted.params.json
+        try:
+            check_spec(wanted.params.spec())
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{_OURS}: {error}") from None
     return schema if isinstance(schema, str) else '{"type":"object"}'
 
 

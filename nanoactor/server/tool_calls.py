@@ -316,10 +316,10 @@ def _text_of(quoted: str) -> str | None:
         text = json.loads(quoted, strict=False)
     except ValueError:
         return None
-    return _whole_characters(text) if isinstance(text, str) else None
+    return whole_characters(text) if isinstance(text, str) else None
 
 
-def _whole_characters(text: str) -> str:
+def whole_characters(text: str) -> str:
     """Half of a character, which an escape can name and no encoding write, is replaced."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -338,7 +338,7 @@ def _decoded(raw: str) -> tuple[str, str] | None:
         return None
     if not isinstance(arguments, str):
         arguments = written if arguments else "{}"
-    return _whole_characters(name), _whole_characters(arguments)
+    return whole_characters(name), whole_characters(arguments)
 
 
 def _members(raw: str) -> dict[str, tuple[Any, str]]:

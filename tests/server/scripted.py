@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 
@@ -10,6 +11,7 @@ import numpy as np
 from nanoactor.models.config import read_config
 from nanoactor.runner import simulated
 from nanoactor.text.tokenizer import load_tokenizer
+from tests.server.harness import here
 from tests.text.test_chat import DEMO, THINKING
 
 END = 2
@@ -28,6 +30,17 @@ def directory(path, template=THINKING):
         json.dumps({"eos_token": "<|im_end|>", "chat_template": template})
     )
     return path
+
+
+@contextlib.asynccontextmanager
+async def scripted(tmp_path, monkeypatch, config=None, *, template=None, **engine):
+    """(a server in this process whose model is called "m", the script that its model reads)."""
+    script = Script(monkeypatch)
+    options = {"placement": "single", "device": "simulated:1", "max_num_seqs": 4, **engine}
+    config = {"served_model_name": "m", **(config or {})}
+    model = directory(tmp_path, **({} if template is None else {"template": template}))
+    async with here(model, config=config, **options) as server:
+        yield server, script
 
 
 def with_weights(path):

@@ -5,6 +5,7 @@ import base64
 import json
 import zlib
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,7 +86,7 @@ def whole(make, pieces, *end, **options):
     answer.choices[0].begin()
     for output in outputs:
         writer.take(output())
-    return writer.whole()
+    return json.loads(msgspec.json.encode(writer.whole()))
 
 
 WAYS = {"messages": (messages_writer, message_of), "responses": (responses_writer, response_of)}
@@ -175,6 +176,40 @@ def test_the_end_is_told_in_each_apis_words(text, reason, stop, of_messages, of_
     is_cut = of_responses == "incomplete"
     assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if is_cut else None)
     assert response["output"][-1]["status"] == of_responses
+
+
+CUT = CALL[: CALL.index('"Os') + 3]
+BROKEN = [
+    (CUT, "stop", "lo", "stop_sequence"),
+    (CUT, "stop", None, "max_tokens"),
+    (f"{OTHER}\n{CUT}", "stop", "lo", "stop_sequence"),
+    (CUT, "length", None, "max_tokens"),
+    (CALL.replace('"Oslo"', "NaN"), "stop", None, "max_tokens"),
+    (CALL.replace('"Oslo"', "1e999"), "stop", None, "max_tokens"),
+    (CALL, "stop", "lo", "tool_use"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason", "stop", "expected"), BROKEN)
+def test_a_call_that_is_not_whole_is_never_told_as_one_to_run(text, reason, stop, expected):
+    message = whole(messages_writer, [text], reason, stop)
+    assert message["stop_reason"] == expected
+    assert message["stop_sequence"] == (stop if expected == "stop_sequence" else None)
+    told = message_of(streamed(messages_writer, list(text), reason, stop))
+    assert (told["stop_reason"], told["stop_sequence"]) == (expected, message["stop_sequence"])
+    item = whole(responses_writer, [text], reason, stop)["output"][-1]
+    assert item["status"] == ("completed" if expected == "tool_use" else "incomplete")
+
+
+ESCAPES = '{"a\\udc00": "x\\ud83d", "b": ["\\ud83d\\ude00"]}'
+HALVES = f'<tool_call>{{"name": "f", "arguments": {ESCAPES}}}</tool_call>'
+
+
+def test_halves_of_characters_in_arguments_are_replaced():
+    message = whole(messages_writer, [HALVES])
+    assert message["content"][0]["input"] == {"a\ufffd": "x\ufffd", "b": ["\U0001f600"]}
+    assert message["stop_reason"] == "tool_use"
+    assert msgspec.json.encode(message)
 
 
 def test_usage_has_each_apis_meaning():

@@ -97,17 +97,20 @@ def test_instructor_as_it_is(base):
     assert isinstance(found, Item)
 
 
-def test_openai_agents_with_a_type_of_output(base):
+@pytest.mark.parametrize("model", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_openai_agents_with_a_type_of_output(base, model):
+    """The second is its default."""
     agents = client("agents")
     agents.set_tracing_disabled(True)
+    body = without_limit() if model == "OpenAIResponsesModel" else BODY
 
     async def main():
         async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as inner:
             agent = agents.Agent(
                 name="a",
                 output_type=Item,
-                model=agents.OpenAIChatCompletionsModel("m", inner),
-                model_settings=agents.ModelSettings(extra_body=BODY),
+                model=getattr(agents, model)("m", inner),
+                model_settings=agents.ModelSettings(extra_body=body),
             )
             return (await agents.Runner.run(agent, ASK)).final_output
 
@@ -150,27 +153,9 @@ def test_llama_index_with_a_structured_model(base):
 # -- the other two APIs --------------------------------------------------------------------
 
 
-def with_prefix(base):
-    """The URL where the package wants no version in it."""
+def without_version(base):
+    """The URL for packages that add the version themselves."""
     return base.removesuffix("/v1")
-
-
-def test_openai_agents_as_it_is(base):
-    """Its default is the Responses API."""
-    agents = client("agents")
-    agents.set_tracing_disabled(True)
-
-    async def main():
-        async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as inner:
-            agent = agents.Agent(
-                name="a",
-                output_type=Item,
-                model=agents.OpenAIResponsesModel("m", inner),
-                model_settings=agents.ModelSettings(extra_body=without_limit()),
-            )
-            return (await agents.Runner.run(agent, ASK)).final_output
-
-    assert isinstance(asyncio.run(main()), Item)
 
 
 def without_limit():
@@ -195,7 +180,7 @@ def test_langchain_over_responses(base):
 
 def test_langchain_over_messages(base):
     model = client("langchain_anthropic").ChatAnthropic(
-        model="m", base_url=with_prefix(base), api_key="none", max_retries=0, max_tokens=20
+        model="m", base_url=without_version(base), api_key="none", max_retries=0, max_tokens=20
     )
     answer = model.invoke(ASK)
     assert answer.usage_metadata["output_tokens"] > 0

@@ -301,6 +301,26 @@ def test_values_of_any_depth(fast_server, depth):
     still_serves(fast_server)
 
 
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+def test_what_can_just_be_read_can_be_written_again_or_is_refused(fast_server, stream):
+    """A response repeats parts of its request, deeper than they stood there."""
+    lines, found = written(fast_server), set()
+    for depth in range(960, 1010):
+        deep = b'{"a":' * depth + b"1" + b"}" * depth
+        body = (
+            b'{"model":"demo","input":"a","max_output_tokens":1,"stream":' + stream + b',"tools":['
+            b'{"type":"function","name":"f"}],"tool_choice":{"type":"function","name":"f","x":'
+            + deep
+            + b"}}"
+        )
+        answer = send(fast_server, posted("/v1/responses", body))
+        found.add(status(answer))
+        if status(answer) == 200 and stream == b"true":
+            assert answer.count(b"event: response.incomplete") == 1, depth
+    assert found == {200, 400}
+    assert not any("Traceback" in line for line in fast_server.lines[lines:])
+
+
 def test_names_of_fields_do_not_write_the_log(fast_server):
     forged = "x\n2026-01-01 nanoactor.access INFO 10.0.0.1 GET /secret 200 \x1b[31m"
     for name in (forged, "y" * 500_000):

@@ -15,8 +15,8 @@ from nanoactor.server.context import RequestContext
 from nanoactor.server.errors import APIError, invalid, renamed
 from nanoactor.server.requests import Decoder
 from nanoactor.server.sealed import seal
-from tests.server.harness import here, url
-from tests.server.scripted import Script, directory
+from tests.server.harness import url
+from tests.server.scripted import scripted
 
 ASK = [{"role": "user", "content": "Weather in Oslo?"}]
 TOOL = {
@@ -228,9 +228,29 @@ def test_tools_that_others_run_are_left_out_with_a_warning():
 def test_documents_and_search_results_of_text_are_text():
     blocks = [
         {"type": "document", "title": "T", "source": {"type": "text", "data": "body"}},
-        {"type": "search_result", "title": "S", "content": [{"type": "text", "text": "found"}]},
+        SEARCHED,
     ]
-    assert messages_of([{"role": "user", "content": blocks}])[0]["content"] == "T\nbody\nS\nfound"
+    expected = "T\nbody\nS\nhttps://example.org/x\nfound"
+    assert messages_of([{"role": "user", "content": blocks}])[0]["content"] == expected
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [SEARCHED]}
+    assert messages_of([{"role": "user", "content": [result]}])[0]["content"] == (
+        "S\nhttps://example.org/x\nfound"
+    )
+
+
+SEARCHED = {
+    "type": "search_result",
+    "source": "https://example.org/x",
+    "title": "S",
+    "content": [{"type": "text", "text": "found"}],
+    "citations": {"enabled": True},
+}
+
+
+def test_a_result_that_is_an_error_says_so():
+    for content, expected in (("", "Error"), ("no such file", "Error: no such file")):
+        result = {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": True}
+        assert messages_of([{"role": "user", "content": [result]}])[0]["content"] == expected
 
 
 def said(*blocks, role="user"):
@@ -248,6 +268,9 @@ WRONG = [
     (said({"type": "tool_use", "id": "t"}, role="assistant"), "messages[0].content[0].name"),
     (said({"type": "image", "source": {"type": "file"}}), "messages[0].content[0].source"),
     (said({"type": "document", "source": {"type": "base64"}}), "messages[0].content[0].source"),
+    (said({"type": "image", "source": "https://example.org"}), "messages[0].content[0].source"),
+    (said({"type": "document", "source": "text"}), "messages[0].content[0].source"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name"),
     ({"system": [PICTURE]}, "system[0]"),
     ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
     ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
@@ -325,10 +348,7 @@ def plain(message):
 
 @contextlib.asynccontextmanager
 async def talk(tmp_path, monkeypatch, config=None, **engine):
-    script = Script(monkeypatch)
-    options = {"placement": "single", "device": "simulated:1", "max_num_seqs": 4, **engine}
-    config = {"served_model_name": "m", **(config or {})}
-    async with here(directory(tmp_path), config=config, **options) as server:
+    async with scripted(tmp_path, monkeypatch, config, **engine) as (server, script):
         made = anthropic.AsyncAnthropic(
             base_url=url(server), api_key="none", max_retries=0, timeout=60
         )

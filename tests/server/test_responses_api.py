@@ -15,8 +15,8 @@ from nanoactor.server.requests import Decoder
 from nanoactor.server.responses.request import ResponsesRequest
 from nanoactor.server.responses.translate import Tools, to_chat
 from nanoactor.server.sealed import seal
-from tests.server.harness import here, url
-from tests.server.scripted import Script, directory
+from tests.server.harness import url
+from tests.server.scripted import scripted
 
 TOOL = {
     "type": "function",
@@ -145,8 +145,28 @@ def test_tools_are_flattened_and_hosted_ones_left_out_with_a_warning():
     names = [tool["function"]["name"] for tool in made["tools"]]
     assert names == ["weather", "stop", "agents__weather"]
     assert [name for name, _ in warnings] == ["tools: web_search", "tools: mcp"]
-    _, warnings = chat([{"type": "web_search_call", "id": "w"}, {"role": "user", "content": "a"}])
-    assert warnings
+    said = {"role": "user", "content": "a"}
+    for item in OF_HOSTED:
+        made, warnings = chat([item, said])
+        assert [name for name, _ in warnings] == [f"input: {item['type']}"]
+        assert made["messages"] == [said]
+
+
+OF_HOSTED = [
+    {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search"}},
+    {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}},
+    {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "a", "stderr": ""}]},
+    {"type": "tool_search_call", "call_id": "c", "arguments": {"query": "a"}},
+    {"type": "tool_search_output", "call_id": "c", "tools": []},
+    {"type": "mcp_call", "id": "m", "name": "n", "arguments": "{}", "output": "a"},
+    {"type": "compaction", "encrypted_content": "gAAA"},
+]
+
+
+def test_parts_of_outputs_may_have_members_that_say_nothing():
+    part = {"type": "input_text", "text": "cold", "providerOptions": {"a": 1}}
+    items = [{"type": "function_call_output", "call_id": "c", "output": [part]}]
+    assert messages_of(items)[0]["content"] == "cold"
 
 
 def test_wishes_become_a_chats():
@@ -194,6 +214,7 @@ def test_wishes_become_a_chats():
 
 
 FUNCTION = {"type": "function", "name": "other"}
+CALLED = {"type": "function_call", "name": "a", "call_id": "c"}
 WRONG = [
     ({"previous_response_id": "r"}, "previous_response_id"),
     ({"background": True}, "background"),
@@ -218,6 +239,15 @@ WRONG = [
     ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0].type"),
     ({"tools": [{"type": "nonsense"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+    ({"tools": [{**TOOL, "name": "agents__weather"}, TOOL, SPACE]}, "tools[2].tools[1].name"),
+    ({"metadata": {"a": {"b": 1}}}, "metadata[...]"),
+    ({"input": [{**CALLED, "arguments": {}}]}, "input[0].arguments"),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": 1}]}, "input[0].output"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [1]}]},
+        "input[0].output",
+    ),
     ({"tool_choice": "maybe"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": FUNCTION, "tools": [TOOL]}, "tool_choice"),
@@ -273,10 +303,7 @@ def plain(response):
 
 @contextlib.asynccontextmanager
 async def talk(tmp_path, monkeypatch, config=None, **engine):
-    script = Script(monkeypatch)
-    options = {"placement": "single", "device": "simulated:1", "max_num_seqs": 4, **engine}
-    config = {"served_model_name": "m", **(config or {})}
-    async with here(directory(tmp_path), config=config, **options) as server:
+    async with scripted(tmp_path, monkeypatch, config, **engine) as (server, script):
         base = f"{url(server)}/v1"
         async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
             yield Talk(server, client, script)

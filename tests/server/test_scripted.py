@@ -10,8 +10,8 @@ import json
 import openai
 import pytest
 
-from tests.server.harness import here, url
-from tests.server.scripted import Script, directory
+from tests.server.harness import url
+from tests.server.scripted import scripted
 
 TOOLS = [
     {
@@ -71,10 +71,7 @@ def assert_same(message, deltas):
 
 @contextlib.asynccontextmanager
 async def talk(tmp_path, monkeypatch, config=None, **template):
-    script = Script(monkeypatch)
-    options = dict(placement="single", device="simulated:1", max_num_seqs=4)
-    config = {"served_model_name": "m", **(config or {})}
-    async with here(directory(tmp_path, **template), config=config, **options) as server:
+    async with scripted(tmp_path, monkeypatch, config, **template) as (server, script):
         base = f"{url(server)}/v1"
         async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
             yield Talk(server, client, script)

@@ -11,6 +11,7 @@ import pydantic
 import pytest
 
 from nanoactor.errors import InvalidRequest
+from nanoactor.grammar.check import check_spec
 from nanoactor.grammar.spec import GrammarSpec, ToolFunction, ToolGrammar
 from nanoactor.server.choices import ChatChoice
 from nanoactor.server.errors import APIError
@@ -266,6 +267,17 @@ def test_a_form_is_one_of_two_ways_where_calls_may_come_and_gives_way_to_demande
     with pytest.raises(APIError, match="tool_choice demands calls") as caught:
         spec(tools=TOOLS, tool_choice="required", guided_regex="a")
     assert caught.value.param == "guided_regex"
+
+
+def test_what_is_wrong_with_a_form_beside_tools_is_said_of_the_form():
+    schema = {"type": "object", "minProperties": 2}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    for tools in (None, TOOLS):
+        with pytest.raises((APIError, InvalidRequest), match="minProperties") as caught:
+            body = decode(ChatRequest, tools=tools, response_format=form)
+            with said_of(body.constraint):
+                check_spec(body.constraint.params.spec())
+        assert str(caught.value).startswith("response_format" if tools else "json_schema")
 
 
 @pytest.mark.parametrize(("named", "reason"), [(False, "tool_calls"), (True, "stop")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from typing import Any
 
@@ -10,86 +9,72 @@ import msgspec
 
 from nanoactor.server.answer import Answer
 from nanoactor.server.anthropic.errors import error_body
+from nanoactor.server.block_writer import BlockWriter, Event, encode, parsed_arguments
 from nanoactor.server.choices import Delta
 from nanoactor.server.errors import APIError
 from nanoactor.server.sealed import seal
 
-Event = dict[str, Any]
-
-_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+_EMPTY: dict[str, dict[str, Any]] = {
+    "text": {"type": "text", "text": ""},
+    "thoughts": {"type": "thinking", "thinking": "", "signature": ""},
+}
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thoughts": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
 _UNSIGNED = "unsigned"
 """The signature of thoughts that are shown: clients send back no block without one."""
 
 
-def encode(event: Event) -> bytes:
-    """Return an event as it goes over the wire."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
-
-
-class MessagesWriter:
+class MessagesWriter(BlockWriter):
     """Writes one answer."""
 
     def __init__(self, answer: Answer, *, omits_thoughts: bool = False) -> None:
         """`omits_thoughts`: thoughts are sealed in their block's signature, and not shown."""
-        self._answer, self._omits = answer, omits_thoughts
+        super().__init__(answer)
+        self._omits = omits_thoughts
         self._id = f"msg_{uuid.uuid4().hex[:24]}"
-        self._blocks: list[dict[str, Any]] = []
-        self._texts: list[str] = []
-        """Pieces of the last block's text, thoughts or arguments."""
-        self._open = False
-        self._reason: str | None = None
-
-    # -- a stream -------------------------------------------------------------------------
+        self._is_broken = False
+        """Whether a call has no whole arguments."""
 
     def begin(self, deltas: list[Delta]) -> bytes:
         """Return the events before the first token: the message, empty, and a ping."""
         start = {"type": "message_start", "message": self._message(None)}
-        return encode(start) + encode({"type": "ping"})
-
-    def push(self, deltas: list[Delta]) -> bytes:
-        """Return the events of what is new."""
-        return b"".join([encode(event) for event in self._events(deltas)])
+        return self.encoded([start, {"type": "ping"}])
 
     def end(self) -> bytes:
         """Return the events of an answer that is complete."""
-        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        events, reason = self.close(), self._stop_reason
+        delta = {"stop_reason": reason, "stop_sequence": self._stop_sequence(reason)}
         told = {"type": "message_delta", "delta": delta, "usage": self._usage()}
-        events = [*self._close(), told, {"type": "message_stop"}]
-        return b"".join([encode(event) for event in events])
+        return self.encoded([*events, told, {"type": "message_stop"}])
 
     def error(self, problem: APIError) -> bytes:
         """Return the event of an error."""
-        return encode(msgspec.to_builtins(error_body(problem)))
-
-    # -- a whole --------------------------------------------------------------------------
-
-    def take(self, deltas: list[Delta]) -> None:
-        """Keep what is new."""
-        self._events(deltas)
+        return self.encoded([msgspec.to_builtins(error_body(problem))])
 
     def whole(self) -> dict[str, Any]:
         """Return the message."""
-        self._close()
+        self.close()
         return self._message(self._stop_reason)
-
-    # -- both -----------------------------------------------------------------------------
 
     def _message(self, reason: str | None) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._answer.body.model,
-            "content": list(self._blocks),
+            "model": self.answer.body.model,
+            "content": list(self.blocks),
             "stop_reason": reason,
-            "stop_sequence": self._stop_sequence if reason else None,
+            "stop_sequence": self._stop_sequence(reason),
             "usage": self._usage(),
         }
 
     def _usage(self) -> dict[str, int]:
         """Return the tokens: those of the prompt without those that the cache held, as in
         Anthropic's API. How many it held is known at the end."""
-        answer = self._answer
+        answer = self.answer
         return {
             "input_tokens": answer.prompt_tokens - answer.cached,
             "cache_creation_input_tokens": 0,
@@ -98,85 +83,60 @@ class MessagesWriter:
         }
 
     @property
-    def _stop_sequence(self) -> str | None:
-        stop = self._answer.stop_reason
-        return stop if isinstance(stop, str) else None
-
-    @property
     def _stop_reason(self) -> str:
-        reason = self._reason or "stop"
-        if reason != "length" and any(block["type"] == "tool_use" for block in self._blocks):
+        """A call that is not whole is never told as one to run: it was cut, by whatever."""
+        is_stopped = isinstance(self.answer.stop_reason, str)
+        if self.reason == "length":
+            return "max_tokens"
+        if self._is_broken:
+            return "stop_sequence" if is_stopped else "max_tokens"
+        if any(block["type"] == "tool_use" for block in self.blocks):
             return "tool_use"
-        if self._stop_sequence is not None:
-            return "stop_sequence"
-        return _REASONS.get(reason, "end_turn")
+        return "stop_sequence" if is_stopped else "end_turn"
 
-    def _events(self, deltas: list[Delta]) -> list[Event]:
-        events: list[Event] = []
-        for one in deltas:
-            self._reason = one["finish_reason"] or self._reason
-            delta = one["delta"]
-            if thoughts := delta.get("reasoning_content"):
-                self._add("thinking", {"thinking": "", "signature": ""}, thoughts, events)
-            if text := delta.get("content"):
-                self._add("text", {"text": ""}, text, events)
-            for call in delta.get("tool_calls", ()):
-                self._call(call, events)
-        return events
+    def _stop_sequence(self, reason: str | None) -> str | None:
+        stop = self.answer.stop_reason
+        return stop if reason == "stop_sequence" and isinstance(stop, str) else None
 
-    def _call(self, call: dict[str, Any], events: list[Event]) -> None:
-        function = call["function"]
-        if "id" in call:
-            events += self._close()
-            block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
-            self._begin(block, events)
-        if arguments := function["arguments"]:
-            self._texts.append(arguments)
-            events.append(self._delta("input_json_delta", "partial_json", arguments))
+    # -- blocks ---------------------------------------------------------------------------
 
-    def _add(self, kind: str, empty: dict[str, str], text: str, events: list[Event]) -> None:
-        """Add text to a block of this kind, which is begun unless it is open."""
-        if not self._open or self._blocks[-1]["type"] != kind:
-            events += self._close()
-            self._begin({"type": kind, **empty}, events)
-        self._texts.append(text)
-        if kind == "text":
-            events.append(self._delta("text_delta", "text", text))
-        elif not self._omits:
-            events.append(self._delta("thinking_delta", "thinking", text))
+    def encoded(self, events: list[Event]) -> bytes:
+        """Return events as they go over the wire."""
+        return b"".join(map(encode, events))
 
-    def _begin(self, block: dict[str, Any], events: list[Event]) -> None:
-        self._blocks.append(block)
-        self._open, self._texts = True, []
-        index = len(self._blocks) - 1
-        start = {"type": "content_block_start", "index": index, "content_block": dict(block)}
-        events.append(start)
+    def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
+        """Return an empty block of the message."""
+        if kind == "call":
+            return {"type": "tool_use", "id": call["id"], "name": call["name"], "input": {}}
+        return dict(_EMPTY[kind])
 
-    def _delta(self, kind: str, member: str, value: str) -> Event:
-        delta = {"type": kind, member: value}
-        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+    def opened(self, kind: str) -> list[Event]:
+        """Return the event with which the last block begins."""
+        return [self._event("content_block_start", content_block=dict(self.blocks[-1]))]
 
-    def _close(self) -> list[Event]:
-        """End the block that is open, if one is, with what it has become."""
-        if not self._open:
+    def grown(self, kind: str, text: str) -> list[Event]:
+        """Return the event of a further piece, unless thoughts are omitted."""
+        if kind == "thoughts" and self._omits:
             return []
-        self._open, block, text = False, self._blocks[-1], "".join(self._texts)
-        events: list[Event] = []
-        if block["type"] == "text":
+        name, member = _DELTAS[kind]
+        return [self._event("content_block_delta", delta={"type": name, member: text})]
+
+    def closed(self, kind: str, text: str) -> list[Event]:
+        """Fill the last block in; return the events with which it ends."""
+        block, events = self.blocks[-1], []
+        if kind == "text":
             block["text"] = text
-        elif block["type"] == "tool_use":
-            block["input"] = _object(text)
+        elif kind == "call":
+            arguments = parsed_arguments(text)
+            self._is_broken = self._is_broken or arguments is None
+            block["input"] = arguments or {}
         else:
             block["signature"] = seal(text) if self._omits else _UNSIGNED
             block["thinking"] = "" if self._omits else text
-            events.append(self._delta("signature_delta", "signature", block["signature"]))
-        return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
+            signed = {"type": "signature_delta", "signature": block["signature"]}
+            events.append(self._event("content_block_delta", delta=signed))
+        return [*events, self._event("content_block_stop")]
 
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object: empty where it was broken off in the midst."""
-    try:
-        value = json.loads(arguments, strict=False)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    def _event(self, kind: str, **members: Any) -> Event:
+        """Return an event of the last block."""
+        return {"type": kind, "index": len(self.blocks) - 1, **members}

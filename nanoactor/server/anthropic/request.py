@@ -27,13 +27,13 @@ class Block(Struct, forbid_unknown_fields=True):
 
     type: Annotated[str, Meta(examples=["text", "image", "tool_use", "tool_result", "thinking"])]
     text: str | None = None
-    source: Source | None = None
+    source: Source | str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[Any] | dict[str, Any] | None = None
-    is_error: Annotated[bool, _IGNORED] | None = None
+    is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
     data: str | None = None

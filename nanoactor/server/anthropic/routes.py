@@ -11,7 +11,6 @@ from nanoactor.server.anthropic.request import CountTokensRequest, MessagesReque
 from nanoactor.server.anthropic.translate import NAMES, Options, to_chat
 from nanoactor.server.completions import Completions
 from nanoactor.server.context import context_of, json_response
-from nanoactor.server.errors import invalid
 from nanoactor.server.http import HttpFrontend
 from nanoactor.server.requests import ChatRequest
 from nanoactor.server.text_routes import TextRoutes
@@ -43,8 +42,5 @@ class MessagesRoutes:
         return json_response({"input_tokens": len(ids)})
 
     def _chat(self, body: MessagesRequest | CountTokensRequest) -> ChatRequest:
-        try:
-            translated = to_chat(body, self._options, self._http.decoder.warn)
-        except RecursionError:
-            raise invalid("the body is nested too deeply") from None
-        return self._http.decoder.chat(translated)
+        decoder = self._http.decoder
+        return decoder.chat(to_chat(body, self._options, decoder.warn))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -17,19 +17,24 @@ from nanoactor.server.anthropic.request import (
     MessagesRequest,
     Source,
 )
-from nanoactor.server.canonical import ordered_arguments, ordered_schema
+from nanoactor.server.canonical import ArgumentOrder, ordered_schema
 from nanoactor.server.errors import invalid
 from nanoactor.server.fields import EXTENSIONS
 from nanoactor.server.sealed import unseal
-
-Warn = Callable[[str, str], None]
-"""Takes a name and what becomes of it; logs that once."""
-Chat = dict[str, Any]
+from nanoactor.server.translating import (
+    LEFT_OUT,
+    Chat,
+    Warn,
+    content_of,
+    function_tool,
+    needed,
+    split_pictures,
+    text_part,
+)
 
 VOLATILE_LINES = (re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),)
 """Lines at the beginning of a system text that some clients change with every request, and that say
 nothing to a model. Claude Code's names its version, and elsewhere a checksum of the request."""
-_LEFT_OUT = "is left out of the prompt: only functions are called here"
 _SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
 """Blocks of tools that Anthropic runs itself; so are those that end with `_tool_result`."""
 NAMES = {
@@ -54,9 +59,7 @@ def to_chat(body: MessagesRequest | CountTokensRequest, options: Options, warn: 
     """Return the body of a chat that asks for the same. Raises `APIError`, naming the field."""
     tools = _Tools(body.tools or (), warn)
     reader = _Reader(tools, options, warn)
-    messages = [
-        message for text in reader.system(body.system) for message in (_said("system", text),)
-    ]
+    messages = [_said("system", text) for text in reader.system(body.system)]
     for number, message in enumerate(body.messages):
         messages += reader.message(message, f"messages[{number}]")
     chat: Chat = {"model": body.model, "messages": messages, "separate_reasoning": True}
@@ -113,8 +116,8 @@ def _choice(body: MessagesRequest | CountTokensRequest, tools: _Tools) -> Chat:
     if choice.type == "tool":
         if choice.name is None:
             raise invalid('tool_choice: the type "tool" needs a name', "tool_choice.name")
-        if choice.name not in tools.schemas:
-            known = ", ".join(map(repr, tools.schemas)) or "there are none"
+        if choice.name not in tools.orders:
+            known = ", ".join(map(repr, tools.orders)) or "there are none"
             text = f"tool_choice: {choice.name!r:.100} is none of the tools: {known}"
             raise invalid(text, "tool_choice.name")
         found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
@@ -130,22 +133,19 @@ class _Tools:
 
     def __init__(self, tools: Sequence[AnthropicTool], warn: Warn) -> None:
         self.functions: list[Chat] = []
-        self.schemas: dict[str, Any] = {}
+        self.orders: dict[str, ArgumentOrder] = {}
         """Of the arguments of each function, by its name."""
         for number, tool in enumerate(tools):
             if tool.type not in (None, "custom"):
-                warn(f"tools: {tool.type}", _LEFT_OUT)
+                warn(f"tools: {tool.type[:60]}", LEFT_OUT)
                 continue
-            if not tool.name or tool.input_schema is None:
-                needed = "input_schema" if tool.name else "name"
-                raise invalid(f"tools[{number}] needs {needed}", f"tools[{number}].{needed}")
-            schema = ordered_schema(tool.input_schema)
-            self.schemas[tool.name] = schema
-            function = {"name": tool.name, "description": tool.description, "parameters": schema}
-            if tool.strict is not None:
-                function["strict"] = tool.strict
-            shown = {name: value for name, value in function.items() if value is not None}
-            self.functions.append({"type": "function", "function": shown})
+            path = f"tools[{number}]"
+            name = needed(tool.name or None, "name", path)
+            schema = ordered_schema(needed(tool.input_schema, "input_schema", path))
+            if name in self.orders:
+                raise invalid(f"{path}: the name {name!r:.100} stands twice", f"{path}.name")
+            self.orders[name] = ArgumentOrder(schema)
+            self.functions.append(function_tool(name, tool.description, schema, tool.strict))
 
 
 class _Reader:
@@ -198,47 +198,46 @@ class _Reader:
                 pictures = []
                 continue
             if parts:
-                yield _said("user", _content(parts))
+                yield _said("user", content_of(parts))
                 parts = []
-            shown = self._result(block, at)
-            texts = [part for part in shown if part["type"] == "text"]
-            result = _said("tool", _content(texts))
-            yield {**result, "tool_call_id": _needed(block.tool_use_id, "tool_use_id", at)}
-            # Templates show no pictures in results: they follow, in a message of the user's.
-            pictures += [part for part in shown if part["type"] != "text"]
+            text, shown = split_pictures(self._result(block, at))
+            if block.is_error:
+                text = f"Error: {text}" if text else "Error"
+            call = needed(block.tool_use_id, "tool_use_id", at)
+            yield {**_said("tool", text), "tool_call_id": call}
+            pictures += shown
         if parts or pictures or not blocks:
-            yield _said("user", _content([*parts, *pictures]))
+            yield _said("user", content_of([*parts, *pictures]))
 
     def _result(self, block: Block, path: str) -> list[Chat]:
+        """Return the parts of a chat's content that a block's own content becomes."""
         given = block.content
         if not isinstance(given, list):
-            return [_text(given)] if isinstance(given, str) else []
-        return [
-            part
-            for number, one in enumerate(given)
-            for part in self._parts(
-                _block(one, f"{path}.content[{number}]"), f"{path}.content[{number}]"
-            )
-        ]
+            return [text_part(given)] if isinstance(given, str) else []
+        found: list[Chat] = []
+        for number, one in enumerate(given):
+            at = f"{path}.content[{number}]"
+            found += self._parts(_inner_block(one, at), at)
+        return found
 
     def _parts(self, block: Block, path: str) -> list[Chat]:
         """Return the parts of a chat's content that a block becomes."""
         match block.type:
             case "text":
-                return [_text(_needed(block.text, "text", path))]
+                return [text_part(needed(block.text, "text", path))]
             case "image":
                 if not self._options.sees:
                     raise invalid("this model takes no images, only text", f"{path}.type")
-                address = _address(_needed(block.source, "source", path), path)
-                return [{"type": "image_url", "image_url": {"url": address}}]
+                return [{"type": "image_url", "image_url": {"url": _address(block, path)}}]
             case "document":
-                source = _needed(block.source, "source", path)
+                source = _source(block, path)
                 if source.type != "text" or source.data is None:
                     raise invalid(f"{path}: of documents only text is taken", f"{path}.source")
-                return [_text("\n".join(filter(None, (block.title, source.data))))]
+                return [text_part("\n".join(filter(None, (block.title, source.data))))]
             case "search_result":
-                shown = self._result(block, path)
-                return [_text(block.title), *shown] if block.title else shown
+                origin = block.source if isinstance(block.source, str) else None
+                head = "\n".join(filter(None, (block.title, origin)))
+                return [*([text_part(head)] if head else []), *self._result(block, path)]
             case "tool_reference":
                 self._warn("messages: tool_reference", "is left out: all tools are shown")
                 return []
@@ -260,7 +259,7 @@ class _Reader:
             at = f"{path}.content[{index}]"
             match block.type:
                 case "text":
-                    texts.append(_needed(block.text, "text", at))
+                    texts.append(needed(block.text, "text", at))
                 case "thinking":
                     thoughts.append(block.thinking or unseal(block.signature or "") or "")
                 case "redacted_thinking":
@@ -277,55 +276,34 @@ class _Reader:
         return message
 
     def _call(self, block: Block, path: str) -> Chat:
-        name, arguments = _needed(block.name, "name", path), block.input or {}
-        function = {
-            "name": name,
-            "arguments": ordered_arguments(arguments, self._tools.schemas.get(name)),
-        }
+        name, arguments = needed(block.name, "name", path), block.input or {}
+        order = self._tools.orders.get(name) or ArgumentOrder(None)
+        function = {"name": name, "arguments": order.of(arguments)}
         call = {"id": block.id} if block.id is not None else {}
         return {**call, "type": "function", "function": function}
 
 
-def _content(parts: list[Chat]) -> Any:
-    """Return parts as one text where they are nothing else: a list and a text are the same."""
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts
-
-
-def _text(text: str) -> Chat:
-    return {"type": "text", "text": text}
-
-
-def _needed(value: Any, name: str, path: str) -> Any:
-    if value is None:
-        raise invalid(f"{path} needs {name}", f"{path}.{name}")
-    return value
-
-
-def _block(given: Any, path: str) -> Block:
-    """Return a block within another, of which only a few members count."""
-    kind = given.get("type") if isinstance(given, dict) else None
-    if not isinstance(kind, str):
+def _inner_block(given: Any, path: str) -> Block:
+    """Return a block within another, whose further members say nothing here."""
+    if not isinstance(given, dict):
         raise invalid(f"{path} must be a block with a type", path)
-    block = Block(kind)
-    for name in ("text", "title"):
-        value = given.get(name)
-        if value is not None and not isinstance(value, str):
-            raise invalid(f"{path}.{name} must be a text", f"{path}.{name}")
-        setattr(block, name, value)
-    if (source := given.get("source")) is not None:
-        try:
-            block.source = msgspec.convert(source, Source)
-        except msgspec.ValidationError as error:
-            raise invalid(f"{path}.source: {error}", f"{path}.source") from None
-    content = given.get("content")
-    block.content = content if isinstance(content, str | list) else None
-    return block
+    known = {name: value for name, value in given.items() if name in Block.__struct_fields__}
+    try:
+        return msgspec.convert(known, Block)
+    except msgspec.ValidationError as error:
+        raise invalid(f"{path}: {error}", path) from None
 
 
-def _address(source: Source, path: str) -> str:
+def _source(block: Block, path: str) -> Source:
+    source = needed(block.source, "source", path)
+    if not isinstance(source, Source):
+        raise invalid(f"{path}.source must be an object", f"{path}.source")
+    return source
+
+
+def _address(block: Block, path: str) -> str:
     """Return the URL of a picture, which may hold it."""
+    source = _source(block, path)
     if source.type == "url" and source.url is not None:
         return source.url
     if source.type == "base64" and source.data is not None:

@@ -45,8 +45,8 @@ class Item(Struct, forbid_unknown_fields=True):
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: str | None = None
-    output: str | list[Part] | None = None
+    arguments: Annotated[Any, Meta(description="Of a function_call: JSON text")] = None
+    output: Annotated[Any, Meta(description="Of a function_call_output: text, or parts")] = None
     summary: list[Part] | None = None
     encrypted_content: str | None = None
     internal_chat_message_metadata_passthrough: Annotated[Any, _IGNORED] = None
@@ -127,7 +127,7 @@ class ResponsesRequest(Extended, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
-    metadata: Annotated[dict[str, Any], _ECHOED] | None = None
+    metadata: Annotated[dict[str, str], _ECHOED] | None = None
     user: Annotated[str, Meta(description="Stands in the access log")] | None = None
     priority: Annotated[int, Meta(description="A lower one goes first")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

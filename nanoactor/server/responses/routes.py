@@ -7,7 +7,7 @@ from aiohttp import web
 from nanoactor.server.answer import Answer
 from nanoactor.server.completions import Completions
 from nanoactor.server.context import context_of, json_response
-from nanoactor.server.errors import APIError, invalid
+from nanoactor.server.errors import APIError
 from nanoactor.server.http import HttpFrontend
 from nanoactor.server.requests import ChatRequest
 from nanoactor.server.responses.events import ResponsesWriter
@@ -48,13 +48,10 @@ class ResponsesRoutes:
         """Return a body, its tools, and the chat that it becomes."""
         context_of(request).names = NAMES
         body = await self._http.read(request, ResponsesRequest)
-        warn = self._http.decoder.warn
-        try:
-            tools = Tools(body.tools or (), warn)
-            translated = to_chat(body, tools, self._sees, warn)
-        except RecursionError:
-            raise invalid("the body is nested too deeply") from None
-        return body, tools, self._http.decoder.chat(translated)
+        decoder = self._http.decoder
+        tools = Tools(body.tools or (), decoder.warn)
+        translated = to_chat(body, tools, self._sees, decoder.warn)
+        return body, tools, decoder.chat(translated)
 
     async def stored(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/responses/{id}`, and what else is asked of a stored response."""

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import msgspec
 
 from nanoactor.server.canonical import ordered_schema
 from nanoactor.server.errors import invalid
 from nanoactor.server.fields import EXTENSIONS
 from nanoactor.server.responses.request import Item, Part, ResponsesRequest, ResponsesTool
 from nanoactor.server.sealed import unseal
-
-Warn = Callable[[str, str], None]
-"""Takes a name and what becomes of it; logs that once."""
-Chat = dict[str, Any]
+from nanoactor.server.translating import (
+    LEFT_OUT,
+    Chat,
+    Warn,
+    content_of,
+    function_tool,
+    needed,
+    split_pictures,
+    text_part,
+)
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-_LEFT_OUT = "is left out of the prompt: only functions are called here"
 HOSTED_TOOLS = (
     "web_search",
     "web_search_preview",
@@ -42,7 +49,10 @@ NAMES = {
     "messages": "input",
 }
 """Names of a chat's fields in this API, for errors."""
-_OF_HOSTED = ("_call", "_call_output", "_list_tools", "_approval_request", "_approval_response")
+_OF_HOSTED = (
+    *("_call", "_call_output", "_search_output", "_list_tools"),
+    *("_approval_request", "_approval_response"),
+)
 _OF_CONTEXT = ("compaction", "additional_tools")
 """Items that other servers made for themselves."""
 
@@ -58,18 +68,15 @@ class Tools:
         found = list(_flat(tools, warn))
         counts = Counter(tool.name for _, tool, _ in found)
         for namespace, tool, path in found:
-            if not tool.name:
-                raise invalid(f"{path} needs a name", f"{path}.name")
-            is_unique = namespace is None or counts[tool.name] == 1
-            name = tool.name if is_unique else f"{namespace}__{tool.name}"
-            self.origins[name] = namespace, tool.name
-            self._names[namespace, tool.name] = name
-            parameters = None if tool.parameters is None else ordered_schema(tool.parameters)
-            function = {"name": name, "description": tool.description, "parameters": parameters}
-            if tool.strict is not None:
-                function["strict"] = tool.strict
-            shown = {key: value for key, value in function.items() if value is not None}
-            self.functions.append({"type": "function", "function": shown})
+            inner = needed(tool.name or None, "name", path)
+            is_unique = namespace is None or counts[inner] == 1
+            name = inner if is_unique else f"{namespace}__{inner}"
+            if name in self.origins:
+                raise invalid(f"{path}: the name {name!r:.100} stands twice", f"{path}.name")
+            self.origins[name] = namespace, inner
+            self._names[namespace, inner] = name
+            schema = None if tool.parameters is None else ordered_schema(tool.parameters)
+            self.functions.append(function_tool(name, tool.description, schema, tool.strict))
 
     def name(self, namespace: str | None, name: str) -> str:
         """Return the name that the model reads of a function."""
@@ -87,7 +94,7 @@ def _flat(
         elif tool.type == "namespace":
             for index, inner in enumerate(tool.tools or ()):
                 if inner.type != "function":
-                    warn(f"tools: {inner.type[:60]}", _LEFT_OUT)
+                    warn(f"tools: {inner.type[:60]}", LEFT_OUT)
                     continue
                 yield tool.name, inner, f"{path}.tools[{index}]"
         elif tool.type == "custom":
@@ -97,7 +104,7 @@ def _flat(
                 f"{path}.type",
             )
         elif _is_hosted(tool.type):
-            warn(f"tools: {tool.type[:60]}", _LEFT_OUT)
+            warn(f"tools: {tool.type[:60]}", LEFT_OUT)
         else:
             text = f"{path}: the type {tool.type!r:.100} is not known; give functions"
             raise invalid(text, f"{path}.type")
@@ -199,8 +206,10 @@ class _Reader:
 
     def __init__(self, tools: Tools, sees: bool, warn: Warn) -> None:
         self._tools, self._sees, self._warn = tools, sees, warn
-        self._answer: Chat = {}
-        """The assistant's message that is put together."""
+        self._texts: dict[str, list[str]] = {}
+        """Of the assistant's message that is put together, by member."""
+        self._calls: list[Chat] = []
+        """Likewise."""
         self._pictures: list[Chat] = []
         """Those of calls' results, which templates do not show there."""
 
@@ -213,11 +222,19 @@ class _Reader:
 
     def _flush(self) -> Iterator[Chat]:
         """Yield what was put together, as something else follows."""
-        if self._answer:
-            yield {"role": "assistant", "content": "", **self._answer}
+        yield from self._flush_answer()
         if self._pictures:
             yield {"role": "user", "content": self._pictures}
-        self._answer, self._pictures = {}, []
+            self._pictures = []
+
+    def _flush_answer(self) -> Iterator[Chat]:
+        if self._texts or self._calls:
+            texts = {
+                member: "\n".join(filter(None, found)) for member, found in self._texts.items()
+            }
+            calls = {"tool_calls": self._calls} if self._calls else {}
+            yield {"role": "assistant", "content": "", **texts, **calls}
+        self._texts, self._calls = {}, []
 
     def _item(self, item: Item, path: str) -> Iterator[Chat]:
         match item.type:
@@ -241,7 +258,7 @@ class _Reader:
             raise invalid(f"{path}: custom tools are not supported", at)
         if not kind.endswith(_OF_HOSTED) and kind not in _OF_CONTEXT:
             raise invalid(f"{path}: the type {kind!r} is not taken here", at)
-        self._warn(f"input: {kind[:60]}", _LEFT_OUT)
+        self._warn(f"input: {kind[:60]}", LEFT_OUT)
 
     def _message(self, item: Item, path: str) -> Iterator[Chat]:
         if item.role is None or item.content is None:
@@ -251,38 +268,40 @@ class _Reader:
             yield from self._add("content", self._text(item.content, f"{path}.content"))
             return
         yield from self._flush()
-        yield {"role": item.role, "content": _content(self._parts(item.content, f"{path}.content"))}
+        yield {
+            "role": item.role,
+            "content": content_of(self._parts(item.content, f"{path}.content")),
+        }
 
     def _add(self, member: str, text: str) -> Iterator[Chat]:
         """Add to the message that is put together: up to what the user or a tool says next, all
         items are of one answer."""
         if self._pictures:
             yield from self._flush()
-        if text and member in self._answer:
-            text = f"{self._answer[member]}\n{text}"
         if text or member == "content":
-            self._answer[member] = text
+            self._texts.setdefault(member, []).append(text)
 
     def _call(self, item: Item, path: str) -> Iterator[Chat]:
         if self._pictures:
             yield from self._flush()
-        name = _needed(item.name, "name", path)
+        name = needed(item.name, "name", path)
         function = {
             "name": self._tools.name(item.namespace, name),
-            "arguments": _needed(item.arguments, "arguments", path),
+            "arguments": _text_of(item.arguments, "arguments", path),
         }
-        call = {"id": _needed(item.call_id, "call_id", path), "type": "function"}
-        self._answer.setdefault("tool_calls", []).append({**call, "function": function})
+        call = {"id": needed(item.call_id, "call_id", path), "type": "function"}
+        self._calls.append({**call, "function": function})
 
     def _result(self, item: Item, path: str) -> Iterator[Chat]:
-        pictures, self._pictures = self._pictures, []
-        yield from self._flush()
-        output = _needed(item.output, "output", path)
-        parts = self._parts(output, f"{path}.output")
-        texts = [part for part in parts if part["type"] == "text"]
-        call = _needed(item.call_id, "call_id", path)
-        yield {"role": "tool", "tool_call_id": call, "content": _content(texts)}
-        self._pictures = [*pictures, *(part for part in parts if part["type"] != "text")]
+        yield from self._flush_answer()
+        parts = self._parts(_output_of(item, path), f"{path}.output")
+        text, pictures = split_pictures(parts)
+        yield {
+            "role": "tool",
+            "tool_call_id": needed(item.call_id, "call_id", path),
+            "content": text,
+        }
+        self._pictures += pictures
 
     def _thoughts(self, item: Item) -> str:
         """Return the thoughts of an item: as they are, as we have sealed them, or their summary."""
@@ -292,7 +311,7 @@ class _Reader:
         return shown or sealed or "\n".join(part.text for part in item.summary or () if part.text)
 
     def _text(self, given: str | list[Part], path: str) -> str:
-        content = _content(self._parts(given, path))
+        content = content_of(self._parts(given, path))
         if not isinstance(content, str):
             raise invalid(f"{path}: an assistant's message has text alone", path)
         return content
@@ -303,9 +322,9 @@ class _Reader:
 
     def _part(self, part: Part, path: str) -> Chat:
         if part.type in _TEXTS:
-            return {"type": "text", "text": _needed(part.text, "text", path)}
+            return text_part(needed(part.text, "text", path))
         if part.type == "refusal":
-            return {"type": "text", "text": _needed(part.refusal, "refusal", path)}
+            return text_part(needed(part.refusal, "refusal", path))
         if part.type != "input_image":
             what = "files are" if "file" in part.type else f"the type {part.type!r:.100} is"
             raise invalid(f"{path}: {what} not taken here: only text and images", f"{path}.type")
@@ -320,14 +339,22 @@ class _Reader:
         return {"type": "image_url", "image_url": image}
 
 
-def _content(parts: list[Chat]) -> Any:
-    """Return parts as one text where they are nothing else: a list and a text are the same."""
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts
+def _text_of(value: Any, name: str, path: str) -> str:
+    """Return a member that is a text in this type of item, and something else in others."""
+    if not isinstance(needed(value, name, path), str):
+        raise invalid(f"{path}.{name} must be a text", f"{path}.{name}")
+    return str(value)
 
 
-def _needed(value: Any, name: str, path: str) -> Any:
-    if value is None:
-        raise invalid(f"{path} needs {name}", f"{path}.{name}")
-    return value
+def _output_of(item: Item, path: str) -> str | list[Part]:
+    """Return the output of a function: a text, or parts, whose further members say nothing."""
+    given = needed(item.output, "output", path)
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+        raise invalid(f"{path}.output must be a text or a list of parts", f"{path}.output")
+    known = [{k: v for k, v in one.items() if k in Part.__struct_fields__} for one in given]
+    try:
+        return msgspec.convert(known, list[Part])
+    except msgspec.ValidationError as error:
+        raise invalid(f"{path}.output: {error}", f"{path}.output") from None

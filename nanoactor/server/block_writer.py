@@ -1,0 +1,125 @@
+"""Answers whose text, thoughts and calls are blocks of their own: what two APIs' writers share."""
+
+from __future__ import annotations
+
+import abc
+import json
+from typing import Any
+
+import msgspec
+
+from nanoactor.server.answer import Answer
+from nanoactor.server.choices import Delta
+from nanoactor.server.tool_calls import whole_characters
+
+Event = dict[str, Any]
+
+
+def encode(event: Event) -> bytes:
+    """Return an event as it goes over the wire: its type stands in its name, too."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+
+
+class BlockWriter(abc.ABC):
+    """Turns a chat's deltas into blocks, one after the other. A writer of an API says how a block
+    begins, grows and ends."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.blocks: list[dict[str, Any]] = []
+        self.reason: str | None = None
+        """The reason for which a chat would end, once it has."""
+        self._open = False
+        self._texts: list[str] = []
+        """Pieces of the last block's text, thoughts or arguments."""
+
+    @abc.abstractmethod
+    def encoded(self, events: list[Event]) -> bytes:
+        """Return events as they go over the wire."""
+
+    @abc.abstractmethod
+    def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
+        """Return an empty block: "text", "thoughts", or a "call" (its id and name)."""
+
+    @abc.abstractmethod
+    def opened(self, kind: str) -> list[Event]:
+        """Return the events with which the last block begins."""
+
+    @abc.abstractmethod
+    def grown(self, kind: str, text: str) -> list[Event]:
+        """Return the events of a further piece of the last block."""
+
+    @abc.abstractmethod
+    def closed(self, kind: str, text: str) -> list[Event]:
+        """Fill the last block, which has this text, in; return the events with which it ends."""
+
+    def push(self, deltas: list[Delta]) -> bytes:
+        """Take what is new; return its events."""
+        return self.encoded(self._events(deltas))
+
+    def take(self, deltas: list[Delta]) -> None:
+        """Take what is new of an answer that is not streamed."""
+        self._events(deltas)
+
+    def close(self) -> list[Event]:
+        """End the block that is open, if one is."""
+        if not self._open:
+            return []
+        self._open = False
+        return self.closed(self._kind, "".join(self._texts))
+
+    def _events(self, deltas: list[Delta]) -> list[Event]:
+        events: list[Event] = []
+        for one in deltas:
+            self.reason = one["finish_reason"] or self.reason
+            delta = one["delta"]
+            for kind, member in (("thoughts", "reasoning_content"), ("text", "content")):
+                if text := delta.get(member):
+                    events += self._add(kind, text)
+            for call in delta.get("tool_calls", ()):
+                events += self._call(call)
+        return events
+
+    def _add(self, kind: str, text: str) -> list[Event]:
+        """Add text to a block of this kind, which is begun unless it is open."""
+        begin = [] if self._open and self._kind == kind else self._begin(kind, {})
+        self._texts.append(text)
+        return [*begin, *self.grown(kind, text)]
+
+    def _call(self, call: dict[str, Any]) -> list[Event]:
+        function = call["function"]
+        begin = self._begin("call", {**call, **function}) if "id" in call else []
+        if not function["arguments"]:
+            return begin
+        return [*begin, *self._add("call", function["arguments"])]
+
+    def _begin(self, kind: str, call: dict[str, Any]) -> list[Event]:
+        before = self.close()
+        self.blocks.append(self.new_block(kind, call))
+        self._open, self._kind, self._texts = True, kind, []
+        return [*before, *self.opened(kind)]
+
+
+def parsed_arguments(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a call as an object that JSON can write; None where they are none:
+    broken off in the midst, say. Halves of characters are replaced."""
+    try:
+        value = json.loads(text or "{}", strict=False, parse_constant=_refuse)
+        msgspec.json.encode(value := _writable(value))
+    except (ValueError, RecursionError, OverflowError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _writable(value: Any) -> Any:
+    if isinstance(value, str):
+        return whole_characters(value)
+    if isinstance(value, dict):
+        return {whole_characters(name): _writable(one) for name, one in value.items()}
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        raise ValueError("a number is too large")
+    return [_writable(one) for one in value] if isinstance(value, list) else value
