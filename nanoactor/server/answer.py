@@ -110,6 +110,9 @@ class Answer:
 class AnswerWriter(Protocol):
     """Writes an answer in the shapes of one API, as events of a stream or as a whole."""
 
+    ping: bytes
+    """An event that says nothing, to keep a connection open; empty where the API has none."""
+
     def begin(self, deltas: list[Delta]) -> bytes:
         """Return the events with which a stream begins; `deltas` are those of its choices."""
 
@@ -131,6 +134,8 @@ class AnswerWriter(Protocol):
 
 class CompletionWriter:
     """Writes completions and chats as OpenAI does."""
+
+    ping = b""
 
     def __init__(self, answer: Answer) -> None:
         body, self._answer = answer.body, answer

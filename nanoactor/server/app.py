@@ -15,7 +15,6 @@ from nanoactor.config import EngineConfig
 from nanoactor.engine import AsyncLLM
 from nanoactor.model_files import max_prompt_bytes
 from nanoactor.server.anthropic.routes import MessagesRoutes
-from nanoactor.server.anthropic.translate import Options
 from nanoactor.server.completions import Completions
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.connections import acceptor
@@ -31,6 +30,7 @@ from nanoactor.server.responses.routes import ResponsesRoutes
 from nanoactor.server.serving import Engine, Watch
 from nanoactor.server.text_routes import TextRoutes
 from nanoactor.server.text_service import TextService
+from nanoactor.server.translating import Options
 
 log = logging.getLogger("nanoactor.server")
 
@@ -111,12 +111,15 @@ class Server:
     def _template_members(self) -> Sequence[str]:
         return () if self._texts is None else self._texts.template.members
 
-    def _routes(self) -> Routes:
-        texts = TextRoutes(self.llm, self._texts, self._http, self.name)
+    def _translation_options(self) -> Options:
         sees = self.llm.files.images is not None
-        options = Options(sees, self.config.drop_volatile_lines)
-        messages = MessagesRoutes(self._completions, texts, self._http, options)
-        responses = ResponsesRoutes(self._completions, texts, self._http, sees)
+        shows = self._texts is not None and self._texts.template.shows_result_pictures
+        return Options(sees, shows, self.config.drop_volatile_lines)
+
+    def _routes(self) -> Routes:
+        texts = TextRoutes(self.llm, self._texts, self._http, self._media, self.name)
+        apis = self._completions, texts, self._http, self._translation_options
+        messages, responses = MessagesRoutes(*apis), ResponsesRoutes(*apis)
         looks = Observation(self._tracer, self._monitor, self.metrics, self._http, self._texts)
         openapi_document = document(self.name, bool(self.config.api_keys))
 

@@ -24,6 +24,8 @@ class BlockWriter(abc.ABC):
     """Turns a chat's deltas into blocks, one after the other. A writer of an API says how a block
     begins, grows and ends."""
 
+    ping = b""
+
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.blocks: list[dict[str, Any]] = []
@@ -53,6 +55,10 @@ class BlockWriter(abc.ABC):
     def closed(self, kind: str, text: str) -> list[Event]:
         """Fill the last block, which has this text, in; return the events with which it ends."""
 
+    @abc.abstractmethod
+    def scored(self, entries: list[dict[str, Any]]) -> None:
+        """Take log-probabilities, before the pieces that these tokens make."""
+
     def push(self, deltas: list[Delta]) -> bytes:
         """Take what is new; return its events."""
         return self.encoded(self._events(deltas))
@@ -73,6 +79,8 @@ class BlockWriter(abc.ABC):
         for one in deltas:
             self.reason = one["finish_reason"] or self.reason
             delta = one["delta"]
+            if scores := one.get("logprobs"):
+                self.scored(scores["content"])
             for kind, member in (("thoughts", "reasoning_content"), ("text", "content")):
                 if text := delta.get(member):
                     events += self._add(kind, text)

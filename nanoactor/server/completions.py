@@ -29,6 +29,7 @@ from nanoactor.server.http import HttpFrontend
 from nanoactor.server.logprobs import ChatLogprobs, TextLogprobs
 from nanoactor.server.media import MediaLoader
 from nanoactor.server.metrics import Metrics, Timer
+from nanoactor.server.pings import Write, pinged
 from nanoactor.server.reasoning import Begin, ReasoningParser, ends_in_thoughts
 from nanoactor.server.requests import (
     Body,
@@ -331,16 +332,11 @@ class Completions:
         context, response = context_of(request), web.StreamResponse(headers=_STREAM)
         await response.prepare(request)
 
-        async def send(deltas: list[Delta]) -> None:
-            # It waits while the client has 64 KiB unread; what comes meanwhile merges where it is
-            # made. Where nobody listens any more it raises `ConnectionError`.
-            if written := writer.push(deltas):
-                await response.write(written)
-
         try:
-            if begin:
-                await response.write(begin)
-            await read(send)
+            async with pinged(response.write, writer.ping) as write:
+                if begin:
+                    await write(begin)
+                await read(functools.partial(_send, writer, write))
             last = writer.end()
         except ConnectionError:
             raise
@@ -396,6 +392,13 @@ class Completions:
         for requests in self._live.values():
             for request in requests:
                 request.close()
+
+
+async def _send(writer: AnswerWriter, write: Write, deltas: list[Delta]) -> None:
+    """Write new members of choices. It waits while the client has 64 KiB unread; what comes
+    meanwhile merges where it is made. Raises `ConnectionError` where nobody listens any more."""
+    if written := writer.push(deltas):
+        await write(written)
 
 
 def _at_least_one(body: CompletionRequest) -> CompletionRequest:

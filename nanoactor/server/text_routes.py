@@ -7,10 +7,11 @@ from typing import Any
 
 from aiohttp import web
 
-from nanoactor.server.chat_messages import conversation
+from nanoactor.server.chat_messages import conversation, load_pictures, without_pictures
 from nanoactor.server.context import json_response
-from nanoactor.server.errors import APIError, check_model, invalid
+from nanoactor.server.errors import APIError, check_model
 from nanoactor.server.http import HttpFrontend
+from nanoactor.server.media import MediaLoader
 from nanoactor.server.requests import (
     ChatRequest,
     DetokenizeRequest,
@@ -20,16 +21,24 @@ from nanoactor.server.requests import (
 from nanoactor.server.serving import Engine
 from nanoactor.server.text_service import TextService
 from nanoactor.text.template import TemplateFacts
+from nanoactor.vision.counting import PictureExpander
 
 
 class TextRoutes:
     """Routes that need a tokenizer, or only knowledge of the model."""
 
     def __init__(
-        self, llm: Engine, texts: TextService | None, http: HttpFrontend, model: str
+        self,
+        llm: Engine,
+        texts: TextService | None,
+        http: HttpFrontend,
+        media: MediaLoader,
+        model: str,
     ) -> None:
         """`texts` is None where the engine has no tokenizer; `model` is what clients call it."""
         self._llm = llm
+        self._media = media
+        self._pictures = PictureExpander(llm.config, llm.files)
         self._texts = texts
         self._http = http
         self._model = model
@@ -90,18 +99,16 @@ class TextRoutes:
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
 
     async def chat_tokens(self, body: ChatRequest | TokenizeRequest) -> list[int]:
-        """Return the ids of the prompt that a conversation becomes. Raises `APIError` for one with
-        pictures."""
+        """Return the ids of the prompt that a conversation becomes, one for each token of its
+        pictures. Raises `APIError` and `InvalidRequest`."""
         texts = self._need_texts()
         options = template_options(body, texts.template.variables)
         messages = conversation(body.given["messages"])
-        contents = (message.get("content") for message in messages)
-        parts = (part for content in contents if isinstance(content, list) for part in content)
-        if any(part["type"] == "image" for part in parts):
-            raise invalid("pictures have no tokens before they are read: send text", "messages")
         self._http.decoder.check_tools(body, options, texts.template.shows_tools)
         texts.template.check(options)
-        return await texts.encode_chat(messages, options)
+        await load_pictures(messages, self._media)
+        ids = await texts.encode_chat(without_pictures(messages), options)
+        return await self._pictures.expand(ids, messages)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """`POST /detokenize`: special tokens included."""

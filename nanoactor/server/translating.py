@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,22 @@ def content_of(parts: list[Chat]) -> Any:
     return parts
 
 
-def split_pictures(parts: list[Chat]) -> tuple[Any, list[Chat]]:
-    """Return the content of a tool's result, and the pictures in it: templates show none there, so
-    that they follow in a message of the user's."""
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Choices that requests leave open."""
+
+    sees: bool = False
+    """Whether the model takes pictures."""
+    shows_result_pictures: bool = False
+    """Whether its chat template shows those of a tool's result."""
+    drop_volatile_lines: bool = True
+
+
+def split_pictures(parts: list[Chat], options: Options) -> tuple[Any, list[Chat]]:
+    """Return the content of a tool's result, and the pictures in it that its message cannot show:
+    they follow in a message of the user's."""
+    if options.shows_result_pictures:
+        return content_of(parts), []
     texts = [part for part in parts if part["type"] == "text"]
     return content_of(texts), [part for part in parts if part["type"] != "text"]
 

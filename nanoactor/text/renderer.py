@@ -159,13 +159,14 @@ class Renderer:
         names = {key: tuple(found[key]) for key in ("variables", "members")}
         facts = TemplateFacts(**{**found, **names})
         try:
-            shows_tools, thoughts, vary = self.ask(["probe"], self._limits.seconds)
+            tried = self.ask(["probe"], self._limits.seconds)
         except Overdue:
             return facts, str(self.stopped())
         except InvalidRequest as error:
             return facts, str(error)
-        tried = {"shows_tools": shows_tools, "thoughts_vary": vary and facts.knows_thoughts}
-        return dataclasses.replace(facts, **tried, thoughts=facts.possible(thoughts)), ""
+        tried["thoughts"] = facts.possible(tried["thoughts"])
+        tried["thoughts_vary"] = tried["thoughts_vary"] and facts.knows_thoughts
+        return dataclasses.replace(facts, **tried), ""
 
     def render(self, messages: str, options: str, seconds: float) -> str:
         """The prompt for a conversation, both given as JSON, within so many seconds of processor

@@ -40,6 +40,8 @@ class TemplateFacts:
     members: tuple[str, ...] = ()
     """Names that it may look up in a message, or in anything else."""
     shows_tools: bool = False
+    shows_result_pictures: bool = False
+    """Whether a picture in a tool's result is shown as one of the user's is."""
     thoughts: Thoughts = "none"
     """Whether thoughts may begin the answer to a prompt that is rendered without options."""
     knows_thoughts: bool = False
@@ -79,6 +81,12 @@ _SOME_TOOL = {
 }
 
 
+_BEFORE, _AFTER = "before a picture", "after a picture"
+_WITH_PICTURE = [
+    {"type": "text", "text": _BEFORE},
+    {"type": "image"},
+    {"type": "text", "text": _AFTER},
+]
 _PROBES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": "?"}],
     [{"role": "user", "content": "? /no_think"}],
@@ -121,14 +129,28 @@ class ChatTemplate:
         names = tuple(sorted(variables)), tuple(sorted(members))
         return TemplateFacts(True, *names, knows_thoughts=thinks)
 
-    def probe(self) -> tuple[bool, Thoughts, bool]:
-        """(whether it shows tools, whether thoughts may follow, whether that depends on the
-        messages), found out by trying."""
+    def probe(self) -> dict[str, Any]:
+        """Return the members of `TemplateFacts` that are found out by trying."""
         plain = self._tried(_PROBES[0], {})
-        shows_tools = self._tried(_PROBES[0], {"tools": [_SOME_TOOL]}) != plain
         others = [text for probe in _PROBES[1:] if (text := self._tried(probe, {}))]
         thoughts = thoughts_after(plain)
-        return shows_tools, thoughts, any(thoughts_after(text) != thoughts for text in others)
+        return {
+            "shows_tools": self._tried(_PROBES[0], {"tools": [_SOME_TOOL]}) != plain,
+            "shows_result_pictures": self._shows_result_pictures(),
+            "thoughts": thoughts,
+            "thoughts_vary": any(thoughts_after(text) != thoughts for text in others),
+        }
+
+    def _shows_result_pictures(self) -> bool:
+        *before, result = calling({}, "{}")
+        shown = self._picture([{"role": "user", "content": _WITH_PICTURE}])
+        result = {**result, "content": _WITH_PICTURE}
+        return bool(shown.strip()) and self._picture([*before, result]) == shown
+
+    def _picture(self, messages: list[Any]) -> str:
+        """Return what a prompt has in a picture's place."""
+        _, _, found = self._tried(messages, {}).partition(_BEFORE)
+        return found.partition(_AFTER)[0]
 
     def _tried(self, messages: list[Any], options: dict[str, Any]) -> str:
         try:

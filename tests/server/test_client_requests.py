@@ -37,12 +37,19 @@ def sees(body):
     return any(f'"type": "{kind}"' in said for kind in ("image", "image_url", "input_image"))
 
 
-def test_no_client_is_refused(monkeypatch):
+def turn_tokens(server):
+    """(tokens of turns before that the cache held, those that were computed again)."""
+    text = server.metrics.text().decode()
+    found = dict(re.findall(r'nanoactor_turn_tokens_total{fate="(\w+)"} (\S+)', text))
+    return float(found.get("reused", 0)), float(found.get("computed", 0))
+
+
+def test_no_client_is_refused_and_each_turn_finds_the_one_before(monkeypatch):
     async def main():
         script = Script(monkeypatch)
         options = dict(placement="single", device="simulated:0.1", max_num_batched_tokens=40_960)
         config = {"served_model_name": "m"}
-        refused, answered = [], set()
+        refused, answered, going_on = [], set(), set()
         async with (
             here("demo", config, **options) as server,
             httpx.AsyncClient(base_url=url(server), timeout=120) as client,
@@ -50,6 +57,7 @@ def test_no_client_is_refused(monkeypatch):
             for one in RECORDED:
                 script.say("Well.")
                 body = bounded(one["body"])
+                before, _ = turn_tokens(server)
                 answer = await client.post(one["path"], params=one["query"], json=body)
                 expected = 400 if sees(body) else 200
                 if answer.status_code != expected:
@@ -57,7 +65,13 @@ def test_no_client_is_refused(monkeypatch):
                 elif body.get("stream"):
                     assert not BROKEN.search(answer.text), one["client"]
                 answered.add(one["client"])
+                if turn_tokens(server)[0] > before:
+                    going_on.add(one["client"])
+            _, computed = turn_tokens(server)
         assert refused == []
         assert len(answered) >= 30
+        assert {"claude", "codex", "qwen", "opencode", "continue", "pi", "mini"} <= going_on
+        assert len(going_on) >= 18
+        assert computed == 0, "tokens of a turn before whose blocks the cache has lost"
 
     asyncio.run(main())

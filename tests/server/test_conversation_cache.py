@@ -4,12 +4,16 @@ import asyncio
 import itertools
 import json
 import re
+import shutil
+from pathlib import Path
 
 import httpx2 as httpx
 import pytest
 
 from tests.server.harness import here, url
 from tests.server.scripted import directory, with_weights
+from tests.server.test_pictures import data_url, drawn
+from tests.text.test_chat import THINKING
 
 BLOCK = 16
 SYSTEM = "You work in a folder of files. Read before you write, and say what you did. " * 4
@@ -184,6 +188,24 @@ KINDS = {
 }
 
 
+def computed_again(server):
+    """Tokens of turns before that the cache did not hold, as the metric tells."""
+    text = server.metrics.text().decode()
+    return float(re.search(r'nanoactor_turn_tokens_total{fate="computed"} (\S+)', text)[1])
+
+
+async def play(client, path, bodies, usage_of):
+    """Send each turn; the prompt of the turn before comes from the cache."""
+    before = 0
+    for turn, body in enumerate(bodies):
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        prompt, cached = usage_of(answer.json())
+        assert cached >= (before - 1) // BLOCK * BLOCK if before else cached == 0, turn
+        assert prompt > before
+        before = prompt
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parallel", [False, True], ids=["one call", "parallel calls"])
 @pytest.mark.parametrize("thoughts", [False, True], ids=["plain", "thoughts"])
@@ -197,16 +219,10 @@ def test_each_turn_finds_the_prompt_of_the_one_before(tmp_path, kind, parallel, 
             here(model, config={"served_model_name": "m"}, placement="single", **options) as server,
             httpx.AsyncClient(base_url=url(server), timeout=120) as client,
         ):
-            before = 0
-            for turn, body in enumerate(turns(parallel, thoughts)):
-                answer = await client.post(path, json=varied(body, turn))
-                assert answer.status_code == 200, answer.text
-                prompt, cached = usage_of(answer.json())
-                assert cached >= (before - 1) // BLOCK * BLOCK if before else cached == 0, turn
-                before = prompt
-            text = server.metrics.text().decode()
-            computed = re.search(r'nanoactor_turn_tokens_total{fate="computed"} (\S+)', text)
-            assert float(computed[1]) == 0
+            bodies = turns(parallel, thoughts)
+            sent = (varied(body, turn) for turn, body in enumerate(bodies))
+            await play(client, path, sent, usage_of)
+            assert computed_again(server) == 0
 
     asyncio.run(main())
 
@@ -230,5 +246,83 @@ def test_what_a_template_drops_from_the_history_is_counted(tmp_path):
             counted = dict(re.findall(r'nanoactor_turn_tokens_total{fate="(\w+)"} (\S+)', text))
             assert float(counted["computed"]) > 0
             assert float(counted["reused"]) > 0, "the system's text and the tools"
+
+    asyncio.run(main())
+
+
+# -- pictures -----------------------------------------------------------------------------
+
+SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
+DEMO_VL = Path(__file__).parents[2] / "models" / "demo_vl"
+
+
+def seeing(path):
+    """The demo that sees, with room for such a conversation and a template for tools."""
+    shutil.copytree(DEMO_VL, path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.py"))
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 16_384
+    (path / "config.json").write_text(json.dumps(config))
+    part = "{{ part.text if part is mapping else part }}"
+    assert part in THINKING
+    template = THINKING.replace(
+        part, f"{{% if part.type == 'image' %}}{SHOWN}{{% else %}}{part}{{% endif %}}"
+    )
+    named = json.loads((path / "tokenizer_config.json").read_text())
+    named |= {"chat_template": template, "model_max_length": 16_384}
+    (path / "tokenizer_config.json").write_text(json.dumps(named))
+    return path
+
+
+def picture(number):
+    return data_url(drawn(f"{number}{number + 1}"))
+
+
+def seen_messages(body):
+    """The same turn with a picture in the question, and one in each result of a tool."""
+    for number, message in enumerate(body["messages"]):
+        if message["role"] == "user":
+            data = picture(number).partition(",")[2]
+            source = {"type": "base64", "media_type": "image/png", "data": data}
+            one = {"type": "image", "source": source}
+            first = message["content"][0]
+            (first if first["type"] == "tool_result" else message)["content"].append(one)
+    return body
+
+
+def seen_responses(body):
+    """Likewise."""
+    for number, item in enumerate(body["input"]):
+        one = {"type": "input_image", "image_url": picture(number)}
+        if item.get("role") == "user":
+            item["content"].append(one)
+        elif item["type"] == "function_call_output":
+            item["output"] = [{"type": "input_text", "text": item["output"]}, one]
+    return body
+
+
+SEEN = {"messages": seen_messages, "responses": seen_responses}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_turn_finds_the_pictures_of_those_before(tmp_path, kind):
+    path, turns, _, usage_of = KINDS[kind]
+
+    async def main():
+        options = dict(device="cpu", threads=1, num_kv_blocks=1024, block_size=BLOCK)
+        async with (
+            here(str(seeing(tmp_path)), config={"served_model_name": "m"}, **options) as server,
+            httpx.AsyncClient(base_url=url(server), timeout=120) as client,
+        ):
+            bodies = [
+                shuffled(SEEN[kind](body), turn) for turn, body in enumerate(turns(False, False))
+            ]
+            await play(client, path, bodies, usage_of)
+            assert computed_again(server) == 0
+            count = {"messages": "count_tokens", "responses": "input_tokens"}[kind]
+            known = {"model", "input", "messages", "system", "tools", "thinking"}
+            asked = {name: value for name, value in bodies[-1].items() if name in known}
+            counted = await client.post(f"{path}/{count}", json=asked)
+            whole = usage_of((await client.post(path, json=bodies[-1])).json())[0]
+            assert counted.json()["input_tokens"] == whole
 
     asyncio.run(main())

@@ -12,7 +12,6 @@ from base64 import urlsafe_b64encode
 import pytest
 
 from nanoactor.server.anthropic.request import MessagesRequest
-from nanoactor.server.anthropic.translate import Options
 from nanoactor.server.anthropic.translate import to_chat as of_messages
 from nanoactor.server.canonical import ArgumentOrder
 from nanoactor.server.requests import MAX_ITEMS, ChatRequest, Decoder
@@ -20,6 +19,7 @@ from nanoactor.server.responses.request import ResponsesRequest
 from nanoactor.server.responses.translate import Tools
 from nanoactor.server.responses.translate import to_chat as of_responses
 from nanoactor.server.sealed import seal
+from nanoactor.server.translating import Options
 from nanoactor.server.turns import Turns
 
 FACTOR, MOST = 4, 8
@@ -128,7 +128,7 @@ def read(kind, body):
     if kind is MessagesRequest:
         made = of_messages(decoded, Options(sees=True), warn)
     else:
-        made = of_responses(decoded, Tools(decoded.tools or (), warn), True, warn)
+        made = of_responses(decoded, Tools(decoded.tools or (), warn), Options(sees=True), warn)
     chat = decoder.chat(made)
     assert isinstance(chat, ChatRequest)
     assert chat.constraint is None

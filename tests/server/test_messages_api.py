@@ -9,12 +9,15 @@ import anthropic
 import httpx2 as httpx
 import pytest
 
+from nanoactor.server import pings
 from nanoactor.server.anthropic.request import CountTokensRequest, MessagesRequest
-from nanoactor.server.anthropic.translate import NAMES, Options, to_chat
+from nanoactor.server.anthropic.translate import NAMES, to_chat
 from nanoactor.server.context import RequestContext
 from nanoactor.server.errors import APIError, invalid, renamed
 from nanoactor.server.requests import Decoder
 from nanoactor.server.sealed import seal
+from nanoactor.server.translating import Options
+from tests.server.event_grammars import decoded, message_of
 from tests.server.harness import url
 from tests.server.scripted import scripted
 
@@ -107,6 +110,25 @@ def test_calls_and_results_become_those_of_a_chat():
     picture, text = user["content"]
     assert picture["image_url"]["url"] == "data:image/png;base64,aGk="
     assert text == {"type": "text", "text": "And?"}
+
+
+def test_pictures_stay_in_results_where_the_template_shows_them():
+    content = [{"type": "text", "text": "wet"}, PICTURE]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": content}
+    use = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
+    shows = Options(sees=True, shows_result_pictures=True)
+    for is_error, first in ((False, "wet"), (True, "Error:")):
+        results = [{**result, "is_error": is_error}, {"type": "text", "text": "And?"}]
+        asked = [
+            *ASK,
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": results},
+        ]
+        made, _ = chat(asked, shows)
+        *_, tool, user = made["messages"]
+        assert [part["type"] for part in tool["content"]][-2:] == ["text", "image_url"]
+        assert tool["content"][0]["text"] == first
+        assert user["content"] == "And?"
 
 
 def test_omitted_thoughts_come_back_from_their_signature():
@@ -445,6 +467,26 @@ def test_tokens_are_counted_as_the_prompt_has_them(tmp_path, monkeypatch, caplog
                     again = await count(**{**asked, "system": [system]})
                     assert again.input_tokens == counted.input_tokens
             assert caplog.text.count("x-anthropic-billing-header") == 1
+
+    asyncio.run(main())
+
+
+def test_a_silent_stream_is_kept_open_by_pings(tmp_path, monkeypatch):
+    monkeypatch.setattr(pings, "SECONDS", 0.02)
+
+    async def main():
+        async with talk(tmp_path, monkeypatch, device="simulated:300") as t:
+            t.script.say("Cold.")
+            asked = dict(model="m", max_tokens=5, messages=ASK, stream=True)
+            base = url(t.server)
+            async with httpx.AsyncClient(base_url=base, timeout=60) as client:
+                answer = await client.post("/v1/messages", json=asked)
+            kinds = [event["type"] for event in decoded(answer.content)]
+            first = kinds.index("content_block_start")
+            assert kinds[:2] == ["message_start", "ping"]
+            assert kinds[2:first].count("ping") >= 2, "before the first token"
+            assert kinds[-1] == "message_stop"
+            assert message_of(decoded(answer.content))["content"][0]["text"] == "Cold."
 
     asyncio.run(main())
 

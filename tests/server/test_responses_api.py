@@ -15,6 +15,7 @@ from nanoactor.server.requests import Decoder
 from nanoactor.server.responses.request import ResponsesRequest
 from nanoactor.server.responses.translate import Tools, to_chat
 from nanoactor.server.sealed import seal
+from nanoactor.server.translating import Options
 from tests.server.harness import url
 from tests.server.scripted import scripted
 
@@ -41,7 +42,10 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 THINK = "<think>\nOslo. A city.\n</think>\n\n"
 
 
-def chat(input="Weather in Oslo?", strict=False, sees=True, **extra):
+SEES = Options(sees=True)
+
+
+def chat(input="Weather in Oslo?", strict=False, options=SEES, **extra):
     """The chat that a body becomes, and the warnings."""
     body = {"model": "m", "input": input, **extra}
     decoded = Decoder(strict).decode(ResponsesRequest, json.dumps(body).encode())
@@ -51,7 +55,7 @@ def chat(input="Weather in Oslo?", strict=False, sees=True, **extra):
         warnings.append(said)
 
     tools = Tools(decoded.tools or (), warn)
-    made = to_chat(decoded, tools, sees, warn)
+    made = to_chat(decoded, tools, options, warn)
     assert Decoder(sees=True).chat(made).messages
     return made, warnings
 
@@ -119,6 +123,18 @@ def test_items_of_one_answer_become_one_message():
     assert picture["content"][0]["image_url"]["detail"] == "low"
     roles = [message["role"] for message in (user, picture, said, thanks)]
     assert roles == ["user", "user", "assistant", "user"]
+
+
+def test_pictures_stay_in_results_where_the_template_shows_them():
+    shown = {"type": "input_image", "image_url": "data:image/png;base64,aGk="}
+    output = [{"type": "input_text", "text": "wet"}, shown]
+    items = [
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": output},
+    ]
+    shows = Options(sees=True, shows_result_pictures=True)
+    _, tool = chat(items, options=shows, tools=[TOOL])[0]["messages"]
+    assert [part["type"] for part in tool["content"]] == ["text", "image_url"]
 
 
 def test_thoughts_come_back_in_whatever_form_they_were_kept():
@@ -254,8 +270,7 @@ WRONG = [
     ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
-    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"top_logprobs": -1}, "top_logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_tokens": 5}, "max_tokens"),
     ({"n": 2}, "n"),
@@ -340,6 +355,30 @@ def test_the_official_client_reads_thoughts_text_and_calls(tmp_path, monkeypatch
             events = [event async for event in await t.client.responses.create(**cut, stream=True)]
             assert events[-1].type == "response.incomplete"
             assert events[-1].response.output[0].status == "incomplete"
+
+    asyncio.run(main())
+
+
+def test_logprobs_are_those_of_the_texts_tokens(tmp_path, monkeypatch):
+    async def main():
+        async with talk(tmp_path, monkeypatch) as t:
+            said = f"{THINK}I look: ünd 北京.\n\n{CALL}"
+            wanted = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+            response, events = await t.both(said, tools=[TOOL], **wanted)
+            assert response.top_logprobs == 2
+            (part,) = response.output[1].content
+            told = b"".join(bytes(one.bytes) for one in part.logprobs)
+            assert told.decode().strip() == part.text == "I look: ünd 北京."
+            assert all(len(one.top_logprobs) == 2 for one in part.logprobs)
+            streamed = [
+                one.logprob
+                for event in events
+                if event.type == "response.output_text.delta"
+                for one in event.logprobs
+            ]
+            assert streamed == [one.logprob for one in part.logprobs]
+            plain_one, _ = await t.both(said, tools=[TOOL])
+            assert plain_one.output[1].content[0].logprobs == []
 
     asyncio.run(main())
 

@@ -50,6 +50,23 @@ def test_it_renders_as_the_template_does(rendering):
 
 
 @pytest.mark.parametrize(
+    ("picture", "shows"),
+    [
+        ("{{ '<image>' }}", True),
+        ("{% if message.role == 'user' %}{{ '<image>' }}{% endif %}", False),
+        ("", False),
+    ],
+)
+def test_pictures_of_results_are_found_by_trying(rendering, picture, shows):
+    part = f"{{% if part.type == 'image' %}}{picture}{{% else %}}{{{{ part.text }}}}{{% endif %}}"
+    content = f"{{% for part in message.content %}}{part}{{% endfor %}}"
+    message = "{{ message.role }} {% if message.content is string %}{{ message.content }}"
+    message += f"{{% else %}}{content}{{% endif %}}"
+    facts, problem = rendering(f"{{% for message in messages %}}{message}{{% endfor %}}").describe()
+    assert (facts.shows_result_pictures, problem) == (shows, "")
+
+
+@pytest.mark.parametrize(
     ("template", "thoughts"),
     [
         ("assistant\n", "none"),

@@ -30,6 +30,8 @@ _UNSIGNED = "unsigned"
 class MessagesWriter(BlockWriter):
     """Writes one answer."""
 
+    ping = encode({"type": "ping"})
+
     def __init__(self, answer: Answer, *, omits_thoughts: bool = False) -> None:
         """`omits_thoughts`: thoughts are sealed in their block's signature, and not shown."""
         super().__init__(answer)
@@ -103,6 +105,9 @@ class MessagesWriter(BlockWriter):
     def encoded(self, events: list[Event]) -> bytes:
         """Return events as they go over the wire."""
         return b"".join(map(encode, events))
+
+    def scored(self, entries: list[dict[str, Any]]) -> None:
+        """Do nothing: this API tells no log-probabilities."""
 
     def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
         """Return an empty block of the message."""

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from aiohttp import web
 
 from nanoactor.server.anthropic.events import MessagesWriter
 from nanoactor.server.anthropic.request import CountTokensRequest, MessagesRequest
-from nanoactor.server.anthropic.translate import NAMES, Options, to_chat
+from nanoactor.server.anthropic.translate import NAMES, to_chat
 from nanoactor.server.completions import Completions
 from nanoactor.server.context import context_of, json_response
 from nanoactor.server.http import HttpFrontend
 from nanoactor.server.requests import ChatRequest
 from nanoactor.server.text_routes import TextRoutes
+from nanoactor.server.translating import Options
 
 
 class MessagesRoutes:
     """`/v1/messages` and `/v1/messages/count_tokens`."""
 
     def __init__(
-        self, completions: Completions, texts: TextRoutes, http: HttpFrontend, options: Options
+        self,
+        completions: Completions,
+        texts: TextRoutes,
+        http: HttpFrontend,
+        options: Callable[[], Options],
     ) -> None:
         self._completions, self._texts, self._http = completions, texts, http
         self._options = options
@@ -43,4 +49,4 @@ class MessagesRoutes:
 
     def _chat(self, body: MessagesRequest | CountTokensRequest) -> ChatRequest:
         decoder = self._http.decoder
-        return decoder.chat(to_chat(body, self._options, decoder.warn))
+        return decoder.chat(to_chat(body, self._options(), decoder.warn))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from nanoactor.server.sealed import unseal
 from nanoactor.server.translating import (
     LEFT_OUT,
     Chat,
+    Options,
     Warn,
     content_of,
     function_tool,
@@ -44,15 +44,6 @@ NAMES = {
     "max_completion_tokens": "max_tokens",
 }
 """Names of a chat's fields in this API, for errors."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Choices that requests leave open."""
-
-    sees: bool = False
-    """Whether the model takes pictures."""
-    drop_volatile_lines: bool = True
 
 
 def to_chat(body: MessagesRequest | CountTokensRequest, options: Options, warn: Warn) -> Chat:
@@ -83,6 +74,13 @@ def to_chat(body: MessagesRequest | CountTokensRequest, options: Options, warn: 
 
 def _said(role: str, content: Any) -> Chat:
     return {"role": role, "content": content}
+
+
+def _as_error(content: Any) -> Any:
+    """Return the content of a result that says it is an error."""
+    if isinstance(content, str):
+        return f"Error: {content}" if content else "Error"
+    return [text_part("Error:"), *content]
 
 
 def _is_prefix(messages: Sequence[Chat]) -> bool:
@@ -200,12 +198,11 @@ class _Reader:
             if parts:
                 yield _said("user", content_of(parts))
                 parts = []
-            text, shown = split_pictures(self._result(block, at))
-            if block.is_error:
-                text = f"Error: {text}" if text else "Error"
+            content, unshown = split_pictures(self._result(block, at), self._options)
+            content = _as_error(content) if block.is_error else content
             call = needed(block.tool_use_id, "tool_use_id", at)
-            yield {**_said("tool", text), "tool_call_id": call}
-            pictures += shown
+            yield {**_said("tool", content), "tool_call_id": call}
+            pictures += unshown
         if parts or pictures or not blocks:
             yield _said("user", content_of([*parts, *pictures]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from nanoactor.server.block_writer import BlockWriter, Event, encode, parsed_arg
 from nanoactor.server.choices import Delta
 from nanoactor.server.errors import APIError
 from nanoactor.server.responses.request import ResponsesRequest, ResponsesTool
+from nanoactor.server.responses.scores import Entry, TokenScores
 from nanoactor.server.responses.translate import Tools
 from nanoactor.server.sealed import seal
 
@@ -35,6 +37,9 @@ class ResponsesWriter(BlockWriter):
         self._tools = tools
         self._seals = _SEALED in (body.include or ())
         self._numbers = itertools.count()
+        self._scores = TokenScores()
+        self._of_text: list[Entry] = []
+        """Log-probabilities of the tokens of the last item, where it is a text."""
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -116,8 +121,13 @@ class ResponsesWriter(BlockWriter):
         found = item | {"call_id": call["id"], "name": name, "arguments": ""}
         return found | ({"namespace": namespace} if namespace is not None else {})
 
+    def scored(self, entries: list[Entry]) -> None:
+        """Take log-probabilities, before the pieces that these tokens make."""
+        self._scores.push(entries)
+
     def opened(self, kind: str) -> list[Event]:
         """Return the events with which the last item, and its one part, begin."""
+        self._of_text = []
         index = len(self.blocks) - 1
         item = dict(self.blocks[-1])
         added = {"type": "response.output_item.added", "output_index": index, "item": item}
@@ -127,9 +137,12 @@ class ResponsesWriter(BlockWriter):
 
     def grown(self, kind: str, text: str) -> list[Event]:
         """Return the event of a further piece."""
+        scores = self._scores.take(text)
         if kind == "call":
             return [self._event("function_call_arguments.delta", delta=text)]
-        return [self._text_event(kind, "delta", delta=text)]
+        if kind == "text":
+            self._of_text += scores
+        return [self._text_event(kind, "delta", scores, delta=text)]
 
     def closed(self, kind: str, text: str) -> list[Event]:
         """Fill the last item in; return the events with which it and its part end."""
@@ -141,21 +154,22 @@ class ResponsesWriter(BlockWriter):
             name = item["name"]
             events = [self._event("function_call_arguments.done", arguments=text, name=name)]
         else:
-            part = _part(kind, text)
+            part = _part(kind, text, self._of_text)
             item["content"] = [part]
             if kind == "thoughts":
                 item["encrypted_content"] = seal(text) if self._seals else None
             events = [
-                self._text_event(kind, "done", text=text),
+                self._text_event(kind, "done", self._of_text, text=text),
                 self._event("content_part.done", content_index=0, part=part),
             ]
         index = len(self.blocks) - 1
         done = {"type": "response.output_item.done", "output_index": index, "item": dict(item)}
         return [*events, done]
 
-    def _text_event(self, kind: str, suffix: str, **members: Any) -> Event:
+    def _text_event(self, kind: str, suffix: str, scores: list[Entry], **members: Any) -> Event:
         if kind == "text":
-            return self._event(f"output_text.{suffix}", content_index=0, logprobs=[], **members)
+            members["logprobs"] = scores
+            return self._event(f"output_text.{suffix}", content_index=0, **members)
         return self._event(f"reasoning_text.{suffix}", content_index=0, **members)
 
     def _event(self, kind: str, **members: Any) -> Event:
@@ -164,10 +178,10 @@ class ResponsesWriter(BlockWriter):
         return {"type": f"response.{kind}", **place, **members}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, scores: Sequence[Entry] = ()) -> dict[str, Any]:
     if kind == "thoughts":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*scores]}
 
 
 def echoed(body: ResponsesRequest) -> dict[str, Any]:
@@ -190,7 +204,7 @@ def echoed(body: ResponsesRequest) -> dict[str, Any]:
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [_shown(tool) for tool in body.tools or ()],
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,

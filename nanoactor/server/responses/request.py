@@ -116,7 +116,17 @@ class ResponsesRequest(Extended, kw_only=True, forbid_unknown_fields=True):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     include: (
-        Annotated[list[str], Meta(description="`reasoning.encrypted_content` is honoured")] | None
+        Annotated[
+            list[str],
+            Meta(
+                description="`reasoning.encrypted_content` and `message.output_text.logprobs` are "
+                "honoured"
+            ),
+        ]
+        | None
+    ) = None
+    top_logprobs: (
+        Annotated[int, Meta(ge=0, description="Of each token of the text, beside its own")] | None
     ) = None
     store: (
         Annotated[bool, Meta(description="Nothing is stored: the response says false")] | None

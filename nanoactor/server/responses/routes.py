@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from aiohttp import web
 
 from nanoactor.server.answer import Answer
@@ -14,17 +16,21 @@ from nanoactor.server.responses.events import ResponsesWriter
 from nanoactor.server.responses.request import ResponsesRequest
 from nanoactor.server.responses.translate import NAMES, Tools, to_chat
 from nanoactor.server.text_routes import TextRoutes
+from nanoactor.server.translating import Options
 
 
 class ResponsesRoutes:
     """`/v1/responses`, and the routes of stored responses, of which there are none."""
 
     def __init__(
-        self, completions: Completions, texts: TextRoutes, http: HttpFrontend, sees: bool
+        self,
+        completions: Completions,
+        texts: TextRoutes,
+        http: HttpFrontend,
+        options: Callable[[], Options],
     ) -> None:
-        """`sees`: the model takes pictures."""
         self._completions, self._texts, self._http = completions, texts, http
-        self._sees = sees
+        self._options = options
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/responses`."""
@@ -50,7 +56,7 @@ class ResponsesRoutes:
         body = await self._http.read(request, ResponsesRequest)
         decoder = self._http.decoder
         tools = Tools(body.tools or (), decoder.warn)
-        translated = to_chat(body, tools, self._sees, decoder.warn)
+        translated = to_chat(body, tools, self._options(), decoder.warn)
         return body, tools, decoder.chat(translated)
 
     async def stored(self, request: web.Request) -> web.StreamResponse:

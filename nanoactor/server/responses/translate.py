@@ -16,6 +16,7 @@ from nanoactor.server.sealed import unseal
 from nanoactor.server.translating import (
     LEFT_OUT,
     Chat,
+    Options,
     Warn,
     content_of,
     function_tool,
@@ -114,18 +115,15 @@ def _is_hosted(kind: str) -> bool:
     return any(kind == name or kind.startswith(f"{name}_2") for name in HOSTED_TOOLS)
 
 
-def to_chat(body: ResponsesRequest, tools: Tools, sees: bool, warn: Warn) -> Chat:
-    """Return the body of a chat that asks for the same; `sees`: the model takes pictures. Raises
-    `APIError`, naming the field."""
-    if "message.output_text.logprobs" in (body.include or ()):
-        raise invalid("include: log-probabilities are told by /v1/chat/completions", "include")
+def to_chat(body: ResponsesRequest, tools: Tools, options: Options, warn: Warn) -> Chat:
+    """Return the body of a chat that asks for the same. Raises `APIError`, naming the field."""
     messages: list[Chat] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
-        messages += _Reader(tools, sees, warn).messages(body.input)
+        messages += _Reader(tools, options, warn).messages(body.input)
     chat: Chat = {"model": body.model, "messages": messages, "separate_reasoning": True}
     if tools.functions:
         chat["tools"] = tools.functions
@@ -137,6 +135,8 @@ def _sampling(body: ResponsesRequest) -> Chat:
     names = (*EXTENSIONS, "stop", "parallel_tool_calls", "stream", "user", "priority")
     given = {name: getattr(body, name) for name in (*names, "chat_template_kwargs")}
     given["max_completion_tokens"] = body.max_output_tokens
+    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
+        given |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.reasoning is not None:
         given["reasoning_effort"] = body.reasoning.effort
     if body.text is not None:
@@ -204,14 +204,14 @@ class _Reader:
     """Reads the items of an input. Those of one answer become one message of a chat: thoughts,
     then text, then calls."""
 
-    def __init__(self, tools: Tools, sees: bool, warn: Warn) -> None:
-        self._tools, self._sees, self._warn = tools, sees, warn
+    def __init__(self, tools: Tools, options: Options, warn: Warn) -> None:
+        self._tools, self._options, self._warn = tools, options, warn
         self._texts: dict[str, list[str]] = {}
         """Of the assistant's message that is put together, by member."""
         self._calls: list[Chat] = []
         """Likewise."""
         self._pictures: list[Chat] = []
-        """Those of calls' results, which templates do not show there."""
+        """Those of calls' results that the template does not show there."""
 
     def messages(self, items: Sequence[Item]) -> list[Chat]:
         """Return the messages of a chat."""
@@ -295,11 +295,11 @@ class _Reader:
     def _result(self, item: Item, path: str) -> Iterator[Chat]:
         yield from self._flush_answer()
         parts = self._parts(_output_of(item, path), f"{path}.output")
-        text, pictures = split_pictures(parts)
+        content, pictures = split_pictures(parts, self._options)
         yield {
             "role": "tool",
             "tool_call_id": needed(item.call_id, "call_id", path),
-            "content": text,
+            "content": content,
         }
         self._pictures += pictures
 
@@ -328,7 +328,7 @@ class _Reader:
         if part.type != "input_image":
             what = "files are" if "file" in part.type else f"the type {part.type!r:.100} is"
             raise invalid(f"{path}: {what} not taken here: only text and images", f"{path}.type")
-        if not self._sees:
+        if not self._options.sees:
             raise invalid("this model takes no images, only text", f"{path}.type")
         if part.image_url is None:
             text = f"{path} needs image_url: files are not stored here"

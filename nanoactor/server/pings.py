@@ -1,0 +1,48 @@
+"""Pings: events that keep a stream's connection open while there is nothing else to send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+SECONDS = 10.0
+"""Silence after which a ping is sent. Proxies close connections after 30 to 60 s of it."""
+Write = Callable[[bytes], Awaitable[None]]
+
+
+class Pinged:
+    """Writes the events of one stream, and a ping wherever it has been silent."""
+
+    def __init__(self, write: Write, ping: bytes) -> None:
+        self._write, self._ping = write, ping
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+
+    async def write(self, events: bytes) -> None:
+        """Write events; raises `ConnectionError` where the client has gone."""
+        self._last = self._loop.time()
+        await self._write(events)
+
+    async def ping(self) -> None:
+        """Write pings until cancelled, or until the client has gone."""
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await asyncio.sleep(self._last + SECONDS - self._loop.time())
+                if self._loop.time() - self._last >= SECONDS:
+                    await self.write(self._ping)
+
+
+@contextlib.asynccontextmanager
+async def pinged(write: Write, ping: bytes) -> AsyncIterator[Write]:
+    """Yield a `write` that keeps a connection open; the same one where the API has no ping."""
+    if not ping:
+        yield write
+        return
+    stream = Pinged(write, ping)
+    task = asyncio.create_task(stream.ping())
+    try:
+        yield stream.write
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,53 @@
+"""Prompts with pictures as ids, without decoding a picture or asking the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nanoactor.actors.config import encoder_pages
+from nanoactor.config import EngineConfig
+from nanoactor.model_files import ModelFiles
+from nanoactor.vision.media import Media, MediaReader
+from nanoactor.vision.parts import MediaTaker
+from nanoactor.vision.prompt import VisualItem, expand_prompt
+
+
+class PictureExpander:
+    """Puts as many placeholders where a picture stands as the picture will have tokens."""
+
+    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+        """Take the limits of pictures from the engine's configuration."""
+        self._vision = files.config.vision
+        self._taker = MediaTaker(config, files, encoder_pages(config, files))
+        self._reader: MediaReader | None = None
+        if files.images is not None:
+            # The keys that the salt protects are not used here.
+            salt = secrets.token_bytes(16)
+            self._reader = MediaReader(files.images, salt, config.max_image_pixels)
+
+    async def expand(
+        self, token_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """Return the ids of a conversation whose pictures have been loaded.
+
+        `token_ids` has one placeholder for each picture of `messages`. Headers are read on a
+        thread. Raises `InvalidRequest` for a picture that the engine would refuse.
+        """
+        _, media = self._taker.of_messages(list(messages))
+        return await asyncio.to_thread(self._expand, token_ids, media) if media else [*token_ids]
+
+    def _expand(self, token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
+        assert self._reader is not None
+        assert self._vision is not None
+        grids = [self._reader.read(one).grid for one in media]
+        items = [VisualItem(b"", height, width) for _, height, width in grids]
+        ids = np.asarray(token_ids, np.int32)
+        found: list[int] = expand_prompt(
+            ids, items, self._vision, lambda text: ()
+        ).token_ids.tolist()
+        return found
