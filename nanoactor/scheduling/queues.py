@@ -235,7 +235,8 @@ class RunningBatch:
         at first: in bfloat16 a chunk would round differently."""
         left = sequence.target - max(start, sequence.prompt_length)
         resumes = sequence.target == sequence.resumed_to and not sequence.is_stepwise
-        if not resumes or left >= self._block_size:
+        # A block that is full when the stream breaks lacks all of its tokens: its last must be run.
+        if not resumes or left > self._block_size:
             return sequence.target - start
         return max(1, sequence.prompt_length - start)
 

@@ -36,6 +36,8 @@ def planned(prompt, tokens, hits, chunk=32):
     [
         pytest.param(6, 15, 14, [(14, 1, True)], id="the newest"),
         pytest.param(6, 15, 12, [(12, 1, False), (13, 1, False), (14, 1, True)], id="the last"),
+        pytest.param(6, 16, 12, [(n, 1, n == 15) for n in range(12, 16)], id="a full last block"),
+        pytest.param(4, 8, 4, [(n, 1, n == 7) for n in range(4, 8)], id="a full only block"),
         pytest.param(6, 8, 4, [(4, 2, False), (6, 1, False), (7, 1, True)], id="behind a prompt"),
         pytest.param(6, 15, 8, [(8, 7, True)], id="more than a block"),
         pytest.param(15, 15, 12, [(12, 3, True)], id="a prompt"),
