@@ -200,7 +200,7 @@ class Warned:
     def __init__(self) -> None:
         self._names: set[str] = set()
 
-    def warn(self, name: str, what: str = "is ignored (--strict refuses it)") -> None:
+    def warn(self, name: str, what: str) -> None:
         """Log what becomes of a field, the first time."""
         if len(self._names) >= self.MOST:
             return

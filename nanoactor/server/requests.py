@@ -358,7 +358,11 @@ class Decoder:
             raise invalid(text, name)
         if field is None and (self._strict or kind in CLOSED):
             raise invalid(f"{path[:200]!r} is not a parameter that this server knows", path[:200])
-        self._warned.warn(path)
+        if field is None:
+            self._warned.warn(path, "is ignored (--strict refuses it)")
+        elif field.status == "ignored":
+            self._warned.warn(path, "is ignored")
+        # What is honoured by the route that this one counts for has no effect on a count.
 
 
 def sampling_params(

@@ -15,7 +15,7 @@ import openai.types.responses.response_create_params as response_params
 import pytest
 
 from nanoactor.params import REFUSED
-from nanoactor.server.anthropic.request import MessagesRequest
+from nanoactor.server.anthropic.request import CountTokensRequest, MessagesRequest
 from nanoactor.server.chat_messages import conversation
 from nanoactor.server.errors import APIError
 from nanoactor.server.fields import FIELDS, TEMPLATE_FIELDS, Warned, of_route
@@ -225,11 +225,24 @@ def test_unknown_fields_that_are_null_say_nothing(caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_log_says_of_a_field_what_strict_would_do(caplog, strict):
+    decode("chat", strict, store=True, messages=[BODIES["chat"]["messages"][0]])
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["requests have the field 'store', which is ignored"]
+
+
+def test_a_count_takes_what_the_counted_request_has(caplog):
+    body = {"max_tokens": 5, "stream": True, "temperature": 0, "messages": BODIES["messages"]["messages"]}
+    Decoder(strict=True).decode(CountTokensRequest, json.dumps(body).encode())
+    assert not caplog.records
+
+
 def test_hostile_names_neither_fill_the_memory_nor_the_log(caplog):
     warned = Warned()
     with caplog.at_level(logging.WARNING, "nanoactor.server"):
         for number in range(5 * Warned.MOST):
-            warned.warn(f"{number}" + "\n" * 1000)
+            warned.warn(f"{number}" + "\n" * 1000, "is ignored")
     assert len(warned._names) == Warned.MOST
     assert len(caplog.records) == Warned.MOST + 1
     assert max(len(record.getMessage()) for record in caplog.records) < 400
