@@ -18,7 +18,7 @@ from nanoactor.server.errors import APIError
 from nanoactor.server.reasoning import ReasoningParser
 from nanoactor.server.requests import ChatRequest
 from nanoactor.server.responses.events import ResponsesWriter
-from nanoactor.server.responses.request import ResponsesRequest, ResponsesTool
+from nanoactor.server.responses.request import InnerTool, ResponsesRequest, ResponsesTool
 from nanoactor.server.responses.translate import Tools
 from nanoactor.server.sealed import seal, unseal
 from nanoactor.server.tool_calls import ToolCallParser
@@ -59,7 +59,7 @@ def answer_of(pieces, reason="stop", stop_reason=None):
     return answer, deltas
 
 
-TOOLS = [ResponsesTool("namespace", name="here", tools=[ResponsesTool("function", name="look")])]
+TOOLS = [ResponsesTool("namespace", name="here", tools=[InnerTool("function", name="look")])]
 
 
 def messages_writer(answer, **options):

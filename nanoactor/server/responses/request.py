@@ -52,16 +52,22 @@ class Item(Struct, forbid_unknown_fields=True):
     internal_chat_message_metadata_passthrough: Annotated[Any, _IGNORED] = None
 
 
-class ResponsesTool(Struct):
-    """A tool: a `function`, or a `namespace` of functions. Tools that OpenAI runs itself are left
-    out with a warning."""
+class InnerTool(Struct):
+    """A tool of a `namespace`: a function, or one that is left out with a warning."""
 
-    type: Annotated[str, Meta(examples=["function", "namespace"])]
+    type: Annotated[str, Meta(examples=["function"])]
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    tools: list[ResponsesTool] | None = None
+
+
+class ResponsesTool(InnerTool):
+    """A tool: a `function`, or a `namespace` of functions. Tools that OpenAI runs itself are left
+    out with a warning."""
+
+    type: Annotated[str, Meta(examples=["function", "namespace"])]
+    tools: list[InnerTool] | None = None
 
 
 class TextFormat(Struct, forbid_unknown_fields=True):

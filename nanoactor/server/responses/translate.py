@@ -11,7 +11,13 @@ import msgspec
 from nanoactor.server.canonical import ordered_schema
 from nanoactor.server.errors import invalid
 from nanoactor.server.fields import EXTENSIONS
-from nanoactor.server.responses.request import Item, Part, ResponsesRequest, ResponsesTool
+from nanoactor.server.responses.request import (
+    InnerTool,
+    Item,
+    Part,
+    ResponsesRequest,
+    ResponsesTool,
+)
 from nanoactor.server.sealed import unseal
 from nanoactor.server.translating import (
     LEFT_OUT,
@@ -86,7 +92,7 @@ class Tools:
 
 def _flat(
     tools: Sequence[ResponsesTool], warn: Warn
-) -> Iterator[tuple[str | None, ResponsesTool, str]]:
+) -> Iterator[tuple[str | None, InnerTool, str]]:
     """Yield each function with its namespace and its place."""
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
