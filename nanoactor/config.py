@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from nanoactor.errors import InvalidConfig
 from nanoactor.models.config import DTYPES
@@ -47,9 +47,14 @@ class EngineConfig:
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
     download_dir: str | None = None
     """Directory into which models are downloaded. Default: the Hugging Face cache."""
-    generation_config: Literal["auto", "vllm"] = "auto"
+    chat_template: str | None = None
+    """A file with the chat template that conversations are written by, or the template itself.
+    Default: the model's own."""
+    generation_config: str = "auto"
     """"auto": what requests leave open is what the model's `generation_config.json` recommends.
-    "vllm": it is vLLM's defaults for sampling."""
+    "vllm": it is vLLM's defaults for sampling. Else a directory with another such file."""
+    override_generation_config: Mapping[str, Any] | None = None
+    """Settings of `generation_config.json` in place of the file's: {"temperature": 0.5}."""
     device: str = "auto"
     """"auto" takes a GPU where PyTorch sees one, else an NPU, else the CPU; "cpu", "cuda" (each
     rank its own GPU), "cuda:N", "npu", "npu:N", or "simulated:MS": steps that take MS milliseconds
@@ -63,8 +68,9 @@ class EngineConfig:
     default; "half" is float16, "float" float32."""
     check_weights: bool = True
     """Refuse weights that hold NaN or infinity. Reads every value while loading."""
-    max_model_len: int | None = None
-    """Longest prompt and output together. Default: what the model's configuration allows."""
+    max_model_len: int | Literal["auto"] | None = None
+    """Longest prompt and output together. Default: what the model's configuration allows. "auto"
+    or -1: that, or as much of it as the KV cache holds."""
     max_num_seqs: int = 256
     """Sequences that run at once."""
     max_num_batched_tokens: int = 2048
@@ -194,7 +200,7 @@ class EngineConfig:
         for name in (*flags, "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidConfig(f"{name} must be true or false, got {getattr(self, name)!r}")
-        for name in ("max_model_len", "block_size", "num_kv_blocks", "threads"):
+        for name in ("block_size", "num_kv_blocks", "threads"):
             self._check_whole(name, optional=True)
         self._check_whole("encoder_cache_tokens", optional=True)
         self._check_whole("max_pipeline_depth", optional=True)
@@ -236,8 +242,16 @@ class EngineConfig:
         object.__setattr__(self, "dtype", other)
         self._check_choice("dtype", ("auto", *DTYPES))
         self._check_choice("load_format", ("auto", "dummy"))
-        self._check_choice("generation_config", ("auto", "vllm"))
-        for name in ("tokenizer", "revision", "download_dir"):
+        if self.max_model_len == -1:
+            object.__setattr__(self, "max_model_len", "auto")
+        if self.max_model_len != "auto":
+            self._check_whole("max_model_len", optional=True)
+        overrides = self.override_generation_config
+        if overrides is not None and not isinstance(overrides, Mapping):
+            raise InvalidConfig(f"override_generation_config must be a dict, got {overrides!r:.80}")
+        if not isinstance(self.generation_config, str):
+            raise InvalidConfig(f"generation_config must be a text, got {self.generation_config!r}")
+        for name in ("tokenizer", "revision", "download_dir", "chat_template", "generation_config"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InvalidConfig(f"{name} must be a text or None, got {value!r:.100}")

@@ -23,6 +23,7 @@ from nanoactor.actors.frontend import FrontendActor
 from nanoactor.actors.journal import Entry, entry_maker
 from nanoactor.beam_requests import BeamSearcher
 from nanoactor.config import EngineConfig
+from nanoactor.control import Controlled
 from nanoactor.engine_options import engine_config
 from nanoactor.errors import (
     EngineClosed,
@@ -60,7 +61,7 @@ Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 have `"multi_modal_data": {"image": [...]}`, a message content parts with pictures."""
 
 
-class AsyncLLM:
+class AsyncLLM(Controlled):
     """An engine in processes of its own, used from one event loop.
 
     async with AsyncLLM("demo") as llm:
@@ -106,14 +107,14 @@ class AsyncLLM:
         self._started = False
         self._closed = False
         # The loop and a thread refer to the system: they must not keep a dropped engine alive.
-        on_death, has_work = weakref.WeakMethod(self._on_death), weakref.WeakMethod(self._has_work)
+        on_death, here = weakref.WeakMethod(self._on_death), weakref.ref(self)
         on_cut, on_recovered = weakref.WeakMethod(self._on_cut), weakref.WeakMethod(self._resume)
         check = weakref.WeakMethod(self._before_restart)
         self._system = System(
             topology,
             system_options(self.config, len(topology.nodes)),
             lambda error: (found := on_death()) and found(error),
-            lambda: bool((found := has_work()) and found()),
+            lambda: bool((llm := here()) and llm._frontend and llm._frontend.has_work),
             on_cut=lambda deaths: found(deaths) if (found := on_cut()) else 0,
             on_recovered=lambda: (found := on_recovered()) and found(),
             before_restart=lambda nodes: found(nodes) if (found := check()) else asyncio.sleep(0),
@@ -164,6 +165,7 @@ class AsyncLLM:
             raise self.dead or EngineClosed("the engine was closed while it started")
         if self.config.restarts_allowed:
             self._prints.learn()
+        self.files = self._requests.fit(RunnerReady.find(self._system.ready).tokens)
         log.info("engine ready in %.1f s", time.monotonic() - begin)
         return self
 
@@ -233,9 +235,6 @@ class AsyncLLM:
         await self._died.wait()
         assert self.dead is not None
         return self.dead
-
-    def _has_work(self) -> bool:
-        return self._frontend is not None and self._frontend.has_work
 
     def _running(self) -> FrontendActor:
         """The frontend; raises where the engine cannot serve from here."""

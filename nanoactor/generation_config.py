@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoactor.errors import InvalidRequest
+from nanoactor.errors import InvalidConfig, InvalidRequest
 from nanoactor.models.columns import DEFAULTS
 from nanoactor.models.config import as_ids, read_json
 from nanoactor.models.errors import ModelError
@@ -103,6 +103,26 @@ class GenerationConfig:
     def without_recommendations(self) -> GenerationConfig:
         """Return what is left where vLLM's defaults take the place of the file's."""
         return GenerationConfig(DEFAULTS, self.eos_token_ids)
+
+    def overridden(self, settings: Mapping[str, Any]) -> GenerationConfig:
+        """Return it with other settings, named as in the file. Raises `InvalidConfig` for one that
+        is not applied, or whose value is none."""
+        try:
+            made = parse_generation_config(settings, "override_generation_config")
+        except ModelError as error:
+            raise InvalidConfig(str(error)) from None
+        if made.not_applied:
+            raise InvalidConfig(
+                f"override_generation_config: {made.not_applied[0]!r:.100} is not applied"
+            )
+        given = {name for name in DEFAULTS if settings.get(name) is not None}
+        given |= {"temperature"} if settings.get("do_sample") is False else set()
+        return GenerationConfig(
+            {**self.sampling, **{name: made.sampling[name] for name in given}},
+            made.eos_token_ids or self.eos_token_ids,
+            made.max_new_tokens or self.max_new_tokens,
+            self.not_applied,
+        )
 
 
 def read_generation_config(directory: Path) -> GenerationConfig:

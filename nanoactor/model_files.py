@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidConfig
-from nanoactor.generation_config import GenerationConfig, read_generation_config
+from nanoactor.generation_config import FILE, GenerationConfig, read_generation_config
 from nanoactor.models.config import ModelConfig, check_file, read_config
 from nanoactor.models.errors import ModelError
 from nanoactor.models.image_config import ImageConfig, read_image_config
@@ -52,6 +52,10 @@ class ModelFiles:
     """How pictures are resized; None for a model that sees nothing."""
     videos: VideoConfig | None = None
     """How the frames of videos are; None for a model that takes none."""
+    lowers_length: bool = False
+    """Whether `max_model_len` is lowered to what the KV cache holds."""
+    chat_template: str | None = None
+    """The source of the template in place of the model's own."""
     prints: Mapping[Path, FilePrint] = dataclasses.field(default_factory=dict)
     """Of all files that processes read, when the engine was made."""
 
@@ -60,6 +64,12 @@ class ModelFiles:
         """The token ids that stand for pictures and videos in a prompt."""
         vision = self.config.vision
         return () if vision is None else (vision.image_token_id, vision.video_token_id)
+
+    def fitted(self, tokens: int) -> ModelFiles:
+        """Return the same for an engine whose KV cache holds so many tokens."""
+        if not self.lowers_length or tokens >= self.max_model_len:
+            return self
+        return dataclasses.replace(self, max_model_len=tokens)
 
 
 def read_model_files(config: EngineConfig) -> ModelFiles:
@@ -73,9 +83,7 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     family_of(model.architecture)
     check_parallel(model, config.tensor_parallel_size)
     length = _length(config, model)
-    generation = read_generation_config(directory)
-    if config.generation_config == "vllm":
-        generation = generation.without_recommendations()
+    generation = _generation(config, directory)
     eos = generation.eos_token_ids or model.eos_token_ids
     _check_eos(eos, model.vocab_size, directory)
     skips, limit = config.skip_tokenizer_init, config.start_timeout
@@ -93,7 +101,40 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
         images=images,
         videos=_videos(directory, model, images),
         prints=_prints({directory, tokenizer or directory}),
+        lowers_length=config.max_model_len == "auto",
+        chat_template=_chat_template(config.chat_template),
     )
+
+
+def _generation(config: EngineConfig, directory: Path) -> GenerationConfig:
+    """Return what the model's makers, or its users, recommend."""
+    place = Path(config.generation_config)
+    overrides = dict(config.override_generation_config or {})
+    if config.generation_config in ("auto", "vllm"):
+        generation = read_generation_config(directory)
+    elif not (place / FILE).is_file():
+        raise InvalidConfig(
+            f'generation_config must be "auto", "vllm" or a directory with {FILE}, got {place}'
+        )
+    else:
+        generation = read_generation_config(place)
+    if config.generation_config == "vllm":
+        generation = generation.without_recommendations()
+    if overrides:
+        generation = generation.overridden(overrides)
+    return generation
+
+
+def _chat_template(given: str | None) -> str | None:
+    """Return the source of a template that is given as a file or as itself."""
+    if given is None:
+        return None
+    if any(mark in given for mark in "{}\n"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise InvalidConfig(f"chat_template {given!r:.200} cannot be read: {error}") from None
 
 
 def _tokenizers(config: EngineConfig, directory: Path) -> Path:
@@ -151,7 +192,8 @@ def _with_tokenizers(
 
 
 def _length(config: EngineConfig, model: ModelConfig) -> int:
-    length = config.max_model_len or model.default_length
+    given = config.max_model_len
+    length = model.default_length if given is None or given == "auto" else given
     if length > model.longest:
         stretched = model.longest != model.max_positions
         limit = "rope scaling allows" if stretched else "max_position_embeddings says"

@@ -5,24 +5,27 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nanoactor.errors import InvalidRequest
 
+_CERTAIN = 0.85
+"""How alike two names must be: a wrong hint costs more than none."""
 C = TypeVar("C", bound=type[Any])
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Return a question that names what is known and looks like `name`; empty where nothing
-    does."""
-    close = difflib.get_close_matches(name, [*known], 1, 0.6)
+    """Return a question that names what is known and is all but certainly meant by `name`; empty
+    where nothing is."""
+    close = difflib.get_close_matches(name, [*known], 1, _CERTAIN)
     return f": do you mean {close[0]}?" if close else ""
 
 
-def names_parameters(neutral: Mapping[str, Any]) -> Callable[[C], C]:
+def names_parameters(neutral: Mapping[str, Sequence[Any]]) -> Callable[[C], C]:
     """Return a decorator of a dataclass whose constructor raises `InvalidRequest` for parameters
-    that it does not know. Those in `neutral` are accepted with that value, and dropped."""
+    that it does not know. Those in `neutral` are accepted with these values, or None, and
+    dropped."""
 
     def decorate(kind: C) -> C:
         made = kind.__init__
@@ -33,10 +36,9 @@ def names_parameters(neutral: Mapping[str, Any]) -> Callable[[C], C]:
         def init(self: Any, *args: Any, **given: Any) -> None:
             for key in given.keys() & neutral.keys():
                 value = given.pop(key)
-                if value is not None and value != neutral[key]:
-                    raise InvalidRequest(
-                        f"{key} is not supported; only {neutral[key]!r} is accepted"
-                    )
+                if value is not None and value not in neutral[key]:
+                    shown = " or ".join(map(repr, neutral[key]))
+                    raise InvalidRequest(f"{key} is not supported; only {shown} is accepted")
             known = [key for key in signature.parameters if key != "self"]
             for key in given:
                 if key not in known:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanoactor.compat.names import SAMPLING
 from nanoactor.errors import InvalidRequest
 from nanoactor.named_parameters import names_parameters
 from nanoactor.outputs import RequestOutputKind
@@ -20,32 +21,14 @@ MAX_RULED_IDS = 1024
 MAX_ANSWERS = 128
 """Of one request (`n`)."""
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH, MAX_BAD_WORD_TOKENS = 128, 256, 32
-REFUSED = {
-    "logits_processors": "runs Python code on every step's logits, and the runners are other "
-    "processes: use logit_bias, allowed_token_ids or bad_words",
-    "best_of": "was dropped by the OpenAI API and vLLM: ask for n answers, and choose by "
-    "cumulative_logprob",
+REFUSED: Mapping[str, str] = {
+    name.theirs: name.note for name in SAMPLING if name.note and not name.ours
 }
 """Parameters of vLLM's that are there to be refused by name, and why."""
-NEUTRAL: Mapping[str, Any] = {
-    "extra_args": None,
-    "flat_logprobs": False,
-    "guided_decoding": None,
-    "logprob_token_ids": None,
-    "output_text_buffer_length": 0,
-    "prompt_logprob_start": None,
-    "prompt_logprob_token_ids": None,
-    "repetition_detection": None,
-    "routed_experts_prompt_start": 0,
-    "skip_clone": False,
-    "skip_reading_prefix_cache": None,
-    "spaces_between_special_tokens": True,
-    "stream_interval": None,
-    "thinking_token_budget": None,
-    "trace_decode_token_ids": None,
-    "watermarking": None,
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    name.theirs: name.accepts for name in SAMPLING if not name.note and not name.ours
 }
-"""Other parameters of vLLM's, which are accepted with the value that asks for nothing."""
+"""Other parameters of vLLM's, which are accepted with the values that ask for nothing."""
 BY_MODEL = (
     "temperature",
     "top_p",

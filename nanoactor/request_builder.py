@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from nanoactor.structured_outputs import StructuredOutputsParams
 from nanoactor.text.conversation import check_messages
 from nanoactor.vision.media import Media
 from nanoactor.vision.parts import MediaTaker
+
+log = logging.getLogger("nanoactor")
 
 _NO_TOKENS = np.empty(0, np.int32)
 _MOVED_FIRST = 2**32
@@ -73,6 +76,19 @@ class RequestBuilder:
         self._files = files
         self._seeds = seeds
         self._media = MediaTaker(config, files, encoder_pages(config, files))
+
+    def fit(self, tokens: int) -> ModelFiles:
+        """Lower `max_model_len` to so many tokens of the KV cache, where it is "auto"; return the
+        files with it."""
+        fitted = self._files.fitted(tokens)
+        if fitted is not self._files:
+            log.warning(
+                "max_model_len is %d, as the KV cache holds no more; the model allows %d",
+                fitted.max_model_len,
+                self._files.max_model_len,
+            )
+        self._files = fitted
+        return fitted
 
     def build(
         self,

@@ -289,12 +289,11 @@ def test_a_seed_is_the_requests_own():
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("--gpu-memory-utilization", "--memory-utilization"),
         ("--max-model-length=5", "--max-model-len"),
-        ("--tp", "--tensor-parallel-size"),
+        ("--max-num-batched-token", "--max-num-batched-tokens"),
     ],
 )
-def test_other_names_of_options_lead_to_ours(given, meant):
+def test_a_hint_names_what_was_all_but_certainly_meant(given, meant):
     done = run("serve", "demo", given, "1")
     assert done.returncode == 2
     assert f"do you mean {meant}?" in done.stderr

@@ -10,6 +10,7 @@ from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits
 from nanoactor.grammar.messages import DropMasks, KnownTokens
 from nanoactor.kv.manager import BlockManager
 from nanoactor.messages import Fork, Free, Match, Plan, SampledTokens
+from nanoactor.orders import ForgetIndex
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.vision.messages import DropPixels
 
@@ -52,7 +53,7 @@ class BlockManagerActor(Actor):
             blocks=cache.num_blocks,
             block_size=cache.block_size,
             max_seqs=engine.max_num_seqs,
-            max_model_len=self._config.files.max_model_len,
+            max_model_len=self._config.files.fitted(cache.tokens).max_model_len,
             salt=self._config.salt,
             prefix_caching=engine.enable_prefix_caching,
             encoder=encoder_limits(self._config, cache),
@@ -66,6 +67,7 @@ class BlockManagerActor(Actor):
             SampledTokens: self._sampled,
             KnownTokens: self._known,
             Free: self._free,
+            ForgetIndex: self._forget_index,
             Fork: self._fork,
             DropPixels: self._drop_pixels,
             DropMasks: self._drop_masks,
@@ -112,6 +114,10 @@ class BlockManagerActor(Actor):
     def _free(self, event: Free) -> None:
         self._manager.free(event)
         self._send_credits()
+        self._tell_index()
+
+    def _forget_index(self, event: ForgetIndex) -> None:
+        self._manager.forget_index(event.number)
         self._tell_index()
 
     def _fork(self, event: Fork) -> None:

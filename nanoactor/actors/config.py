@@ -12,7 +12,7 @@ from nanoactor.runtime.actor import ReadyInfo
 from nanoactor.vision.units import EncoderLimits
 
 if TYPE_CHECKING:
-    from nanoactor.text.renderer import RenderLimits
+    from nanoactor.text.renderer import RenderOptions
 
 DELTA_BYTES = 1 << 18
 """The most text that one `OutputDelta` carries to the frontend."""
@@ -53,6 +53,11 @@ class RunnerReady:
     cache: int = 0
     """Identifies the cache's memory: a new runner reports another number."""
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return self.num_blocks * self.block_size
+
     @classmethod
     def find(cls, ready: Mapping[str, ReadyInfo]) -> RunnerReady:
         """Return what rank 0 told; the ranks agree on the cache's size."""
@@ -89,8 +94,8 @@ def encoder_pages(config: EngineConfig, files: ModelFiles) -> int:
     return -(-tokens // ENCODER_PAGE_ROWS)
 
 
-def render_limits(config: EngineConfig, files: ModelFiles) -> RenderLimits:
-    """Return what the model's chat template may take."""
-    from nanoactor.text.renderer import RenderLimits  # few processes render
+def render_options(config: EngineConfig, files: ModelFiles) -> RenderOptions:
+    """Return the chat template, and what it may take."""
+    from nanoactor.text.renderer import RenderOptions  # few processes render
 
-    return RenderLimits(config.template_timeout, max_prompt_bytes(files))
+    return RenderOptions(config.template_timeout, max_prompt_bytes(files), files.chat_template)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from nanoactor.actors.config import ActorConfig, RunnerReady
+from nanoactor.actors.control import EngineControl
 from nanoactor.actors.index_feed import IndexFeed
 from nanoactor.actors.journal import Entry
 from nanoactor.actors.media_sending import MediaSender
@@ -60,6 +61,7 @@ class FrontendActor(Actor):
         self._paused = False
         """Whether everybody is beginning anew: nothing can be sent."""
         self._readmission = Readmission(config.engine.max_num_seqs)
+        self.control = EngineControl()
         self._direct = 0
         """Requests that no tokenizer has seen."""
         self._step_at = 0
@@ -75,8 +77,11 @@ class FrontendActor(Actor):
             context.outbox(f"tokenizer.{index}") for index in range(self._config.num_tokenizers)
         ]
         self._scheduler = context.outbox("scheduler")
-        block_size = RunnerReady.find(ready).block_size
-        self._admission = Admission(self._files, self._salt, block_size)
+        if not self._paused:
+            self.control.begin(self._scheduler)
+        cache = RunnerReady.find(ready)
+        files = self._files.fitted(cache.tokens)
+        self._admission = Admission(files, self._salt, cache.block_size)
         workers = self._config.num_vision_workers if self._sees else 0
         vision = [context.outbox(f"vision.{index}") for index in range(workers)]
         self._media = MediaSender(vision)
@@ -88,6 +93,7 @@ class FrontendActor(Actor):
         if self._paused:  # nothing has run since the last death
             return 0
         self._paused = True
+        self.control.cut_off()
         now = self.context.now()
         found = self._readmission.note_deaths(deaths, self._each_entry(), self._is_at, now)
         if found is None:
@@ -126,6 +132,7 @@ class FrontendActor(Actor):
                 self._lose(entry)
             else:
                 entry.forget_partial_scores()
+        self.control.begin(self._scheduler)
         self._scheduler.send(Resume(self._next_uid, np.array([*self._entries], np.int64)))
         self._go_on(self._readmission.admit(self._each_entry(), self.context.now()))
 
@@ -363,8 +370,8 @@ class FrontendActor(Actor):
 
     @property
     def has_work(self) -> bool:
-        """Tell whether a request lives."""
-        return bool(self._entries)
+        """Tell whether a request lives, and is to get on."""
+        return bool(self._entries) and not self.control.is_frozen
 
     # -- from the detokenizer -------------------------------------------------------------
 

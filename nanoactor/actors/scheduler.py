@@ -151,7 +151,7 @@ def _limits(config: ActorConfig, cache: RunnerReady) -> SchedulerConfig:
         block_size=cache.block_size,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_model_len=config.files.max_model_len,
+        max_model_len=config.files.fitted(cache.tokens).max_model_len,
         depth=engine.pipeline_depth,
         max_depth=cache.max_depth,
         plan_lead=engine.plan_lead,

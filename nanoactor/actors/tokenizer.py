@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits, render_limits
+from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits, render_options
 from nanoactor.admission import Admission
 from nanoactor.errors import InvalidRequest, OutOfResources, out_of_resources
 from nanoactor.grammar.freeing import freed
@@ -84,7 +84,7 @@ class TokenizerActor(Actor):
         if directory is not None:
             from nanoactor.text.tokenizer import TextEncoder
 
-            limits = render_limits(self._config.engine, self._config.files)
+            limits = render_options(self._config.engine, self._config.files)
             self._templates = RenderQueue(directory, limits)
             self._encoder = TextEncoder(directory, self._config.files.placeholders)
             self._check_template(self._templates)
@@ -114,7 +114,8 @@ class TokenizerActor(Actor):
         """Learn the block size, for the hashes."""
         super().start(context, ready)
         cache = RunnerReady.find(ready)
-        files, salt = self._config.files, self._config.salt
+        files, salt = self._config.files.fitted(cache.tokens), self._config.salt
+        self._config = dataclasses.replace(self._config, files=files)
         self._admission = Admission(files, salt, cache.block_size)
         self._limits = encoder_limits(self._config, cache)
 

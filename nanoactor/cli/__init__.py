@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import codecs
 import contextlib
-import difflib
 import io
 import logging
 import os
@@ -18,11 +17,13 @@ import nanoactor
 from nanoactor.cli.options import add_options
 from nanoactor.cli.serve import KEY_VARIABLE, run_on_uvloop, run_server
 from nanoactor.cli.stream import chat, generate
+from nanoactor.compat.flags import add_flags, canonical, names_model
 from nanoactor.config import EngineConfig
 from nanoactor.doctor import Machine, examine
 from nanoactor.doctor.finding import as_json, as_text
 from nanoactor.errors import NanoactorError
 from nanoactor.models.errors import ModelError
+from nanoactor.named_parameters import meant
 from nanoactor.params import SamplingParams
 from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.runtime.errors import RuntimeFault
@@ -61,37 +62,36 @@ def _as_utf8(argument: str) -> str:
     return argument
 
 
+_ENGINES = ("generate", "chat", "serve")
+"""Commands that start an engine."""
 _MODEL = "a directory, a name on the Hugging Face hub, `demo` or `demo-vl`"
-_OTHER_NAMES = {
-    "--gpu-memory-utilization": "--memory-utilization",
-    "--max-num-batched-token": "--max-num-batched-tokens",
-    "--tp": "--tensor-parallel-size",
-    "-tp": "--tensor-parallel-size",
-    "--tp-size": "--tensor-parallel-size",
-    "--context-length": "--max-model-len",
-    "--num-gpu-blocks-override": "--num-kv-blocks",
-    "--no-enable-chunked-prefill": "--max-num-batched-tokens",
-}
-"""What other engines call our options."""
 
 
 def _hint(unknown: list[str], options: list[str]) -> str:
-    """Return which options were meant, perhaps."""
-    hints = []
-    for given in (name.partition("=")[0] for name in unknown if name.startswith("-")):
-        near = difflib.get_close_matches(given, options, 1)
-        meant = _OTHER_NAMES.get(given) or (near[0] if near else None)
-        if meant in options:
-            hints.append(f"{given}: do you mean {meant}?")
-    return "".join(f"; {hint}" for hint in hints)
+    """Return the options that were all but certainly meant."""
+    given = (name.partition("=")[0] for name in unknown if name.startswith("-"))
+    return "".join(f"; {name}{hint}" for name in given if (hint := meant(name, options)))
 
 
 def _parse(arguments: list[str]) -> Any:
     """Parse arguments, the prompt also last, where argparse takes none that is optional."""
     parser = _parser()
-    args, rest = parser.parse_known_args([_as_utf8(argument) for argument in arguments])
+    spelled = [_as_utf8(argument) for argument in arguments]
+    command, options = spelled[:1], spelled[1:]
+    try:
+        file, options = (
+            canonical(options) if command and command[0] in _ENGINES else (None, options)
+        )
+    except NanoactorError as error:
+        parser.error(str(error))
+    args, rest = parser.parse_known_args([*command, *options])
+    args.config = file
     if len(rest) == 1 and not rest[0].startswith("-") and getattr(args, "prompt", "") is None:
         args.prompt = rest[0]
+    elif len(rest) == 1 and not rest[0].startswith("-"):
+        if args.config is None or names_model(spelled[1:]):
+            parser.error(f"the model is given twice: {args.model} and {rest[0]}")
+        args.model = rest[0]  # in place of the file's
     elif rest:
         options = re.findall(r"--[a-z][\w-]*", args.parser.format_usage())
         parser.error(f"unrecognized arguments: {' '.join(rest)}{_hint(rest, options)}")
@@ -102,18 +102,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nanoactor", description="An LLM inference engine made of actors."
     )
-    parser.add_argument("--version", action="version", version=nanoactor.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # An option that a request and the engine both have (--seed) is the request's, which comes last.
     one = commands.add_parser(
-        "generate", help="continue a prompt, streamed to the terminal", conflict_handler="resolve"
+        "generate",
+        help="continue a prompt, streamed to the terminal",
+        conflict_handler="resolve",
+        allow_abbrev=False,
     )
     talk = commands.add_parser(
-        "chat", help="talk with a model; end with Ctrl-D", conflict_handler="resolve"
+        "chat",
+        help="talk with a model; end with Ctrl-D",
+        conflict_handler="resolve",
+        allow_abbrev=False,
     )
     http = commands.add_parser(
         "serve",
         help="an HTTP server in the shapes of the OpenAI API",
+        allow_abbrev=False,
         epilog=f"Without --api-key, the key is that of ${KEY_VARIABLE}, if there is one.",
     )
     check = commands.add_parser("doctor", help="diagnose this machine and print fixes")
@@ -121,10 +127,12 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("model", help=_MODEL)
     one.add_argument("prompt", nargs="?", help="default: standard input")
     talk.add_argument("--system", help="a system message to begin with")
+    fields: dict[argparse.ArgumentParser, dict[str, Any]] = {}
     for command in (one, talk):
         sampling = command.add_argument_group("sampling (default: what the model's files say)")
         # For one user: a start with fewer batch sizes to prepare for.
-        add_options(command.add_argument_group("engine"), EngineConfig, max_num_seqs=8)
+        engine = command.add_argument_group("engine")
+        fields[command] = add_options(engine, EngineConfig, max_num_seqs=8)
         add_options(sampling, SamplingParams)
         command.add_argument(
             "--trace", metavar="FILE", help="write a timeline of all actors, for ui.perfetto.dev"
@@ -137,10 +145,17 @@ def _parser() -> argparse.ArgumentParser:
             default=[],
             help="a picture that the prompt begins with, for models that see. May be repeated.",
         )
-    add_options(http.add_argument_group("engine"), EngineConfig)
-    add_options(http.add_argument_group("server"), ServerConfig)
+    fields[http] = add_options(http.add_argument_group("engine"), EngineConfig)
+    fields[http] |= add_options(http.add_argument_group("server"), ServerConfig)
     add_options(http.add_argument_group("several engines, on Ray"), FleetConfig)
+    for command, known in fields.items():
+        command.add_argument(
+            "--config", metavar="FILE", help="options in YAML, by name; those given here go first"
+        )
+        add_flags(command, known, serves=command is http)
     check.add_argument("--json", action="store_true", help="print one JSON object")
+    for command in (parser, one, talk, http, check):
+        command.add_argument("--version", action="version", version=nanoactor.__version__)
     for command, function, run in (
         (one, generate, asyncio.run),
         (talk, chat, asyncio.run),

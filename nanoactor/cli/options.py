@@ -5,27 +5,32 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import decimal
 import inspect
 import itertools
 import json
+import re
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 _PLAIN = (int, float, str)
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
 _DESCRIBED: dict[Any, dict[str, str]] = {}
 """Found before: each command has the same configurations, and to read a source takes a while."""
 
 
-def add_options(group: Any, config: type[Any], **defaults: Any) -> None:
+def add_options(group: Any, config: type[Any], **defaults: Any) -> dict[str, Mapping[str, Any]]:
     """Add an option for each field of a dataclass; `defaults` take the place of the fields' own.
+    Return, by field, what argparse knows of it.
 
     A flag has a `--no-` form, a sequence is an option that may be repeated. A field without a
     default is for an argument; a type that no command line can spell (an enum, say) is left out.
     """
     hints, said = typing.get_type_hints(config), descriptions(config)
+    added: dict[str, Mapping[str, Any]] = {}
     for field in dataclasses.fields(config):
         known = _keywords(hints[field.name])
         required = dataclasses.MISSING is field.default is field.default_factory
@@ -39,13 +44,15 @@ def add_options(group: Any, config: type[Any], **defaults: Any) -> None:
         if known.get("action") == "append":
             text = f"{text} May be repeated."
             names = list(dict.fromkeys((name.removesuffix("s"), name)))
+        known["dest"] = f"{config.__name__}.{field.name}"
+        added[field.name] = known
         group.add_argument(
             *(f"--{name}" for name in names),
-            dest=f"{config.__name__}.{field.name}",
             default=defaults.get(field.name, argparse.SUPPRESS),
             help=text.strip().replace("%", "%%"),
             **known,
         )
+    return added
 
 
 def values(args: Any, config: type[Any]) -> dict[str, Any]:
@@ -61,27 +68,64 @@ def values(args: Any, config: type[Any]) -> dict[str, Any]:
 def _keywords(hint: Any) -> dict[str, Any] | None:
     """Return what argparse has to know about a type; None where it cannot be an option."""
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    parts = typing.get_args(hint) if is_union else (hint,)
+    parts = get_args(hint) if is_union else (hint,)
     for part in parts:
         if typing.get_origin(part) in (tuple, list, Sequence):
-            kind = typing.get_args(part)[0]
-            if kind not in _PLAIN:
-                return None
-            return {"action": "append", "type": kind, "metavar": kind.__name__.upper()}
+            return _of_several(get_args(part)[0], parts)
         if typing.get_origin(part) is Mapping:
             return {"type": json_object, "metavar": "JSON"}
     kinds = [part for part in parts if part is not types.NoneType]
-    if len(kinds) != 1:
+    words = [word for p in kinds if typing.get_origin(p) is typing.Literal for word in get_args(p)]
+    if words and int in kinds:
+        return {"type": _or_word(count, words), "metavar": f"{{INT,{','.join(words)}}}"}
+    if words and len(kinds) == 1:  # the dataclass itself checks the choice
+        return {"metavar": f"{{{','.join(words)}}}"}
+    return _of_one(kinds[0], types.NoneType in parts) if len(kinds) == 1 else None
+
+
+def _of_several(kind: Any, parts: Sequence[Any]) -> dict[str, Any] | None:
+    if kind not in _PLAIN:
         return None
-    (kind,) = kinds
-    if typing.get_origin(kind) is typing.Literal:  # the dataclass itself checks the choice
-        return {"metavar": f"{{{','.join(typing.get_args(kind))}}}"}
+    shape = {"type": kind, "metavar": kind.__name__.upper()}
+    if kind in parts:  # one, or several that follow each other
+        return {"action": "extend", "nargs": "+", **shape}
+    return {"action": "append", **shape}
+
+
+def _of_one(kind: Any, is_optional: bool) -> dict[str, Any] | None:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if kind not in _PLAIN:
         return None
-    is_optional = types.NoneType in parts
-    return {"type": _or_none(kind) if is_optional else kind, "metavar": kind.__name__.upper()}
+    read = count if kind is int else kind
+    return {"type": _or_none(read) if is_optional else read, "metavar": kind.__name__.upper()}
+
+
+def count(text: str) -> int:
+    """Read a whole number, which may end with k, m or g (thousands) or K, M or G (1,024s)."""
+    found = _COUNT.fullmatch(text.strip())
+    if found is None:
+        return int(text)
+    number, unit = found.groups()
+    base = 1000 if unit.islower() else 1024
+    exact = decimal.Decimal(number) * base ** ("kmg".index(unit.lower()) + 1)
+    if exact % 1 or ("." in number and base == 1024):
+        raise ValueError(f"{text!r} is no whole number")
+    return int(exact)
+
+
+count.__name__ = "int"
+
+
+def _or_word(read: Callable[[str], Any], words: Sequence[str]) -> Callable[[str], Any]:
+    """Return a reader of values that may be one of these words, or "none"."""
+
+    def either(text: str) -> Any:
+        word = text.lower()
+        return None if word == "none" else word if word in words else read(text)
+
+    either.__name__ = f"{read.__name__} or {' or '.join(words)}"
+    return either
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -92,7 +136,7 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _or_none(kind: type[Any]) -> Callable[[str], Any]:
+def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return a reader of values that may be "none"."""
 
     def read(text: str) -> Any:

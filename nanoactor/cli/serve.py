@@ -8,11 +8,13 @@ from collections.abc import Coroutine
 from typing import Any
 
 from nanoactor.cli.options import values
+from nanoactor.compat.flags import NOTES
 from nanoactor.config import EngineConfig
 from nanoactor.engine import AsyncLLM
 from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.server.config import ServerConfig
 
+log = logging.getLogger("nanoactor.server")
 KEY_VARIABLE = "NANOACTOR_API_KEY"
 
 
@@ -20,12 +22,15 @@ async def run_server(args: Any) -> None:
     """Serve until a signal."""
     from nanoactor.server.run import serve
 
-    for name in ("nanoactor.server", "nanoactor.access"):
-        logging.getLogger(name).setLevel(logging.INFO)
     # Out of the environment: it is nothing to the processes that are started.
     key = os.environ.pop(KEY_VARIABLE, None)
     options = ({"api_keys": (key,)} if key else {}) | values(args, ServerConfig)
     config, server = EngineConfig(args.model, **values(args, EngineConfig)), ServerConfig(**options)
+    level = (server.log_level or "info").upper()
+    for name in ("nanoactor.server", "nanoactor.access"):
+        logging.getLogger(name).setLevel(level)
+    for note in getattr(args, NOTES):
+        log.info("%s", note)
     fleet = FleetConfig(**values(args, FleetConfig))
     if fleet.replicas:
         from nanoactor.ray_serve.launch import serve_replicas

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoactor.actors.config import render_limits
+from nanoactor.actors.config import render_options
 from nanoactor.actors.journal import Entry
 from nanoactor.config import EngineConfig
 from nanoactor.engine import Prompt
@@ -83,7 +83,7 @@ class FleetLLM:
             self.texts = TextService(
                 self.files.tokenizer_directory,
                 2 * max_prompt_bytes(self.files),
-                render_limits(config, self.files),
+                render_options(config, self.files),
                 self.files.placeholders,
             )
         self._next_uid = 0

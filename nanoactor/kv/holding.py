@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from nanoactor.kv.items import HeldItems
+from nanoactor.messages import Credits
+from nanoactor.vision.messages import EncoderCredits
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,6 +40,19 @@ class Answers:
     fences: list[int] = dataclasses.field(default_factory=list)
     settled: int = 0
     tainted: list[int] = dataclasses.field(default_factory=list)
+
+    def message(self, encoder: tuple[EncoderCredits, ...]) -> Credits:
+        """Return all of it, with what the encoder cache has to say."""
+        return Credits(
+            uids=np.array(self.uids, np.int64),
+            hits=np.array(self.hits, np.int32),
+            refunds=np.array(self.refunds, np.int32),
+            freed=np.array(self.freed, np.int32),
+            fences=np.array(self.fences, np.int32),
+            encoder=encoder,
+            settled=self.settled,
+            tainted=np.array(self.tainted, np.int64),
+        )
 
 
 def spread_doubt(

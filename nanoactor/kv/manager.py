@@ -83,6 +83,8 @@ class BlockManager:
         self._decoders = np.empty(0, np.int64)
         """The slots of the decode batch."""
         self._answers = Answers()
+        self._forgotten = 0
+        """The number of the latest order to forget the index."""
         self.prompt_tokens = 0
         """Tokens of all sequences matched, a preempted one's again each time it comes back."""
         self.hit_tokens = 0
@@ -375,6 +377,16 @@ class BlockManager:
         self.pool.distrust(blocks)
         self._answers.settled += 1
 
+    def forget_index(self, number: int) -> None:
+        """Find nothing any more that was computed so far, nor what those that run now compute;
+        unless that was done for this number."""
+        if number <= self._forgotten:
+            return
+        self._forgotten = number
+        for holding in self._holdings.values():
+            holding.distrusted = True
+        self.pool.forget_all()
+
     def index(self) -> None:
         """Index the blocks that results have filled.
 
@@ -428,16 +440,7 @@ class BlockManager:
         encoder = self.items.take_credits()
         if not (answers.uids or answers.freed or answers.settled or encoder):
             return None
-        return Credits(
-            uids=np.array(answers.uids, np.int64),
-            hits=_int32(answers.hits),
-            refunds=_int32(answers.refunds),
-            freed=_int32(answers.freed),
-            fences=_int32(answers.fences),
-            encoder=encoder,
-            settled=answers.settled,
-            tainted=np.array(answers.tainted, np.int64),
-        )
+        return answers.message(encoder)
 
     # -- beginning anew -------------------------------------------------------------------
 

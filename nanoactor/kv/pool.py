@@ -77,6 +77,13 @@ class BlockPool:
             if self.changes is not None:
                 self.changes.forget(content)
 
+    def forget_all(self) -> None:
+        """Have no content be found any more."""
+        for block in [*self._index.values()]:
+            self.forget(block)
+        self._free.extend(self._cached)
+        self._cached.clear()
+
     def remember(self, block: int, content: bytes) -> bool:
         """Index a block's content, unless another block already has it; tell whether it is new."""
         if content in self._index or self._hash[block] is not None:

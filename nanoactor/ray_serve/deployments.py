@@ -28,6 +28,7 @@ from nanoactor.ray_serve.ports import beside_proxy
 from nanoactor.ray_serve.starting import half_of_the_cores
 from nanoactor.server.app import Server
 from nanoactor.server.config import ServerConfig
+from nanoactor.server.listening import url_of
 
 bind_to_loopback()  # when Ray imports this module, before it opens the port
 
@@ -116,8 +117,7 @@ class Ingress:
             self._llm, server, texts=self._llm.texts, monitor=monitor, reuse_port=True
         )
         await self._server.start()
-        host = f"[{server.host}]" if ":" in server.host else server.host
-        log.info("%s: listening on http://%s:%d", name, host, self._server.port)
+        log.info("%s: listening on %s", name, url_of(server, self._server.port))
         if not server.on_loopback and not server.api_keys:
             log.warning("others can reach %s, and no API key is set (--api-key)", server.host)
 

@@ -48,6 +48,8 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
     """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests end; a second signal ends at
     once. Raises `StartupFailed` where Ray, or the application in it, does not start or dies."""
     check_ray()
+    if server.uds is not None:
+        raise InvalidConfig("uds is for one engine: replicas answer on host and port")
     with only_ours():
         read_model_files(config)  # what is wrong with it is told here, in one line
     with contextlib.ExitStack() as held:  # closed by a second signal, too

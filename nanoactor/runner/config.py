@@ -35,9 +35,15 @@ class RankConfig:
         return self.shared.files
 
 
+_LEAST_LENGTH = 2
+"""Tokens of the shortest context: one of prompt, one of output."""
+
+
 def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> None:
     """Raise `NotEnoughMemory` where the longest sequence would not fit into so many blocks."""
     needed = -(-files.max_model_len // block_size)
+    if files.lowers_length:
+        needed = min(needed, -(-_LEAST_LENGTH // block_size))
     if blocks < needed:
         room = max(0, blocks) * block_size
         lower = f"lower max_model_len to {room} or less, or " if room > 1 else ""

@@ -33,6 +33,12 @@ class PipelineDepth:
         """`least` steps may always be in flight; no more than `most` ever are."""
         self._least, self._most = least, most
         self._seconds = math.inf
+        self.is_frozen = False
+        """Whether no step may be planned."""
+
+    def freeze(self, frozen: bool) -> None:
+        """Have no step be planned from now on, or steps again."""
+        self.is_frozen = frozen
 
     def note(self, planned: _Planned, seconds: float) -> None:
         """Remember how long a step took that is done."""
@@ -45,6 +51,8 @@ class PipelineDepth:
     def has_room(self, in_flight: Collection[_Planned], *, stepwise: bool) -> bool:
         """Tell whether one more may be planned behind these; `stepwise`: some sequence never
         decodes, so that the host takes longer for a step."""
+        if self.is_frozen:
+            return False
         steps = len(in_flight)
         if steps < self._least or steps >= self._most:
             return steps < self._least

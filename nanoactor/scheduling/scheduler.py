@@ -22,12 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from nanoactor.continuing import Resume
-from nanoactor.grammar.messages import (
-    ForcedTokens,
-    GrammarsFailed,
-    MaskClock,
-    MasksReady,
-)
+from nanoactor.grammar.messages import ForcedTokens, GrammarsFailed, MaskClock, MasksReady
 from nanoactor.messages import (
     Abort,
     Admit,
@@ -42,6 +37,7 @@ from nanoactor.messages import (
     StepWanted,
     Stop,
 )
+from nanoactor.orders import ForgetIndex, Freeze
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling import ends
 from nanoactor.scheduling.arrivals import Arrivals
@@ -454,7 +450,7 @@ class Scheduler:
     def is_waiting(self) -> bool:
         """Tell whether there are sequences, and nothing that they need is under way: no step, no
         pixels, no mask."""
-        waits = self.items.wanted or self.constraints.waits
+        waits = self.items.wanted or self.constraints.waits or self._depth.is_frozen
         idle = bool(self.live) and not self._in_flight and not waits
         return idle and not self.holds.awaits_a_caller(self.live)
 
@@ -468,6 +464,7 @@ class Scheduler:
             "tombstones": len(self.arrivals.tombstones),
             "credits": self.budget.credits,
             "blocks": self.config.blocks,
+            "frozen": int(self._depth.is_frozen),
             "items_encoded": self.items.encoded,
             **self.constraints.figures(),
             **self.holds.figures(),
@@ -486,6 +483,8 @@ class Scheduler:
         Abort: _on_abort,
         Continue: _on_continue,
         HoldClock: _on_hold_clock,
+        Freeze: lambda self, event: self._depth.freeze(event.frozen),
+        ForgetIndex: lambda self, event: self._out.append((BLOCKS, event)),
         Stop: _on_stop,
         Credits: _on_credits,
         StepDone: _on_step_done,

@@ -39,6 +39,8 @@ class Answer:
         """Choices of each request."""
         self.prompt_logprobs: list[Any] | None = None
         """Of a conversation, which has one prompt."""
+        self.reasons: list[str | None] = [None] * (len(requests) * self.each)
+        """What ended each choice, once it is over."""
         self.told = [0] * (len(requests) * self.each)
         """Tokens of each choice that the client was told."""
         self.reasoning = 0
@@ -46,6 +48,12 @@ class Answer:
         self.stop_reason: int | str | None = None
         """The stop string or token that ended the latest choice, if one did."""
         self.times: dict[str, float] = {}
+        self.token_ids: list[list[int]] | None = None
+        """Of each choice, where the request wants them; ..."""
+        if body.return_token_ids:
+            self.token_ids = [[] for _ in self.told]
+        self._unsent: list[list[int]] = [[] for _ in self.told]
+        """... those that no delta has had."""
         self.is_complete = False
         """Whether its last request has come to its end."""
 
@@ -89,12 +97,31 @@ class Answer:
                 choice.logprobs.add(completion)
             deltas += choice.push(completion.text)
             self.reasoning += choice.reasoning_share(len(completion.token_ids))
+            if self.token_ids is not None:
+                self.token_ids[index] += completion.token_ids
+                self._unsent[index] += completion.token_ids
         if completion.finish_reason == "abort":  # not by the client, who would have left
             raise unavailable("the server is shutting down; this answer is not complete")
         if completion.finish_reason is not None:
             self.stop_reason = completion.stop_reason
+            self.reasons[index] = completion.finish_reason
             deltas += choice.finish("length" if choice.mute else completion.finish_reason)
+        if self.token_ids is not None and deltas:
+            self._tell_ids(index, deltas[0])
         return deltas
+
+    def _tell_ids(self, index: int, delta: Delta) -> None:
+        """Give a delta the ids of all tokens since the one before, and the first one the prompt's,
+        but for a conversation's, which stand beside its choices."""
+        assert self.token_ids is not None
+        if len(self.token_ids[index]) == len(self._unsent[index]) and not self.is_chat:
+            delta["prompt_token_ids"] = [*self.requests[index // self.each].prompt_token_ids]
+        delta["token_ids"], self._unsent[index] = self._unsent[index], []
+
+    @property
+    def is_chat(self) -> bool:
+        """Tell whether it continues a conversation."""
+        return isinstance(self.body, ChatRequest)
 
     @property
     def prompt_tokens(self) -> int:
@@ -139,7 +166,7 @@ class CompletionWriter:
 
     def __init__(self, answer: Answer) -> None:
         body, self._answer = answer.body, answer
-        chat = isinstance(body, ChatRequest)
+        chat = answer.is_chat
         options = body.stream_options or StreamOptions()
         self._tells_usage = options.include_usage
         self._tells_usage_always = options.include_usage and options.continuous_usage_stats
@@ -153,7 +180,10 @@ class CompletionWriter:
 
     def begin(self, deltas: list[Delta]) -> bytes:
         """Return the speaker, or a prompt that is echoed."""
-        return self.push(deltas)
+        prompt = {}
+        if self._answer.is_chat and self._answer.token_ids is not None:
+            prompt["prompt_token_ids"] = [*self._answer.requests[0].prompt_token_ids]
+        return b"".join([self._chunk([delta], **prompt) for delta in deltas])
 
     def push(self, deltas: list[Delta]) -> bytes:
         """Return an event for each new member of a choice."""
@@ -162,8 +192,8 @@ class CompletionWriter:
     def take(self, deltas: list[Delta]) -> None:
         """Do nothing: the choices keep what they make."""
 
-    def _chunk(self, choices: list[Delta], usage: Any = None) -> bytes:
-        value = {**self._chunk_head, "choices": choices}
+    def _chunk(self, choices: list[Delta], usage: Any = None, **more: Any) -> bytes:
+        value = {**self._chunk_head, "choices": choices, **more}
         if self._tells_usage_always and choices:
             answer, index = self._answer, choices[0]["index"]
             request = answer.requests[index // answer.each]
@@ -183,7 +213,7 @@ class CompletionWriter:
         """Return the tokens of all choices; of one choice its times, too."""
         answer = self._answer
         details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": answer.cached}}
-        if isinstance(answer.body, ChatRequest):
+        if answer.is_chat:
             details["completion_tokens_details"] = {"reasoning_tokens": answer.reasoning}
         return _usage(answer.prompt_tokens, sum(answer.told)) | details | answer.times
 
@@ -191,7 +221,13 @@ class CompletionWriter:
         """Return all choices and the usage."""
         answer = self._answer
         choices = [choice.whole() for choice in answer.choices]
-        prompt = {"prompt_logprobs": told} if (told := answer.prompt_logprobs) is not None else {}
+        prompt: dict[str, Any] = {}
+        if answer.prompt_logprobs is not None:
+            prompt["prompt_logprobs"] = answer.prompt_logprobs
+        for index, ids in enumerate(answer.token_ids or ()):
+            choices[index]["token_ids"] = ids
+            told = [*answer.requests[index // answer.each].prompt_token_ids]
+            (prompt if answer.is_chat else choices[index])["prompt_token_ids"] = told
         return {**self._head, "choices": choices, **prompt, "usage": self._usage()}
 
 

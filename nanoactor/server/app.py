@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 from aiohttp import web
 
-from nanoactor.actors.config import render_limits
+from nanoactor.actors.config import render_options
 from nanoactor.config import EngineConfig
 from nanoactor.engine import AsyncLLM
+from nanoactor.errors import InvalidConfig, InvalidRequest
 from nanoactor.model_files import max_prompt_bytes
 from nanoactor.server.anthropic.routes import MessagesRoutes
+from nanoactor.server.compat_routes import CompatRoutes
 from nanoactor.server.completions import Completions
 from nanoactor.server.config import ServerConfig
 from nanoactor.server.connections import acceptor
 from nanoactor.server.context import json_response
 from nanoactor.server.http import HttpFrontend, Routes
+from nanoactor.server.listening import close_unix, listen, tls
 from nanoactor.server.media import MediaLimits, MediaLoader
 from nanoactor.server.metrics import Metrics
 from nanoactor.server.monitor import Monitor
@@ -63,10 +66,10 @@ class Server:
         self._reuse_port = reuse_port
         self.config = config
         self.llm = llm
-        self.name = config.served_model_name or llm.config.model
-        """What clients call the model."""
+        self.names = config.model_names or (llm.config.model,)
+        """The names by which clients call the model; answers have the first."""
         self.port = 0
-        self.metrics = Metrics()
+        self.metrics = Metrics(self.names[0], vllm_names=config.vllm_metrics)
         self._tracer = llm if isinstance(llm, AsyncLLM) else None
         if self._tracer is not None:
             monitor = Monitor(self._tracer, self.metrics, llm.config.stall_timeout)
@@ -76,14 +79,14 @@ class Server:
         longest = 2 * max_prompt_bytes(llm.files)
         self._texts = texts
         if texts is None and llm.files.tokenizer_directory is not None:
-            limits = render_limits(llm.config, llm.files)
+            limits = render_options(llm.config, llm.files)
             reserved = llm.files.placeholders
             self._texts = TextService(llm.files.tokenizer_directory, longest, limits, reserved)
         # Text may be escaped, token ids are written out: both take more than the prompt itself.
         sees = llm.files.images is not None
         largest = config.max_body_bytes or longest + (1 << 20) + sees * _PICTURES_BYTES
         decoder = Decoder(config.strict, sees, self._template_members)
-        self._http = HttpFrontend(config, self.name, largest, self.metrics, decoder)
+        self._http = HttpFrontend(config, self.names, largest, self.metrics, decoder)
         self._media = MediaLoader(MediaLimits(config.allowed_media_domains))
         self._completions = Completions(
             llm,
@@ -117,16 +120,17 @@ class Server:
         return Options(sees, shows, self.config.drop_volatile_lines)
 
     def _routes(self) -> Routes:
-        texts = TextRoutes(self.llm, self._texts, self._http, self._media, self.name)
+        texts = TextRoutes(self.llm, self._texts, self._http, self._media, self.names)
         apis = self._completions, texts, self._http, self._translation_options
         messages, responses = MessagesRoutes(*apis), ResponsesRoutes(*apis)
         looks = Observation(self._tracer, self._monitor, self.metrics, self._http, self._texts)
-        openapi_document = document(self.name, bool(self.config.api_keys))
+        openapi_document = document(self.names, bool(self.config.api_keys), self.config.root_path)
 
         async def openapi(request: web.Request) -> web.StreamResponse:
             return json_response(openapi_document)
 
-        return {
+        compat = CompatRoutes(self.llm, self._completions, self._http, self.names)
+        routes: dict[str, Any] = {
             "/v1/chat/completions": ("POST", self._completions.chat),
             "/v1/completions": ("POST", self._completions.completions),
             "/v1/responses": ("POST", responses.create),
@@ -149,24 +153,46 @@ class Server:
             "/openapi.json": ("GET", openapi),
             "/favicon.ico": ("GET", looks.icon),
             "/": ("GET", looks.page),
+            **compat.routes(openapi_document, looks.health),
         }
+        if self.config.enable_tokenizer_info_endpoint:
+            routes |= compat.tokenizer_routes()
+        if self.config.enable_control_endpoints:
+            routes |= compat.control_routes()
+        return routes
 
     async def start(self) -> None:
         """Start the engine, then listen. Raises what the engine raises, and `OSError` where the
         address cannot be had; nothing is left running then."""
-        listener = _listen(self.config, self._reuse_port)
-        self.port = listener.getsockname()[1]
+        security = tls(self.config)
+        listener = listen(self.config, self._reuse_port)
+        self.port = 0 if self.config.uds is not None else listener.getsockname()[1]
         try:
             await self._runner.setup()
+            self._check_template_defaults()
             assert self._runner.server is not None
             raise_descriptor_limit()
             accept = acceptor(self._runner.server, self.config, self._http.note)
             loop = asyncio.get_running_loop()
-            self._listening = await loop.create_server(accept, sock=listener, backlog=_BACKLOG)
+            options: dict[str, Any] = {"sock": listener, "backlog": _BACKLOG, "ssl": security}
+            if self.config.uds is not None:
+                self._listening = await loop.create_unix_server(accept, **options)
+            else:
+                self._listening = await loop.create_server(accept, **options)
         except BaseException:
             listener.close()
+            close_unix(self.config)
             await self._runner.cleanup()
             raise
+
+    def _check_template_defaults(self) -> None:
+        defaults = self._http.template_defaults
+        try:
+            if self._texts is not None:
+                self._texts.template.check(defaults)
+        except InvalidRequest as error:
+            text = str(error).removeprefix("chat_template_kwargs: ")
+            raise InvalidConfig(f"default_chat_template_kwargs: {text}") from None
 
     async def drain(self) -> None:
         """Refuse new work; return when what runs has ended, or has been broken off because the
@@ -187,6 +213,7 @@ class Server:
         finally:
             if self._listening is not None:
                 self._listening.close()
+                close_unix(self.config)
             await self._runner.cleanup()
 
 
@@ -212,27 +239,6 @@ def _lifetime(
         await stop()
 
     return live
-
-
-def _listen(config: ServerConfig, reuse_port: bool) -> socket.socket:
-    """A bound socket: before the model is loaded it is known whether the address can be had."""
-    family, _, _, _, address = socket.getaddrinfo(
-        config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    # The kernel hangs up on whoever leaves unread what it was sent, for so many ms.
-    unread = max(1, min(int(1000 * config.send_timeout), 2**31 - 1))
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse_port:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread)
-        listener.setblocking(False)
-        listener.bind(address)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 def raise_descriptor_limit() -> None:

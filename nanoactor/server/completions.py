@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,8 @@ _STREAM = {
     # Some proxies keep answers back until they are whole, unless they are told not to.
     "X-Accel-Buffering": "no",
 }
+_GONE = (asyncio.CancelledError, ConnectionError)
+"""Raised where a client has left."""
 Send = Callable[[list[Delta]], Awaitable[None]]
 """Takes new members of an answer's choices on to the client."""
 MakeWriter = Callable[[Answer], AnswerWriter]
@@ -125,7 +128,8 @@ class Completions:
     ) -> web.StreamResponse:
         """Answer a chat that came by any API, in its shapes."""
         template = self._texts.template if self._texts is not None else None
-        options = template_options(body, template.variables if template is not None else ())
+        variables = template.variables if template is not None else ()
+        options = template_options(body, variables, self._http.template_defaults)
         if template is not None:
             self._http.decoder.check_tools(body, options, template.shows_tools)
             template.check(options)
@@ -276,8 +280,15 @@ class Completions:
             del self._live[answer]
             for each in requests:
                 each.close()
+            self._note_ends(answer)
             context_of(request).note += answer.note
             self._note_turn(answer, how)
+
+    def _note_ends(self, answer: Answer) -> None:
+        """Count the answers by what ended them."""
+        gone = "abort" if isinstance(sys.exception(), _GONE) else "error"
+        for reason in answer.reasons:
+            self._metrics.success.labels(reason or gone).inc()
 
     def _note_turn(self, answer: Answer, how: _How) -> None:
         """Count the tokens of the turn before that the cache held, if an answer is complete."""
@@ -379,6 +390,7 @@ class Completions:
                 await send(deltas)
         for number, timer in timers.items():
             timer.end(None if number else len(request.prompt_token_ids))
+        self._metrics.most_tokens.observe(max(timer.count for timer in timers.values()))
 
     # -- the end --------------------------------------------------------------------------
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from nanoactor.errors import InvalidConfig
 from nanoactor.server.media import MediaLimits
+
+TOOL_CALL_PARSERS = ("auto", "hermes", "qwen3_coder", "llama3_json", "mistral")
+REASONING_PARSERS = ("auto", "qwen3", "deepseek_r1", "none")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +23,17 @@ class ServerConfig:
     """The address to listen on; 0.0.0.0 listens on all."""
     port: int = 8000
     """The port to listen on; 0 takes a free one, which the log names."""
-    served_model_name: str | None = None
-    """The name by which clients call the model. Default: the name it was started with."""
+    uds: str | None = None
+    """A Unix socket to listen on, in place of host and port; only its owner may connect."""
+    root_path: str = ""
+    """The path below which a proxy serves this server; it may leave it in requests or not."""
+    ssl_keyfile: str | None = None
+    """The private key of a TLS certificate, in PEM."""
+    ssl_certfile: str | None = None
+    """A TLS certificate in PEM, with its chain; with it the server speaks HTTPS alone."""
+    served_model_name: str | Sequence[str] | None = None
+    """The names by which clients call the model; answers and figures have the first. Default: the
+    name it was started with."""
     api_keys: tuple[str, ...] = ()
     """A key that callers must send. With any key set, every route but /live and /ready asks for
     one."""
@@ -34,6 +48,15 @@ class ServerConfig:
     """Refuse unknown fields of requests, instead of ignoring them with a warning."""
     separate_reasoning: bool = True
     """Move `<think>` parts to `reasoning_content`; a request may say otherwise."""
+    tool_call_parser: str = "auto"
+    """The form in which the model calls functions: "hermes", "qwen3_coder", "llama3_json" or
+    "mistral". "auto" finds it in the chat template."""
+    reasoning_parser: str = "auto"
+    """The form in which the model thinks: "qwen3", "deepseek_r1" (its answers begin with thoughts,
+    whatever the prompt ends with) or "none". "auto" finds it in the chat template."""
+    default_chat_template_kwargs: Mapping[str, Any] | None = None
+    """Variables of the chat template for requests that do not set them: {"enable_thinking":
+    false}."""
     drop_volatile_lines: bool = True
     """Leave lines out of system texts that a coding agent changes with every request, so that its
     conversation stays in the prefix cache; on /v1/messages alone (docs/server.md lists them)."""
@@ -54,6 +77,17 @@ class ServerConfig:
     """Seconds that a client may leave unread what it was sent."""
     access_log: bool = True
     """Write a line for each request."""
+    disable_access_log_for_endpoints: str | None = None
+    """Paths of which no line is written, with commas between them: /health,/metrics."""
+    log_level: str | None = None
+    """"debug", "info", "warning" or "error": of the server's log, the access log included."""
+    vllm_metrics: bool = False
+    """Tell the figures at /metrics that vLLM has too under its names besides, for dashboards."""
+    enable_tokenizer_info_endpoint: bool = False
+    """Serve /tokenizer_info, which tells the chat template and special tokens."""
+    enable_control_endpoints: bool = False
+    """Serve /reset_prefix_cache, /pause, /resume, /is_paused, /server_info and /get_world_size, by
+    which whoever may call changes or reads more than answers."""
 
     def __post_init__(self) -> None:
         """Check every option by itself."""
@@ -66,9 +100,42 @@ class ServerConfig:
             if getattr(self, name) is not None:
                 self._check_positive(name)
         MediaLimits(self.allowed_media_domains)
+        self._check_names()
+        self._check_choices()
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise InvalidConfig("an API key must be printable ASCII without spaces")
+
+    def _check_names(self) -> None:
+        """Check names of the model, and the two paths."""
+        given = self.served_model_name
+        names = (given,) if isinstance(given, str) else tuple(given or ())
+        if not all(isinstance(name, str) and name for name in names):
+            raise InvalidConfig(f"served_model_name must be texts, got {given!r:.100}")
+        object.__setattr__(self, "served_model_name", names or None)
+        path = self.root_path.rstrip("/")
+        if path and not path.startswith("/"):
+            raise InvalidConfig(f"root_path must begin with a slash, got {path!r:.100}")
+        object.__setattr__(self, "root_path", path)
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise InvalidConfig("ssl_keyfile and ssl_certfile go together: give both")
+
+    def _check_choices(self) -> None:
+        for name, choices in (
+            ("tool_call_parser", TOOL_CALL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+            ("log_level", LOG_LEVELS),
+        ):
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise InvalidConfig(
+                    f"{name} must be one of {', '.join(choices)}, got {value!r:.100}"
+                )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the model that were given."""
+        return cast("tuple[str, ...] | None", self.served_model_name) or ()
 
     def _check_positive(self, name: str) -> None:
         value: Any = getattr(self, name)
@@ -78,7 +145,7 @@ class ServerConfig:
     @property
     def on_loopback(self) -> bool:
         """Tell whether only this machine can call."""
-        if self.host == "localhost":
+        if self.uds is not None or self.host == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback

@@ -47,6 +47,11 @@ class RequestContext:
         self.broken_off = False
         """Whether its answer ended with an error after it had begun."""
 
+    def is_below(self, root: str) -> None:
+        """Take the part of the path that is a proxy's out of it."""
+        if root and (self.path == root or self.path.startswith(f"{root}/")):
+            self.path = _canonical(self.path.removeprefix(root))
+
     def explain(self, error: Exception) -> APIError:
         """Turn an error into what the client is told; the log has the cause of a bug."""
         problem = error if isinstance(error, APIError) else from_engine(error, self.fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -82,10 +82,11 @@ def unavailable(message: str) -> APIError:
     return APIError(503, message, headers={"Retry-After": RETRY_AFTER})
 
 
-def check_model(asked: str, served: str) -> None:
-    """Raise `APIError` for any model but the one that is served."""
-    if asked != served:
-        text = f"the model {asked[:200]!r} does not exist here; it is {served!r}"
+def check_model(asked: str, names: Sequence[str]) -> None:
+    """Raise `APIError` for any model but the one that is served by these names."""
+    if asked not in names:
+        served = " or ".join(map(repr, names))
+        text = f"the model {asked[:200]!r} does not exist here; it is {served}"
         raise APIError(404, text, param="model", code="model_not_found")
 
 

@@ -46,6 +46,8 @@ def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float
     scheduler = figures.get("scheduler", {})
     since, told_at = (int(scheduler.get(name, 0)) for name in ("live_since", "tokens_at"))
     pending = bool(since) or bool(figures.get("frontend", {}).get("entries", 0))
+    if scheduler.get("frozen"):  # nothing is late that is not to happen
+        since, pending = 0, False
     actors: dict[str, dict[str, float | None]] = {}
     lags: dict[str, float] = {}
     may_take = max((float(own.get("step_may_take", 0.0)) for own in figures.values()), default=0.0)

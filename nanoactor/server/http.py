@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import itertools
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from aiohttp import HttpVersion10, HttpVersion11, web
@@ -59,6 +60,7 @@ _GONE = 499
 """As nginx writes it: the client has gone away."""
 _OUTCOMES = {429: "overloaded", _GONE: "client_gone", 503: "unavailable"}
 
+_BODY = web.RequestKey("body", bytes)
 Routes = Mapping[str, tuple[str, Handler]]
 """By path: its method and what answers it."""
 B = TypeVar("B", bound=Struct)
@@ -71,21 +73,27 @@ class HttpFrontend:
     def __init__(
         self,
         config: ServerConfig,
-        model: str,
+        names: Sequence[str],
         max_body_bytes: int,
         metrics: Metrics,
         decoder: Decoder,
     ) -> None:
-        """`model`: what clients call it; `metrics` count its requests; `decoder` reads their
+        """`names`: what clients call the model; `metrics` count its requests; `decoder` reads their
         bodies."""
         self._config = config
-        self._model = model
+        self._names = names
         self._max_body = max_body_bytes
         self._metrics = metrics
         self._keys = Keys(config.api_keys)
+        self.template_defaults = dict(config.default_chat_template_kwargs or {})
+        """Variables of the chat template for requests that do not set them."""
         self.decoder = decoder
         self._body_room = _MANY_BODIES * max_body_bytes
         self._paths: list[str] = []
+        self._places = dict.fromkeys(("", config.root_path))
+        """A proxy may pass its own part of a path on, or leave it out."""
+        quiet = (config.disable_access_log_for_endpoints or "").split(",")
+        self._unlogged = {path.strip() for path in quiet}
         self.draining = False
         """Whether new work is refused."""
         self.at_work = 0
@@ -101,9 +109,10 @@ class HttpFrontend:
         for path, (method, handler) in routes.items():
             # Clients forget the /v1, and add slashes at the end.
             pattern = path.replace("/v1/", "/{version:(v1/)?}") + "{slashes:/*}"
-            add = app.router.add_get if method == "GET" else app.router.add_post
-            for each in (path, pattern):
-                add(each, handler, expect_handler=_expect_later)
+            for place, below in itertools.product((path, pattern), self._places):
+                for each in method.split(", "):
+                    add = app.router.add_get if each == "GET" else app.router.add_post
+                    add(below + place, handler, expect_handler=_expect_later)
         return app
 
     async def idle(self, seconds: float) -> bool:
@@ -118,6 +127,7 @@ class HttpFrontend:
     @web.middleware
     async def _account(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Count a request, and write down what came of it."""
+        context_of(request).is_below(self._config.root_path)
         begin, status = time.monotonic(), _GONE
         is_work = int(request.method == "POST")
         self._change_work(is_work)
@@ -211,6 +221,8 @@ class HttpFrontend:
         config, host = self._config, request.headers.get("Host", "").lower()
         if not config.on_loopback or config.api_keys or not host or _HOST.fullmatch(host):
             return
+        if config.uds is not None:  # which browsers do not call
+            return
         allowed = {name.lower() for name in config.allowed_hosts}
         if host.rpartition(":")[0] not in allowed and host not in allowed:
             raise APIError(400, f"host {host[:100]!r} is not allowed here; see --allowed-host")
@@ -250,7 +262,7 @@ class HttpFrontend:
         outcome = _OUTCOMES.get(status) or ("ok" if status < 400 else f"{status // 100}xx")
         path = context.path if context.path in self._paths else "other"
         self._metrics.requests.labels(path, "broken_off" if context.broken_off else outcome).inc()
-        if self._config.access_log:
+        if self._config.access_log and context.path not in self._unlogged:
             quiet = status < 400 and context.path in _QUIET
             access_log.log(
                 logging.DEBUG if quiet else logging.INFO,
@@ -269,20 +281,27 @@ class HttpFrontend:
 
     async def read(self, request: web.Request, kind: type[B]) -> B:
         """Read a body of this kind; `APIError` says what is wrong with it."""
-        body = self.decoder.decode(kind, await self._body(request))
+        body = self.decoder.decode(kind, await self.body(request))
         context = context_of(request)
         context.fields = frozenset(kind.__struct_fields__)
         if user := getattr(body, "user", None):
             context.note = f" user={user[:100]!r}"
         if model := getattr(body, "model", None):
-            check_model(model, self._model)
-        elif isinstance(body, _GENERATES):
-            body.model = self._model
+            check_model(model, self._names)
+        if isinstance(body, _GENERATES):
+            body.model = self._names[0]
         return body
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def body(self, request: web.Request) -> bytes:
         """The whole body of a request that must be JSON; `APIError` where it is not, is too long,
-        or takes too long."""
+        or takes too long. A second call returns it again."""
+        known: bytes | None = request.get(_BODY)
+        if known is not None:
+            return known
+        request[_BODY] = body = await self._whole_body(request)
+        return body
+
+    async def _whole_body(self, request: web.Request) -> bytes:
         kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise APIError(

@@ -6,12 +6,26 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+import nanoactor
 from nanoactor.outputs import RequestMetrics
+from nanoactor.server.vllm_metrics import under_vllms_names
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # moments at which counters were made: figures that nobody draws
+
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+"""How answers end."""
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LAGS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
@@ -36,7 +50,7 @@ class Histogram:
 
     def family(self) -> Metric:
         """As Prometheus reads it: cumulative."""
-        edges = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        edges = [*map(floatToGoString, self._bounds), "+Inf"]
         totals = itertools.accumulate(self._counts)
         buckets = [(edge, float(total)) for edge, total in zip(edges, totals, strict=True)]
         family = HistogramMetricFamily(self._name, self._text)
@@ -53,6 +67,11 @@ class Timer:
         self._times = times
         self._last = 0.0
         self._tokens = 0
+
+    @property
+    def count(self) -> int:
+        """Return how many tokens have come."""
+        return self._tokens
 
     def tokens(self, count: int) -> None:
         """So many more have come."""
@@ -74,6 +93,7 @@ class Timer:
         times, metrics = self._times, self._metrics
         if prompt is not None and times.first_scheduled_time is not None:
             metrics.queue.observe(times.first_scheduled_time - times.arrival_time)
+            self._observe_phases(times.first_scheduled_time)
         metrics.e2e.observe((times.finished_time or self._last) - times.arrival_time)
         if prompt is not None:
             metrics.prompt_tokens.observe(prompt)
@@ -81,12 +101,34 @@ class Timer:
         if self._tokens > 1 and times.first_token_time is not None:
             metrics.tpot.observe((self._last - times.first_token_time) / (self._tokens - 1))
 
+    def _observe_phases(self, began: float) -> None:
+        """Observe for how long its prompt was computed, and its output."""
+        metrics, first = self._metrics, self._times.first_token_time
+        if first is None:
+            return
+        metrics.prefill.observe(first - began)
+        metrics.decode.observe(max(0.0, self._last - first))
+        metrics.inference.observe(max(first, self._last) - began)
+
 
 class Metrics(Collector):
     """All figures of a server."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "", *, vllm_names: bool = False) -> None:
+        """`model`: what clients call it; `vllm_names`: figures that vLLM has too are told under
+        its names besides."""
+        self._model, self._vllm_names = model, vllm_names
         self._registry = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self._registry)
+        self.success = Counter(
+            "nanoactor_request_success",
+            "Answers that are over, by the reason: stop, length, abort (their client has left) or "
+            "error.",
+            ["finished_reason"],
+            registry=self._registry,
+        )
+        for reason in FINISHED_REASONS:
+            self.success.labels(reason)
         self.requests = Counter(
             "nanoactor_requests",
             "Answers, by path and outcome.",
@@ -121,12 +163,28 @@ class Metrics(Collector):
             "request_queue_time_seconds",
             "From a request's arrival to its first step on the device.",
         )
+        self.prefill = self._histogram(
+            "request_prefill_time_seconds",
+            "From a request's first step on the device to its first token.",
+        )
+        self.decode = self._histogram(
+            "request_decode_time_seconds", "From a request's first token to its last."
+        )
+        self.inference = self._histogram(
+            "request_inference_time_seconds",
+            "From a request's first step on the device to its last token.",
+        )
         self.e2e = self._histogram("request_seconds", "From a request's arrival to its end.")
         self.prompt_tokens = self._histogram(
             "request_prompt_tokens", "Of complete requests.", _TOKENS
         )
         self.output_tokens = self._histogram(
             "request_output_tokens", "Of complete requests.", _TOKENS
+        )
+        self.most_tokens = self._histogram(
+            "request_max_num_generation_tokens",
+            "Of complete requests: tokens of the longest of their answers.",
+            _TOKENS,
         )
         self.lag = self._histogram(
             "event_loop_lag_seconds", "How late the server's event loop was for a timer.", _LAGS
@@ -142,9 +200,14 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """For the registry."""
-        for histogram in self._histograms:
-            yield histogram.family()
-        yield from self.engine()
+        info = InfoMetricFamily("nanoactor", "The model that is served, and by what.")
+        info.add_metric([], {"model_name": self._model, "version": nanoactor.__version__})
+        yield info
+        families = [histogram.family() for histogram in self._histograms]
+        families += self.engine()
+        yield from families
+        if self._vllm_names:
+            yield from under_vllms_names([*families, *self.success.collect()], self._model)
 
     def text(self) -> bytes:
         """In Prometheus' text format."""

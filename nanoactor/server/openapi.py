@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -40,6 +41,10 @@ _LOOKS = {
     "/metrics": ("Figures for Prometheus", "text/plain"),
     "/trace": ("A timeline for Perfetto", "application/json"),
     "/activity": ("What the page draws", "application/json"),
+    "/version": ("The server's version", "application/json"),
+    "/load": ("How many answers are under way", "application/json"),
+    "/ping": ("As /health, for SageMaker", "application/json"),
+    "/docs": ("All routes, as a page", "text/html"),
     "/openapi.json": ("This document", "application/json"),
     "/": ("A chat and a live picture of the actors", "text/html"),
 }
@@ -65,14 +70,15 @@ _WRONG = {
 }
 
 
-def document(model: str, keys: bool) -> dict[str, Any]:
-    """The whole document, for a server of this model; `keys`: whether callers need one."""
+def document(names: Sequence[str], keys: bool, root: str = "") -> dict[str, Any]:
+    """The whole document, for a server of a model with these names, below a path of a proxy's;
+    `keys`: whether callers need one."""
     kinds = [kind for kind, _ in _BODIES.values()]
     references, schemas = msgspec.json.schema_components(
         [*kinds, Error, AnthropicError], ref_template="#/components/schemas/{name}"
     )
     for kind in kinds:
-        schemas[kind.__name__]["properties"]["model"] = {"enum": [model]}
+        schemas[kind.__name__]["properties"]["model"] = {"enum": list(names)}
         schemas[kind.__name__].pop("additionalProperties", None)
     for kind in (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest):
         schemas[kind.__name__]["properties"] |= _refused(kind.ROUTE)
@@ -98,6 +104,8 @@ def document(model: str, keys: bool) -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": schemas},
     }
+    if root:
+        value["servers"] = [{"url": root}]
     if keys:
         value["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         value["security"] = [{"key": []}]

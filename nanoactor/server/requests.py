@@ -6,7 +6,8 @@ A structure has what is honoured. What becomes of everything else, `fields.py` s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -94,6 +95,9 @@ class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
     max_new_tokens: Annotated[int, _SGLANG] | None = None
     min_new_tokens: Annotated[int, _SGLANG] | None = None
     seed: Annotated[int, Meta(description="64 bits; may be negative")] | None = None
+    return_token_ids: (
+        Annotated[bool, Meta(description="Tells the ids of prompt and answer")] | None
+    ) = None
     return_tokens_as_token_ids: (
         Annotated[bool, Meta(description="Names tokens by their ids in logprobs")] | None
     ) = None
@@ -440,10 +444,17 @@ def _prompt(item: str | int | list[Any], max_model_len: int | None) -> Prompt:
 
 
 def template_options(
-    body: ChatRequest | TokenizeRequest, variables: Collection[str] = ()
+    body: ChatRequest | TokenizeRequest,
+    variables: Collection[str] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return what the chat template, which reads these variables, gets besides the messages."""
-    options = _of_fields(body, variables) | (body.chat_template_kwargs or {})
+    """Return what the chat template, which reads these variables, gets besides the messages.
+    `defaults` hold where the request says nothing, or null."""
+    given = _of_fields(body, variables) | (body.chat_template_kwargs or {})
+    options = {
+        name: defaults[name] if given.get(name) is None else given[name] for name in defaults
+    }
+    options |= {name: value for name, value in given.items() if name not in defaults}
     for reserved in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
         if reserved in options:
             raise invalid(
@@ -454,7 +465,7 @@ def template_options(
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message:
         options["continue_final_message"] = True
-    if body.tools and getattr(body, "tool_choice", None) != "none":
+    if body.tools:  # with the choice "none" too: the prompt is that of the turns around it
         options["tools"] = body.given["tools"]
     return options
 

@@ -14,6 +14,7 @@ from nanoactor.engine import AsyncLLM
 from nanoactor.errors import InvalidConfig
 from nanoactor.server.app import Server
 from nanoactor.server.config import ServerConfig
+from nanoactor.server.listening import url_of
 
 log = logging.getLogger("nanoactor.server")
 
@@ -69,21 +70,19 @@ async def _start(server: Server) -> None:
     try:
         await server.start()
     except OSError as error:
-        raise InvalidConfig(
-            f"cannot listen on {config.host} port {config.port}: {error.strerror or error}"
-        ) from error
-    host = f"[{config.host}]" if ":" in config.host else config.host
+        place = config.uds or f"{config.host} port {config.port}"
+        raise InvalidConfig(f"cannot listen on {place}: {error.strerror or error}") from error
     llm, facts = server.llm, server.llm.facts
     log.info(
         "%s (%s) on %s, context %d, KV cache of %d tokens, loaded in %.1f s",
-        server.name,
+        server.names[0],
         facts["dtype"],
         facts["device"],
         llm.files.max_model_len,
         facts["num_blocks"] * facts["block_size"],
         time.monotonic() - begin,
     )
-    log.info("listening on http://%s:%d", host, server.port)
+    log.info("listening on %s", url_of(config, server.port))
     if not config.on_loopback and not config.api_keys:
         log.warning("others can reach %s, and no API key is set (--api-key)", config.host)
 

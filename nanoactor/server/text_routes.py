@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -33,33 +34,35 @@ class TextRoutes:
         texts: TextService | None,
         http: HttpFrontend,
         media: MediaLoader,
-        model: str,
+        names: Sequence[str],
     ) -> None:
-        """`texts` is None where the engine has no tokenizer; `model` is what clients call it."""
+        """`texts` is None where the engine has no tokenizer; `names` are what clients call the
+        model."""
         self._llm = llm
         self._media = media
         self._pictures = PictureExpander(llm.config, llm.files)
         self._texts = texts
         self._http = http
-        self._model = model
+        self._names = names
         self._created = int(time.time())
 
     # -- models ---------------------------------------------------------------------------
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/models`."""
-        return json_response({"object": "list", "data": [self._card()]})
+        cards = [self._card(name) for name in self._names]
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/models/{name}`."""
-        check_model(request.match_info["model"], self._model)
-        return json_response(self._card())
+        check_model(name := request.match_info["model"], self._names)
+        return json_response(self._card(name))
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         files, config, facts = self._llm.files, self._llm.config, self._llm.facts
         template = self._texts.template if self._texts is not None else TemplateFacts()
         return {
-            "id": self._model,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "nanoactor",
@@ -102,7 +105,7 @@ class TextRoutes:
         """Return the ids of the prompt that a conversation becomes, one for each token of its
         pictures. Raises `APIError` and `InvalidRequest`."""
         texts = self._need_texts()
-        options = template_options(body, texts.template.variables)
+        options = template_options(body, texts.template.variables, self._http.template_defaults)
         messages = conversation(body.given["messages"])
         self._http.decoder.check_tools(body, options, texts.template.shows_tools)
         texts.template.check(options)

@@ -38,7 +38,7 @@ from nanoactor.runtime.system import System
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec, NodeSpec, Topology
 from nanoactor.runtime.wiring import Options
 from nanoactor.text.patterns import LONG_BYTES
-from nanoactor.text.renderer import RenderLimits, RenderQueue
+from nanoactor.text.renderer import RenderOptions, RenderQueue
 from nanoactor.text.spans import SpanFinder, Spans
 from nanoactor.text.template import TemplateFacts, thoughts_after
 from nanoactor.topology import LIGHT
@@ -97,7 +97,7 @@ class Withdraw:
 class TextWorker(Actor):
     """The service's end, in its process: handles requests, one after the other."""
 
-    def __init__(self, config: tuple[Path, RenderLimits, tuple[int, ...]]) -> None:
+    def __init__(self, config: tuple[Path, RenderOptions, tuple[int, ...]]) -> None:
         """`config`: where the tokenizer lies, what a chat template may take, and the ids that
         stand for pictures."""
         self._directory, self._limits, self._reserved = config
@@ -282,7 +282,7 @@ class TextService:
     answer; a dead one is started again."""
 
     def __init__(
-        self, directory: Path, longest: int, limits: RenderLimits, reserved: tuple[int, ...] = ()
+        self, directory: Path, longest: int, limits: RenderOptions, reserved: tuple[int, ...] = ()
     ) -> None:
         """`longest`: bytes of the longest text that is accepted; `limits` of its templates;
         `reserved`: ids that stand for pictures."""
@@ -431,7 +431,7 @@ class TextService:
         return msgspec.msgpack.decode(reply.result, type=kind)
 
 
-def _topology(config: tuple[Path, RenderLimits, tuple[int, ...]], longest: int) -> Topology:
+def _topology(config: tuple[Path, RenderOptions, tuple[int, ...]], longest: int) -> Topology:
     record = ring_capacity(8 * longest + (1 << 20))
     nodes = (
         NodeSpec("user", ("server",)),

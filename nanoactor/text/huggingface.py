@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoactor.models.errors import ModelError
 from nanoactor.native import native_calls
@@ -42,8 +42,9 @@ _MADE = ("tokenizer_config.json", _TOKENIZER)
 """What a conversion writes: special tokens and chat templates are in the first."""
 
 
-def load_pretrained(directory: Path) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer with transformers, from local files alone.
+def load_pretrained(directory: Path, **options: Any) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer with transformers, from local files alone; `options` are those of
+    `from_pretrained`.
 
     Raises `ModelError` where transformers cannot.
     """
@@ -52,7 +53,7 @@ def load_pretrained(directory: Path) -> PreTrainedTokenizerBase:
     try:
         with native_calls():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
+                directory, local_files_only=True, trust_remote_code=False, **options
             )
     except Exception as error:  # a tokenizer's files can be wrong in any way
         text = f"transformers cannot load the tokenizer of {directory}: {error}"

@@ -33,11 +33,13 @@ _MOST_FOR_TOKENS = 4 << 30
 
 
 def main(directory: str, characters: int) -> None:
-    """Serve until the input ends; `characters` may a prompt have."""
+    """Serve until the input ends; `characters` may a prompt have. The first request has the source
+    of the template, or null for the model's own."""
     ignore_group_signals()
     _limit_memory(_MOST_MEMORY)
+    (source,) = _request()
     try:
-        template = ChatTemplate(Path(directory), characters)
+        template = ChatTemplate(Path(directory), characters, source)
     except ModelError as error:
         _say({"model_error": str(error)})
         return
@@ -45,9 +47,18 @@ def main(directory: str, characters: int) -> None:
         _say({"model_error": f"the model's chat template is malformed: {error!r}"})
         return
     _say({"value": None})
-    while head := os.read(0, LENGTH.size):
-        (length,) = LENGTH.unpack(head)
-        _say(_answer(template, Path(directory), json.loads(_read(length))))
+    while request := _request():
+        _say(_answer(template, Path(directory), request))
+
+
+def _request() -> list[Any]:
+    """Return the next request; an empty one where the input ends."""
+    head = os.read(0, LENGTH.size)
+    if not head:
+        return []
+    (length,) = LENGTH.unpack(head)
+    found: list[Any] = json.loads(_read(length))
+    return found
 
 
 def _limit_memory(size: int) -> None:

@@ -44,13 +44,15 @@ _FIRST = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RenderLimits:
-    """Limits on what a template may take for one conversation."""
+class RenderOptions:
+    """Limits on what a template may take for one conversation, and the template."""
 
     seconds: float
     """Of processor time."""
     characters: int
     """Of output."""
+    template: str | None = None
+    """Its source; None is the model's own."""
 
 
 class Overdue(Exception):
@@ -64,7 +66,7 @@ class _Ended(Exception):
 class _Child:
     """The process, and how it is asked."""
 
-    def __init__(self, directory: Path, limits: RenderLimits) -> None:
+    def __init__(self, directory: Path, options: RenderOptions) -> None:
         path = [entry for entry in sys.path if isinstance(entry, str)]
         program = (
             f"import sys; sys.path[:] = {path!r}; "
@@ -72,7 +74,7 @@ class _Child:
             "from nanoactor.runtime.process import die_with_parent; "
             f"die_with_parent({os.getpid()}, 'template'); "
             "from nanoactor.text.render_child import main; "
-            f"main({str(directory)!r}, {limits.characters})"
+            f"main({str(directory)!r}, {options.characters})"
         )
         self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
             [interpreter(), "-c", program],
@@ -80,6 +82,7 @@ class _Child:
             stdout=subprocess.PIPE,
             cwd=working_directory(),
         )
+        self.send([options.template])
 
     def send(self, request: list[Any]) -> None:
         """Hand it work; that it is gone shows when it is to answer."""
@@ -136,9 +139,9 @@ class _Child:
 class Renderer:
     """Renders a model's template. It blocks, and the child's life is tied to the calling thread."""
 
-    def __init__(self, directory: Path, limits: RenderLimits) -> None:
+    def __init__(self, directory: Path, options: RenderOptions) -> None:
         """Starts nothing yet."""
-        self._directory, self._limits = directory, limits
+        self._directory, self._options = directory, options
         self._child: _Child | None = None
         self._lock = threading.Lock()
         self.cancelled = False
@@ -150,16 +153,16 @@ class Renderer:
         Raises `ModelError` where it is malformed, `InvalidRequest` where it cannot even be read in
         time.
         """
-        if not read_template_files(self._directory).sources:
+        if not read_template_files(self._directory, self._options.template).sources:
             return TemplateFacts(), ""
         try:
-            found = self.ask(["facts"], self._limits.seconds)
+            found = self.ask(["facts"], self._options.seconds)
         except Overdue:
             raise self.stopped() from None
         names = {key: tuple(found[key]) for key in ("variables", "members")}
         facts = TemplateFacts(**{**found, **names})
         try:
-            tried = self.ask(["probe"], self._limits.seconds)
+            tried = self.ask(["probe"], self._options.seconds)
         except Overdue:
             return facts, str(self.stopped())
         except InvalidRequest as error:
@@ -176,7 +179,7 @@ class Renderer:
 
     def stopped(self, request: list[Any] | None = None) -> InvalidRequest:
         """The error of who has taken all the time that there is."""
-        what, seconds = _subject(request), self._limits.seconds
+        what, seconds = _subject(request), self._options.seconds
         return InvalidRequest(f"{what} was stopped: it takes longer than {seconds:g} s")
 
     def ask(self, request: list[Any], seconds: float) -> Any:
@@ -209,11 +212,11 @@ class Renderer:
             if self.cancelled:
                 raise _Ended
             fresh = self._child is None
-            self._child = self._child or _Child(self._directory, self._limits)
+            self._child = self._child or _Child(self._directory, self._options)
             child = self._child
         if fresh:
             try:
-                ready = child.answer(self._limits.seconds + _START)
+                ready = child.answer(self._options.seconds + _START)
             except _Ended:
                 if self.cancelled:
                     raise
@@ -264,15 +267,15 @@ class RenderQueue:
     They go in their order, but whose template takes long starts again behind the others.
     """
 
-    def __init__(self, directory: Path, limits: RenderLimits) -> None:
+    def __init__(self, directory: Path, options: RenderOptions) -> None:
         """Starts the thread, and the child if the model has a template."""
-        self._renderer = Renderer(directory, limits)
-        self._seconds = limits.seconds
+        self._renderer = Renderer(directory, options)
+        self._seconds = options.seconds
         self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._places = itertools.count()
         self._described: queue.SimpleQueue[tuple[TemplateFacts, str] | Exception]
         self._described = queue.SimpleQueue()
-        files = read_template_files(directory)
+        files = read_template_files(directory, options.template)
         self._exists, self.note = bool(files.sources), files.note
         self._lock = threading.Lock()
         self._known: set[int] = set()

@@ -103,10 +103,12 @@ class ChatTemplate:
     `strftime_now`, `tojson`, and the special tokens by name.
     """
 
-    def __init__(self, directory: Path, characters: int | None = None) -> None:
-        """`characters`: how long a prompt may be."""
+    def __init__(
+        self, directory: Path, characters: int | None = None, source: str | None = None
+    ) -> None:
+        """`characters`: how long a prompt may be; `source` takes the place of the model's own."""
         self._characters = characters
-        files = read_template_files(directory)
+        files = read_template_files(directory, source)
         self._special, self._sources = files.special_tokens, files.sources
         # Compiled now, so that a malformed template fails the start and not a request.
         self._templates = {name: _compile(source) for name, source in self._sources.items()}

@@ -39,8 +39,9 @@ class TemplateFiles:
     """Which of several different templates is used; empty where there are not several."""
 
 
-def read_template_files(directory: Path) -> TemplateFiles:
-    """Read them. Raises `ModelError` for a file that is malformed."""
+def read_template_files(directory: Path, template: str | None = None) -> TemplateFiles:
+    """Read them; `template` takes the place of the model's. Raises `ModelError` for a file that is
+    malformed."""
     try:
         config = optional_json(directory / CONFIG)
         found = _found(directory, config)
@@ -49,6 +50,8 @@ def read_template_files(directory: Path) -> TemplateFiles:
         raise ModelError(
             f"{directory}: its special tokens or chat templates are malformed: {error!r}"
         ) from error
+    if template is not None:
+        return TemplateFiles({"default": template}, special)
     if not found:
         return TemplateFiles({}, special)
     first, *others = found.items()

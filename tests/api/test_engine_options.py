@@ -3,8 +3,9 @@
 import pytest
 
 from nanoactor import AsyncLLM, SamplingParams
+from nanoactor.compat.names import ANY, ENGINE
 from nanoactor.config import EngineConfig
-from nanoactor.engine_options import NEUTRAL, engine_config
+from nanoactor.engine_options import engine_config
 from nanoactor.errors import InvalidConfig, InvalidRequest
 from nanoactor.named_parameters import meant
 from nanoactor.params import NEUTRAL as NEUTRAL_PARAMETERS
@@ -19,15 +20,21 @@ def test_names_that_mean_the_same():
         engine_config("demo", {"gpu_memory_utilization": 0.5, "memory_utilization": 0.5})
 
 
-@pytest.mark.parametrize("name", NEUTRAL)
+MOOT = [name for name in ENGINE if not name.ours]
+
+
+@pytest.mark.parametrize("name", MOOT, ids=[name.theirs for name in MOOT])
 def test_an_option_without_a_counterpart_is_accepted_where_it_asks_for_nothing(name):
-    for value in (*NEUTRAL[name], None):
-        assert engine_config("demo", {name: value}) == EngineConfig("demo")
-    with pytest.raises(InvalidConfig, match=f"{name} is not supported"):
-        engine_config("demo", {name: "anything else"})
-    if any(one is False for one in NEUTRAL[name]) and True not in NEUTRAL[name]:
+    for value in (*name.accepts, None):
+        assert engine_config("demo", {name.theirs: value}) == EngineConfig("demo")
+    if ANY in name.accepts:
+        return
+    with pytest.raises(InvalidConfig, match=f"{name.theirs} is not supported") as caught:
+        engine_config("demo", {name.theirs: "anything else"})
+    assert name.note in str(caught.value)
+    if any(one is False for one in name.accepts) and True not in name.accepts:
         with pytest.raises(InvalidConfig):
-            engine_config("demo", {name: 0})
+            engine_config("demo", {name.theirs: 0})
 
 
 @pytest.mark.parametrize(
@@ -48,7 +55,8 @@ def test_nothing_is_meant_by_what_looks_like_nothing():
 @pytest.mark.parametrize("name", NEUTRAL_PARAMETERS)
 def test_a_parameter_of_vllms_is_accepted_with_the_value_that_asks_for_nothing(name):
     plain = SamplingParams()
-    assert SamplingParams(**{name: NEUTRAL_PARAMETERS[name]}) == plain
+    for value in NEUTRAL_PARAMETERS[name]:
+        assert SamplingParams(**{name: value}) == plain
     assert SamplingParams(**{name: None}) == plain
     with pytest.raises(InvalidRequest, match=f"{name} is not supported"):
         SamplingParams(**{name: "anything else"})

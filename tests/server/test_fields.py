@@ -233,7 +233,12 @@ def test_the_log_says_of_a_field_what_strict_would_do(caplog, strict):
 
 
 def test_a_count_takes_what_the_counted_request_has(caplog):
-    body = {"max_tokens": 5, "stream": True, "temperature": 0, "messages": BODIES["messages"]["messages"]}
+    body = {
+        "max_tokens": 5,
+        "stream": True,
+        "temperature": 0,
+        "messages": BODIES["messages"]["messages"],
+    }
     Decoder(strict=True).decode(CountTokensRequest, json.dumps(body).encode())
     assert not caplog.records
 

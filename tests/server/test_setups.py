@@ -11,11 +11,11 @@ from nanoactor.server import monitor as monitor_module
 from nanoactor.server import text_service as text_service_module
 from nanoactor.server.text_service import TextService
 from nanoactor.text import renderer as renderer_module
-from nanoactor.text.renderer import Renderer, RenderLimits
+from nanoactor.text.renderer import Renderer, RenderOptions
 from tests.server.harness import here
 from tests.text.tokenizers_for_tests import DEMO
 
-LIMITS = RenderLimits(5.0, 10_000)
+LIMITS = RenderOptions(5.0, 10_000)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])

@@ -11,7 +11,7 @@ from nanoactor.errors import EngineDead, InvalidRequest
 from nanoactor.models.errors import ModelError
 from nanoactor.server import text_service as module
 from nanoactor.server.text_service import TextService
-from nanoactor.text.renderer import RenderLimits
+from nanoactor.text.renderer import RenderOptions
 from tests.conftest import children
 from tests.server.scripted import directory
 from tests.text.test_chat import DEMO
@@ -35,7 +35,7 @@ async def until(check):
 def test_a_text_service_that_cannot_start_says_why_and_leaves_nothing(model):
     async def main():
         (model / "tokenizer.json").write_text("{}")
-        service = TextService(model, 10_000, RenderLimits(5.0, 10_000))
+        service = TextService(model, 10_000, RenderOptions(5.0, 10_000))
         with pytest.raises(ModelError, match="not a tokenizer"):
             await service.start()
         await asyncio.sleep(0.2)
@@ -55,7 +55,7 @@ def test_whether_thoughts_may_follow_depends_on_the_templates_options(tmp_path):
     path = directory(tmp_path / "m", OPENING)
 
     async def main():
-        service = TextService(path, 10_000, RenderLimits(5.0, 10_000))
+        service = TextService(path, 10_000, RenderOptions(5.0, 10_000))
         await service.start()
         assert await service.thoughts({}, ASKS) == "optional"
         for mode in ("open", "none", "optional", "open"):
@@ -76,7 +76,7 @@ OPENING = """\
 
 def test_a_text_service_is_started_again_as_often_as_it_takes_and_only_once(model):
     async def main():
-        service = TextService(model, 10_000, RenderLimits(5.0, 10_000))
+        service = TextService(model, 10_000, RenderOptions(5.0, 10_000))
         await service.start()
         ids = await service.encode("To be", True)
         os.kill(service._system.pids["text_service"], signal.SIGSTOP)  # or it may answer first
@@ -112,7 +112,7 @@ def test_a_tokenizer_that_backtracks_costs_its_request_alone(tmp_path):
     fails, long = "a" * 40 + "!", "To be " * 20_000
 
     async def main():
-        service = TextService(path, 1_000_000, RenderLimits(1.0, 1_000_000))
+        service = TextService(path, 1_000_000, RenderOptions(1.0, 1_000_000))
         await service.start()
         calls = [service.encode(fails, True), service.spans([fails]), service.spans([long])]
         found = await asyncio.gather(*calls, service.spans(["To be"]), return_exceptions=True)

@@ -70,7 +70,39 @@ CONSTRAINTS = "nanoactor.scheduling.constraints"
 MASKS = "nanoactor.runner.masks"
 CONTINUED = "nanoactor.runner.continued_rows"
 
+CONTROL = "nanoactor.actors.control"
+
 MUTATIONS = [
+    Mutation(
+        "steps are planned though none are to be",
+        DEPTH,
+        "        if self.is_frozen:\n            return False\n",
+        "",
+    ),
+    Mutation(
+        "who begins anew does not know that no steps are to be planned",
+        CONTROL,
+        "        if self.is_frozen:\n            scheduler.send(Freeze(True))\n",
+        "",
+    ),
+    Mutation(
+        "of the index only what nobody holds is forgotten",
+        POOL,
+        "for block in [*self._index.values()]:",
+        "for block in [*self._cached]:",
+    ),
+    Mutation(
+        "what was computed before the index was forgotten is indexed after it",
+        MANAGER,
+        "            holding.distrusted = True\n        self.pool.forget_all()\n",
+        "            pass\n        self.pool.forget_all()\n",
+    ),
+    Mutation(
+        "an order to forget the index is lost with a process",
+        CONTROL,
+        "        if self._forgotten:  # it may have been under way when a process died\n",
+        "        if False:\n",
+    ),
     Mutation(
         "an eviction is not told of the index",
         POOL,

@@ -34,6 +34,7 @@ from nanoactor.messages import (
     Terminal,
     Tokens,
 )
+from nanoactor.orders import ForgetIndex, Freeze
 from nanoactor.scheduling.depth import AHEAD_SECONDS, STEPWISE_SECONDS
 from nanoactor.scheduling.plan_builder import PlannedStep
 from nanoactor.scheduling.sequence import Phase, Sequence
@@ -94,6 +95,8 @@ class Oracle:
         """By request: the first position at which its logits were not finite."""
         self._told_prompts: set[int] = set()
         """Positions of requests whose prompts' log-probabilities were complete before a death."""
+        self._forgotten = 0
+        """The latest order to forget the index that was obeyed."""
         self._facts: dict[int, Facts] = {}
         """By request that is over: what its terminal must say."""
         self._begin()
@@ -137,6 +140,9 @@ class Oracle:
         """Fences of the frees whose answer the scheduler has not handled."""
         self._wanted = 0
         self._steps_before = 0
+        self._stale: set[int] = set()
+        """Blocks that were written before the index was forgotten, and have not been handed out
+        since."""
         self._held_since: dict[int, float] = {}
         """By request of which all living answers are held: since when."""
 
@@ -183,6 +189,7 @@ class Oracle:
         if pool.evictions > evictions:
             oldest = min(cached, key=self._released.__getitem__)
             assert block == oldest, f"block {block} is evicted, but {oldest} was used before"
+        self._stale.discard(block)
         assert self._last_use[block] <= self.device.done, (
             f"block {block} is to be rewritten, but step {self._last_use[block]} uses it and "
             f"only step {self.device.done} is done"
@@ -242,6 +249,7 @@ class Oracle:
         before = self.manager.pool.find(content)
         new: bool = self._remember(block, content)
         if before is None and self.manager.pool.find(content) == block:
+            assert block not in self._stale, f"block {block} was to be forgotten, and is indexed"
             assert content in self._true, f"block {block} is indexed with tokens nobody knows"
             # True when the last step that was stamped, or is being stamped now, is computed.
             last = max(self._stamping, max(self._rows, default=0))
@@ -422,6 +430,7 @@ class Oracle:
         assert not len(used), f"blocks {used} may be rewritten while steps in flight use them"
 
     def _planned(self, plan: Plan) -> None:
+        assert not self._is_frozen(), f"step {plan.step} is planned, though no step is to be"
         self._decode_slots -= set(plan.leaves.tolist())
         self._decode_slots |= set(plan.joins.tolist())
         copies = {slot for forks in plan.forks for slot in forks.slots.tolist()}
@@ -435,6 +444,13 @@ class Oracle:
         assert in_flight <= self._scenario.most_in_flight, f"{in_flight} steps in flight"
         if in_flight > self._scenario.depth:
             self._check_short(list(self.scheduler._in_flight)[: in_flight - 1])
+
+    def _is_frozen(self) -> bool:
+        """Whether no step is to be planned, and the scheduler has been told."""
+        frontend: Any = self._world.actors["frontend"]
+        under_way = self._world.edges["frontend", "scheduler"].messages
+        told = not frontend._paused and not any(isinstance(one, Freeze) for one in under_way)
+        return bool(frontend.control.is_frozen) and told
 
     def _check_short(self, before: list[PlannedStep]) -> None:
         """One more than usual is planned only behind steps that decode, without prompts, and are
@@ -747,6 +763,11 @@ class Oracle:
             return
         self._check_credits()
         if target == "blocks":
+            if isinstance(message, ForgetIndex) and message.number > self._forgotten:
+                assert not self.manager.pool._index, "what was computed before is found after"
+                self._stale = set(range(self._scenario.blocks))
+                self._forgotten = message.number
+                self.counts["indexes forgotten"] += 1
             self._check_index()
         if isinstance(message, SampledTokens):
             self._check_available()
@@ -834,6 +855,7 @@ class Oracle:
         self._check_nothing_held()
         self._check_nothing_spoilt()
         frontend: Any = self._world.actors["frontend"]
+        assert self._forgotten == frontend.control._forgotten, "an index was not forgotten"
         known = frontend.index._copy.contents
         assert known == self._told_index.contents, "the frontend has lost something of the index"
         self._count()
@@ -1134,11 +1156,11 @@ def _prefills(sequence: Sequence) -> bool:
 
 
 def _goes_on_one_by_one(sequence: Sequence, block_size: int) -> bool:
-    """Whether it resumes behind a death, and lacks fewer tokens of its output than a block has."""
+    """Whether it resumes behind a death, and lacks at most a block of tokens of its output."""
     resumed = prompt = sequence.prompt_length
     if sequence.target == sequence.resumed_to:
         resumed = sequence.target
-    return 0 < resumed - max(sequence.scheduled, prompt) < block_size
+    return 0 < resumed - max(sequence.scheduled, prompt) <= block_size
 
 
 def _continued(sequence: Sequence, before: dict[int, int]) -> bool:

@@ -166,6 +166,14 @@ class Death:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pause:
+    """The engine's owner has no steps be planned for a while."""
+
+    at: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Scenario:
     """The engine's options, how slow everything is, and all requests."""
 
@@ -220,6 +228,9 @@ class Scenario:
     wire: bool = False
     """Whether messages travel as bytes, overwritten as soon as they were handled."""
     deaths: tuple[Death, ...] = ()
+    pauses: tuple[Pause, ...] = ()
+    resets: tuple[float, ...] = ()
+    """Moments at which the prefix index is to be forgotten."""
 
     @property
     def most_in_flight(self) -> int:
@@ -318,7 +329,25 @@ def draw(seed: int) -> Scenario:
     scenario = _with_free_text(random.Random(f"{seed} free"), scenario)
     scenario = _with_callers(random.Random(f"{seed} callers"), scenario)
     scenario = _with_short_steps(random.Random(f"{seed} short"), scenario)
-    return _with_deaths(random.Random(f"{seed} deaths"), scenario)
+    scenario = _with_deaths(random.Random(f"{seed} deaths"), scenario)
+    return _with_control(random.Random(f"{seed} control"), scenario)
+
+
+def _with_control(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same with an owner who pauses the engine and has its index be forgotten, in some seeds;
+    callers of held answers would be late."""
+    if rng.random() < 0.85 or any(ask.caller is not None for ask in scenario.asks):
+        return scenario
+    step, last = scenario.step_seconds, max(ask.at for ask in scenario.asks)
+
+    def moment() -> float:
+        return rng.uniform(0, last) + rng.uniform(0, rng.choice([10, 100, 400])) * step
+
+    pauses = [
+        Pause(moment(), rng.choice([1.0, 20.0, 200.0]) * step) for _ in range(rng.choice([0, 1, 3]))
+    ]
+    resets = [moment() for _ in range(rng.choice([0, 1, 4]))]
+    return dataclasses.replace(scenario, pauses=tuple(pauses), resets=tuple(resets))
 
 
 def _with_deaths(rng: random.Random, scenario: Scenario) -> Scenario:

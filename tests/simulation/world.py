@@ -228,6 +228,11 @@ class World:
         self._start()
         for death in scenario.deaths:
             self.loop.call_at(death.at, self._die, death)
+        for pause in scenario.pauses:
+            self.loop.call_at(pause.at, self._control, "freeze", True)
+            self.loop.call_at(pause.at + pause.seconds, self._control, "freeze", False)
+        for moment in scenario.resets:
+            self.loop.call_at(moment, self._control, "forget_index")
         for position, ask in enumerate(scenario.asks):
             self.loop.call_at(ask.at, self._submit, position, ask)
 
@@ -301,6 +306,11 @@ class World:
         self.oracle.attach()
 
     # -- the user -------------------------------------------------------------------------
+
+    def _control(self, order: str, *arguments: Any) -> None:
+        frontend: Any = self.actors["frontend"]
+        getattr(frontend.control, order)(*arguments)
+        self.oracle.counts[order] += 1
 
     def _submit(self, position: int, ask: Ask) -> None:
         frontend: Any = self.actors["frontend"]

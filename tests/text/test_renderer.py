@@ -10,13 +10,13 @@ import pytest
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.models.errors import ModelError
-from nanoactor.text.renderer import Cancelled, Overdue, Renderer, RenderLimits, RenderQueue
+from nanoactor.text.renderer import Cancelled, Overdue, Renderer, RenderOptions, RenderQueue
 from tests.conftest import children
 from tests.text.test_chat import CHAT, THINKING, ChatTemplate, directory
 
 LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 HANG = "{% if messages[-1].content == 'hang' %}" + LOOP + "{% endif %}{{ messages[-1].content }}"
-LIMITS = RenderLimits(0.3, 10_000)
+LIMITS = RenderOptions(0.3, 10_000)
 
 
 def said(content):
@@ -139,7 +139,7 @@ def test_a_child_that_dies_is_replaced(rendering):
 @pytest.fixture
 def rendered(tmp_path):
     """A queue for a template that hangs when asked to, and what came of each conversation."""
-    templates = RenderQueue(directory(tmp_path, HANG), RenderLimits(60.0, 10_000))
+    templates = RenderQueue(directory(tmp_path, HANG), RenderOptions(60.0, 10_000))
     results = queue.SimpleQueue()
     templates.describe()
 

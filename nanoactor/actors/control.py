@@ -1,0 +1,42 @@
+"""Standing orders of an engine's owner to its scheduler, which deaths do not undo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanoactor.orders import ForgetIndex, Freeze
+
+
+class EngineControl:
+    """Sends orders at once, or when all processes run again."""
+
+    def __init__(self) -> None:
+        self.is_frozen = False
+        """Whether no steps are planned, so that requests wait where they are."""
+        self._forgotten = 0
+        """How often the index was to be forgotten."""
+        self._scheduler: Any = None
+
+    def freeze(self, frozen: bool) -> None:
+        """Have no step be planned, or steps again."""
+        self.is_frozen = frozen
+        if self._scheduler is not None:
+            self._scheduler.send(Freeze(frozen))
+
+    def forget_index(self) -> None:
+        """Have later requests find nothing of what was computed so far."""
+        self._forgotten += 1
+        if self._scheduler is not None:
+            self._scheduler.send(ForgetIndex(self._forgotten))
+
+    def cut_off(self) -> None:
+        """Keep orders until all processes run again."""
+        self._scheduler = None
+
+    def begin(self, scheduler: Any) -> None:
+        """Send what holds to a scheduler that begins anew, before any request."""
+        self._scheduler = scheduler
+        if self.is_frozen:
+            scheduler.send(Freeze(True))
+        if self._forgotten:  # it may have been under way when a process died
+            scheduler.send(ForgetIndex(self._forgotten))

@@ -1,0 +1,395 @@
+"""vLLM's and SGLang's names of options and parameters, and what nanoactor makes of each.
+
+One table for the library, the command line and `docs/migrating_from_vllm.md`. An option of theirs
+that is not in it is not known, and refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+Scope = Literal["engine", "server", "sampling"]
+Fate = Literal["same", "alias", "moot", "refused"]
+Takes = Literal["value", "flag", "list"]
+
+
+class _AnyValue:
+    """Stands for every value."""
+
+    def __repr__(self) -> str:
+        return "any value"
+
+
+ANY = _AnyValue()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Name:
+    """An option or a parameter of another engine."""
+
+    theirs: str
+    scope: Scope
+    ours: str = ""
+    """The field that has the same meaning; empty where there is none."""
+    accepts: tuple[Any, ...] = ()
+    """Values, besides None, that ask for nothing or for what is always so."""
+    note: str = ""
+    """The difference, or the reason."""
+    takes: Takes = "value"
+    """What follows the flag on a command line."""
+    short: tuple[str, ...] = ()
+    """Further flags of the same meaning."""
+    inverts: bool = False
+    """Whether the flag switches our option off."""
+    of: str = "vLLM"
+
+    @property
+    def fate(self) -> Fate:
+        """Return what becomes of it."""
+        if self.ours:
+            return "same" if self.ours == self.theirs else "alias"
+        return "moot" if self.accepts else "refused"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags of a command line that have this meaning."""
+        return (f"--{self.theirs.replace('_', '-')}", *self.short)
+
+    def allows(self, value: Any) -> bool:
+        """Tell whether a value asks for nothing, or for what is always so."""
+        if value is None or ANY in self.accepts:
+            return True
+        return any(type(value) is type(one) and value == one for one in self.accepts)
+
+    def complaint(self, value: Any) -> str:
+        """Return what is wrong with a value that is not allowed."""
+        if not self.accepts or (self.takes == "flag" and self.note):
+            return f"{self.theirs} is not supported: {self.note}"
+        shown = " or ".join(repr(one) for one in (*self.accepts, None))
+        reason = f": {self.note}" if self.note else ""
+        return (
+            f"{self.theirs} is not supported{reason}; only {shown} is accepted, got {value!r:.100}"
+        )
+
+
+_engine = functools.partial(Name, scope="engine")
+_server = functools.partial(Name, scope="server")
+_sampling = functools.partial(Name, scope="sampling")
+
+
+def _same(scope: Scope, names: str) -> Iterator[Name]:
+    for name in names.split():
+        yield Name(name, scope, name)
+
+
+_NO_LORA = "adapters are not applied: merge them into the weights"
+_NO_QUANTIZATION = "weights are computed in their own type: float32, float16 or bfloat16"
+_ONE_STAGE = "layers are not spread over devices: see tensor_parallel_size"
+
+ENGINE: tuple[Name, ...] = (
+    *_same("engine", "model tokenizer revision download_dir"),
+    *_same("engine", "max_num_seqs block_size enable_prefix_caching"),
+    *_same("engine", "enforce_eager tensor_parallel_size skip_tokenizer_init"),
+    *_same("engine", "limit_mm_per_prompt max_logprobs chat_template"),
+    _engine("load_format", ours="load_format", note='"auto" and "dummy"'),
+    _engine("dtype", ours="dtype", note='"auto" keeps the checkpoint\'s type where it can'),
+    _engine("seed", ours="seed", note="of requests without a seed; they differ from each other"),
+    _engine("device", ours="device", note="also npu, cpu and simulated:MS"),
+    _engine("max_model_len", ours="max_model_len", note="8k is 8,000, 8K 8,192; auto: what fits"),
+    _engine("max_num_batched_tokens", ours="max_num_batched_tokens", note="2048 unless given"),
+    _engine("generation_config", ours="generation_config", note='"auto", "vllm" or a directory'),
+    _engine(
+        "override_generation_config",
+        ours="override_generation_config",
+        note="settings of generation_config.json; max_new_tokens is a default, not a cap",
+    ),
+    _engine(
+        "gpu_memory_utilization",
+        ours="memory_utilization",
+        note="a share of what is free at the start, where vLLM's is of all memory",
+        short=("--device-memory-utilization",),
+    ),
+    _engine("num_gpu_blocks_override", ours="num_kv_blocks"),
+    _engine("tp", ours="tensor_parallel_size", short=("-tp",)),
+    _engine("tp_size", ours="tensor_parallel_size", of="SGLang"),
+    _engine("model_path", ours="model", of="SGLang"),
+    _engine("tokenizer_path", ours="tokenizer", of="SGLang"),
+    _engine("context_length", ours="max_model_len", of="SGLang"),
+    _engine(
+        "mem_fraction_static",
+        ours="memory_utilization",
+        note="a share of what is free at the start",
+        of="SGLang",
+    ),
+    _engine(
+        "chunked_prefill_size",
+        ours="max_num_batched_tokens",
+        note="prompts and streams share a step's tokens; -1 is refused",
+        of="SGLang",
+    ),
+    _engine("max_running_requests", ours="max_num_seqs", of="SGLang"),
+    _engine("page_size", ours="block_size", of="SGLang"),
+    _engine("random_seed", ours="seed", of="SGLang"),
+    _engine(
+        "disable_radix_cache",
+        ours="enable_prefix_caching",
+        takes="flag",
+        inverts=True,
+        of="SGLang",
+    ),
+    _engine("allowed_local_media_path", accepts=("",), note="requests name no files"),
+    _engine("async_scheduling", accepts=(True,), note="steps are planned ahead", takes="flag"),
+    _engine(
+        "attention_backend",
+        accepts=("auto",),
+        note="the kernels are those of the device",
+    ),
+    _engine(
+        "compilation_config",
+        accepts=({},),
+        note="graphs are captured unless enforce_eager says otherwise",
+        short=("-cc",),
+    ),
+    _engine("convert", accepts=("auto", "none"), note="models generate text"),
+    _engine("cpu_offload_gb", accepts=(0, 0.0), note="weights stay on the device"),
+    _engine(
+        "data_parallel_size",
+        accepts=(1,),
+        note="several engines are served by --replicas, on Ray",
+        short=("-dp",),
+    ),
+    _engine(
+        "disable_custom_all_reduce",
+        accepts=(True, False),
+        note="the sum over ranks is chosen by the device",
+        takes="flag",
+    ),
+    _engine(
+        "disable_log_stats",
+        accepts=(True, False),
+        note="figures are at /metrics, not in the log",
+        takes="flag",
+    ),
+    _engine(
+        "distributed_executor_backend",
+        accepts=("mp",),
+        note="ranks are processes of this machine; several engines run on Ray with --replicas",
+    ),
+    _engine(
+        "enable_chunked_prefill",
+        accepts=(True,),
+        note="prompts are always computed in chunks of max_num_batched_tokens",
+        takes="flag",
+    ),
+    _engine(
+        "enable_expert_parallel",
+        accepts=(False,),
+        note="there are no models with experts yet",
+        takes="flag",
+        short=("-ep",),
+    ),
+    _engine("enable_lora", accepts=(False,), note=_NO_LORA, takes="flag"),
+    _engine("lora_modules", note=_NO_LORA, takes="list"),
+    _engine("max_lora_rank", accepts=(16,), note=_NO_LORA),
+    _engine(
+        "enable_sleep_mode",
+        accepts=(False,),
+        note="weights stay loaded; end the process to free memory",
+        takes="flag",
+    ),
+    _engine("hf_overrides", accepts=({},), note="change the model's config.json"),
+    _engine("hf_token", note="set HF_TOKEN in the environment"),
+    _engine(
+        "kv_cache_dtype", accepts=("auto",), note="keys and values have the type of the weights"
+    ),
+    _engine("kv_cache_memory_bytes", note="give num_kv_blocks, or memory_utilization"),
+    _engine("kv_transfer_config", accepts=({},), note="prompts and answers have one engine"),
+    _engine("logits_processors", accepts=([], ()), note="give logit_bias", takes="list"),
+    _engine(
+        "logprobs_mode",
+        accepts=("raw_logprobs",),
+        note="log-probabilities are the model's own",
+    ),
+    _engine("mm_processor_kwargs", accepts=({},), note="give them with a request's pictures"),
+    _engine("model_impl", accepts=("auto", "vllm"), note="the models are nanoactor's own"),
+    _engine(
+        "optimization_level",
+        accepts=(1, 2, 3),
+        note="graphs are captured; enforce_eager captures none",
+        short=("-O",),
+    ),
+    _engine("pipeline_parallel_size", accepts=(1,), note=_ONE_STAGE, short=("-pp",)),
+    _engine("quantization", note=_NO_QUANTIZATION, short=("-q",)),
+    _engine("runner", accepts=("auto", "generate"), note="models generate text"),
+    _engine("task", accepts=("auto", "generate"), note="models generate text"),
+    _engine(
+        "scheduling_policy",
+        accepts=("fcfs", "priority"),
+        note="requests without a priority go first come, first served",
+    ),
+    _engine("speculative_config", accepts=({},), note="no tokens are guessed", short=("-sc",)),
+    _engine(
+        "structured_outputs_config",
+        accepts=({},),
+        note="grammars are compiled by llguidance",
+    ),
+    _engine("swap_space", accepts=(ANY,), note="nothing is swapped: prompts are computed again"),
+    _engine("tokenizer_mode", accepts=("auto", "hf"), note="tokenizers are those of transformers"),
+    _engine("tokenizer_revision", note="give a tokenizer's directory"),
+    _engine(
+        "trust_remote_code",
+        accepts=(True, False),
+        note="no code of a checkpoint is run, nor needed",
+        takes="flag",
+    ),
+)
+"""Options of `LLM` and `AsyncLLM`, and of the command line."""
+
+SERVER: tuple[Name, ...] = (
+    *_same("server", "host port uds root_path allowed_media_domains"),
+    *_same("server", "default_chat_template_kwargs ssl_keyfile ssl_certfile"),
+    *_same("server", "disable_access_log_for_endpoints enable_tokenizer_info_endpoint"),
+    _server("api_key", ours="api_keys", note="repeat it for several"),
+    _server(
+        "served_model_name",
+        ours="served_model_name",
+        note="several may follow; the first is told",
+        takes="list",
+    ),
+    _server("config", ours="config", note="a YAML file of options; those of the line go first"),
+    _server(
+        "tool_call_parser",
+        ours="tool_call_parser",
+        note="found in the chat template unless given",
+    ),
+    _server(
+        "reasoning_parser",
+        ours="reasoning_parser",
+        note="found in the chat template unless given",
+    ),
+    _server("allowed_origins", ours="cors_origins", note="a list in JSON"),
+    _server("log_level", ours="log_level"),
+    _server("uvicorn_log_level", ours="log_level"),
+    _server("fastapi_root_path", ours="root_path", of="SGLang"),
+    _server("disable_uvicorn_access_log", ours="access_log", takes="flag", inverts=True),
+    _server(
+        "allow_credentials",
+        accepts=(False,),
+        note="browsers send no cookies here; a key goes into a header",
+        takes="flag",
+    ),
+    _server(
+        "api_server_count",
+        accepts=(1,),
+        note="one process serves HTTP; --ingresses has several, on Ray",
+        short=("-asc",),
+    ),
+    _server(
+        "chat_template_content_format",
+        accepts=("auto", "openai", "string"),
+        note="the form that the template takes is found by trying it",
+    ),
+    _server(
+        "disable_log_requests",
+        accepts=(True, False),
+        note="what requests say is never logged",
+        takes="flag",
+    ),
+    _server(
+        "enable_log_requests",
+        accepts=(False,),
+        note="what requests say is never logged; the access log has a line for each",
+        takes="flag",
+    ),
+    _server(
+        "enable_auto_tool_choice",
+        accepts=(True,),
+        note="calls are found wherever a request has tools",
+        takes="flag",
+    ),
+    _server(
+        "enable_prompt_tokens_details",
+        accepts=(True,),
+        note="usage always tells cached tokens",
+        takes="flag",
+    ),
+    _server(
+        "enable_request_id_headers",
+        accepts=(True,),
+        note="every answer has x-request-id",
+        takes="flag",
+    ),
+    _server(
+        "enable_server_load_tracking", accepts=(True,), note="/load always counts", takes="flag"
+    ),
+    _server(
+        "enable_force_include_usage",
+        accepts=(False,),
+        note="a request asks by stream_options",
+        takes="flag",
+    ),
+    _server(
+        "return_tokens_as_token_ids",
+        accepts=(False,),
+        note="a request asks by the field of this name",
+        takes="flag",
+    ),
+    _server("otlp_traces_endpoint", note="/trace has a timeline for Perfetto"),
+    _server("middleware", note="put a proxy before the server", takes="list"),
+    _server("ssl_ca_certs", note="clients are known by keys, not by certificates"),
+    _server("ssl_cert_reqs", accepts=(0,), note="clients are known by keys, not by certificates"),
+    _server("tool_parser_plugin", accepts=("",), note="no code is loaded"),
+    _server("trust_request_chat_template", accepts=(False,), note="no code is taken from requests",
+            takes="flag"),
+)  # fmt: skip
+"""Options of the command line alone."""
+
+SAMPLING: tuple[Name, ...] = (
+    _sampling("seed", ours="seed", note="-1 is no seed"),
+    _sampling("logprobs", ours="logprobs", note="-1, the whole vocabulary, is refused"),
+    _sampling("prompt_logprobs", ours="prompt_logprobs", note="-1 is refused"),
+    _sampling("max_tokens", ours="max_tokens", note="more than fits is refused; a cap over HTTP"),
+    _sampling(
+        "truncate_prompt_tokens", ours="truncate_prompt_tokens", note="the last tokens are kept"
+    ),
+    _sampling(
+        "logits_processors",
+        note="runs Python code on every step's logits, and the runners are other processes: use "
+        "logit_bias, allowed_token_ids or bad_words",
+    ),
+    _sampling(
+        "best_of",
+        accepts=(1,),
+        note="was dropped by the OpenAI API and vLLM: ask for n answers, and choose by "
+        "cumulative_logprob",
+    ),
+    # Tokenizers put no spaces there.
+    _sampling("spaces_between_special_tokens", accepts=(True, False)),
+    *(
+        _sampling(name, accepts=(value,))
+        for name, value in {
+            "extra_args": None,
+            "flat_logprobs": False,
+            "guided_decoding": None,
+            "logprob_token_ids": None,
+            "output_text_buffer_length": 0,
+            "prompt_logprob_start": None,
+            "prompt_logprob_token_ids": None,
+            "repetition_detection": None,
+            "routed_experts_prompt_start": 0,
+            "skip_clone": False,
+            "skip_reading_prefix_cache": None,
+            "stream_interval": None,
+            "thinking_token_budget": None,
+            "trace_decode_token_ids": None,
+            "watermarking": None,
+        }.items()
+    ),
+)
+"""Parameters of `SamplingParams`; fields of it that do not stand here are the same."""
+
+NAMES: Mapping[str, Name] = {name.theirs: name for name in (*ENGINE, *SERVER)}
+"""All options, by the names that vLLM and SGLang give them."""

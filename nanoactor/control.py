@@ -1,0 +1,41 @@
+"""The part of `AsyncLLM` by which its owner holds it up and empties its cache."""
+
+from __future__ import annotations
+
+from nanoactor.actors.frontend import FrontendActor
+from nanoactor.errors import InvalidRequest, public
+
+
+class Controlled:
+    """An engine whose steps can be stopped, as vLLM's `AsyncLLM` has it."""
+
+    def _running(self) -> FrontendActor:
+        raise NotImplementedError
+
+    @public
+    async def pause_generation(self, *, mode: str = "keep") -> None:
+        """Plan no more steps: requests wait where they are, new ones too, until
+        `resume_generation`. Steps under way end. A second call changes nothing.
+
+        Raises `InvalidRequest` for another `mode`: `abort` ends requests one by one.
+        """
+        if mode != "keep":
+            raise InvalidRequest(f'mode must be "keep": requests wait, got {mode!r:.100}')
+        self._running().control.freeze(True)
+
+    @public
+    async def resume_generation(self) -> None:
+        """Plan steps again."""
+        self._running().control.freeze(False)
+
+    @public
+    async def is_paused(self) -> bool:
+        """Tell whether no steps are planned."""
+        return self._running().control.is_frozen
+
+    @public
+    async def reset_prefix_cache(self) -> bool:
+        """Have requests that come from now on find nothing in the prefix cache that was computed
+        before, nor what requests under way compute; return True."""
+        self._running().control.forget_index()
+        return True

@@ -1,0 +1,188 @@
+"""Routes that probes, routers and programs made for vLLM's server ask for."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+import nanoactor
+from nanoactor.engine import AsyncLLM
+from nanoactor.models.config import read_json
+from nanoactor.server.completions import Completions
+from nanoactor.server.context import json_response
+from nanoactor.server.errors import APIError, invalid
+from nanoactor.server.http import HttpFrontend, Routes
+from nanoactor.server.serving import Engine
+from nanoactor.text.template_files import CONFIG, read_template_files
+
+_FILES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
+"""Members of a tokenizer's configuration that name files."""
+
+
+class CompatRoutes:
+    """Version, probes, `/invocations`, a page of documentation, and what is served on demand:
+    `/tokenizer_info`, and control of the engine."""
+
+    def __init__(
+        self, llm: Engine, completions: Completions, http: HttpFrontend, names: Sequence[str]
+    ) -> None:
+        """`names` are what clients call the model."""
+        self._llm, self._completions, self._http = llm, completions, http
+        self._names = names
+
+    def routes(self, document: Mapping[str, Any], health: Any) -> Routes:
+        """Return those that every server has; `health` answers `/health`."""
+        return {
+            "/version": ("GET", self.version),
+            "/load": ("GET", self.load),
+            "/docs": ("GET", _page(document)),
+            "/ping": ("GET, POST", health),
+            "/invocations": ("POST", self.invocations),
+        }
+
+    def tokenizer_routes(self) -> Routes:
+        """Return those that tell the tokenizer."""
+        return {"/tokenizer_info": ("GET", self.tokenizer_info)}
+
+    def control_routes(self) -> Routes:
+        """Return those by which a caller rules the engine."""
+        return {
+            "/server_info": ("GET", self.server_info),
+            "/get_world_size": ("GET", self.world_size),
+            "/reset_prefix_cache": ("POST", self.reset_prefix_cache),
+            "/pause": ("POST", self.pause),
+            "/resume": ("POST", self.resume),
+            "/is_paused": ("GET", self.is_paused),
+        }
+
+    async def version(self, request: web.Request) -> web.StreamResponse:
+        """`GET /version`."""
+        return json_response({"version": nanoactor.__version__})
+
+    async def load(self, request: web.Request) -> web.StreamResponse:
+        """`GET /load`: answers under way."""
+        return json_response({"server_load": self._completions.live})
+
+    async def invocations(self, request: web.Request) -> web.StreamResponse:
+        """`POST /invocations`: a chat or a completion, as its body has messages or a prompt."""
+        body = await self._http.body(request)
+        try:
+            given = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            given = None
+        if not isinstance(given, dict) or ("messages" in given) == ("prompt" in given):
+            raise invalid("the body must be JSON with messages, for a chat, or with a prompt")
+        handler = self._completions.chat if "messages" in given else self._completions.completions
+        return await handler(request)
+
+    async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
+        """`GET /tokenizer_info`: the tokenizer's configuration, and the chat template in use."""
+        files = self._llm.files
+        if files.tokenizer_directory is None:
+            raise APIError(404, "the engine has no tokenizer (skip_tokenizer_init)")
+        path = files.tokenizer_directory / CONFIG
+        told = read_json(path) if path.exists() else {}
+        found = read_template_files(files.tokenizer_directory, files.chat_template)
+        told = {name: _plain(value) for name, value in told.items() if name not in _FILES}
+        told |= dict(found.special_tokens)
+        told["tokenizer_class"] = str(told.get("tokenizer_class") or "PreTrainedTokenizerFast")
+        if found.sources:
+            told["chat_template"] = found.sources.get("default", "")
+        return json_response(told)
+
+    # -- control --------------------------------------------------------------------------
+
+    def _engine(self) -> AsyncLLM:
+        if not isinstance(self._llm, AsyncLLM):
+            raise APIError(404, "one engine is controlled, and several answer here")
+        return self._llm
+
+    async def server_info(self, request: web.Request) -> web.StreamResponse:
+        """`GET /server_info`: the engine's options, under vLLM's names of them."""
+        form = request.query.get("config_format", "text")
+        if form not in ("text", "json"):
+            raise invalid("config_format must be text or json", "config_format")
+        config, facts = self._llm.config, self._llm.facts
+        told = {
+            "model_config": {
+                "model": config.model,
+                "served_model_name": self._names[0],
+                "dtype": f"torch.{facts['dtype']}",
+                "max_model_len": self._llm.files.max_model_len,
+                "max_logprobs": config.max_logprobs,
+                "logprobs_mode": "raw_logprobs",
+                "seed": config.seed,
+            },
+            "cache_config": {
+                "block_size": facts["block_size"],
+                "num_gpu_blocks": facts["num_blocks"],
+                "enable_prefix_caching": config.enable_prefix_caching,
+            },
+            "parallel_config": {"tensor_parallel_size": config.tensor_parallel_size},
+            "scheduler_config": {
+                "max_num_seqs": config.max_num_seqs,
+                "max_num_batched_tokens": config.max_num_batched_tokens,
+            },
+            "device_config": {"device": facts["device"]},
+            "weight_transfer_config": None,
+        }
+        shown = told if form == "json" else str(told)
+        return json_response({"vllm_config": shown, "version": nanoactor.__version__})
+
+    async def world_size(self, request: web.Request) -> web.StreamResponse:
+        """`GET /get_world_size`."""
+        return json_response({"world_size": self._llm.config.tensor_parallel_size})
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
+        """`POST /reset_prefix_cache`."""
+        return json_response({"success": await self._engine().reset_prefix_cache()})
+
+    async def pause(self, request: web.Request) -> web.StreamResponse:
+        """`POST /pause?mode=keep`: requests wait where they are until `/resume`."""
+        mode = request.query.get("mode", "")
+        if mode != "keep":
+            raise invalid(
+                f"mode must be keep, got {mode[:100]!r}: requests wait, and none is aborted", "mode"
+            )
+        await self._engine().pause_generation()
+        return json_response({"status": "paused"})
+
+    async def resume(self, request: web.Request) -> web.StreamResponse:
+        """`POST /resume`."""
+        await self._engine().resume_generation()
+        return json_response({"status": "resumed"})
+
+    async def is_paused(self, request: web.Request) -> web.StreamResponse:
+        """`GET /is_paused`."""
+        return json_response({"is_paused": await self._engine().is_paused()})
+
+
+def _plain(value: Any) -> Any:
+    """Return a special token as its text."""
+    return value["content"] if isinstance(value, dict) and "content" in value else value
+
+
+def _page(document: Mapping[str, Any]) -> Callable[[web.Request], Any]:
+    """Return what answers with a page of all routes; it loads nothing."""
+    rows = "".join(
+        f"<tr><td>{method.upper()}</td><td><code>{html.escape(path)}</code></td>"
+        f"<td>{html.escape(operation['summary'])}</td></tr>"
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    )
+    page = (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>nanoactor</title>'
+        "<h1>nanoactor</h1><p>All fields of all routes are in "
+        '<a href="openapi.json">openapi.json</a>.</p>'
+        f"<table><tr><th>Method</th><th>Path</th><th></th></tr>{rows}</table></html>"
+    )
+    policy = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'"}
+
+    async def docs(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=page, content_type="text/html", headers=policy)
+
+    return docs

@@ -1,0 +1,101 @@
+"""Sockets on which a server listens: TCP or Unix, plain or with TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import stat
+from pathlib import Path
+
+from nanoactor.errors import InvalidConfig
+from nanoactor.server.config import ServerConfig
+
+
+def listen(config: ServerConfig, reuse_port: bool = False) -> socket.socket:
+    """Return a bound socket: before the model is loaded it is known whether the address can be had.
+    Raises `OSError` where it cannot."""
+    if config.uds is not None:
+        return _listen_unix(Path(config.uds))
+    family, _, _, _, address = socket.getaddrinfo(
+        config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    # The kernel hangs up on clients that leave unread what they were sent, after so many ms.
+    unread = max(1, min(int(1000 * config.send_timeout), 2**31 - 1))
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread)
+        listener.setblocking(False)
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        _remove_dead(path)
+        before = os.umask(0o177)  # nobody else may connect, not even for a moment
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_dead(path: Path) -> None:
+    """Remove a socket that a server left when it was killed: nobody answers on it."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            return  # binding says that there is something
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+
+
+def close_unix(config: ServerConfig) -> None:
+    """Remove the socket's file, if the server listens on one."""
+    if config.uds is not None:
+        Path(config.uds).unlink(missing_ok=True)
+
+
+def tls(config: ServerConfig) -> ssl.SSLContext | None:
+    """Return what makes connections TLS, where there is a certificate. Raises `InvalidConfig` for
+    files that are none."""
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, _no_password)
+    except (OSError, ValueError) as error:  # an `SSLError` is an `OSError`
+        raise InvalidConfig(
+            f"ssl_certfile {config.ssl_certfile} and ssl_keyfile {config.ssl_keyfile} cannot be "
+            f"used: {getattr(error, 'strerror', None) or error}"
+        ) from None
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted: give one that is not")
+
+
+def url_of(config: ServerConfig, port: int) -> str:
+    """Return where clients find the server, for people."""
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    scheme = "http" if config.ssl_certfile is None else "https"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{port}{config.root_path}"
