@@ -1,0 +1,311 @@
+"""Stands in for the package `vllm` in Python programs that were made for it.
+
+    import nanoactor.compat.vllm
+
+    nanoactor.compat.vllm.install()  # before the program's own imports, in each process
+    import lm_eval
+
+or, for a program that is a module: `python -m nanoactor.compat.vllm lm_eval --model vllm ...`.
+
+After `install`, `import vllm` finds this module, and `importlib.metadata` finds a distribution of
+that name, whose version is the one that the classes here behave like. Names that some program only
+imports exist, and raise `NotInNanoactor` when they are used; all others do not exist.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn, TypedDict, cast
+
+import nanoactor
+from nanoactor import llm as ours
+from nanoactor.errors import InvalidRequest, NanoactorError
+from nanoactor.outputs import CompletionOutput, RequestOutput, RequestOutputKind
+from nanoactor.params import BeamSearchParams, DefaultTokens, SamplingParams, TokenCap
+from nanoactor.structured_outputs import StructuredOutputsParams
+
+VERSION = "0.31.0"
+"""The version of vLLM whose behaviour is here; the newest that TRL 1.16 takes without a warning."""
+
+
+class NotInNanoactor(NanoactorError, NotImplementedError):
+    """A part of vLLM was used that nanoactor does not have."""
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as text."""
+
+    prompt: str
+    multi_modal_data: Mapping[str, Any]
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+    multi_modal_data: Mapping[str, Any]
+
+
+class LLM(ours.LLM):
+    """nanoactor's engine with the rest of what vLLM's programs call."""
+
+    @property
+    def llm_engine(self) -> Any:
+        """The little that programs read of the engine below: `model_config`."""
+        engine = self._llm
+        config = SimpleNamespace(
+            model=engine.config.model,
+            max_model_len=engine.files.max_model_len,
+            dtype=engine.facts["dtype"],
+            seed=engine.config.seed,
+        )
+        return SimpleNamespace(model_config=config)
+
+    def generate(  # type: ignore[override]
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: Any = True,
+        lora_request: None = None,
+        priority: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Return completed outputs as `nanoactor.LLM.generate` does; `max_tokens` is a cap where
+        the context leaves less room, as in vLLM."""
+        _check_absent(
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs or None,
+        )
+        return super().generate(prompts, _capped(sampling_params), bool(use_tqdm))
+
+    def chat(  # type: ignore[override]
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Any = True,
+        lora_request: None = None,
+        chat_template: None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Return the answers to conversations as `nanoactor.LLM.chat` does, capped likewise."""
+        _check_absent(lora_request=lora_request, chat_template=chat_template)
+        if options.pop("chat_template_content_format", "auto") not in ("auto", "openai", "string"):
+            raise InvalidRequest('chat_template_content_format must be "auto"')
+        return super().chat(messages, _capped(sampling_params), bool(use_tqdm), **options)
+
+    def reset_prefix_cache(self) -> bool:
+        """Have later requests find nothing that was computed before."""
+        return self._call(self._llm.reset_prefix_cache())
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise `AttributeError`, which says whose attribute it would be."""
+        raise AttributeError(f"{name!r} is an attribute of vLLM's LLM that nanoactor does not have")
+
+
+def _check_absent(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise NotInNanoactor(f"{name} is not supported by nanoactor, only None is accepted")
+
+
+def _capped(params: Any) -> Any:
+    if isinstance(params, SamplingParams):
+        most = params.max_tokens
+        if most is None or isinstance(most, DefaultTokens | TokenCap):
+            return params
+        values = {name: getattr(params, name) for name in SamplingParams.__annotations__}
+        return SamplingParams(**{**values, "max_tokens": TokenCap(most)})
+    is_several = isinstance(params, Sequence) and not isinstance(params, str)
+    return [_capped(one) for one in params] if is_several else params
+
+
+# -- functions of vLLM's modules ----------------------------------------------------------
+
+
+def get_tokenizer(
+    tokenizer_name: str | Path,
+    *,
+    tokenizer_mode: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    **options: Any,
+) -> Any:
+    """Return a model's tokenizer as transformers loads it (`vllm.tokenizers`); no code of it is
+    run, whatever `trust_remote_code` says."""
+    from nanoactor.model_files import resolve_model
+    from nanoactor.text.huggingface import load_pretrained
+
+    if tokenizer_mode not in ("auto", "hf"):
+        raise NotInNanoactor(f'tokenizer_mode must be "auto" or "hf", got {tokenizer_mode!r:.100}')
+    place = resolve_model(str(tokenizer_name), revision, download_dir, weights=False)
+    return load_pretrained(place, **options)
+
+
+def resolve_chat_template(
+    tokenizer: Any,
+    chat_template: str | None = None,
+    tools: Any = None,
+    *,
+    model_config: Any = None,
+) -> str | None:
+    """Return the chat template that a tokenizer would use (`vllm.renderers.hf`)."""
+    if chat_template is not None:
+        return chat_template
+    try:
+        return cast("str", tokenizer.get_chat_template(None, tools=tools))
+    except ValueError:  # it has none
+        return None
+
+
+def _absent(name: str, why: str) -> Any:
+    """Return a class that stands for a name of vLLM's; to make one, or to call it, raises."""
+
+    def refuse(self: object, *_: Any, **__: Any) -> NoReturn:
+        raise NotInNanoactor(f"vllm's {name} is not in nanoactor: {why}")
+
+    return type(name.rpartition(".")[2], (), {"__init__": refuse, "__module__": "vllm"})
+
+
+_WEIGHTS = "weights of a running engine are not replaced; start another with the new ones"
+_MODULES: dict[str, dict[str, Any]] = {
+    "": {
+        "LLM": LLM,
+        "AsyncLLM": nanoactor.AsyncLLM,
+        "BeamSearchParams": BeamSearchParams,
+        "CompletionOutput": CompletionOutput,
+        "RequestOutput": RequestOutput,
+        "SamplingParams": SamplingParams,
+        "TextPrompt": TextPrompt,
+        "TokensPrompt": TokensPrompt,
+        "__version__": VERSION,
+    },
+    "inputs": {"TextPrompt": TextPrompt, "TokensPrompt": TokensPrompt},
+    "lora": {},
+    "lora.request": {"LoRARequest": _absent("LoRARequest", "adapters are not applied, merge them")},
+    "outputs": {"CompletionOutput": CompletionOutput, "RequestOutput": RequestOutput},
+    "renderers": {},
+    "renderers.hf": {"resolve_chat_template": resolve_chat_template},
+    "sampling_params": {
+        "BeamSearchParams": BeamSearchParams,
+        "RequestOutputKind": RequestOutputKind,
+        "SamplingParams": SamplingParams,
+        "StructuredOutputsParams": StructuredOutputsParams,
+    },
+    "tokenizers": {"get_tokenizer": get_tokenizer},
+    "utils": {},
+    "utils.network_utils": {
+        "get_ip": _absent("get_ip", _WEIGHTS),
+        "get_open_port": _absent("get_open_port", _WEIGHTS),
+    },
+    "distributed": {},
+    "distributed.weight_transfer": {},
+    "distributed.weight_transfer.nccl_common": {"trainer_init": _absent("trainer_init", _WEIGHTS)},
+    "distributed.weight_transfer.packed_tensor": {
+        "packed_nccl_broadcast_producer": _absent("packed_nccl_broadcast_producer", _WEIGHTS)
+    },
+}
+"""By module, without `vllm.`: its names."""
+
+
+# -- in the place of the package ----------------------------------------------------------
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `vllm`, its modules, and its distribution."""
+
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the module's; raise `ModuleNotFoundError` for one that is not here."""
+        if name != "vllm" and not name.startswith("vllm."):
+            return None
+        inner = name.removeprefix("vllm").removeprefix(".")
+        if inner not in _MODULES:
+            raise ModuleNotFoundError(
+                f"No module named {name!r}: it is not among those of nanoactor.compat.vllm",
+                name=name,
+            )
+        is_package = any(other.startswith(f"{inner}.") for other in _MODULES) or not inner
+        return importlib.machinery.ModuleSpec(name, self, is_package=is_package)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give a module its names."""
+        name = module.__name__
+        vars(module).update(_MODULES[name.removeprefix("vllm").removeprefix(".")])
+
+        def missing(attribute: str) -> NoReturn:
+            raise AttributeError(f"{name}.{attribute} is not in nanoactor.compat.vllm")
+
+        vars(module)["__getattr__"] = missing
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterator[importlib.metadata.Distribution]:
+        """Yield that of `vllm`, where that, or all, are asked for."""
+        name = getattr(context, "name", None)
+        if name is None or name.lower() == "vllm":
+            yield _Distribution()
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """The metadata of a `vllm` that is not installed."""
+
+    def read_text(self, filename: str) -> str | None:
+        """Return a file of it."""
+        return {
+            "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n",
+            "top_level.txt": "vllm\n",
+        }.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        """Return where a file of it would be: there are none."""
+        return Path(path)
+
+
+def install() -> None:
+    """Have `vllm` be this module from now on; a second call changes nothing.
+
+    Raises `ImportError` where the real package has been imported already.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if "vllm" in sys.modules:
+        raise ImportError(
+            "vllm has been imported already: call nanoactor.compat.vllm.install() before it is"
+        )
+    sys.meta_path.insert(0, _Finder())
+
+
+def uninstall() -> None:
+    """Undo `install`; what has been imported stays where it was imported to."""
+    sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _Finder)]
+    for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
+        if isinstance(getattr(sys.modules[name].__spec__, "loader", None), _Finder):
+            del sys.modules[name]
+
+
+def main() -> None:
+    """Run a module as a program: `python -m nanoactor.compat.vllm MODULE [ARGUMENT ...]`."""
+    if len(sys.argv) < 2:
+        sys.exit(
+            f"usage: python -m {__spec__.name if __spec__ else __name__} MODULE [ARGUMENT ...]"
+        )
+    from nanoactor.compat import vllm  # this file again, under the name that others import
+
+    vllm.install()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
