@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from nanoactor.grammar.check import parse_tools
-from nanoactor.grammar.spec import CALL_TAG, CLOSE_TAG, OPEN_TAG, GrammarSpec
+from nanoactor.grammar.spec import CALL_TAGS, CLOSE_TAG, OPEN_TAG, GrammarSpec
 from nanoactor.messages import FreeText
 
 _NONE = -1
@@ -19,14 +19,18 @@ def freed(text: str, id_of: Callable[[str], int | None]) -> tuple[str, FreeText 
     `id_of` returns the id of a tag that is one token of its own.
     """
     spec = GrammarSpec.of_text(text)
-    has_text = spec.kind == "tools" and not parse_tools(spec.value).required
+    tools = parse_tools(spec.value) if spec.kind == "tools" else None
+    has_text = tools is not None and not tools.required
+    tag = CALL_TAGS[tools.form] if tools is not None else ""
+    if has_text and not tag:  # where text ends, no tag says
+        return text, None
     thoughts = spec.thoughts != "none"
     if not has_text and not thoughts:
         return text, None
     wanted = {
         OPEN_TAG: spec.thoughts == "optional",
         CLOSE_TAG: thoughts,
-        CALL_TAG: has_text,
+        tag: has_text,
     }
     found = {tag: id_of(tag) if needed else _NONE for tag, needed in wanted.items()}
     ids = [id_ for id_ in found.values() if id_ is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -12,8 +13,17 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tools"]
 Thoughts = Literal["none", "open", "optional"]
-OPEN_TAG, CLOSE_TAG, CALL_TAG = "<think>", "</think>", "<tool_call>"
-"""Begins thoughts; ends them; begins a call."""
+OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
+"""Begins thoughts; ends them."""
+CallForm = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "mistral_args"]
+CALL_TAGS: Mapping[CallForm, str] = {
+    "hermes": "<tool_call>",
+    "qwen3_coder": "<tool_call>",
+    "llama3_json": "",
+    "mistral": "[TOOL_CALLS]",
+    "mistral_args": "[TOOL_CALLS]",
+}
+"""By form: the tag that begins calls; empty where there is none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +63,8 @@ class ToolFunction:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ToolGrammar:
-    """The calls of an answer: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    """The calls of an answer, as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` or in
+    another form."""
 
     functions: tuple[ToolFunction, ...]
     required: bool
@@ -61,5 +72,7 @@ class ToolGrammar:
     calls need not come."""
     parallel: bool = True
     """Whether there may be several calls."""
+    form: CallForm = "hermes"
+    """How the model writes them."""
     answer: str = ""
     """With `required`: JSON text of the schema of an answer that may come instead of calls."""

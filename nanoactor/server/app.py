@@ -97,6 +97,8 @@ class Server:
             separate_reasoning=config.separate_reasoning,
             most_answers=config.max_answers_per_client or _fair_share(llm.config),
             caps=not config.strict,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
         )
         app = self._http.application(self._routes())
         app.cleanup_ctx.append(_lifetime(llm.start, llm.close))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import secrets
 from typing import Any
 
 from nanoactor.outputs import RequestOutput
 from nanoactor.server.logprobs import ChatLogprobs, TextLogprobs
 from nanoactor.server.reasoning import ReasoningParser
-from nanoactor.server.tool_calls import Arguments, Call, CallFinder, Piece
+from nanoactor.server.tool_calls import Arguments, Call, CallFinder, Piece, new_id
 
 Delta = dict[str, Any]
 
@@ -166,7 +165,7 @@ class ChatChoice:
     def _delta(self, piece: Piece) -> Delta:
         if isinstance(piece, Call):
             call: dict[str, Any] = {
-                "id": f"call_{secrets.token_hex(12)}",
+                "id": self._tools.new_id() if self._tools is not None else new_id(),
                 "type": "function",
                 "function": {"name": piece.name, "arguments": ""},
             }

@@ -14,9 +14,10 @@ from aiohttp import web
 
 from nanoactor.engine import Prompt
 from nanoactor.errors import InvalidRequest
-from nanoactor.grammar.spec import Thoughts
+from nanoactor.grammar.spec import CallForm, Thoughts
 from nanoactor.request import Request
 from nanoactor.server.answer import Answer, AnswerWriter, CompletionWriter, Echoed
+from nanoactor.server.call_forms import WITH_SPECIAL_TOKENS, call_finder, call_form
 from nanoactor.server.chat_messages import (
     conversation,
     load_pictures,
@@ -45,9 +46,10 @@ from nanoactor.server.serving import Engine
 from nanoactor.server.shares import Shares
 from nanoactor.server.structured import Constraint, said_of
 from nanoactor.server.text_service import TextService
-from nanoactor.server.tool_calls import CallFinder, CallsBehindThoughts, ToolCallParser
+from nanoactor.server.tool_calls import CallFinder, CallsBehindThoughts
 from nanoactor.server.tool_choice import named_tool
 from nanoactor.server.turns import Turns
+from nanoactor.text.template import TemplateFacts
 
 _STREAM = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -76,6 +78,8 @@ class Completions:
         separate_reasoning: bool,
         most_answers: int,
         caps: bool,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         """`texts` is None where the engine has no tokenizer; `separate_reasoning` is what requests
         want that do not say; `most_answers` may one client have under way; `caps`: `max_tokens` is
@@ -87,6 +91,7 @@ class Completions:
         self._media = media
         self._separate_reasoning = separate_reasoning
         self._caps = caps
+        self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
         self._turns = Turns()
         self._shares = Shares(most_answers)
         self._live: dict[Answer, Sequence[Request]] = {}
@@ -135,13 +140,15 @@ class Completions:
             template.check(options)
         separate = body.separate_reasoning
         if separate is None:
-            separate = self._separate_reasoning
+            separate = self._separate_reasoning and self._reasoning_parser != "none"
+        if body.calls_tools and body.skip_special_tokens is None:
+            body.skip_special_tokens = self._call_form not in WITH_SPECIAL_TOKENS
         wanted = [conversation(body.given["messages"])]
         bare = without_pictures(wanted[0])
         constraint, thoughts = body.constraint, None
         if constraint is not None:  # which holds from behind the thoughts on
             thoughts = await self._thoughts(body, bare, options)
-            constraint = dataclasses.replace(constraint, thoughts=thoughts)
+            constraint = constraint.for_model(thoughts, self._call_form)
 
         async def choices() -> Sequence[Choice]:
             begins: Begin = thoughts or await self._thoughts(body, bare, options)
@@ -175,7 +182,8 @@ class Completions:
         as_ids = bool(body.return_tokens_as_token_ids)
         tools: CallFinder | None = None
         if body.calls_tools:
-            tools = ToolCallParser() if separate else CallsBehindThoughts(begins)
+            tools = call_finder(self._call_form, body.tools or ())
+            tools = tools if separate else CallsBehindThoughts(begins, tools)
         return ChatChoice(
             index,
             ReasoningParser(begins) if separate else None,
@@ -234,7 +242,14 @@ class Completions:
             return "open" if ends_in_thoughts(text_of(messages[-1])) else "none"
         if self._texts is None or body.add_generation_prompt is False:
             return "none"
-        return await self._texts.thoughts(options, messages)
+        found = await self._texts.thoughts(options, messages)
+        # Answers begin with thoughts without a mark, where the prompt has not closed them.
+        return "open" if self._reasoning_parser == "deepseek_r1" and found != "none" else found
+
+    @property
+    def _call_form(self) -> CallForm:
+        template = self._texts.template if self._texts is not None else TemplateFacts()
+        return call_form(self._tool_call_parser, template.call_form)
 
     # -- the way through ------------------------------------------------------------------
 

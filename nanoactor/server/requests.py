@@ -61,7 +61,9 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 # A parameter of the engine's is one of requests too, without being named here.
 if TYPE_CHECKING:
-    _Sampling = Constrained
+
+    class _Sampling(Constrained, kw_only=True):
+        skip_special_tokens: bool | None = None
 
     class Extended(Struct, kw_only=True):
         """Sampling parameters; those that code names."""

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.check import check_spec
-from nanoactor.grammar.spec import Thoughts, ToolGrammar
+from nanoactor.grammar.spec import CallForm, Thoughts, ToolGrammar
 from nanoactor.server.errors import invalid
 from nanoactor.structured_outputs import StructuredOutputsParams
 
@@ -93,6 +93,13 @@ class Constraint:
     def params(self) -> StructuredOutputsParams:
         """The constraint as the engine takes it. Raises `InvalidRequest`."""
         return StructuredOutputsParams(**self.values, thoughts=self.thoughts)
+
+    def for_model(self, thoughts: Thoughts, form: CallForm) -> Constraint:
+        """Return the same for a model that may think first, and writes calls in this form."""
+        values = dict(self.values)
+        if isinstance(tools := values.get("tools"), ToolGrammar):
+            values["tools"] = dataclasses.replace(tools, form=form)
+        return Constraint(self.field, values, thoughts)
 
 
 @contextlib.contextmanager

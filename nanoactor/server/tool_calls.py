@@ -14,7 +14,8 @@ import dataclasses
 import enum
 import json
 import re
-from typing import Any
+import secrets
+from typing import Any, Protocol
 
 from nanoactor.server.reasoning import CLOSE as END_OF_THOUGHTS
 from nanoactor.server.reasoning import OPEN as THOUGHTS
@@ -49,6 +50,24 @@ class Arguments:
 
 
 Piece = str | Call | Arguments
+
+
+class CallFinder(Protocol):
+    """Finds calls in a text, whatever their form."""
+
+    def new_id(self) -> str:
+        """Return an id for a call."""
+
+    def push(self, text: str) -> list[Piece]:
+        """Take more text; return what is certain now, in order."""
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back, as nothing follows."""
+
+
+def new_id() -> str:
+    """Return an id for a call, as OpenAI's API has them."""
+    return f"call_{secrets.token_hex(12)}"
 
 
 class _Where(enum.Enum):
@@ -91,6 +110,10 @@ class ToolCallParser:
             _Where.NEXT: self._next,
         }
 
+    def new_id(self) -> str:
+        """Return an id for a call."""
+        return new_id()
+
     def push(self, text: str) -> list[Piece]:
         """Return what is certain now, in order."""
         self._held += text
@@ -131,7 +154,7 @@ class ToolCallParser:
             return True
         header = _HEADER.match(self._held[:_LONGEST_HEADER])
         end = self._held.find(CLOSE)
-        name = _text_of(header[1]) if header else None
+        name = text_of(header[1]) if header else None
         if header and name and not 0 <= end <= header.end() - len(CLOSE):
             self._call(name, pieces)
             self._held = self._held[header.end() :]
@@ -164,7 +187,7 @@ class ToolCallParser:
 
     def _whole(self, raw: str, close: str, pieces: list[Piece]) -> None:
         """A call whose order or form does not let its arguments be streamed, or no call."""
-        call = _decoded(raw)
+        call = decoded_call(raw)
         if call is None:
             self._say(f"{self._space}{OPEN}{raw}{close}", pieces)
             return
@@ -223,7 +246,7 @@ class ToolCallParser:
             self._in_string(character)
             if not self._quoted and not self._escaped:
                 quoted = "".join(self._parts) + self._held[: at + 1]
-                text = _text_of(quoted)
+                text = text_of(quoted)
                 pieces.append(Arguments(self.calls - 1, quoted if text is None else text))
                 self._parts, self._held = [], self._held[at + 1 :]
                 self._where = _Where.TAIL
@@ -274,12 +297,16 @@ class CallsBehindThoughts:
     What comes out does not depend on how the text is cut.
     """
 
-    def __init__(self, begins: Begin) -> None:
-        """`begins`: how the text does, as far as its prompt tells."""
-        self._calls = ToolCallParser()
+    def __init__(self, begins: Begin, calls: CallFinder | None = None) -> None:
+        """`begins`: how the text does, as far as its prompt tells; `calls` finds those behind."""
+        self._calls = calls or ToolCallParser()
         self._thinks = {"open": True, "said": False}.get(begins)
         """None until the text has told."""
         self._held = ""
+
+    def new_id(self) -> str:
+        """Return an id for a call."""
+        return self._calls.new_id()
 
     def push(self, text: str) -> list[Piece]:
         """Return what is certain now, in order."""
@@ -308,10 +335,8 @@ class CallsBehindThoughts:
         return [*([held] if held else []), *self._calls.finish()]
 
 
-CallFinder = ToolCallParser | CallsBehindThoughts
-
-
-def _text_of(quoted: str) -> str | None:
+def text_of(quoted: str) -> str | None:
+    """Return the text that a JSON string stands for; None where it is none."""
     try:
         text = json.loads(quoted, strict=False)
     except ValueError:
@@ -324,8 +349,8 @@ def whole_characters(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _decoded(raw: str) -> tuple[str, str] | None:
-    """(name, arguments as JSON text) of a call that is complete; None where it is none."""
+def decoded_call(raw: str) -> tuple[str, str] | None:
+    """Return (name, arguments as JSON text) of a call that is complete; None where it is none."""
     try:
         call = _members(raw)
     except (ValueError, RecursionError):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the user's process imports this module, and has no use for 
     from jinja2.ext import Extension
     from jinja2.parser import Parser
 
-    from nanoactor.grammar.spec import Thoughts
+    from nanoactor.grammar.spec import CallForm, Thoughts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class TemplateFacts:
     """The names that it reads."""
     members: tuple[str, ...] = ()
     """Names that it may look up in a message, or in anything else."""
+    call_form: CallForm = "hermes"
+    """The form in which it shows calls."""
     shows_tools: bool = False
     shows_result_pictures: bool = False
     """Whether a picture in a tool's result is shown as one of the user's is."""
@@ -96,6 +98,21 @@ _PROBES: tuple[list[dict[str, Any]], ...] = (
 """Conversations after which some templates open thoughts, and some do not."""
 
 
+_FORMS: tuple[tuple[str, CallForm], ...] = (
+    ("<function=", "qwen3_coder"),
+    ("[ARGS]", "mistral_args"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3_json"),
+    ("Environment: ipython", "llama3_json"),
+)
+"""What the source of a template that shows calls in some form has; the first counts."""
+
+
+def _call_form(source: str) -> CallForm:
+    return next((form for mark, form in _FORMS if mark in source), "hermes")
+
+
 class ChatTemplate:
     """Renders messages as the model was trained to read them.
 
@@ -129,7 +146,8 @@ class ChatTemplate:
             members |= _members(tree)
         thinks = any("<think>" in source for source in self._sources.values())
         names = tuple(sorted(variables)), tuple(sorted(members))
-        return TemplateFacts(True, *names, knows_thoughts=thinks)
+        form = _call_form("\n".join(self._sources.values()))
+        return TemplateFacts(True, *names, call_form=form, knows_thoughts=thinks)
 
     def probe(self) -> dict[str, Any]:
         """Return the members of `TemplateFacts` that are found out by trying."""

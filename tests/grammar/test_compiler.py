@@ -13,8 +13,8 @@ from nanoactor.grammar.compiler import (
     MAX_GBNF_RULES,
     MAX_INTERSECTIONS,
     compile_grammar,
-    text_without,
 )
+from nanoactor.grammar.lark_parts import text_without
 from nanoactor.grammar.spec import ToolFunction, ToolGrammar
 from tests.grammar.vocabularies import accepts, byte_level, compiled, demo, spec
 
@@ -43,14 +43,112 @@ def check(vocabulary, grammar, good, bad):
         assert not accepts(vocabulary, grammar, text), text
 
 
-def tools(required, parallel=True, answer=""):
+def tools(required, parallel=True, answer="", form="hermes"):
     functions = (
         ToolFunction(name="get", parameters=json.dumps(CITY)),
         ToolFunction(name="other"),
         ToolFunction(name="void", parameters='{"properties": {}, "additionalProperties": false}'),
     )
-    grammar = ToolGrammar(functions=functions, required=required, parallel=parallel, answer=answer)
+    grammar = ToolGrammar(
+        functions=functions, required=required, parallel=parallel, form=form, answer=answer
+    )
     return msgspec.json.encode(grammar).decode()
+
+
+FORMS = {
+    "qwen3_coder": (
+        [
+            "<tool_call>\n<function=get>\n<parameter=city>\nx\ny <b>\n</parameter>\n"
+            "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+            "<tool_call>\n<function=get>\n<parameter=city>\n\n</parameter>\n</function>\n</tool_call>",
+            "<tool_call>\n<function=void>\n</function>\n</tool_call>",
+            "<tool_call>\n<function=other>\n<parameter=q>\n1\n</parameter>\n</function>\n"
+            "</tool_call>\n"
+            "<tool_call>\n<function=void>\n</function>\n</tool_call>",
+        ],
+        [
+            "<tool_call>\n<function=get>\n</function>\n</tool_call>",
+            "<tool_call>\n<function=nothing>\n</function>\n</tool_call>",
+            "<tool_call>\n<function=get>\n<parameter=city>\nx\n</parameter>\n"
+            "<parameter=days>\nmany\n</parameter>\n</function>\n</tool_call>",
+            CALL,
+        ],
+    ),
+    "llama3_json": (
+        [
+            '{"name": "get", "parameters": {"city": "x", "days": 3}}',
+            '{"name": "void", "parameters": {}}; {"name": "other", "parameters": {"q": 1}}',
+        ],
+        [
+            '{"name": "get", "arguments": {"city": "x"}}',
+            '{"name": "get", "parameters": {}}',
+            '{"name": "nothing", "parameters": {}}',
+            "",
+            CALL,
+        ],
+    ),
+    "mistral": (
+        [
+            '[TOOL_CALLS][{"name": "get", "arguments": {"city": "x", "days": 3}}]',
+            '[TOOL_CALLS][{"name": "void", "arguments": {}}, '
+            '{"name": "other", "arguments": {"q": 1}}]',
+        ],
+        ["[TOOL_CALLS][]", '[{"name": "void", "arguments": {}}]', "", CALL],
+    ),
+    "mistral_args": (
+        [
+            '[TOOL_CALLS]get[ARGS]{"city": "x", "days": 3}',
+            '[TOOL_CALLS]void[ARGS]{}[TOOL_CALLS]other[ARGS]{"q": 1}',
+        ],
+        ["[TOOL_CALLS]get[ARGS]{}", "[TOOL_CALLS]nothing[ARGS]{}", "void[ARGS]{}", CALL],
+    ),
+}
+"""By form: what it allows of demanded calls, and what not."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_in_other_forms(vocabulary, form):
+    good, bad = FORMS[form]
+    check(vocabulary, compiled(vocabulary, "tools", tools(True, form=form)), good, bad)
+    one = compiled(vocabulary, "tools", tools(True, parallel=False, form=form))
+    check(vocabulary, one, good[:1], [good[-1], *bad])
+    free = compiled(vocabulary, "tools", tools(False, form=form))
+    begun = [] if form == "llama3_json" else [f"I look.\n{good[0]}"]
+    check(vocabulary, free, [*good, *begun, "No call.", ""], [good[0][:-1]])
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+    answer = compiled(vocabulary, "tools", tools(True, answer=schema, form=form))
+    check(vocabulary, answer, [*good, '{"a": 1}'], ['{"a": "x"}', "So."])
+
+
+def test_values_of_qwen3_coder_follow_their_types(vocabulary):
+    schema = {
+        "type": "object",
+        "properties": {
+            "kind": {"enum": ["a", "b c"]},
+            "at": {"$ref": "#/$defs/place"},
+            "flag": {"type": "boolean"},
+        },
+        "required": ["kind", "at"],
+        "$defs": {"place": {"type": "array", "items": {"type": "integer"}}},
+    }
+    function = ToolFunction(name="f", parameters=json.dumps(schema))
+    grammar = ToolGrammar(functions=(function,), required=True, form="qwen3_coder")
+
+    def call(**values):
+        inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+        return f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
+
+    check(
+        vocabulary,
+        compiled(vocabulary, "tools", msgspec.json.encode(grammar).decode()),
+        [call(kind="a", at="[1, 2]"), call(kind="b c", at="[]", flag="true")],
+        [
+            call(kind="c", at="[]"),
+            call(kind="a", at="1"),
+            call(kind="a", at="[]", flag="yes"),
+            call(at="[]"),
+        ],
+    )
 
 
 def test_required_calls(vocabulary):

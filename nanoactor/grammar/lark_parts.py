@@ -1,0 +1,64 @@
+"""Parts of grammars in llguidance's Lark: literals, tags, texts up to a tag, JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from nanoactor.grammar.vocabulary import Vocabulary
+
+# One gap in JSON: a line break with its indentation, or a few spaces. A model that has nothing
+# else to say could fill an answer with longer ones.
+_GAP = r"\n[ \t]{0,16}|[ ]"
+
+
+def text_without(tag: str) -> str:
+    """Return a regular expression for texts in which a tag does not occur, whose first character
+    stands in it once.
+
+    Spelt out, as an intersection with a complement takes the parser ten times as long.
+    """
+    first, parts = escaped(tag[0]), []
+    for length, expected in enumerate(tag[1:]):
+        begun = escaped(tag[1 : 1 + length])
+        parts.append(f"{begun}([^{first}{escaped(expected)}][^{first}]*)?")
+    return f"[^{first}]*({first}({'|'.join(parts)}))*"
+
+
+def until(rule: str, tag: str, vocabulary: Vocabulary) -> list[str]:
+    """Return the rules for free text up to a tag, with it."""
+    text = text_without(tag)
+    if vocabulary.special(tag) is None:
+        # Lazy, so that the text ends where the tag does.
+        return [f"{rule}[lazy]: /{text}{escaped(tag)}/"]
+    name = f"{rule.upper()}_TEXT"
+    return [f"{rule}: {name} {tag_rule(tag, vocabulary)}", f"{name}: /{text}/"]
+
+
+def json_rule(schema: dict[str, Any] | bool, whitespace: bool) -> str:
+    """Return what stands for JSON that a schema allows."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    # The library's own options, which a schema may not set: they include one that ignores what
+    # the library does not implement.
+    options: dict[str, Any] = {"whitespace_flexible": whitespace, "lenient": False}
+    if whitespace:
+        options["whitespace_pattern"] = _GAP
+    return "%json " + json.dumps({**schema, "x-guidance": options})
+
+
+def tag_rule(tag: str, vocabulary: Vocabulary) -> str:
+    """Return what stands for a tag: a token of its own, or its text."""
+    id_ = vocabulary.special(tag)
+    return quoted(tag) if id_ is None else f"<[{id_}]>"
+
+
+def quoted(text: str) -> str:
+    """Return a text as a literal."""
+    return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def escaped(text: str) -> str:
+    """Return a text as a part of a regular expression."""
+    return re.sub(r"([^\w<> ])", r"\\\1", text)

@@ -1,0 +1,38 @@
+"""The form in which a model calls functions: by its chat template, unless the server is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanoactor.grammar.spec import CallForm
+from nanoactor.server.json_calls import LlamaCalls, MistralCalls
+from nanoactor.server.tool_calls import CallFinder, ToolCallParser
+from nanoactor.server.tool_choice import Tool
+from nanoactor.server.xml_calls import QwenCoderCalls
+
+WITH_SPECIAL_TOKENS: tuple[CallForm, ...] = ("llama3_json", "mistral", "mistral_args")
+"""Forms whose marks are special tokens, which text leaves out unless it is told otherwise."""
+
+
+def call_form(wanted: str, of_template: CallForm) -> CallForm:
+    """Return the form that a server uses: `wanted` is the option, "auto" the template's own."""
+    match wanted:
+        case "hermes" | "qwen3_coder" | "llama3_json":
+            return wanted
+        case "mistral" if of_template not in ("mistral", "mistral_args"):
+            return "mistral"
+        case _:  # of Mistral's two forms the template knows which
+            return of_template
+
+
+def call_finder(form: CallForm, tools: Sequence[Tool]) -> CallFinder:
+    """Return what finds calls of these functions in an answer."""
+    match form:
+        case "qwen3_coder":
+            return QwenCoderCalls({one.function.name: one.function.parameters for one in tools})
+        case "llama3_json":
+            return LlamaCalls([one.function.name for one in tools])
+        case "mistral" | "mistral_args":
+            return MistralCalls()
+        case _:
+            return ToolCallParser()

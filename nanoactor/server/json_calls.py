@@ -1,0 +1,300 @@
+"""Calls that a model writes as bare JSON objects: Llama 3's and Mistral's forms.
+
+    {"name": "weather", "parameters": {"city": "Oslo"}}; {"name": ...}
+    [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}, ...]
+    [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}
+
+Arguments that are an object, and come behind the name, are passed on as they come. What comes out
+does not depend on how the text is cut.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection
+
+from nanoactor.server.reasoning import held_back
+from nanoactor.server.tool_calls import Arguments, Call, Piece, decoded_call, new_id, text_of
+
+PYTHON_TAG, TOOL_CALLS, ARGS, CALL_ID = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_LONGEST_HEADER = 1024
+_HEADER = re.compile(
+    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
+    re.DOTALL,
+)
+_NAMED = re.compile(r"\s*([\w.-]{1,256})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_ALPHABET = string.ascii_letters + string.digits
+
+
+class _ObjectEnd:
+    """Finds where an object ends, text by text."""
+
+    def __init__(self, depth: int = 0) -> None:
+        """`depth`: how many braces and brackets are open already."""
+        self._depth = depth
+        self._quoted = self._escaped = False
+
+    def find(self, text: str) -> int | None:
+        """Return the place behind the brace that closes it; None where that is still to come."""
+        for at, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped = character == "\\"
+                self._quoted = character != '"'
+            elif character == '"':
+                self._quoted = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return at + 1
+        return None
+
+
+class _JsonCalls:
+    """Feeds on pieces of text; forms say where an object may be a call."""
+
+    def __init__(self, names: Collection[str] = ()) -> None:
+        """`names`: those of the functions; where there are none, any name is one."""
+        self._names = names
+        self._held = ""
+        self._parts: list[str] = []
+        """The candidate so far, where it is held to its end."""
+        self._end = _ObjectEnd()
+        self.calls = 0
+        self._said = True
+        """Whether text has come since the last call: white space before it is dropped."""
+        self._step: Callable[[list[Piece]], bool] = self._begin
+
+    def new_id(self) -> str:
+        """Return an id for a call."""
+        return new_id()
+
+    def push(self, text: str) -> list[Piece]:
+        """Return what is certain now, in order."""
+        self._held += text
+        pieces: list[Piece] = []
+        while self._step(pieces):
+            pass
+        return pieces
+
+    def _begin(self, pieces: list[Piece]) -> bool:
+        """Take the beginning of the text."""
+        raise NotImplementedError
+
+    def _after_object(self, was_call: bool) -> None:
+        """Choose what follows a candidate's end."""
+        raise NotImplementedError
+
+    def _say(self, text: str, pieces: list[Piece]) -> None:
+        if not self._said:
+            text = text.lstrip()
+        self._said = self._said or bool(text)
+        if text:
+            pieces.append(text)
+
+    def _mark(self) -> str:
+        """Return the mark before what is held, which will be text if nothing follows."""
+        return ""
+
+    def _candidate(self, pieces: list[Piece]) -> bool:
+        """Decide whether the object that begins here may be a call."""
+        header = _HEADER.match(self._held[:_LONGEST_HEADER])
+        if header is not None:
+            name = text_of(header[1])
+            if name and self._is_known(name):
+                self._open(name, self._held[header.end() :], self._tail, pieces)
+                return True
+        elif len(self._held) < _LONGEST_HEADER and _ObjectEnd().find(self._held) is None:
+            return False
+        self._end = _ObjectEnd()
+        self._step = self._whole
+        return True
+
+    def _is_known(self, name: str) -> bool:
+        return not self._names or name in self._names
+
+    def _open(
+        self, name: str, rest: str, tail: Callable[[list[Piece]], bool], pieces: list[Piece]
+    ) -> None:
+        """Begin a call whose arguments are the object that follows."""
+        pieces.append(Call(self.calls, name))
+        self.calls += 1
+        self._said = False
+        self._end, self._outer, self._held = _ObjectEnd(), _ObjectEnd(depth=1), rest
+        self._step, self._next = self._arguments, tail
+
+    def _arguments(self, pieces: list[Piece]) -> bool:
+        end = self._end.find(self._held)
+        passed = self._held if end is None else self._held[:end]
+        if passed:
+            pieces.append(Arguments(self.calls - 1, passed))
+        self._held = self._held[len(passed) :]
+        if end is None:
+            return False
+        self._step = self._next
+        return True
+
+    def _tail(self, pieces: list[Piece]) -> bool:
+        """Drop the rest of the object whose arguments have ended: further members, its brace."""
+        end = self._outer.find(self._held)
+        self._held = "" if end is None else self._held[end:]
+        if end is None:
+            return False
+        self._after_object(True)
+        return True
+
+    def _whole(self, pieces: list[Piece]) -> bool:
+        """Hold a candidate to its end: its members come in another order, or it is no call."""
+        end = self._end.find(self._held)
+        self._parts.append(self._held if end is None else self._held[:end])
+        self._held = "" if end is None else self._held[end:]
+        if end is None:
+            return False
+        raw, self._parts = "".join(self._parts), []
+        self._after_object(self._take(raw, pieces))
+        return True
+
+    def _take(self, raw: str, pieces: list[Piece]) -> bool:
+        """Pass a whole object on: as a call, or as text."""
+        call = decoded_call(raw)
+        if call is None or not self._is_known(call[0]):
+            self._say(raw, pieces)
+            return False
+        pieces += [Call(self.calls, call[0]), Arguments(self.calls, call[1])]
+        self.calls += 1
+        self._said = False
+        return True
+
+    def _text_up_to(
+        self, mark: str, then: Callable[[list[Piece]], bool], pieces: list[Piece]
+    ) -> bool:
+        """Pass text on up to a mark, without the white space before it."""
+        before, found, rest = self._held.partition(mark)
+        if found:
+            self._say(before.rstrip(), pieces)
+            self._step, self._held = then, rest
+            return True
+        certain = self._held[: len(self._held) - held_back(self._held, mark)].rstrip()
+        self._held = self._held[len(certain) :]
+        self._say(certain, pieces)
+        return False
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back, as nothing follows."""
+        pieces: list[Piece] = []
+        held, self._held = "".join(self._parts) + self._held, ""
+        self._parts = []
+        if self._step in (self._arguments, self._tail):
+            return []
+        held = self._mark() + held
+        if held.strip() or not self.calls:
+            self._say(held, pieces)
+        return pieces
+
+
+class LlamaCalls(_JsonCalls):
+    """An answer of Llama 3: objects alone, at its beginning or behind `<|python_tag|>`."""
+
+    def _begin(self, pieces: list[Piece]) -> bool:
+        begin = self._held.lstrip()
+        if not begin or (begin != PYTHON_TAG and PYTHON_TAG.startswith(begin)):
+            return False
+        if begin.startswith(PYTHON_TAG):
+            self._held = begin[len(PYTHON_TAG) :]
+            self._step = self._tagged
+        elif begin.startswith("{"):
+            self._held, self._step = begin, self._candidate
+        else:
+            self._step = self._text
+        return True
+
+    def _text(self, pieces: list[Piece]) -> bool:
+        return self._text_up_to(PYTHON_TAG, self._tagged, pieces)
+
+    def _tagged(self, pieces: list[Piece]) -> bool:
+        """Behind a tag: an object, or text, which was a program of Python's."""
+        begin = self._held.lstrip()
+        if not begin:
+            return False
+        self._held = begin
+        self._step = self._candidate if begin.startswith("{") else self._text
+        return True
+
+    def _after_object(self, was_call: bool) -> None:
+        self._step = self._between if was_call else self._text
+
+    def _between(self, pieces: list[Piece]) -> bool:
+        """Skip what separates calls."""
+        self._held = self._held.lstrip(" \t\r\n;,")
+        if not self._held or (self._held != PYTHON_TAG and PYTHON_TAG.startswith(self._held)):
+            return False
+        if self._held.startswith(PYTHON_TAG):
+            self._held = self._held[len(PYTHON_TAG) :]
+        elif self._held.startswith("{"):
+            self._step = self._candidate
+        else:
+            self._step = self._text
+        return True
+
+
+class MistralCalls(_JsonCalls):
+    """An answer of Mistral's models: calls behind `[TOOL_CALLS]`, in a list or by name."""
+
+    def new_id(self) -> str:
+        """Return an id as Mistral's chat templates want it: nine letters and digits."""
+        return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+
+    def _begin(self, pieces: list[Piece]) -> bool:
+        return self._text_up_to(TOOL_CALLS, self._marked, pieces)
+
+    def _marked(self, pieces: list[Piece]) -> bool:
+        begin = self._held.lstrip()
+        if not begin:
+            return False
+        self._in_list = begin.startswith("[")
+        if self._in_list:
+            self._held, self._step = begin[1:], self._between
+        elif begin.startswith("{"):
+            self._held, self._step = begin, self._candidate
+        else:
+            self._step = self._named
+        return True
+
+    def _named(self, pieces: list[Piece]) -> bool:
+        """Take a name, and what may stand between it and its arguments."""
+        found = _NAMED.match(self._held[:_LONGEST_HEADER])
+        if found is not None:
+            self._open(found[1], self._held[found.end() :], self._over, pieces)
+            return True
+        if "{" not in self._held and len(self._held) < _LONGEST_HEADER:
+            return False
+        self._step = self._begin  # it was only mentioned
+        self._say(TOOL_CALLS, pieces)
+        return True
+
+    def _mark(self) -> str:
+        return TOOL_CALLS if self._step == self._named else ""
+
+    def _over(self, pieces: list[Piece]) -> bool:
+        self._step = self._begin
+        return True
+
+    def _after_object(self, was_call: bool) -> None:
+        self._step = self._between if self._in_list else self._begin
+
+    def _between(self, pieces: list[Piece]) -> bool:
+        """Skip what separates the calls of a list, up to its end."""
+        self._held = self._held.lstrip(" \t\r\n,")
+        if not self._held:
+            return False
+        if self._held.startswith("{"):
+            self._step = self._candidate
+        else:
+            self._held = self._held.removeprefix("]")
+            self._step = self._begin
+        return True
