@@ -15,9 +15,9 @@ from typing import Any
 
 import nanoactor
 from nanoactor.cli.options import add_options
-from nanoactor.cli.serve import KEY_VARIABLE, run_on_uvloop, run_server
+from nanoactor.cli.serve import KEY_VARIABLE, VLLM_KEY_VARIABLE, run_on_uvloop, run_server
 from nanoactor.cli.stream import chat, generate
-from nanoactor.compat.flags import add_flags, canonical, names_model
+from nanoactor.compat.flags import NOTES, Line, add_flags, canonical
 from nanoactor.config import EngineConfig
 from nanoactor.doctor import Machine, examine
 from nanoactor.doctor.finding import as_json, as_text
@@ -36,6 +36,9 @@ def main(arguments: list[str] | None = None) -> None:
     args = _parse(sys.argv[1:] if arguments is None else arguments)
     level = {0: logging.WARNING, 1: logging.INFO}.get(args.verbose, logging.DEBUG)
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    if args.command is not run_server:  # which logs them
+        for note in getattr(args, NOTES, ()):
+            print(f"nanoactor: {note}", file=sys.stderr)
     try:
         args.run(args.command(args))
     except KeyboardInterrupt:
@@ -62,8 +65,6 @@ def _as_utf8(argument: str) -> str:
     return argument
 
 
-_ENGINES = ("generate", "chat", "serve")
-"""Commands that start an engine."""
 _MODEL = "a directory, a name on the Hugging Face hub, `demo` or `demo-vl`"
 
 
@@ -74,31 +75,51 @@ def _hint(unknown: list[str], options: list[str]) -> str:
 
 
 def _parse(arguments: list[str]) -> Any:
-    """Parse arguments, the prompt also last, where argparse takes none that is optional."""
-    parser = _parser()
-    spelled = [_as_utf8(argument) for argument in arguments]
-    command, options = spelled[:1], spelled[1:]
+    """Parse arguments; the model and the prompt may stand anywhere among the options."""
+    parser, commands = _parser()
+    command, options = arguments[:1], [_as_utf8(argument) for argument in arguments[1:]]
+    own = commands.get(command[0]) if command else None
+    if own is None or own.get_default("command") is _doctor:
+        return parser.parse_args([*command, *options])
+    dests = {flag: action.dest for action in own._actions for flag in action.option_strings}
     try:
-        file, options = (
-            canonical(options) if command and command[0] in _ENGINES else (None, options)
-        )
+        line = canonical(options, dests)
     except NanoactorError as error:
-        parser.error(str(error))
-    args, rest = parser.parse_known_args([*command, *options])
-    args.config = file
-    if len(rest) == 1 and not rest[0].startswith("-") and getattr(args, "prompt", "") is None:
-        args.prompt = rest[0]
-    elif len(rest) == 1 and not rest[0].startswith("-"):
-        if args.config is None or names_model(spelled[1:]):
-            parser.error(f"the model is given twice: {args.model} and {rest[0]}")
-        args.model = rest[0]  # in place of the file's
-    elif rest:
-        options = re.findall(r"--[a-z][\w-]*", args.parser.format_usage())
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{_hint(rest, options)}")
+        own.error(str(error))
+    args, rest = parser.parse_known_args([*command, *line.options])
+    if strange := [one for one in rest if one.startswith("-")]:
+        known = re.findall(r"--[a-z][\w-]*", own.format_usage())
+        own.error(f"unrecognized arguments: {' '.join(rest)}{_hint(strange, known)}")
+    given = [one for one in (args.model, getattr(args, "prompt", None)) if one is not None]
+    _place(own, args, [*given, *rest], line)
     return args
 
 
-def _parser() -> argparse.ArgumentParser:
+def _place(own: argparse.ArgumentParser, args: Any, given: list[str], line: Line) -> None:
+    """Tell which of the texts without a flag is the model, and which the prompt."""
+    takes_prompt = hasattr(args, "prompt")
+    most = 1 + takes_prompt
+    if line.model is not None and len(given) == most:
+        own.error(f"the model is given twice: {line.model} and {given[0]}")
+    if len(given) > most:
+        own.error(f"unrecognized arguments: {' '.join(given[most:])}")
+    if line.model_of_file is not None and takes_prompt and len(given) == 1 and line.model is None:
+        own.error(
+            f"{given[0]!r} may be a model or a prompt, as the file names a model, too: "
+            "give both, or leave the model out of the file"
+        )
+    model = line.model
+    if model is None and given:
+        model, *given = given
+    args.model = model or line.model_of_file
+    if takes_prompt:
+        args.prompt = given[0] if given else None
+    if args.model is None:
+        own.error("the following arguments are required: model")
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser, and those of its commands by name."""
     parser = argparse.ArgumentParser(
         prog="nanoactor", description="An LLM inference engine made of actors."
     )
@@ -120,11 +141,12 @@ def _parser() -> argparse.ArgumentParser:
         "serve",
         help="an HTTP server in the shapes of the OpenAI API",
         allow_abbrev=False,
-        epilog=f"Without --api-key, the key is that of ${KEY_VARIABLE}, if there is one.",
+        epilog=f"Without --api-key, the key is that of ${KEY_VARIABLE}, or of "
+        f"${VLLM_KEY_VARIABLE}, if there is one.",
     )
     check = commands.add_parser("doctor", help="diagnose this machine and print fixes")
     for command in (one, talk, http):
-        command.add_argument("model", help=_MODEL)
+        command.add_argument("model", nargs="?", help=_MODEL)
     one.add_argument("prompt", nargs="?", help="default: standard input")
     talk.add_argument("--system", help="a system message to begin with")
     fields: dict[argparse.ArgumentParser, dict[str, Any]] = {}
@@ -164,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command.add_argument("-v", "--verbose", action="count", default=0, help="log; -vv: more")
         command.set_defaults(parser=command, command=function, run=run)
-    return parser
+    return parser, {"generate": one, "chat": talk, "serve": http, "doctor": check}
 
 
 def _doctor(args: Any) -> int:

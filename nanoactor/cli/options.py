@@ -18,6 +18,8 @@ from typing import Any, get_args
 
 _PLAIN = (int, float, str)
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
+_FOLLOWING = ("served_model_name",)
+"""Options whose values may follow each other, as in vLLM; they would swallow a model behind."""
 _DESCRIBED: dict[Any, dict[str, str]] = {}
 """Found before: each command has the same configurations, and to read a source takes a while."""
 
@@ -44,6 +46,8 @@ def add_options(group: Any, config: type[Any], **defaults: Any) -> dict[str, Map
         if known.get("action") == "append":
             text = f"{text} May be repeated."
             names = list(dict.fromkeys((name.removesuffix("s"), name)))
+        if field.name in _FOLLOWING:
+            known |= {"action": "extend", "nargs": "+"}
         known["dest"] = f"{config.__name__}.{field.name}"
         added[field.name] = known
         group.add_argument(
@@ -71,7 +75,7 @@ def _keywords(hint: Any) -> dict[str, Any] | None:
     parts = get_args(hint) if is_union else (hint,)
     for part in parts:
         if typing.get_origin(part) in (tuple, list, Sequence):
-            return _of_several(get_args(part)[0], parts)
+            return _of_several(get_args(part)[0])
         if typing.get_origin(part) is Mapping:
             return {"type": json_object, "metavar": "JSON"}
     kinds = [part for part in parts if part is not types.NoneType]
@@ -83,13 +87,10 @@ def _keywords(hint: Any) -> dict[str, Any] | None:
     return _of_one(kinds[0], types.NoneType in parts) if len(kinds) == 1 else None
 
 
-def _of_several(kind: Any, parts: Sequence[Any]) -> dict[str, Any] | None:
+def _of_several(kind: Any) -> dict[str, Any] | None:
     if kind not in _PLAIN:
         return None
-    shape = {"type": kind, "metavar": kind.__name__.upper()}
-    if kind in parts:  # one, or several that follow each other
-        return {"action": "extend", "nargs": "+", **shape}
-    return {"action": "append", **shape}
+    return {"action": "append", "type": kind, "metavar": kind.__name__.upper()}
 
 
 def _of_one(kind: Any, is_optional: bool) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.server.config import ServerConfig
 
 log = logging.getLogger("nanoactor.server")
-KEY_VARIABLE = "NANOACTOR_API_KEY"
+KEY_VARIABLE, VLLM_KEY_VARIABLE = "NANOACTOR_API_KEY", "VLLM_API_KEY"
 
 
 async def run_server(args: Any) -> None:
@@ -23,7 +23,8 @@ async def run_server(args: Any) -> None:
     from nanoactor.server.run import serve
 
     # Out of the environment: it is nothing to the processes that are started.
-    key = os.environ.pop(KEY_VARIABLE, None)
+    keys = [os.environ.pop(name, None) for name in (KEY_VARIABLE, VLLM_KEY_VARIABLE)]
+    key = next(filter(None, keys), None)
     options = ({"api_keys": (key,)} if key else {}) | values(args, ServerConfig)
     config, server = EngineConfig(args.model, **values(args, EngineConfig)), ServerConfig(**options)
     level = (server.log_level or "info").upper()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from nanoactor.errors import InvalidConfig
 NOTES = "notes"
 """The attribute of parsed arguments that has a line for each flag that changes nothing."""
 _MODEL = ("--model", "--model-path")
+_IN_JSON = ("--allowed-origins",)
+"""Flags whose lists are written in JSON."""
 
 
 def add_flags(
@@ -31,6 +34,7 @@ def add_flags(
         if not flags:
             continue
         if name.ours in fields:
+            flags += [f"--no-{flag[2:]}" for flag in flags] if name.inverts else []
             parser.add_argument(*flags, **_alias(name, fields[name.ours]))
         elif not name.ours:
             if name.takes == "flag":
@@ -51,8 +55,8 @@ def _alias(name: Name, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return what argparse has to know of another name of an option."""
     made = {**known, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     if name.inverts:
-        return {**made, "action": "store_false"}
-    if name.theirs == "allowed_origins":  # a list in JSON, where ours is repeated
+        return {**made, "action": _Inverted, "nargs": 0}
+    if name.flags[0] in _IN_JSON:  # a list in JSON, where ours is repeated
         return {**made, "action": "store", "type": _json_list}
     return made
 
@@ -62,6 +66,20 @@ def _json_list(text: str) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON list of texts")
     return found
+
+
+class _Inverted(argparse.Action):
+    """Switches an option of ours off, or with `--no-` on."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Set the option."""
+        setattr(namespace, self.dest, (option_string or "").startswith("--no-"))
 
 
 class _Foreign(argparse.Action):
@@ -99,51 +117,70 @@ def _value(given: Any) -> Any:
         return given
 
 
-def canonical(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the configuration file that is named, and the arguments: with hyphens in the names of
-    their flags, the model first where a flag or the file names it, and the file's before those of
-    the line. Raises `InvalidConfig` for a file that is none."""
-    spelled = [_hyphens(argument) for argument in arguments]
-    model, rest = _taken(spelled, _MODEL)
-    file, rest = _taken(rest, ("--config",))
-    if file is not None:
-        of_file = [*_of_file(Path(file), {one.partition("=")[0] for one in rest})]
-        model_of_file, of_file = _taken(of_file, _MODEL)
-        model, rest = model or model_of_file, [*of_file, *rest]
-    return file, rest if model is None else [model, *rest]
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A command's arguments in the spelling of our parser."""
+
+    options: list[str]
+    """Those of the file, then those of the line."""
+    model: str | None = None
+    """The value of a flag that names the model."""
+    model_of_file: str | None = None
 
 
-def names_model(arguments: Sequence[str]) -> bool:
-    """Tell whether a flag among these names the model."""
-    return any(_hyphens(one).partition("=")[0] in _MODEL for one in arguments)
+def canonical(arguments: Sequence[str], dests: Mapping[str, str]) -> Line:
+    """Read a command's arguments: hyphens in the names of its flags, a model that a flag names, and
+    a configuration file. `dests`: by flag, the option that it sets. Raises `InvalidConfig` for a
+    file that is none."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    spelled, behind = [_hyphens(one, dests) for one in arguments[:at]], [*arguments[at:]]
+    models, rest = _taken(spelled, _MODEL)
+    files, rest = _taken(rest, ("--config",))
+    if len(files) > 1 or len(models) > 1:
+        raise InvalidConfig(f"{'--config' if len(files) > 1 else '--model'} is given twice")
+    model = models[0] if models else None
+    if not files:
+        return Line([*rest, *behind], model)
+    given = {dests[name] for one in rest if (name := one.partition("=")[0]) in dests}
+    options = _read_file(Path(files[0]))
+    of_file = options.pop("model", options.pop("model-path", None))
+    if of_file is not None and not isinstance(of_file, str):
+        raise InvalidConfig(f"--config {files[0]}: model must be a text, got {of_file!r:.100}")
+    written = [
+        argument
+        for name, value in options.items()
+        if dests.get(f"--{name}") not in given
+        for argument in _written(f"--{name}", value)
+    ]
+    return Line([*written, *rest, *behind], model, of_file)
 
 
-def _hyphens(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
+def _hyphens(argument: str, dests: Mapping[str, str]) -> str:
+    """Return a flag as it is known here, anything else as it is."""
     name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
+    known = name.replace("_", "-")
+    is_flag = name.startswith("--") and (known in dests or known in (*_MODEL, "--config"))
+    return known + equals + value if is_flag else argument
 
 
-def _taken(arguments: list[str], flags: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the value of the last of these flags, and the other arguments."""
-    value, rest = None, []
+def _taken(arguments: list[str], flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the values of these flags, and the other arguments."""
+    values, rest = [], []
     following = iter(arguments)
     for argument in following:
         name, equals, given = argument.partition("=")
         if name not in flags:
             rest.append(argument)
-        elif equals:
-            value = given
-        else:
-            value = next(following, None)
-            if value is None:
-                raise InvalidConfig(f"{name} needs a value")
-    return value, rest
+            continue
+        value = given if equals else next(following, None)
+        if value is None:
+            raise InvalidConfig(f"{name} needs a value")
+        values.append(value)
+    return values, rest
 
 
-def _of_file(path: Path, given: set[str]) -> Iterator[str]:
-    """Yield the options of a file as arguments, without those that the line gives."""
+def _read_file(path: Path) -> dict[str, Any]:
+    """Return the options of a file, by name with hyphens."""
     import yaml  # few commands have such a file
 
     try:
@@ -151,22 +188,22 @@ def _of_file(path: Path, given: set[str]) -> Iterator[str]:
     except OSError as error:
         raise InvalidConfig(f"--config {path}: {error.strerror}") from None
     except (UnicodeError, yaml.YAMLError) as error:
-        raise InvalidConfig(
-            f"--config {path}: this is no YAML: {' '.join(str(error).split())}"
-        ) from None
+        text = " ".join(str(error).split())
+        raise InvalidConfig(f"--config {path}: this is no YAML: {text}") from None
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise InvalidConfig(f"--config {path}: options by name are needed, such as 'port: 8001'")
-    for name, value in options.items():
-        flag = f"--{name.strip('-').replace('_', '-')}"
-        if flag not in given:
-            yield from _written(flag, value)
+    found = {name.strip("-").replace("_", "-"): value for name, value in options.items()}
+    if "config" in found:
+        raise InvalidConfig(f"--config {path}: a file names no other")
+    return found
 
 
 def _written(flag: str, value: Any) -> Iterable[str]:
+    """Return an option of a file as arguments."""
     if value is None:
         return ()
     if isinstance(value, bool):
         return (flag,) if value else (f"--no-{flag[2:]}",)
-    if isinstance(value, list):
+    if isinstance(value, list) and flag not in _IN_JSON:
         return (f"{flag}={one}" for one in value)
-    return (f"{flag}={json.dumps(value) if isinstance(value, dict) else value}",)
+    return (f"{flag}={json.dumps(value) if isinstance(value, dict | list) else value}",)

@@ -71,6 +71,10 @@ class FleetLLM:
         `InvalidConfig` without a `prefix_salt`."""
         if config.prefix_salt is None:
             raise InvalidConfig("a fleet needs a prefix_salt that all of its engines have")
+        if config.max_model_len == "auto":
+            raise InvalidConfig(
+                'max_model_len "auto" is for one engine, as caches may differ: give a number'
+            )
         self.config = config
         with only_ours():
             self.files = read_model_files(config)

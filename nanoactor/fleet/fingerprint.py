@@ -35,6 +35,7 @@ def fingerprint(files: ModelFiles, config: EngineConfig) -> str:
     found.update(f"{VERSION} {nanoactor.__version__} {device_kind(config.device)}".encode())
     for name in _RESULTS:
         found.update(f" {name}={getattr(config, name)}".encode())
+    found.update(f" {files.generation} {files.eos_token_ids}".encode())
     paths = sorted(files.prints, key=lambda path: path.name)
     with ThreadPoolExecutor(_THREADS) as pool:
         for path, digest in zip(paths, pool.map(_digest, paths), strict=True):

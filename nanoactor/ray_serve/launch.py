@@ -50,6 +50,12 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
     check_ray()
     if server.uds is not None:
         raise InvalidConfig("uds is for one engine: replicas answer on host and port")
+    if server.enable_control_endpoints:
+        raise InvalidConfig("enable_control_endpoints is for one engine: replicas are not paused")
+    if config.max_model_len == "auto":
+        raise InvalidConfig(
+            'max_model_len "auto" is for one engine, as caches may differ: give a number'
+        )
     with only_ours():
         read_model_files(config)  # what is wrong with it is told here, in one line
     with contextlib.ExitStack() as held:  # closed by a second signal, too

@@ -48,6 +48,10 @@ _REPLY_SECONDS = 2.0
 """How long the last answers may take to leave."""
 
 
+_HANDSHAKE = 10.0
+"""Seconds that a client may take for the handshake of TLS."""
+
+
 class Server:
     """An engine behind a socket. `start`, then `stop`."""
 
@@ -177,6 +181,8 @@ class Server:
             accept = acceptor(self._runner.server, self.config, self._http.note)
             loop = asyncio.get_running_loop()
             options: dict[str, Any] = {"sock": listener, "backlog": _BACKLOG, "ssl": security}
+            if security is not None:
+                options["ssl_handshake_timeout"] = min(self.config.idle_timeout, _HANDSHAKE)
             if self.config.uds is not None:
                 self._listening = await loop.create_unix_server(accept, **options)
             else:

@@ -19,7 +19,7 @@ from nanoactor.server.http import HttpFrontend, Routes
 from nanoactor.server.serving import Engine
 from nanoactor.text.template_files import CONFIG, read_template_files
 
-_FILES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
+_FILES = ("vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "name_or_path")
 """Members of a tokenizer's configuration that name files."""
 
 

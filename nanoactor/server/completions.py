@@ -26,7 +26,12 @@ from nanoactor.server.chat_messages import (
 )
 from nanoactor.server.choices import ChatChoice, Choice, Delta, TextChoice
 from nanoactor.server.context import context_of, json_response
-from nanoactor.server.errors import context_length_exceeded, invalid
+from nanoactor.server.errors import (
+    APIError,
+    context_length_exceeded,
+    from_engine,
+    invalid,
+)
 from nanoactor.server.http import HttpFrontend
 from nanoactor.server.logprobs import ChatLogprobs, TextLogprobs
 from nanoactor.server.media import MediaLoader
@@ -301,7 +306,13 @@ class Completions:
 
     def _note_ends(self, answer: Answer) -> None:
         """Count the answers by what ended them."""
-        gone = "abort" if isinstance(sys.exception(), _GONE) else "error"
+        error, gone = sys.exception(), "error"
+        if isinstance(error, _GONE):
+            gone = "abort"
+        elif isinstance(error, Exception):
+            problem = error if isinstance(error, APIError) else from_engine(error, frozenset())
+            if problem.status < 500:
+                return  # what is refused is no answer
         for reason in answer.reasons:
             self._metrics.success.labels(reason or gone).inc()
 

@@ -24,7 +24,7 @@ _HEADER = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
     re.DOTALL,
 )
-_NAMED = re.compile(r"\s*([\w.-]{1,256})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_NAMED = re.compile(r"([\w.-]{1,256}+)\s*+(?:\[CALL_ID\]\s*+\w++\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -262,16 +262,17 @@ class MistralCalls(_JsonCalls):
         elif begin.startswith("{"):
             self._held, self._step = begin, self._candidate
         else:
-            self._step = self._named
+            self._held, self._step = begin, self._named
         return True
 
     def _named(self, pieces: list[Piece]) -> bool:
         """Take a name, and what may stand between it and its arguments."""
-        found = _NAMED.match(self._held[:_LONGEST_HEADER])
+        is_whole = "{" in self._held or len(self._held) >= _LONGEST_HEADER
+        found = _NAMED.match(self._held[:_LONGEST_HEADER]) if is_whole else None
         if found is not None:
             self._open(found[1], self._held[found.end() :], self._over, pieces)
             return True
-        if "{" not in self._held and len(self._held) < _LONGEST_HEADER:
+        if not is_whole:
             return False
         self._step = self._begin  # it was only mentioned
         self._say(TOOL_CALLS, pieces)

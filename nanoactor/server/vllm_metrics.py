@@ -30,7 +30,8 @@ NAMES: Mapping[str, str] = {
     "request_max_num_generation_tokens": "request_max_num_generation_tokens",
 }
 """By our names, without `nanoactor_`: vLLM's, without `vllm:`. In each the unit is the same;
-`num_requests_waiting` counts requests until their first token."""
+`num_requests_waiting` counts requests until their first token, `prompt_tokens` those that were
+computed: not what the prefix cache held."""
 _OURS = "nanoactor_"
 
 

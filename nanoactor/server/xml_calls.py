@@ -37,6 +37,7 @@ END_OF_FUNCTION, END_OF_PARAMETER = "</function>", "</parameter>"
 _ENDS = re.compile(r"\n?</parameter>|\n(?=<parameter=|</function>)")
 """A value's ends; where its closing tag was forgotten, a tag that begins a line."""
 _ANY_END = (f"\n{END_OF_PARAMETER}", END_OF_PARAMETER, f"\n{PARAMETER}", f"\n{END_OF_FUNCTION}")
+_LONGEST_END = max(map(len, _ANY_END))
 _LONGEST_NAME = 256
 _KINDS = {"null", "integer", "number", "boolean", "object", "array", "string"}
 
@@ -56,6 +57,8 @@ class QwenCoderCalls:
         self._count = 0
         """Parameters of the call at hand."""
         self._kinds: frozenset[str] = frozenset()
+        self._parts: list[str] = []
+        """The value at hand so far, where it is held to its end."""
         self._begun = False
         """Whether the value at hand has lost its first line break."""
         self._step: Callable[[list[Piece]], bool] = self._text
@@ -184,9 +187,14 @@ class QwenCoderCalls:
         if not self._first_break():
             return False
         end = _ENDS.search(self._held)
-        if end is None:
+        if end is None:  # only what may be a part of an end is looked at again
+            keep = min(len(self._held), _LONGEST_END)
+            self._parts.append(self._held[: len(self._held) - keep])
+            self._held = self._held[len(self._held) - keep :]
             return False
-        self._argue(_coerced(self._held[: end.start()], self._kinds), pieces)
+        value = "".join(self._parts) + self._held[: end.start()]
+        self._parts = []
+        self._argue(_coerced(value, self._kinds), pieces)
         self._held, self._step = self._held[end.end() :], self._parameters
         return True
 
@@ -231,9 +239,13 @@ def _types(schema: Any, depth: int = 0) -> set[str]:
     if not isinstance(schema, dict) or depth > 8:
         return set()
     given = schema.get("type")
-    found = {one for one in (given if isinstance(given, list) else [given]) if one in _KINDS}
-    for value in (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())):
+    several = given if isinstance(given, list) else [given]
+    found = {one for one in several if isinstance(one, str) and one in _KINDS}
+    choices = schema.get("enum")
+    for value in choices if isinstance(choices, list) else ():
         found.add(_type_of(value))
+    if "const" in schema:
+        found.add(_type_of(schema["const"]))
     for name in ("anyOf", "oneOf", "allOf"):
         for one in schema.get(name, ()) if isinstance(schema.get(name), list) else ():
             found |= _types(one, depth + 1)

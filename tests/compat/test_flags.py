@@ -11,6 +11,7 @@ from nanoactor.compat.flags import NOTES
 from nanoactor.compat.names import ENGINE, SERVER
 from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidConfig
+from nanoactor.params import SamplingParams
 from nanoactor.server.config import ServerConfig
 
 # Flags that people paste, by what becomes of them.
@@ -201,6 +202,43 @@ def test_two_models_are_one_too_many(capsys):
     assert "the model is given twice: A and MODEL" in refusal(capsys, "--model", "A")
 
 
+@pytest.mark.parametrize(
+    ("given", "prompt"),
+    [
+        (["demo", "--my_var is what?"], "--my_var is what?"),
+        (["demo", "--", "--my_var"], "--my_var"),
+        (["demo", "--", "--model"], "--model"),
+        (["demo", "my_var"], "my_var"),
+        (["--seed", "7", "demo", "hello"], "hello"),
+        (["demo", "--seed", "7", "hello"], "hello"),
+        (["hello", "--model", "demo"], "hello"),
+        (["demo", "--stop", "end_of --a_b", "x"], "x"),
+        (["demo"], None),
+    ],
+)
+def test_prompts_and_values_are_taken_as_they_are(given, prompt):
+    args = cli._parse(["generate", *given])
+    assert (args.model, args.prompt) == ("demo", prompt)
+    if "--stop" in given:
+        assert values(args, SamplingParams)["stop"] == ("end_of --a_b",)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([], "arguments are required: model"),
+        (["a", "b", "c"], "unrecognized arguments: c"),
+        (["--model", "m", "a", "b"], "given twice"),
+        (["--model", "m", "--model", "n"], "given twice"),
+        (["--model"], "needs a value"),
+    ],
+)
+def test_what_no_command_takes_is_told(capsys, given, says):
+    with pytest.raises(SystemExit):
+        cli._parse(["generate", *given])
+    assert says in capsys.readouterr().err
+
+
 # -- files --------------------------------------------------------------------------------
 
 
@@ -239,6 +277,26 @@ trust_remote_code: true
     assert len(getattr(args, NOTES)) == 1
     args = cli._parse(["serve", "LINE", f"--config={file(tmp_path, text)}"])
     assert args.model == "LINE"
+    args = cli._parse(["serve", "--api-keys", "new", "--config", file(tmp_path, text)])
+    assert values(args, ServerConfig)["api_keys"] == ("new",), "by any name of the option"
+
+
+def test_a_files_model_and_a_lines_texts_are_told_apart(tmp_path, capsys):
+    config = ["--config", file(tmp_path, "model: M\n")]
+    args = cli._parse(["generate", "demo", "hello", *config])
+    assert (args.model, args.prompt) == ("demo", "hello")
+    args = cli._parse(["generate", *config])
+    assert (args.model, args.prompt) == ("M", None)
+    with pytest.raises(SystemExit):
+        cli._parse(["generate", "demo", *config])
+    assert "may be a model or a prompt" in capsys.readouterr().err
+
+
+def test_lists_and_switches_of_a_file_are_those_of_the_flags(tmp_path):
+    text = "allowed-origins: [a, b]\ndisable-uvicorn-access-log: false\n"
+    args = parsed("--config", file(tmp_path, text))
+    found = values(args, ServerConfig)
+    assert found == {"cors_origins": ("a", "b"), "access_log": True}
 
 
 @pytest.mark.parametrize(
@@ -248,6 +306,8 @@ trust_remote_code: true
         ("a: [", "this is no YAML"),
         ("nonsense: 1", "unrecognized arguments: --nonsense=1"),
         ("enable-lora: true", "--enable-lora is not supported"),
+        ("config: other.yaml", "a file names no other"),
+        ("model: [a, b]", "model must be a text"),
     ],
 )
 def test_a_file_that_is_wrong_is_told(tmp_path, capsys, text, says):

@@ -1,6 +1,7 @@
 """Forms of calls besides Hermes': what is found, and that no cut of the text matters."""
 
 import asyncio
+import functools
 import json
 
 import httpx2 as httpx
@@ -138,6 +139,19 @@ def test_values_have_the_types_of_the_schema(key, text, value):
     """As in vLLM 0.33."""
     _, ((_, arguments),) = found(xml, [function((key, text))])
     assert json.loads(arguments) == {key: value}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        *({"enum": None}, {"enum": 5}, {"type": {"x": 1}}, {"type": [["x"]]}, {"anyOf": 3}),
+        *(True, None, [], {"type": "string", "enum": None}, {"const": None, "allOf": [1]}),
+    ],
+)
+def test_odd_schemas_are_read_as_far_as_they_say_something(own):
+    for schema in ({"properties": {"a": own}}, {"properties": own}, own):
+        make = functools.partial(QwenCoderCalls, {"f": schema})
+        check(make, function(("a", "x")), "", [("f", '{"a": "x"}')])
 
 
 def test_texts_are_streamed():

@@ -11,6 +11,7 @@ import openai
 import pydantic
 import pytest
 
+from nanoactor.compat import vllm as shim
 from nanoactor.text.tokenizer import load_tokenizer
 from tests.server.harness import CPU, served
 from tests.server.scripted import SPACES, directory, with_weights
@@ -58,6 +59,21 @@ def client(name):
         return importlib.import_module(name)
     except ImportError:
         pytest.skip(f"{name} is not installed: see docs/server.md")
+
+
+def test_langchains_wrapper_of_vllm():
+    """Which imports `vllm`, and finds `nanoactor.compat.vllm`."""
+    wrapper = client("langchain_community.llms").VLLM
+    shim.install()
+    try:
+        options = dict(device="simulated:0.5", placement="single", max_model_len=256)
+        llm = wrapper(model="demo", max_new_tokens=512, temperature=0.0, vllm_kwargs=options)
+        with llm.client:
+            assert "\n\n" not in llm.invoke("ROMEO:", stop=["\n\n"])
+            several = llm.generate(["ROMEO:", "KING:"], logprobs=2).generations
+            assert all(one[0].text for one in several)
+    finally:
+        shim.uninstall()
 
 
 @pytest.mark.parametrize("strict", [None, True])

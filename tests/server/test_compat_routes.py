@@ -192,6 +192,26 @@ def test_a_paused_engine_keeps_its_requests():
     asked(ask, CONTROL)
 
 
+def test_a_pause_is_no_delay():
+    """Requests that waited for it are not late when it ends."""
+
+    async def ask(server, client):
+        long = {**CHAT, "max_tokens": 60, "stream": True, "ignore_eos": True}
+        async with client.stream("POST", "/v1/chat/completions", json=long) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            await client.post("/pause?mode=keep")
+            await asyncio.sleep(2.5)  # more than the stall timeout and a step together
+            await client.post("/resume")
+            await asyncio.sleep(0.6)
+            health = (await client.get("/health")).json()
+            assert health["status"] == "ok", health
+            assert health["step_age"] is None or health["step_age"] < 2
+            assert [line async for line in lines]
+
+    asked(ask, CONTROL, device="simulated:50", stall_timeout=2.0)
+
+
 def test_the_prefix_cache_is_emptied_on_demand():
     async def ask(server, client):
         body = {"prompt": list(range(3, 103)), "max_tokens": 2}

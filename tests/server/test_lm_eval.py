@@ -99,8 +99,9 @@ def tasks(tmp_path_factory):
 
 def evaluate(tasks, out, kind, *arguments, names=tuple(TASKS), **options):
     """Run the harness as a program; returns the answers to each example of each task."""
+    shim = ["-m", "nanoactor.compat.vllm"] if kind == "vllm" else ["-m"]
     command = [
-        *(sys.executable, "-m", "lm_eval", "run", "--model", kind, "--tasks", ",".join(names)),
+        *(sys.executable, *shim, "lm_eval", "run", "--model", kind, "--tasks", ",".join(names)),
         *("--model_args", ",".join(f"{key}={value}" for key, value in options.items())),
         *("--include_path", str(tasks), "--output_path", str(out), "--log_samples", *arguments),
     ]
@@ -164,6 +165,18 @@ def test_the_harness_reads_the_same_likelihoods(at_once, server, tasks, expected
         values = [likelihood(one) for answer in answers for one in answer]
         right = [likelihood(one) for answer in expected[name] for one in answer]
         # Sums over a few tokens, and over thousands.
+        assert [x for x, _ in values] == pytest.approx([x for x, _ in right], abs=1e-4, rel=1e-6)
+        assert [greedy for _, greedy in values] == [greedy for _, greedy in right]
+
+
+def test_the_harness_reads_the_same_by_its_vllm_backend(tasks, expected, tmp_path):
+    """Which imports `vllm`, and finds `nanoactor.compat.vllm`."""
+    options = dict(pretrained=DEMO, dtype="float32", max_length=LENGTH, threads=1)
+    found = evaluate(tasks, tmp_path, "vllm", "--batch_size", "auto", **options)
+    assert found["texts"] == expected["texts"]
+    for name in ("choices", "rolling"):
+        values = [likelihood(one) for answer in found[name] for one in answer]
+        right = [likelihood(one) for answer in expected[name] for one in answer]
         assert [x for x, _ in values] == pytest.approx([x for x, _ in right], abs=1e-4, rel=1e-6)
         assert [greedy for _, greedy in values] == [greedy for _, greedy in right]
 

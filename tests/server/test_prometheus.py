@@ -194,6 +194,8 @@ def test_answers_are_counted_by_what_ended_them():
                 await lines.aclose()
             refused = await client.post("/v1/completions", json={**PLAIN, "temperature": -1})
             assert refused.status_code == 400
+            far = {**PLAIN, "prompt": ["a " * 60_000] * 2, "n": 5}
+            assert (await client.post("/v1/completions", json=far)).status_code == 400
             for _ in range(100):
                 text = server.metrics.text().decode()
                 if ends(text)["abort"]:

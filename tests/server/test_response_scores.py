@@ -56,6 +56,15 @@ def test_tokens_may_come_just_before_their_text(sizes):
     assert found == tokens
 
 
+def test_tokens_of_a_piece_that_was_not_found_belong_to_no_later_one():
+    scores = TokenScores()
+    first, half, second = entries(b"a\xe2\x82a", [1, 2])
+    scores.push([first, half])
+    assert scores.take("a\ufffd") == []
+    scores.push([second])
+    assert scores.take("a") == [second]
+
+
 def test_a_piece_that_is_not_made_of_tokens_has_none():
     scores = TokenScores()
     scores.push(entries("ü".encode(), [1]))

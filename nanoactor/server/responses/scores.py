@@ -33,7 +33,9 @@ class TokenScores:
             return []
         sought = text.encode(errors="replace")
         first = self._bytes.find(sought)
-        if first < 0:
+        if first < 0:  # what is here now belongs to no later piece
+            self._entries.clear()
+            self._bytes.clear()
             return []
         last = first + len(sought)
         found = [entry for at, entry in self._entries if first <= at < last]
