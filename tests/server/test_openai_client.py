@@ -382,8 +382,9 @@ def test_another_model_does_not_exist(client):
     assert caught.value.param == "model"
 
 
-def test_keys(monkeypatch):
-    with served("--device", "simulated:1", NANOACTOR_API_KEY="sesame") as server:
+@pytest.mark.parametrize("variable", ["NANOACTOR_API_KEY", "VLLM_API_KEY"])
+def test_keys(variable):
+    with served("--device", "simulated:1", **{variable: "sesame"}) as server:
         assert server.get("/live").status_code == server.get("/ready").status_code == 200
         for path in ("/", "/health", "/metrics", "/v1/models", "/openapi.json", "/trace", "/x"):
             with httpx.Client() as client:
