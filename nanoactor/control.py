@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import abc
+
 from nanoactor.actors.frontend import FrontendActor
 from nanoactor.errors import InvalidRequest, public
 
 
-class Controlled:
+class Controlled(abc.ABC):
     """An engine whose steps can be stopped, as vLLM's `AsyncLLM` has it."""
 
+    @abc.abstractmethod
     def _running(self) -> FrontendActor:
-        raise NotImplementedError
+        """Return the frontend; raise where the engine cannot serve from here."""
 
     @public
     async def pause_generation(self, *, mode: str = "keep") -> None:

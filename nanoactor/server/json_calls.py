@@ -10,13 +10,14 @@ does not depend on how the text is cut.
 
 from __future__ import annotations
 
+import abc
 import re
 import secrets
 import string
 from collections.abc import Callable, Collection
 
 from nanoactor.server.reasoning import held_back
-from nanoactor.server.tool_calls import Arguments, Call, Piece, decoded_call, new_id, text_of
+from nanoactor.server.tool_calls import Arguments, Call, Piece, SteppedCalls, decoded_call, text_of
 
 PYTHON_TAG, TOOL_CALLS, ARGS, CALL_ID = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _LONGEST_HEADER = 1024
@@ -55,47 +56,28 @@ class _ObjectEnd:
         return None
 
 
-class _JsonCalls:
-    """Feeds on pieces of text; forms say where an object may be a call."""
+class _JsonCalls(SteppedCalls):
+    """Finds objects that are calls; forms tell where one may stand."""
 
     def __init__(self, names: Collection[str] = ()) -> None:
         """`names`: those of the functions; where there are none, any name is one."""
+        super().__init__()
         self._names = names
-        self._held = ""
         self._parts: list[str] = []
         """The candidate so far, where it is held to its end."""
         self._end = _ObjectEnd()
-        self.calls = 0
-        self._said = True
-        """Whether text has come since the last call: white space before it is dropped."""
         self._step: Callable[[list[Piece]], bool] = self._begin
 
-    def new_id(self) -> str:
-        """Return an id for a call."""
-        return new_id()
+    def _advance(self, pieces: list[Piece]) -> bool:
+        return self._step(pieces)
 
-    def push(self, text: str) -> list[Piece]:
-        """Return what is certain now, in order."""
-        self._held += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
-
+    @abc.abstractmethod
     def _begin(self, pieces: list[Piece]) -> bool:
         """Take the beginning of the text."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _after_object(self, was_call: bool) -> None:
         """Choose what follows a candidate's end."""
-        raise NotImplementedError
-
-    def _say(self, text: str, pieces: list[Piece]) -> None:
-        if not self._said:
-            text = text.lstrip()
-        self._said = self._said or bool(text)
-        if text:
-            pieces.append(text)
 
     def _mark(self) -> str:
         """Return the mark before what is held, which will be text if nothing follows."""
@@ -124,7 +106,7 @@ class _JsonCalls:
         """Begin a call whose arguments are the object that follows."""
         pieces.append(Call(self.calls, name))
         self.calls += 1
-        self._said = False
+        self._said_since = False
         self._end, self._outer, self._held = _ObjectEnd(), _ObjectEnd(depth=1), rest
         self._step, self._next = self._arguments, tail
 
@@ -167,7 +149,7 @@ class _JsonCalls:
             return False
         pieces += [Call(self.calls, call[0]), Arguments(self.calls, call[1])]
         self.calls += 1
-        self._said = False
+        self._said_since = False
         return True
 
     def _text_up_to(

@@ -10,6 +10,7 @@ White space around calls is dropped.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import enum
 import json
@@ -70,6 +71,40 @@ def new_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
+class SteppedCalls(abc.ABC):
+    """Feeds on pieces of text, step by step: each step takes what it can from what is held, and
+    tells whether the next may go on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._held = ""
+        self._said_since = True
+        """Whether text has come after the last call: white space before it is dropped."""
+
+    def new_id(self) -> str:
+        """Return an id for a call."""
+        return new_id()
+
+    def push(self, text: str) -> list[Piece]:
+        """Return what is certain now, in order."""
+        self._held += text
+        pieces: list[Piece] = []
+        while self._advance(pieces):
+            pass
+        return pieces
+
+    @abc.abstractmethod
+    def _advance(self, pieces: list[Piece]) -> bool:
+        """Take the step at hand."""
+
+    def _say(self, text: str, pieces: list[Piece]) -> None:
+        if not self._said_since:
+            text = text.lstrip()
+        self._said_since = self._said_since or bool(text)
+        if text:
+            pieces.append(text)
+
+
 class _Where(enum.Enum):
     TEXT = enum.auto()
     HEADER = enum.auto()
@@ -85,19 +120,16 @@ class _Where(enum.Enum):
     """Behind that brace: a tag, or another call where the tags were forgotten."""
 
 
-class ToolCallParser:
+class ToolCallParser(SteppedCalls):
     """Feeds on pieces of text; what comes out does not depend on how the text is cut."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        super().__init__()
         self._where = _Where.TEXT
-        self._held = ""
         self._space = ""
         """White space before the last opening tag: part of the text if no call follows."""
         self._parts: list[str] = []
         """What is held for long, so that a long call does not cost its length for each piece."""
-        self._said_since = True
-        """Whether text has come after the last call: white space before it is dropped."""
         self._depth = 0
         self._quoted = self._escaped = False
         self._steps = {
@@ -110,19 +142,8 @@ class ToolCallParser:
             _Where.NEXT: self._next,
         }
 
-    def new_id(self) -> str:
-        """Return an id for a call."""
-        return new_id()
-
-    def push(self, text: str) -> list[Piece]:
-        """Return what is certain now, in order."""
-        self._held += text
-        pieces: list[Piece] = []
-        while self._steps[self._where](pieces):
-            pass
-        return pieces
-
-    # Each of these takes what it can from what is held, and says whether the next may go on.
+    def _advance(self, pieces: list[Piece]) -> bool:
+        return self._steps[self._where](pieces)
 
     def _text(self, pieces: list[Piece]) -> bool:
         before, opened, rest = self._held.partition(OPEN)
@@ -136,13 +157,6 @@ class ToolCallParser:
         self._held = self._held[len(certain) :]
         self._say(certain, pieces)
         return False
-
-    def _say(self, text: str, pieces: list[Piece]) -> None:
-        if not self._said_since:
-            text = text.lstrip()
-        self._said_since = self._said_since or bool(text)
-        if text:
-            pieces.append(text)
 
     def _header(self, pieces: list[Piece]) -> bool:
         begin = self._held.lstrip()

@@ -28,7 +28,7 @@ from nanoactor.server.tool_calls import (
     Arguments,
     Call,
     Piece,
-    new_id,
+    SteppedCalls,
     whole_characters,
 )
 
@@ -42,16 +42,14 @@ _LONGEST_NAME = 256
 _KINDS = {"null", "integer", "number", "boolean", "object", "array", "string"}
 
 
-class QwenCoderCalls:
+class QwenCoderCalls(SteppedCalls):
     """Feeds on pieces of text."""
 
     def __init__(self, schemas: Mapping[str, Any] | None = None) -> None:
         """`schemas`: those of the functions' arguments, by name."""
+        super().__init__()
         self._schemas = schemas or {}
-        self._held = ""
         self._space = ""
-        self._said = True
-        self.calls = 0
         self._name = ""
         self._tagged = False
         self._count = 0
@@ -63,24 +61,8 @@ class QwenCoderCalls:
         """Whether the value at hand has lost its first line break."""
         self._step: Callable[[list[Piece]], bool] = self._text
 
-    def new_id(self) -> str:
-        """Return an id for a call."""
-        return new_id()
-
-    def push(self, text: str) -> list[Piece]:
-        """Return what is certain now, in order."""
-        self._held += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
-
-    def _say(self, text: str, pieces: list[Piece]) -> None:
-        if not self._said:
-            text = text.lstrip()
-        self._said = self._said or bool(text)
-        if text:
-            pieces.append(text)
+    def _advance(self, pieces: list[Piece]) -> bool:
+        return self._step(pieces)
 
     def _text(self, pieces: list[Piece]) -> bool:
         places = [(at, tag) for tag in (OPEN, FUNCTION) if (at := self._held.find(tag)) >= 0]
@@ -120,7 +102,7 @@ class QwenCoderCalls:
     def _open(self, name: str, rest: str, pieces: list[Piece]) -> None:
         pieces.append(Call(self.calls, name))
         self.calls += 1
-        self._said, self._name, self._count, self._held = False, name, 0, rest
+        self._said_since, self._name, self._count, self._held = False, name, 0, rest
         self._step = self._parameters
 
     def _argue(self, text: str, pieces: list[Piece]) -> None:
