@@ -101,11 +101,13 @@ def test_an_automatic_length_is_known_to_all_processes(placement):
     async def main():
         options = dict(device="cpu", threads=1, num_kv_blocks=8, placement=placement)
         async with AsyncLLM("demo", max_model_len="auto", **options) as llm:
-            texts = ["a" * 60, "b" * 60, "c" * 60]
-            params = SamplingParams(max_tokens=40, ignore_eos=True)
-            for request in llm.submit(texts, params):
-                async for output in request:
-                    last = output
-                assert len(last.outputs[0].token_ids) == 40
+            params = SamplingParams.for_model(ignore_eos=True, max_tokens=None, min_tokens=1)
+            (request,) = llm.submit([{"prompt_token_ids": [5] * 100}], params)
+            async for output in request:
+                last = output
+            assert len(last.outputs[0].token_ids) == 28, "the scheduler's limit"
+            with pytest.raises(InvalidRequest, match="max_model_len is 128"):  # the tokenizer's
+                async for _ in llm.generate("a " * 200, SamplingParams(max_tokens=1)):
+                    pass
 
     asyncio.run(main())
