@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from nanoactor.server.call_forms import call_finder, call_form
 from nanoactor.server.json_calls import LlamaCalls, MistralCalls
-from nanoactor.server.tool_calls import Arguments, Call, CallsBehindThoughts
+from nanoactor.server.tool_calls import Arguments, CallsBehindThoughts
 from nanoactor.server.tool_choice import Function, Tool
 from nanoactor.server.xml_calls import QwenCoderCalls
 from nanoactor.text.template import ChatTemplate
 from tests.server.harness import events, url
+from tests.server.parsing import found
 from tests.server.scripted import scripted
 from tests.text.test_chat import THINKING
 
@@ -42,22 +43,6 @@ def xml():
 
 def llama():
     return LlamaCalls(["f", "g"])
-
-
-def found(make, pieces):
-    """(text, [(name, arguments)]), with pieces in an order that a client can put together."""
-    parser, said, calls = make(), "", []
-    for piece in [p for text in pieces for p in parser.push(text)] + parser.finish():
-        if isinstance(piece, Call):
-            assert piece.index == len(calls)
-            calls.append([piece.name, ""])
-        elif isinstance(piece, Arguments):
-            assert piece.index == len(calls) - 1
-            calls[-1][1] += piece.text
-        else:
-            assert piece
-            said += piece
-    return said, [tuple(call) for call in calls]
 
 
 def check(make, text, said, calls):

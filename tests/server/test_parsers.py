@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nanoactor.server.choices import ChatChoice
 from nanoactor.server.reasoning import ReasoningParser, ends_in_thoughts
 from nanoactor.server.tool_calls import Arguments, Call, CallsBehindThoughts, ToolCallParser
+from tests.server.parsing import found
 
 # -- thoughts -----------------------------------------------------------------------------
 
@@ -65,20 +66,8 @@ def cut(text, data):
 
 
 def called(pieces):
-    """(text, [(name, arguments)]), with pieces in an order that a client can put together."""
-    parser = ToolCallParser()
-    said, calls = "", []
-    for piece in [p for text in pieces for p in parser.push(text)] + parser.finish():
-        if isinstance(piece, Call):
-            assert piece.index == len(calls)
-            calls.append([piece.name, ""])
-        elif isinstance(piece, Arguments):
-            assert piece.index == len(calls) - 1
-            calls[-1][1] += piece.text
-        else:
-            assert piece
-            said += piece
-    return said, [tuple(call) for call in calls]
+    """(text, [(name, arguments)]) of the Hermes form."""
+    return found(ToolCallParser, pieces)
 
 
 def block(text):
