@@ -70,7 +70,8 @@ class Schema:
     cls: type
     fields: tuple[str, ...]
     kinds: tuple[str, ...]
-    """Per field "plain", "array", "named" (dict of arrays), "message" or "messages" (tuple)."""
+    """Per field "plain", "array", "named" (dict of arrays), "message", "optional" (a message or
+    None) or "messages" (tuple)."""
     text: str
     """What the schema hash covers: name, fields and annotations."""
     values: Callable[[Any], tuple[Any, ...]]
@@ -145,13 +146,16 @@ def _kind(cls: type, name: str, hint: Any) -> str:
         return "named"
     if hint in _NUMBERS:
         return "message"
+    optional = origin in (typing.Union, types.UnionType) and args[1:] == (type(None),)
+    if optional and args[0] in _NUMBERS:
+        return "optional"
     if origin is tuple and args and args[0] in _NUMBERS:
         return "messages"
     if _is_plain(hint):
         return "plain"
     raise CodecError(
         f"{cls.__name__}.{name}: {hint} cannot be sent; use int, float, str, bytes, bool, None, "
-        "tuples, lists and dicts of these, numpy arrays, or registered messages"
+        "tuples, lists and dicts of these, numpy arrays, or registered messages, which may be None"
     )
 
 
@@ -256,7 +260,9 @@ def _flatten(value: Any, arrays: list[Array], inline: int) -> list[Any]:
             row[at] = _describe_array(field, arrays, inline)
         elif kind == "named":
             row[at] = {key: _describe_array(a, arrays, inline) for key, a in field.items()}
-        elif kind == "message":
+        elif kind == "optional" and field is None:
+            continue
+        elif kind in ("message", "optional"):
             row[at] = _flatten(field, arrays, inline)
         else:
             row[at] = [_flatten(item, arrays, inline) for item in field]
@@ -329,7 +335,9 @@ def _unflatten(row: Any, record: Any, at: int) -> tuple[Any, int]:
             for key, description in field.items():
                 named[key], at = _read_array(description, record, at)
             values[position] = named
-        elif kind == "message":
+        elif kind == "optional" and field is None:
+            continue
+        elif kind in ("message", "optional"):
             values[position], at = _unflatten(field, record, at)
         else:
             items = []
@@ -367,7 +375,7 @@ def copied(value: M) -> M:
             field = field.copy()
         elif kind == "named":
             field = {key: array.copy() for key, array in field.items()}
-        elif kind == "message":
+        elif kind == "message" or (kind == "optional" and field is not None):
             field = copied(field)
         elif kind == "messages":
             field = tuple(copied(item) for item in field)

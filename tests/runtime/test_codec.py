@@ -34,6 +34,7 @@ class Outer:
     table: dict[str, float]
     ids: NDArray[np.int32]
     inner: Inner
+    maybe: Inner | None
     many: tuple[Inner, ...]
     extra: NamedArrays
 
@@ -64,6 +65,7 @@ outers = st.builds(
     st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False)),
     npst.arrays(np.int32, st.integers(0, 200)),
     inners,
+    st.none() | inners,
     st.lists(inners, max_size=3).map(tuple),
     st.dictionaries(st.text(max_size=5), arrays, max_size=3),
 )
@@ -81,7 +83,7 @@ def test_a_message_comes_back_as_it_was_sent(sent, sequence, checksum, inline):
 def sample(**changes):
     inner = Inner("a", np.ones(3, np.float32))
     values = dict(number=1, text="x", table={}, ids=np.arange(5, dtype=np.int32), inner=inner)
-    return Outer(**{**values, "many": (), "extra": {}, **changes})
+    return Outer(**{**values, "maybe": None, "many": (), "extra": {}, **changes})
 
 
 def test_arrays_are_aligned_read_only_views_of_the_record():
@@ -131,6 +133,8 @@ def test_a_record_out_of_sequence_is_refused():
         ({"ids": [1, 2]}, "list"),
         ({"ids": np.array(["a"])}, "cannot be sent"),
         ({"inner": "no message"}, "not a registered message"),
+        ({"inner": None}, "NoneType is not a registered message"),
+        ({"maybe": "no message"}, "str is not a registered message"),
     ],
 )
 def test_what_cannot_travel_is_refused_by_name(changes, text):
@@ -143,6 +147,8 @@ def test_classes_that_cannot_travel_are_refused_when_declared():
         message(950)(type("Other", (), {"__annotations__": {"a": int}}))
     with pytest.raises(CodecError, match="cannot be sent"):
         message(952)(type("Other", (), {"__annotations__": {"a": object}}))
+    with pytest.raises(CodecError, match="cannot be sent"):
+        message(952)(type("Other", (), {"__annotations__": {"a": Inner | Outer}}))
 
 
 def test_the_schema_hash_sees_number_names_and_types():
