@@ -205,7 +205,6 @@ class InProcessLoop:
         self.handle(
             Admit(
                 number,
-                0,
                 ids,
                 len(ids),
                 block_hashes(ids, 16, b"overlap"),

@@ -60,7 +60,6 @@ class Admission:
         """Return what admits a request with these tokens, which were checked."""
         return Admit(
             uid=submit.uid,
-            epoch=submit.epoch,
             token_ids=np.concatenate((tokens, *(part.token_ids for part in submit.output))),
             prompt_length=len(tokens),
             hashes=block_hashes(tokens, self.block_size, self._salt, extras=extras),

@@ -89,7 +89,6 @@ class Submit:
     """
 
     uid: int
-    epoch: int
     text: str | None
     chat: str | None
     chat_options: str
@@ -129,7 +128,6 @@ class Admit:
     """
 
     uid: int
-    epoch: int
     token_ids: Int32
     prompt_length: int
     hashes: NDArray[np.uint8]
@@ -154,7 +152,6 @@ class Reject:
     """Tokenizer to scheduler: a request that cannot run, and why."""
 
     uid: int
-    epoch: int
     text: str
     """Empty where it was aborted before it was tokenized."""
     answers: int = 1

@@ -65,7 +65,6 @@ class Rehearsal:
         tokens = np.arange(_PROMPT, dtype=np.int32) + 7 * self._uid
         request = Admit(
             uid=self._uid,
-            epoch=0,
             token_ids=tokens,
             prompt_length=_PROMPT,
             hashes=block_hashes(tokens, self._block_size, _SALT, extras={}),

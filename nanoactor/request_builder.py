@@ -115,7 +115,6 @@ class RequestBuilder:
         self._check_params(params)
         submit = Submit(
             uid=0,
-            epoch=0,
             text=text,
             chat=chat,
             chat_options=options,

@@ -241,7 +241,7 @@ class TokenizerActor(Actor):
         elif error is not None:
             reason = f"the prompt cannot be tokenized: {error!r}"
         answers = len(rows_of(event.sampling))
-        reject = Reject(event.uid, event.epoch, reason[:_LONGEST_REASON], answers, refused)
+        reject = Reject(event.uid, reason[:_LONGEST_REASON], answers, refused)
         self.context.outbox("scheduler").send(reject)
 
     def _forget_items(self, event: Submit) -> None:

@@ -102,12 +102,11 @@ class GrammarBook:
         self,
         words: int,
         ends: Collection[int] = (),
-        epoch: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Masks have so many int32 words; `ends` are the end-of-sequence ids, never forced;
         `clock` tells seconds."""
-        self._words, self._ends, self._epoch, self._clock = words, ends, epoch, clock
+        self._words, self._ends, self._clock = words, ends, clock
         self.fill: Fill = fill_singly
         """What makes the masks of several answers, ..."""
         self.batch = 1
@@ -266,7 +265,6 @@ class GrammarBook:
         closed, self._closed = self._closed, []
         rows = [mask for _, mask in found]
         return Masks(
-            self._epoch,
             np.array(uids, np.int64),
             np.array([position for position, _ in found], np.int32),
             np.stack(rows) if rows else np.empty((0, self._words), np.int32),

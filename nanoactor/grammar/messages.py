@@ -24,7 +24,6 @@ class OpenGrammar:
     """Scheduler to grammar: an answer's tokens will follow; its first mask is wanted."""
 
     uid: int
-    epoch: int
     grammar: str
     """As `GrammarSpec.to_text` writes it."""
     position: int
@@ -91,7 +90,6 @@ class CloseGrammars:
 class Masks:
     """Grammar to every runner: masks, and of whom none will follow."""
 
-    epoch: int
     uids: Int64
     positions: Int32
     masks: Int32

@@ -27,9 +27,7 @@ class MaskStore:
     that no later step names it. Masks that come between are dropped.
     """
 
-    def __init__(self, epoch: int = 0) -> None:
-        """Masks of another epoch are dropped: they were meant for an engine before this one."""
-        self._epoch = epoch
+    def __init__(self) -> None:
         self._masks: dict[int, tuple[int, Int32]] = {}
         """By answer: the position that it is for, and the row."""
         self._closed: set[int] = set()
@@ -45,8 +43,6 @@ class MaskStore:
         """Take masks; return the answers and positions of those that are wanted."""
         uids: list[int] = []
         positions: list[int] = []
-        if event.epoch != self._epoch:
-            return uids, positions
         rows = zip(event.uids.tolist(), event.positions.tolist(), event.masks, strict=True)
         for uid, position, mask in rows:
             if uid not in self._dropped:

@@ -95,7 +95,7 @@ class Constraints:
         first = -1 if free else sequence.length - len(told)
         # Log-probabilities come from choosing, and those of a prompt before the output ends.
         jumps = self._jumps and max(sequence.logprobs, sequence.prompt_logprobs) < 0
-        told_first = (uid, 0, sequence.grammar, first, output, jumps, sequence.limit)
+        told_first = (uid, sequence.grammar, first, output, jumps, sequence.limit)
         self._out.append((GRAMMAR, OpenGrammar(*told_first)))
         if free:
             self._later[uid] = told

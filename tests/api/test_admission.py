@@ -23,7 +23,6 @@ def files():
 def submit(tokens=(5, 6, 7), max_tokens=0, **changes):
     given = dict(
         uid=3,
-        epoch=1,
         text=None,
         chat=None,
         chat_options="",
@@ -48,7 +47,7 @@ def test_token_ids_are_admitted_as_a_tokenizer_would(files):
     assert admit.stopping.max_tokens == 8192 - 40, "as many as fit"
     assert (admit.hashes == block_hashes(np.arange(40, dtype=np.int32), 16, SALT)).all()
     assert len(admit.hashes) == 2
-    for name in ("uid", "epoch", "priority", "sampling", "text_options", "logprobs"):
+    for name in ("uid", "priority", "sampling", "text_options", "logprobs"):
         assert getattr(admit, name) == getattr(told, name)
     assert (admit.prompt_logprobs, admit.held) == (1, True)
     assert (admit.items, admit.rules, admit.grammar, admit.free) == ((), (), "", ())

@@ -49,7 +49,7 @@ def test_a_prompt_comes_in_one_of_three_forms(demo):
     for submit in (text, chat, ids):
         given = (submit.text is not None, submit.chat is not None, len(submit.token_ids) > 0)
         assert sum(given) == 1
-        assert (submit.uid, submit.epoch, submit.priority) == (0, 0, 0)
+        assert (submit.uid, submit.priority) == (0, 0)
 
 
 def test_template_options_travel_as_json(demo):

@@ -64,7 +64,7 @@ def started(answers):
     options = Stopping(9, 0, (), ()), TextOptions((), False, True, 0)
 
     def make(uid):
-        submit = Submit(uid, 0, None, None, "", prompt, 0, b"", *options)
+        submit = Submit(uid, None, None, "", prompt, 0, b"", *options)
         return Entry("one", submit, RequestOutputKind.CUMULATIVE, answers=answers)
 
     return frontend, frontend.submit(make), outboxes

@@ -115,13 +115,13 @@ def worst_messages(config, files):
     flags = np.zeros(seqs, np.bool_)
     text = "x" * max_prompt_bytes(files)
     longs = np.zeros(seqs, np.int64)
-    submit = (0, 0, None, text, text, i32(0), 0, sampling, stopping, options)
+    submit = (0, None, text, text, i32(0), 0, sampling, stopping, options)
     yield (
         "frontend",
         "tokenizer.0",
         Submit(*submit, rules=(rules,), bad_words=bad_words, grammar=grammar),
     )
-    admit = (0, 0, i32(length), length, hashes, 0, sampling, stopping, options)
+    admit = (0, i32(length), length, hashes, 0, sampling, stopping, options)
     yield "tokenizer.0", "scheduler", Admit(*admit, rules=(rules,), grammar=grammar)
     yield "scheduler", "blocks", Match(0, 0, i32(length), hashes, blocks)
     plan = (1, rows, rows, rows, flags, rows, rows, rows, admissions)
@@ -149,9 +149,7 @@ def worst_messages(config, files):
 def worst_of_grammars(config, files):
     seqs = config.max_num_seqs
     rows, longs, run = i32(seqs), np.zeros(seqs, np.int64), i32(seqs * MAX_RUN)
-    opened = OpenGrammar(
-        0, 0, "x" * MAX_GRAMMAR_BYTES, 0, i32(files.max_model_len), True, 2**31 - 1
-    )
+    opened = OpenGrammar(0, "x" * MAX_GRAMMAR_BYTES, 0, i32(files.max_model_len), True, 2**31 - 1)
     yield "scheduler", "grammar", opened
     yield "scheduler", "grammar", BeginGrammar(0, 0, i32(2))
     yield "scheduler", "grammar", GrammarTokens(longs, rows, rows)
@@ -161,7 +159,7 @@ def worst_of_grammars(config, files):
     yield "blocks", "runners", DropMasks(longs)
     masks = i32(MASKS_AT_ONCE, -(-files.config.vocab_size // 32))
     several = np.zeros(MASKS_AT_ONCE, np.int64), i32(MASKS_AT_ONCE)
-    yield "grammar", "runners", Masks(0, *several, masks, longs)
+    yield "grammar", "runners", Masks(*several, masks, longs)
     yield "grammar", "scheduler", ForcedTokens(longs, rows, rows, run)
     reasons = ["\U0001f600" * MAX_REASON] * seqs
     yield "grammar", "scheduler", GrammarsFailed(longs, reasons, longs)

@@ -39,7 +39,7 @@ class Script:
 
 
 def opened(uid, jumps=False, tokens=(), end=10_000):
-    return OpenGrammar(uid, 0, "{}", 10, np.array(tokens, np.int32), jumps, end)
+    return OpenGrammar(uid, "{}", 10, np.array(tokens, np.int32), jumps, end)
 
 
 def settle(book):
@@ -160,7 +160,7 @@ def test_an_answer_that_is_over_is_closed_once_with_all_it_had():
 
 def free_book(matcher):
     book = GrammarBook(WORDS, (END,))
-    book.open(OpenGrammar(0, 0, "{}", -1, np.array((), np.int32), False, 10_000))
+    book.open(OpenGrammar(0, "{}", -1, np.array((), np.int32), False, 10_000))
     book.note_compiled(0, matcher)
     settle(book)
     return book
@@ -195,7 +195,7 @@ def test_a_grammar_that_fails_is_told_while_text_is_free():
 
 def test_free_text_may_end_before_the_grammar_is_compiled():
     book = GrammarBook(WORDS, (END,))
-    book.open(OpenGrammar(0, 0, "{}", -1, np.array((), np.int32), False, 10_000))
+    book.open(OpenGrammar(0, "{}", -1, np.array((), np.int32), False, 10_000))
     begin(book, 25, 7)
     assert book.take_masks(8) is None
     book.note_compiled(0, Script((1,), (2,)))
@@ -253,7 +253,7 @@ def test_masks_are_made_of_somebody_or_not_at_all():
 
     book = GrammarBook(WORDS, clock=lambda: 0.0)
     book.fill, book.batch = fill, 16
-    book.open(OpenGrammar(0, 0, "{}", -1, np.array((), np.int32), False, 10_000))
+    book.open(OpenGrammar(0, "{}", -1, np.array((), np.int32), False, 10_000))
     book.note_compiled(0, Script([1], [2]))
     book.open(opened(1, tokens=[1] * 2000))
     book.note_compiled(1, Script(*[[1]] * 2001))

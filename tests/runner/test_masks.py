@@ -11,11 +11,10 @@ from nanoactor.runner.masks import MaskStore
 from nanoactor.runner.warmup import prefill_step
 
 
-def masks(*pairs, closed=(), epoch=0):
+def masks(*pairs, closed=()):
     rows = np.arange(2 * len(pairs), dtype=np.int32).reshape(-1, 2)
     uids, positions = zip(*pairs, strict=True) if pairs else ((), ())
     return Masks(
-        epoch,
         np.array(uids, np.int64),
         np.array(positions, np.int32),
         rows,
@@ -56,12 +55,6 @@ def test_masks_are_kept_when_their_message_is_overwritten():
     store.add(event)
     event.masks[:] = -1
     assert store.take(step((5, 10))).tolist() == [[0, 1]]
-
-
-def test_masks_of_another_epoch_are_dropped():
-    store = MaskStore(epoch=1)
-    assert store.add(masks((5, 10))) == ([], [])
-    assert len(store) == 0
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,6 @@ class Simulation:
             self.stop_after[uid] = stop
         admit = Admit(
             uid,
-            0,
             tokens,
             len(tokens),
             block_hashes(tokens, self.config.block_size, SALT),
@@ -178,7 +177,7 @@ class Simulation:
     def reject(self):
         uid, self.uid = self.uid, self.uid + 1
         self.expected[uid] = None
-        self.edges["to_s"].append(Reject(uid, 0, "too long"))
+        self.edges["to_s"].append(Reject(uid, "too long"))
         return uid
 
     def abort(self, uid):

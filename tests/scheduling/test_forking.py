@@ -38,7 +38,7 @@ def admit(prompt, answers, uid=0, priority=0):
     sampling = b"".join(pack({"seed": number}) for number in range(answers))
     options, stopping = TextOptions((), False, True, 0), Stopping(20, 0, (), ())
     hashes = block_hashes(tokens, 4, SALT)
-    return Admit(uid, 0, tokens, len(tokens), hashes, priority, sampling, stopping, options)
+    return Admit(uid, tokens, len(tokens), hashes, priority, sampling, stopping, options)
 
 
 def credited(matched=(), tainted=()):

@@ -95,7 +95,6 @@ def admitted(uid, grammar, *free):
     """A prompt of three tokens, answered by 20."""
     return Admit(
         uid=uid,
-        epoch=0,
         token_ids=ints(1, 2, 3),
         prompt_length=3,
         hashes=np.zeros((0, 16), np.uint8),

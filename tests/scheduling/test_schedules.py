@@ -366,7 +366,6 @@ def test_an_answer_that_goes_on_behind_its_end_ends_at_once(output, reason, stop
     stopping = Stopping(max_tokens=3, min_tokens=0, eos_ids=(7,), stop_ids=(9,))
     admit = Admit(
         0,
-        0,
         np.array([1, 2, *output], np.int32),
         prompt_length=2,
         hashes=np.empty((0, 16), np.uint8),

@@ -326,7 +326,6 @@ class World:
             media = [media_of(picture) for picture in ask.pictures]
             submit = Submit(
                 uid,
-                0,
                 None,
                 None,
                 "",
