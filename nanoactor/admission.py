@@ -17,6 +17,7 @@ from nanoactor.vision.messages import Items
 DIRECT_TOKENS = 4096
 """The longest prompt that the frontend admits itself: to hash more would take the user's loop too
 long."""
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 class Admission:
@@ -36,7 +37,7 @@ class Admission:
             return None
         if submit.rules or submit.bad_words or submit.item_times:
             return None
-        if len(tokens) + sum(len(part.token_ids) for part in submit.output) > DIRECT_TOKENS:
+        if len(tokens) + len(_told(submit)) > DIRECT_TOKENS:
             return None
         if self._placeholders and np.isin(tokens, self._placeholders).any():
             return None
@@ -51,16 +52,16 @@ class Admission:
         submit: Submit,
         tokens: Int32,
         stopping: Stopping,
-        items: tuple[Items, ...] = (),
+        items: Items | None = None,
         extras: Mapping[int, bytes] = MappingProxyType({}),
-        rules: tuple[TokenRules, ...] = (),
+        rules: TokenRules | None = None,
         grammar: str = "",
-        free: tuple[FreeText, ...] = (),
+        free: FreeText | None = None,
     ) -> Admit:
         """Return what admits a request with these tokens, which were checked."""
         return Admit(
             uid=submit.uid,
-            token_ids=np.concatenate((tokens, *(part.token_ids for part in submit.output))),
+            token_ids=np.concatenate((tokens, _told(submit))),
             prompt_length=len(tokens),
             hashes=block_hashes(tokens, self.block_size, self._salt, extras=extras),
             priority=submit.priority,
@@ -103,10 +104,14 @@ class Admission:
                     f"max_model_len ({limit}) leaves {room}"
                 )
         most = stopping.max_tokens or room
-        told = sum(len(part.token_ids) for part in submit.output)
-        if told > most:
+        if (told := len(_told(submit))) > most:
             raise InvalidRequest(
                 f"so_far has {told} tokens, but the output may have {most} (max_tokens, or what "
                 "max_model_len leaves)"
             )
         return dataclasses.replace(stopping, max_tokens=most)
+
+
+def _told(submit: Submit) -> Int32:
+    """Return the tokens that the reader of an answer that goes on was told."""
+    return _NO_TOKENS if submit.output is None else submit.output.token_ids

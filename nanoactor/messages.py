@@ -101,8 +101,8 @@ class Submit:
     item_times: tuple[tuple[float, ...], ...] = ()
     """For each picture and video, of which a vision worker will tell the tokenizer: the seconds of
     a video's temporal patches; nothing for a picture."""
-    rules: tuple[TokenRules, ...] = ()
-    """At most one; without the bad words, of which the tokenizer knows the ids."""
+    rules: TokenRules | None = None
+    """Without the bad words, of which the tokenizer knows the ids."""
     bad_words: tuple[str, ...] = ()
     keep_last: int = 0
     """How many tokens of the prompt count, from its end; 0: all."""
@@ -114,9 +114,8 @@ class Submit:
     """What the answers must look like, as `GrammarSpec.to_text` writes it; empty: anything."""
     held: bool = False
     """Whether each answer is held behind every token: `Continue` says what they go on with."""
-    output: tuple[ToldTokens, ...] = ()
-    """At most one, where an answer goes on behind what its reader was told. Then it is the only
-    one."""
+    output: ToldTokens | None = None
+    """What was told of the answer, where it goes on behind that; then it is the only one."""
 
 
 @message(11, by="uid")
@@ -135,16 +134,15 @@ class Admit:
     sampling: bytes
     stopping: Stopping
     text_options: TextOptions
-    items: tuple[Items, ...] = ()
-    """At most one; none for text."""
-    rules: tuple[TokenRules, ...] = ()
-    """At most one."""
+    items: Items | None = None
+    """None for text."""
+    rules: TokenRules | None = None
     logprobs: int = -1
     prompt_logprobs: int = -1
     grammar: str = ""
     held: bool = False
-    free: tuple[FreeText, ...] = ()
-    """At most one; none where the grammar holds from the first token on."""
+    free: FreeText | None = None
+    """None where the grammar holds from the first token on."""
 
 
 @message(12, by="uid")
@@ -198,8 +196,8 @@ class Match:
     token_ids: Int32
     hashes: NDArray[np.uint8]
     blocks: int
-    items: tuple[Items, ...] = ()
-    """At most one; none for text. Pages of the encoder cache were debited for all of them."""
+    items: Items | None = None
+    """None for text. Pages of the encoder cache were debited for all of them."""
     most_hits: int = 2**31 - 1
     """At most so many tokens may be found, as the others must be computed again."""
     sibling: int = -1
@@ -226,8 +224,7 @@ class Admissions:
     rules: tuple[TokenRules, ...]
     constrained: Int32
     """Rows that choose no token when their positions are computed: `DeferredSamples` say when."""
-    scores: tuple[ScoreRequests, ...] = ()
-    """At most one."""
+    scores: ScoreRequests | None = None
 
 
 @message(27)
@@ -391,8 +388,8 @@ class Credits:
     """For each `Free` answered: blocks that nobody holds any more, ..."""
     fences: Int32
     """... and the step that must be done before they may be written again."""
-    encoder: tuple[EncoderCredits, ...]
-    """At most one; none where the matches have no items, and no pages are given back."""
+    encoder: EncoderCredits | None
+    """None where the matches have no items, and no pages are given back."""
     settled: int
     """How many `SampledTokens` with failures are answered; ..."""
     tainted: Int64
@@ -442,8 +439,7 @@ class Tokens:
     """The index of each token in its request's output, from 0."""
     token_ids: Int32
     finishes: tuple[Finish, ...]
-    scores: tuple[RequestScores, ...] = ()
-    """At most one."""
+    scores: RequestScores | None = None
 
 
 @message(60)
@@ -484,8 +480,7 @@ class OutputDelta:
     """How many of `token_ids` belong to each of `uids`."""
     token_ids: Int32
     terminals: tuple[Terminal, ...]
-    scores: tuple[ToldScores, ...] = ()
-    """At most one."""
+    scores: ToldScores | None = None
 
 
 @message(63)

@@ -153,7 +153,7 @@ class RequestBuilder:
             )
         return dataclasses.replace(
             submit,
-            output=(ToldTokens(ids),) if len(ids) else (),
+            output=ToldTokens(ids) if len(ids) else None,
             text_options=dataclasses.replace(submit.text_options, delivered=characters),
             priority=submit.priority - _MOVED_FIRST,
         )
@@ -349,19 +349,17 @@ def _check_priority(priority: Any) -> int:
     return int(number)
 
 
-def _rules(params: SamplingParams) -> tuple[TokenRules, ...]:
+def _rules(params: SamplingParams) -> TokenRules | None:
     """Return what applies to the logits; the tokenizer adds the bad words."""
     biases = params.logit_bias or {}
     if not (biases or params.allowed_token_ids or params.bad_words):
-        return ()
-    return (
-        TokenRules(
-            allowed_ids=np.array(params.allowed_token_ids or (), np.int32),
-            bias_ids=np.array(list(biases), np.int32),
-            biases=np.array(list(biases.values()), np.float32),
-            word_ids=_NO_TOKENS,
-            word_lengths=_NO_TOKENS,
-        ),
+        return None
+    return TokenRules(
+        allowed_ids=np.array(params.allowed_token_ids or (), np.int32),
+        bias_ids=np.array(list(biases), np.int32),
+        biases=np.array(list(biases.values()), np.float32),
+        word_ids=_NO_TOKENS,
+        word_lengths=_NO_TOKENS,
     )
 
 

@@ -151,7 +151,7 @@ class FrontendActor(Actor):
         """Send what is not over of a request, from where its reader was."""
         for submit in resumed(entry):
             # Streams go on at once; requests that only waited are left to the tokenizers.
-            self._dispatch(entry, submit, direct=bool(submit.output))
+            self._dispatch(entry, submit, direct=submit.output is not None)
 
     def _look_at_trial(self) -> None:
         if self._readmission.is_cleared(self._each_entry(), self.context.now()):
@@ -381,7 +381,7 @@ class FrontendActor(Actor):
             self._opened(opened.uid, opened.prompt_token_ids.tolist())
         ids: list[int] = chunk.token_ids.tolist()
         at = 0
-        runs = [run for scores in chunk.scores for run in told_runs(scores)]
+        runs = [] if chunk.scores is None else list(told_runs(chunk.scores))
         logprobs = {run.uid: run for run in runs if not run.is_prompt}
         for run in runs:
             if run.is_prompt and (entry := self._entries.get(run.uid)) is not None:

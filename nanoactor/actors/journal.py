@@ -116,8 +116,8 @@ class Entry:
 
     def told_ids(self, answer: Answer) -> list[int]:
         """Return the tokens of an answer that its reader was told, here or in another engine."""
-        before = [token for part in self.submit.output for token in part.token_ids.tolist()]
-        return before + answer.token_ids
+        before = self.submit.output
+        return [*(before.token_ids.tolist() if before is not None else ()), *answer.token_ids]
 
     def told_characters(self, answer: Answer) -> int:
         """Return how many characters of an answer's text its reader was told, likewise."""

@@ -49,7 +49,7 @@ def _going_on(entry: Entry, uid: int, prompt_logprobs: int) -> Submit:
             submit.text_options, delivered=entry.told_characters(answer)
         ),
         prompt_logprobs=prompt_logprobs,
-        output=(ToldTokens(np.array(told, np.int32)),) if told else (),
+        output=ToldTokens(np.array(told, np.int32)) if told else None,
     )
     if entry.media:  # pictures are placed where the text has them
         return found

@@ -275,17 +275,14 @@ class TokenizerActor(Actor):
         stopping = self._admission.check(tokens, event)
         rules = self._rules(event, encoded.words)
         grammar, free = self._freed(event)
-        extras = block_extras(items[0], self._admission.block_size) if items else {}
+        extras = block_extras(items, self._admission.block_size) if items else {}
         return self._admission.admit(
             event, tokens, stopping, items, extras, rules=rules, grammar=grammar, free=free
         )
 
-    def _freed(self, event: Submit) -> tuple[str, tuple[FreeText, ...]]:
+    def _freed(self, event: Submit) -> tuple[str, FreeText | None]:
         """Return the grammar without the free text before it, and where that ends."""
-        if not event.grammar:
-            return "", ()
-        text, free = freed(event.grammar, self._id_of)
-        return text, () if free is None else (free,)
+        return freed(event.grammar, self._id_of) if event.grammar else ("", None)
 
     def _id_of(self, tag: str) -> int | None:
         if tag not in self._tags:
@@ -298,20 +295,20 @@ class TokenizerActor(Actor):
                 )
         return self._tags[tag]
 
-    def _rules(self, event: Submit, words: Mapping[str, Sequence[int]]) -> tuple[TokenRules, ...]:
+    def _rules(self, event: Submit, words: Mapping[str, Sequence[int]]) -> TokenRules | None:
         """Return the rules with the ids of the bad words. Raises `InvalidRequest` where they leave
         nothing to choose from the start."""
-        if not event.rules:
-            return ()
-        rules = with_words(event.rules[0], event.bad_words, words.__getitem__)
+        if event.rules is None:
+            return None
+        rules = with_words(event.rules, event.bad_words, words.__getitem__)
         check_choice(rules, event.stopping)
-        return (rules,)
+        return rules
 
-    def _place_items(self, event: Submit, tokens: Int32) -> tuple[Int32, tuple[Items, ...]]:
+    def _place_items(self, event: Submit, tokens: Int32) -> tuple[Int32, Items | None]:
         """Return the prompt with a token for each row of its pictures, and where they stand."""
         vision = self._config.files.config.vision
         if vision is None:
-            return tokens, ()
+            return tokens, None
         kinds = ["video" if times else "picture" for times in event.item_times]
         visual = [
             VisualItem(one.key, one.grid[1], one.grid[2], times or None)
@@ -320,9 +317,9 @@ class TokenizerActor(Actor):
         self._check_room(visual, len(tokens))
         prompt = expand_prompt(tokens, visual, vision, self._encode)
         if not visual:
-            return tokens, ()
+            return tokens, None
         items = items_message(prompt, visual, vision, self._workers[event.uid])
-        return prompt.token_ids, (items,)
+        return prompt.token_ids, items
 
     def _check_room(self, visual: list[VisualItem], tokens: int) -> None:
         """Raise `InvalidRequest` where pictures are too many or too large to be placed at all."""

@@ -41,7 +41,7 @@ class Answers:
     settled: int = 0
     tainted: list[int] = dataclasses.field(default_factory=list)
 
-    def message(self, encoder: tuple[EncoderCredits, ...]) -> Credits:
+    def message(self, encoder: EncoderCredits | None) -> Credits:
         """Return all of it, with what the encoder cache has to say."""
         return Credits(
             uids=np.array(self.uids, np.int64),

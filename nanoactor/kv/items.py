@@ -77,22 +77,20 @@ class ItemKeeper:
         for name, values in columns.items():
             self._answers[names.index(name)] += values
 
-    def take_credits(self) -> tuple[EncoderCredits, ...]:
-        """Return all answers since the last call; none where they say nothing."""
+    def take_credits(self) -> EncoderCredits | None:
+        """Return all answers since the last call; None where they say nothing."""
         answers, self._answers = self._answers, [[], [], [], [], [], []]
         has_news, self._has_news = self._has_news, False
         if not has_news:
-            return ()
+            return None
         items, refunds, numbers, units, freed, fences = answers
-        return (
-            EncoderCredits(
-                _int32(items),
-                _int32(refunds),
-                np.array(numbers, np.int64),
-                _int32(units),
-                _int32(freed),
-                _int32(fences),
-            ),
+        return EncoderCredits(
+            _int32(items),
+            _int32(refunds),
+            np.array(numbers, np.int64),
+            _int32(units),
+            _int32(freed),
+            _int32(fences),
         )
 
     # -- holding --------------------------------------------------------------------------

@@ -102,8 +102,8 @@ class BlockManager:
             raise ProtocolBug(f"slot {event.slot} is matched but held by {self._story(event.slot)}")
         tokens = event.token_ids
         items = None
-        if event.items:
-            items = HeldItems.of(event.items[0], len(tokens), self._block_size)
+        if event.items is not None:
+            items = HeldItems.of(event.items, len(tokens), self._block_size)
         extras = items.extras if items is not None else _NO_EXTRAS
         hashes = self._complete_hashes([bytes(row) for row in event.hashes], tokens, extras)
         table = self._find(event, hashes[: (len(tokens) - 1) // self._block_size])
@@ -118,10 +118,10 @@ class BlockManager:
             computed += begun.positions
         table += [self.pool.allocate() for _ in range(event.blocks - len(table))]
         self._holdings[event.slot] = Holding(event.uid, hashes, table, items, extras)
-        if items is None:
+        if items is None or event.items is None:
             self.items.match_nothing()
         else:
-            self.items.match(items, event.items[0], computed)
+            self.items.match(items, event.items, computed)
         self._tokens[event.slot, : len(tokens)] = event.token_ids
         self._known[event.slot], self._planned[event.slot] = len(tokens), computed
         self._room[event.slot] = len(table) * self._block_size

@@ -67,12 +67,12 @@ class ScoreTable:
         self._asked = False
         """Whether anybody has ever asked: else no step looks."""
 
-    def admit(self, slots: Int32, requests: tuple[ScoreRequests, ...]) -> None:
+    def admit(self, slots: Int32, wanted: ScoreRequests | None) -> None:
         """Take what new sequences want."""
-        if not self._asked and not requests:
+        if not self._asked and wanted is None:
             return
         self._output[slots] = self._prompt[slots] = _NOT_ASKED
-        for wanted in requests:
+        if wanted is not None:
             self._asked = True
             self._output[slots[wanted.rows]] = wanted.output
             self._prompt[slots[wanted.rows]] = wanted.prompt

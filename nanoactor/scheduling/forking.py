@@ -89,7 +89,7 @@ class Forking:
             sequence.kept,
             sequence.hashes,
             need,
-            items=() if sequence.items is None else (sequence.items.message,),
+            items=None if sequence.items is None else sequence.items.message,
             most_hits=sequence.most_hits,
             sibling=self._lend(sequence),
         )

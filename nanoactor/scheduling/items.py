@@ -176,13 +176,12 @@ class ItemBook:
         self.out.append((work.worker, Want(work.pixels, work.source, item, work.key)))
 
     def answers(
-        self, encoder: tuple[EncoderCredits, ...], matches: int
+        self, event: EncoderCredits | None, matches: int
     ) -> list[tuple[list[int], list[int]]]:
         """Take back pages that matches did not need, or sequences let go of; return, for each
         match answered, its items' (numbers, units)."""
-        if not encoder:
+        if event is None:
             return [([], [])] * matches
-        (event,) = encoder
         self.budget.refund(int(event.refunds.sum()))
         for freed, fence in zip(event.freed.tolist(), event.fences.tolist(), strict=True):
             self.budget.give_back(freed, fence)

@@ -32,7 +32,7 @@ class OutputBuffer:
         self._new: list[tuple[Int64, Int32, Int32]] = []
         """(uids, indices, tokens) that are not reported."""
         self._finishes: list[Finish] = []
-        self._scores: tuple[RequestScores, ...] = ()
+        self._scores: RequestScores | None = None
         self._refusing: list[Sequence] = []
         """Those whose token would have ended them, though their form is still to come."""
 
@@ -55,7 +55,7 @@ class OutputBuffer:
                 sequences, prompts, counts = map(list, zip(*runs, strict=True))
                 uids = as_int64(sequence.uid for sequence in sequences)
                 flags = np.array(prompts, np.bool_)
-                self._scores = (RequestScores(uids, flags, as_int32(counts), scores),)
+                self._scores = RequestScores(uids, flags, as_int32(counts), scores)
 
     def take(self, done: PlannedStep, tokens: Int32) -> tuple[Int32, Int32, list[Sequence]]:
         """Take a step's tokens, one for each row that samples.
@@ -172,7 +172,7 @@ class OutputBuffer:
 
     def flush(self, step: int) -> Tokens | None:
         """Return what is new since the last call, None if nothing; `step` is the last one done."""
-        if not self._new and not self._finishes and not self._scores:
+        if not self._new and not self._finishes and self._scores is None:
             return None
         new = self._new or [_NOTHING]
         uids, indices, ids = (
@@ -180,7 +180,7 @@ class OutputBuffer:
         )
         tokens = Tokens(step, uids, indices, ids, tuple(self._finishes), self._scores)
         self._statistics.output_tokens += len(uids)
-        self._new, self._finishes, self._scores = [], [], ()
+        self._new, self._finishes, self._scores = [], [], None
         return tokens
 
 

@@ -229,22 +229,22 @@ def _admissions(sequences: list[Sequence]) -> Admissions:
         rope_deltas=as_int32(s.items.message.rope_delta if s.items else 0 for s in sequences),
         prompt_lengths=as_int32(s.prompt_length for s in sequences),
         rule_rows=as_int32(row for row, s in enumerate(sequences) if s.rules),
-        rules=tuple(rules for s in sequences for rules in s.rules),
+        rules=tuple(s.rules for s in sequences if s.rules),
         constrained=as_int32(row for row, s in enumerate(sequences) if s.is_constrained),
         scores=_score_requests(sequences),
     )
 
 
-def _score_requests(sequences: list[Sequence]) -> tuple[ScoreRequests, ...]:
+def _score_requests(sequences: list[Sequence]) -> ScoreRequests | None:
     asking = [
         (row, s.logprobs, s.prompt_logprobs)
         for row, s in enumerate(sequences)
         if s.logprobs >= 0 or s.prompt_logprobs >= 0
     ]
     if not asking:
-        return ()
+        return None
     rows, output, prompt = zip(*asking, strict=True)
-    return (ScoreRequests(as_int32(rows), as_int32(output), as_int32(prompt)),)
+    return ScoreRequests(as_int32(rows), as_int32(output), as_int32(prompt))
 
 
 _NO_ROWS = _rows([])

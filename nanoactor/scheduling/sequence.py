@@ -70,7 +70,7 @@ class Sequence:
     scored: int
     """How many of the prompt's positions were scored by planned steps, or need not be: what was
     told once is not told again."""
-    rules: tuple[TokenRules, ...] = ()
+    rules: TokenRules | None = None
     grammar: str = ""
     """What its output must look like, see `GrammarSpec`; empty: anything."""
     free: FreeText | None = None
@@ -126,9 +126,8 @@ class Sequence:
         tokens, hashes = event.token_ids.copy(), event.hashes.copy()
         samplings = rows_of(event.sampling)
         family: Family[Sequence] = Family(range(event.uid, event.uid + len(samplings)))
-        rules, last = tuple(map(copied, event.rules)), event.prompt_length - 1
-        free = event.free[0] if event.free else None
-        gate, _ = restored(free, tokens[event.prompt_length :].tolist())
+        rules, last = event.rules and copied(event.rules), event.prompt_length - 1
+        gate, _ = restored(event.free, tokens[event.prompt_length :].tolist())
         return [
             cls(
                 uid=uid,
@@ -146,11 +145,11 @@ class Sequence:
                 scored=0 if event.prompt_logprobs >= 0 and uid == event.uid else last,
                 rules=rules,
                 grammar=event.grammar,
-                free=free,
+                free=event.free,
                 gate=gate,
                 holds=event.held,
                 resumed_to=len(tokens) if len(tokens) > event.prompt_length else 0,
-                items=SequenceItems.of(event.items[0], config.encoder) if event.items else None,
+                items=SequenceItems.of(event.items, config.encoder) if event.items else None,
             )
             for uid, sampling in zip(family.uids, samplings, strict=True)
         ]

@@ -21,6 +21,7 @@ from nanoactor.messages import (
     TextOptions,
     Tokens,
 )
+from nanoactor.scores import RequestScores
 from nanoactor.text.decoding import DecoderFactory, IncrementalDecoder
 from nanoactor.text.scores import Score, ScoreRun, runs_of, take_first, told
 from nanoactor.text.stops import StopMatcher
@@ -113,7 +114,7 @@ class Detokenizer:
         hides = [finish.uid for finish in event.finishes if finish.hide_last]
         hidden = _lasts(event, hides) if hides else _NOBODY_HIDES
         entries, pending_of = self._entries, self._pending_of
-        scored = self._scored(event) if event.scores else _NOBODY
+        scored = self._scored(event.scores) if event.scores else _NOBODY
         for uid, index, token in zip(
             event.uids.tolist(), event.indices.tolist(), event.token_ids.tolist(), strict=True
         ):
@@ -140,10 +141,10 @@ class Detokenizer:
         for finish in event.finishes:
             self._finish(finish)
 
-    def _scored(self, event: Tokens) -> dict[int, Score]:
+    def _scored(self, scores: RequestScores) -> dict[int, Score]:
         """Take the log-probabilities of prompts; return those of this step's tokens, by request."""
         found: dict[int, Score] = {}
-        for run in runs_of(event.scores[0]):
+        for run in runs_of(scores):
             if not run.is_prompt:
                 (found[run.uid],) = run.scores
             elif (entry := self._entries.get(run.uid)) is not None:
@@ -335,7 +336,7 @@ class _Draft:
             counts=np.array(self._counts, np.int32),
             token_ids=np.array(self._ids, np.int32),
             terminals=tuple(self._terminals),
-            scores=(told(self._scores),) if self._scores else (),
+            scores=told(self._scores) if self._scores else None,
         )
 
 

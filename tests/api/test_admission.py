@@ -50,7 +50,7 @@ def test_token_ids_are_admitted_as_a_tokenizer_would(files):
     for name in ("uid", "priority", "sampling", "text_options", "logprobs"):
         assert getattr(admit, name) == getattr(told, name)
     assert (admit.prompt_logprobs, admit.held) == (1, True)
-    assert (admit.items, admit.rules, admit.grammar, admit.free) == ((), (), "", ())
+    assert (admit.items, admit.rules, admit.grammar, admit.free) == (None, None, "", None)
 
 
 RULES = TokenRules(np.array([1], np.int32), EMPTY, EMPTY.astype(np.float32), EMPTY, EMPTY)
@@ -62,7 +62,7 @@ RULES = TokenRules(np.array([1], np.int32), EMPTY, EMPTY.astype(np.float32), EMP
         dict(text="To be"),
         dict(chat="[]"),
         dict(grammar="{}"),
-        dict(rules=(RULES,)),
+        dict(rules=RULES),
         dict(bad_words=("no",)),
         dict(item_times=((),)),
         dict(tokens=[1] * (DIRECT_TOKENS + 1)),

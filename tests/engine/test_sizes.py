@@ -100,7 +100,7 @@ def worst_messages(config, files):
         rows,
         (rules,) * seqs,
         rows,
-        (ScoreRequests(rows, rows, rows),),
+        ScoreRequests(rows, rows, rows),
     )
     forks = (Forks(rows, rows, np.zeros(seqs, np.int64), rows, rows),)
     chunks = (ScoredChunks(rows, rows, rows, i32(step)),)
@@ -119,10 +119,10 @@ def worst_messages(config, files):
     yield (
         "frontend",
         "tokenizer.0",
-        Submit(*submit, rules=(rules,), bad_words=bad_words, grammar=grammar),
+        Submit(*submit, rules=rules, bad_words=bad_words, grammar=grammar),
     )
     admit = (0, i32(length), length, hashes, 0, sampling, stopping, options)
-    yield "tokenizer.0", "scheduler", Admit(*admit, rules=(rules,), grammar=grammar)
+    yield "tokenizer.0", "scheduler", Admit(*admit, rules=rules, grammar=grammar)
     yield "scheduler", "blocks", Match(0, 0, i32(length), hashes, blocks)
     plan = (1, rows, rows, rows, flags, rows, rows, rows, admissions)
     late = (DeferredSamples(rows, longs, rows),)
@@ -131,15 +131,15 @@ def worst_messages(config, files):
     tables = (rows, rows, rows, i32(seqs * blocks))
     stamped = (1, rows, rows, rows, flags, i32(step), rows, rows, *tables, admissions)
     yield "blocks", "runners", Step(*stamped, scored=chunks, forks=forks, deferred=late)
-    yield "blocks", "scheduler", Credits(longs, rows, rows, rows, rows, (), 1, longs)
+    yield "blocks", "scheduler", Credits(longs, rows, rows, rows, rows, None, 1, longs)
     done = (1, rows, 0.0, 0, rows, ["e" * 100] * len(rows), rows)
     yield "runner.0", "scheduler", StepDone(*done, scores=(StepScores(rows, scored),))
     yield "scheduler", "detokenizer", Open(0, i32(length), length, options)
     runs = RequestScores(np.zeros(2 * seqs, np.int64), np.tile(flags, 2), i32(2 * seqs), scored)
     finish = Finish(2**62, "failed", "\U0001f600" * MAX_STOP_LENGTH, "e" * 100, 1, 1, 1, True)
-    yield "scheduler", "detokenizer", Tokens(1, longs, rows, rows, (finish,), (runs,))
+    yield "scheduler", "detokenizer", Tokens(1, longs, rows, rows, (finish,), runs)
     many = np.zeros(seqs * MAX_RUN, np.int64), i32(seqs * MAX_RUN), i32(seqs * MAX_RUN)
-    yield "scheduler", "detokenizer", Tokens(1, *many, (finish,), ())
+    yield "scheduler", "detokenizer", Tokens(1, *many, (finish,))
     yield from worst_of_grammars(config, files)
     yield "frontend", "scheduler", Continue(2**62, i32(MAX_ANSWERS), i32(MAX_ANSWERS))
     yield "scheduler", "blocks", Fork(rows, rows, 2**62)
@@ -225,11 +225,11 @@ def test_log_probabilities_stay_within_a_chunks_edge_however_long_tokens_are(mos
     scores = TokenScores(floats[:99], counts, counts, i32(99 * most), floats)
     runs = RequestScores(np.zeros(1, np.int64), np.ones(1, np.bool_), i32(1) + 99, scores)
     none = np.empty(0, np.int64), i32(0), i32(0)
-    detokenizer.take(Tokens(1, *none, (), (runs,)))
+    detokenizer.take(Tokens(1, *none, (), runs))
     told = 0
     while (chunk := detokenizer.take_delta(DELTA_BYTES)) is not None:
         assert encode(chunk).nbytes <= edge.capacity // 2
-        told += sum(int(scores.counts.sum()) for scores in chunk.scores)
+        told += int(chunk.scores.counts.sum()) if chunk.scores else 0
     assert told == 99
 
 

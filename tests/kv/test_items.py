@@ -37,7 +37,7 @@ def encode(keeper, number, first, count):
 def test_rows_are_found_in_their_pages_wherever_a_chunk_is_cut():
     keeper = ItemKeeper(LIMITS)
     one = held(keeper, items((1, 2, 3)))
-    (answer,) = keeper.take_credits()
+    answer = keeper.take_credits()
     assert (answer.numbers.tolist(), answer.units.tolist()) == ([1], [0])
     step = encode(keeper, 1, 0, 1)
     pages = step.pages.tolist()
@@ -75,7 +75,7 @@ def test_pages_are_refunded_or_given_back_but_never_both():
     one = held(keeper, message)
     two = held(keeper, message)  # the same, held by another
     three = held(keeper, message, computed=6)  # of which the first is computed already
-    (answer,) = keeper.take_credits()
+    answer = keeper.take_credits()
     assert answer.items.tolist() == [2, 2, 2]
     assert answer.refunds.tolist() == [0, 3, 3]
     assert answer.numbers.tolist() == [1, 2, 1, 2, -1, 2]
@@ -84,10 +84,10 @@ def test_pages_are_refunded_or_given_back_but_never_both():
     keeper.free(two, 3)
     keeper.free(three, 4)
     keeper.free(three, 4)
-    (answer,) = keeper.take_credits()
+    answer = keeper.take_credits()
     assert sum(answer.freed.tolist()) == 3
     assert answer.fences.tolist() == sorted(answer.fences.tolist())
-    assert keeper.take_credits() == ()
+    assert keeper.take_credits() is None
     keeper.cache.complete(4)
     keeper.check([])
 
@@ -102,7 +102,7 @@ def test_what_a_failing_row_has_read_is_encoded_anew():
     keeper.distrust(one)
     keeper.cache.complete(1)
     again = held(keeper, message)
-    answers = keeper.take_credits()[0]
+    answers = keeper.take_credits()
     assert answers.numbers.tolist()[-1] == 2
     assert answers.units.tolist()[-1] == 0
     keeper.free(again, 2)

@@ -64,7 +64,7 @@ def step(scored=(), starts=(), counts=(), slots=()):
 def test_rows_are_found_among_the_chunks_of_a_step():
     table, every = ScoreTable(8), np.arange(8)
     assert table.rows(step(), every, table.asking(every), ORDER) is None
-    table.admit(int32(5, 2, 7), (ScoreRequests(int32(0, 2), int32(3, -1), int32(-1, 1)),))
+    table.admit(int32(5, 2, 7), ScoreRequests(int32(0, 2), int32(3, -1), int32(-1, 1)))
     assert table.asking(every).tolist() == [5]
     assert table.asking(np.array([7, 5, 2])).tolist() == [1]
     # Chunks of slots 1, 7 and 2, of 4, 6 and 1 tokens; of the second, positions 12 to 14.
@@ -77,13 +77,13 @@ def test_rows_are_found_among_the_chunks_of_a_step():
     assert found.places.tolist() == [3]  # of the decode row
     assert found.counts.tolist() == [1, 1, 1, 3]
     assert found.most == 3
-    table.admit(int32(5), ())  # somebody else has the slot
+    table.admit(int32(5), None)  # somebody else has the slot
     assert not len(table.asking(every))
 
 
 def test_each_row_is_told_what_it_asked_for():
     table, every = ScoreTable(4), np.arange(4)
-    table.admit(int32(0, 1, 2), (ScoreRequests(int32(0, 1, 2), int32(2, 0, 9), int32(-1, -1, -1)),))
+    table.admit(int32(0, 1, 2), ScoreRequests(int32(0, 1, 2), int32(2, 0, 9), int32(-1, -1, -1)))
     found = table.rows(step(), every, table.asking(every), ORDER)
     words = np.arange(3 * 8, dtype=np.int32).reshape(3, 8)  # three of the likeliest, all there are
     message = found.message(words)

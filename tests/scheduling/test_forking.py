@@ -44,7 +44,7 @@ def admit(prompt, answers, uid=0, priority=0):
 def credited(matched=(), tainted=()):
     none, zeros = np.empty(0, np.int32), np.zeros(len(matched), np.int32)
     uids, bad = np.array(matched, np.int64), np.array(tainted, np.int64)
-    return Credits(uids, zeros, zeros, none, none, (), 0, bad)
+    return Credits(uids, zeros, zeros, none, none, None, 0, bad)
 
 
 def of_kind(sent, kind):

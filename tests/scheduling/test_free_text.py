@@ -88,10 +88,10 @@ def longs(*values):
 def credits_of(hits=(), refunds=(), uids=(), tainted=()):
     """Of a block manager that has room for everything."""
     matches = longs(*uids), ints(*hits), ints(*refunds)
-    return Credits(*matches, ints(), ints(), (), 0, longs(*tainted))
+    return Credits(*matches, ints(), ints(), None, 0, longs(*tainted))
 
 
-def admitted(uid, grammar, *free):
+def admitted(uid, grammar, free=None):
     """A prompt of three tokens, answered by 20."""
     return Admit(
         uid=uid,

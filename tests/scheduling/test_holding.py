@@ -36,7 +36,7 @@ def turn(parents, tokens):
 def freed(blocks, fence):
     none = np.empty(0, np.int32)
     counts = np.array([blocks], np.int32), np.array([fence], np.int32)
-    return Credits(np.empty(0, np.int64), none, none, *counts, (), 0, np.empty(0, np.int64))
+    return Credits(np.empty(0, np.int64), none, none, *counts, None, 0, np.empty(0, np.int64))
 
 
 def held(answers=3, length=9, **changes):

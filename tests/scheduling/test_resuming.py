@@ -18,7 +18,7 @@ def planned(prompt, tokens, hits, chunk=32):
     event = dataclasses.replace(admit(range(tokens), 1), prompt_length=prompt)
     (match,) = of_kind(logic.handle(event), Match)
     answer = Credits(
-        np.array([match.uid]), np.array([hits], np.int32), np.zeros(1, np.int32), NONE, NONE, (),
+        np.array([match.uid]), np.array([hits], np.int32), np.zeros(1, np.int32), NONE, NONE, None,
         0, np.empty(0, np.int64),
     )  # fmt: skip
     found, sent = [], logic.handle(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import TYPE_CHECKING
 
@@ -29,10 +30,10 @@ def text_of(toy: Toy) -> str:
     return " ".join(map(str, [toy.number, toy.fails_at, int(toy.hangs), *free]))
 
 
-def free_text_of(text: str) -> tuple[FreeText, ...]:
+def free_text_of(text: str) -> FreeText | None:
     """What of a toy's answer is free."""
     _, _, _, *free = map(int, text.split())
-    return (FreeText(bool(free[0]), *free[1:]),) if free else ()
+    return FreeText(bool(free[0]), *free[1:]) if free else None
 
 
 def mask_of(ids: list[int], words: int) -> Int32:
@@ -50,8 +51,8 @@ def is_refused(number: int) -> bool:
 class ToyMatcher:
     """Stands where a `Matcher` does."""
 
-    def __init__(self, number: int, fails_at: int, free: tuple[FreeText, ...]) -> None:
-        self._toy = ToyState(number, *((f.thinks, f.think_id, f.close_id, f.call_id) for f in free))
+    def __init__(self, number: int, fails_at: int, free: FreeText | None) -> None:
+        self._toy = ToyState(number, free and dataclasses.astuple(free))
         self._number, self._left = number, fails_at
 
     def take(self, tokens: list[int]) -> None:
@@ -100,5 +101,5 @@ class SimulatedGrammar(GrammarActor):
 class SimulatedTokenizer(TokenizerActor):
     """`TokenizerActor` that knows the toys' free text."""
 
-    def _freed(self, event: Submit) -> tuple[str, tuple[FreeText, ...]]:
-        return event.grammar, free_text_of(event.grammar) if event.grammar else ()
+    def _freed(self, event: Submit) -> tuple[str, FreeText | None]:
+        return event.grammar, free_text_of(event.grammar) if event.grammar else None

@@ -295,8 +295,7 @@ MUTATIONS = [
         ADMISSION,
         " or submit.item_times:\n"
         "            return None\n"
-        "        if len(tokens) + sum(len(part.token_ids) "
-        "for part in submit.output) > DIRECT_TOKENS:\n"
+        "        if len(tokens) + len(_told(submit)) > DIRECT_TOKENS:\n"
         "            return None\n"
         "        if self._placeholders and np.isin(tokens, self._placeholders).any():\n",
         ":\n            return None\n        if not len(tokens):\n",
@@ -437,8 +436,8 @@ MUTATIONS = [
     Mutation(
         "a preempted request comes back without its rules",
         PLAN_BUILDER,
-        "rules=tuple(rules for s in sequences for rules in s.rules)",
-        "rules=tuple(rules for s in sequences for rules in s.rules if not s.preemptions)",
+        "rules=tuple(s.rules for s in sequences if s.rules)",
+        "rules=tuple(s.rules for s in sequences if s.rules and not s.preemptions)",
     ),
     Mutation(
         "output is thought to begin where a preempted request comes back",
@@ -1100,14 +1099,14 @@ MUTATIONS = [
     Mutation(
         "an answer begins again behind a death",
         RESUMING,
-        "output=(ToldTokens(np.array(told, np.int32)),) if told else (),",
-        "output=(),",
+        "output=ToldTokens(np.array(told, np.int32)) if told else None,",
+        "output=None,",
     ),
     Mutation(
         "the last token is lost in a death",
         RESUMING,
-        "np.array(told, np.int32)),)",
-        "np.array(told[:-1], np.int32)),)",
+        "np.array(told, np.int32)) if",
+        "np.array(told[:-1], np.int32)) if",
     ),
     Mutation(
         "text is told again behind a death",

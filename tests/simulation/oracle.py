@@ -399,10 +399,10 @@ class Oracle:
             if self._world.cuts and self._has_prompt_logprobs(position):
                 of_prompt = -1
             wanted = ask.logprobs, of_prompt
+            scores = new.scores
             asked = [
                 (int(scores.output[at]), int(scores.prompt[at]))
-                for scores in new.scores
-                for at in np.flatnonzero(scores.rows == row)
+                for at in (np.flatnonzero(scores.rows == row) if scores is not None else ())
             ]
             assert asked == ([wanted] if max(wanted) >= 0 else [])
             told = (int(new.unmasked_from[row]), *new.masked_ids[masked:ends])
@@ -412,7 +412,7 @@ class Oracle:
             assert told == (answer.prompt_length + ask.min_tokens, *ids)
             assert new.prompt_lengths[row] == answer.prompt_length
             rules = [r for at, r in zip(new.rule_rows, new.rules, strict=True) if at == row]
-            assert list(map(str, rules)) == list(map(str, rules_of(position)))
+            assert list(map(str, rules)) == [str(r) for r in [rules_of(position)] if r is not None]
             known = int(self.manager._known[slot])
             # An answer is free until its end-of-sequence token is refused.
             told = row in new.constrained

@@ -298,7 +298,7 @@ class ResidentState:
         that have any."""
         due = set()
         for row, slot in enumerate(slots):
-            for rules in rules_of(int(self._columns.seed[0, slot])):
+            if (rules := rules_of(int(self._columns.seed[0, slot]))) is not None:
                 biases = zip(rules.bias_ids.tolist(), rules.biases.tolist(), strict=True)
                 due |= {(row, *pair) for pair in biases}
         found = set()

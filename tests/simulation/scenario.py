@@ -39,14 +39,14 @@ def sampling_of(position: int, answer: int = 0) -> bytes:
     return pack({**_WAYS[position % len(_WAYS)], "seed": seed_of(position, answer)})
 
 
-def rules_of(seed: int) -> tuple[TokenRules, ...]:
+def rules_of(seed: int) -> TokenRules | None:
     """The rules of a request, by its position or by a seed of its; every third has some, of ids
     that tell whose they are."""
     position = seed % _SEEDS
     if position % 3:
-        return ()
+        return None
     ids = np.array([position, position + 1], np.int32)
-    return (TokenRules(ids + VOCABULARY, ids, ids.astype(np.float32), ids[:0], ids[:0]),)
+    return TokenRules(ids + VOCABULARY, ids, ids.astype(np.float32), ids[:0], ids[:0])
 
 
 IMAGE, VIDEO, START, END = range(VOCABULARY, VOCABULARY + 4)
