@@ -198,22 +198,13 @@ class InProcessLoop:
 
     def admit(self, number: int) -> None:
         from nanoactor.kv.hashing import block_hashes
-        from nanoactor.messages import Admit, Stopping, TextOptions
+        from nanoactor.messages import Admit, RequestSpec, Stopping, TextOptions
         from nanoactor.models.columns import pack
 
         ids = np.array(prompt_of(number), np.int32)
-        self.handle(
-            Admit(
-                number,
-                ids,
-                len(ids),
-                block_hashes(ids, 16, b"overlap"),
-                0,
-                pack({"seed": number}),
-                Stopping(30_000, 0, (), ()),
-                TextOptions((), False, True, 0),
-            )
-        )
+        options = Stopping(30_000, 0, (), ()), TextOptions((), False, True, 0)
+        spec = RequestSpec(0, pack({"seed": number}), *options)
+        self.handle(Admit(number, spec, ids, len(ids), block_hashes(ids, 16, b"overlap")))
 
     def handle(self, event) -> None:
         """One event of the scheduler and all that follows from it at once, but for the device."""

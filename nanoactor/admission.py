@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import numpy as np
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.kv.hashing import block_hashes
-from nanoactor.messages import Admit, FreeText, Int32, Stopping, Submit, TokenRules
+from nanoactor.messages import Admit, FreeText, Int32, RequestSpec, Submit
 from nanoactor.model_files import ModelFiles
 from nanoactor.vision.messages import Items
+from nanoactor.vision.prompt import block_extras
 
 DIRECT_TOKENS = 4096
 """The longest prompt that the frontend admits itself: to hash more would take the user's loop too
@@ -32,55 +31,45 @@ class Admission:
     def direct(self, submit: Submit) -> Admit | None:
         """Return what admits a request with which a tokenizer has nothing to do; None where it has,
         if only to say what is wrong."""
-        tokens = submit.token_ids
-        if submit.text is not None or submit.chat is not None or submit.grammar:
+        tokens, spec = submit.token_ids, submit.spec
+        if submit.text is not None or submit.chat is not None or spec.grammar:
             return None
-        if submit.rules or submit.bad_words or submit.item_times:
+        if spec.rules or submit.bad_words or submit.item_times:
             return None
         if len(tokens) + len(_told(submit)) > DIRECT_TOKENS:
             return None
         if self._placeholders and np.isin(tokens, self._placeholders).any():
             return None
         try:
-            stopping = self.check(tokens, submit)
+            spec = self.check(tokens, submit)
         except InvalidRequest:
             return None
-        return self.admit(submit, tokens, stopping)
+        return self.admit(submit, spec, tokens)
 
     def admit(
         self,
         submit: Submit,
+        spec: RequestSpec,
         tokens: Int32,
-        stopping: Stopping,
         items: Items | None = None,
-        extras: Mapping[int, bytes] = MappingProxyType({}),
-        rules: TokenRules | None = None,
-        grammar: str = "",
         free: FreeText | None = None,
     ) -> Admit:
         """Return what admits a request with these tokens, which were checked."""
+        extras = block_extras(items, self.block_size) if items else {}
         return Admit(
             uid=submit.uid,
+            spec=spec,
             token_ids=np.concatenate((tokens, _told(submit))),
             prompt_length=len(tokens),
             hashes=block_hashes(tokens, self.block_size, self._salt, extras=extras),
-            priority=submit.priority,
-            sampling=submit.sampling,
-            stopping=stopping,
-            text_options=submit.text_options,
             items=items,
-            rules=rules,
-            logprobs=submit.logprobs,
-            prompt_logprobs=submit.prompt_logprobs,
-            grammar=grammar,
             free=free,
-            held=submit.held,
         )
 
-    def check(self, tokens: Int32, submit: Submit) -> Stopping:
-        """Return the limits of a request with this prompt, with max_tokens filled in; raise
+    def check(self, tokens: Int32, submit: Submit) -> RequestSpec:
+        """Return the options of a request with this prompt, with max_tokens filled in; raise
         `InvalidRequest` where the prompt, or what was told of its output, breaks one."""
-        limit, stopping = self._limit, submit.stopping
+        limit, stopping = self._limit, submit.spec.stopping
         if not len(tokens):
             raise InvalidRequest("the prompt is empty: it must have at least one token")
         if len(tokens) >= limit:
@@ -109,7 +98,8 @@ class Admission:
                 f"so_far has {told} tokens, but the output may have {most} (max_tokens, or what "
                 "max_model_len leaves)"
             )
-        return dataclasses.replace(stopping, max_tokens=most)
+        stopping = dataclasses.replace(stopping, max_tokens=most)
+        return dataclasses.replace(submit.spec, stopping=stopping)
 
 
 def _told(submit: Submit) -> Int32:

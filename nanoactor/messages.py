@@ -78,6 +78,27 @@ class FreeText:
     """Ends text; -1: there is none, and the grammar holds behind the thoughts."""
 
 
+@message(5)
+class RequestSpec:
+    """The options of a request, on their way to the scheduler."""
+
+    priority: int
+    sampling: bytes
+    """How the runners choose its tokens: a row of `nanoactor.models.columns` for each answer."""
+    stopping: Stopping
+    text_options: TextOptions
+    rules: TokenRules | None = None
+    """The tokenizer adds the bad words, as it knows their ids."""
+    logprobs: int = -1
+    """How many of the likeliest tokens are told beside each token of output; -1: nothing is."""
+    prompt_logprobs: int = -1
+    """Likewise of the prompt."""
+    grammar: str = ""
+    """What the answers must look like, as `GrammarSpec.to_text` writes it; empty: anything."""
+    held: bool = False
+    """Whether each answer is held behind every token: `Continue` says what they go on with."""
+
+
 @message(10, by="uid")
 class Submit:
     """Frontend to tokenizer: a request with exactly one of text, chat or token ids.
@@ -89,31 +110,17 @@ class Submit:
     """
 
     uid: int
+    spec: RequestSpec
     text: str | None
     chat: str | None
     chat_options: str
     token_ids: Int32
-    priority: int
-    sampling: bytes
-    """How the runners choose its tokens: a row of `nanoactor.models.columns` for each answer."""
-    stopping: Stopping
-    text_options: TextOptions
     item_times: tuple[tuple[float, ...], ...] = ()
     """For each picture and video, of which a vision worker will tell the tokenizer: the seconds of
     a video's temporal patches; nothing for a picture."""
-    rules: TokenRules | None = None
-    """Without the bad words, of which the tokenizer knows the ids."""
     bad_words: tuple[str, ...] = ()
     keep_last: int = 0
     """How many tokens of the prompt count, from its end; 0: all."""
-    logprobs: int = -1
-    """How many of the likeliest tokens are told beside each token of output; -1: nothing is."""
-    prompt_logprobs: int = -1
-    """Likewise of the prompt."""
-    grammar: str = ""
-    """What the answers must look like, as `GrammarSpec.to_text` writes it; empty: anything."""
-    held: bool = False
-    """Whether each answer is held behind every token: `Continue` says what they go on with."""
     output: ToldTokens | None = None
     """What was told of the answer, where it goes on behind that; then it is the only one."""
 
@@ -127,20 +134,12 @@ class Admit:
     """
 
     uid: int
+    spec: RequestSpec
     token_ids: Int32
     prompt_length: int
     hashes: NDArray[np.uint8]
-    priority: int
-    sampling: bytes
-    stopping: Stopping
-    text_options: TextOptions
     items: Items | None = None
     """None for text."""
-    rules: TokenRules | None = None
-    logprobs: int = -1
-    prompt_logprobs: int = -1
-    grammar: str = ""
-    held: bool = False
     free: FreeText | None = None
     """None where the grammar holds from the first token on."""
 

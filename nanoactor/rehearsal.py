@@ -21,6 +21,7 @@ from nanoactor.messages import (
     Match,
     Open,
     Plan,
+    RequestSpec,
     SampledTokens,
     Step,
     StepDone,
@@ -36,9 +37,12 @@ from nanoactor.scheduling.scheduler import Scheduler
 
 _PROMPT, _SEQS = 512, 2
 _SALT = bytes(16)
-_SAMPLING = {"temperature": 0.7, "top_p": 0.9}
-_ONE_TOKEN = Stopping(max_tokens=1, min_tokens=0, eos_ids=(0,), stop_ids=())
-_PLAIN = TextOptions(stop=(), include_stop=False, skip_special=True, min_tokens=0)
+_ONE_TOKEN = RequestSpec(
+    priority=0,
+    sampling=pack({"temperature": 0.7, "top_p": 0.9}),
+    stopping=Stopping(max_tokens=1, min_tokens=0, eos_ids=(0,), stop_ids=()),
+    text_options=TextOptions(stop=(), include_stop=False, skip_special=True, min_tokens=0),
+)
 _NONE, _TOKEN = np.empty(0, np.int32), np.array([5], np.int32)
 
 
@@ -65,13 +69,10 @@ class Rehearsal:
         tokens = np.arange(_PROMPT, dtype=np.int32) + 7 * self._uid
         request = Admit(
             uid=self._uid,
+            spec=_ONE_TOKEN,
             token_ids=tokens,
             prompt_length=_PROMPT,
             hashes=block_hashes(tokens, self._block_size, _SALT, extras={}),
-            priority=0,
-            sampling=pack(_SAMPLING),
-            stopping=_ONE_TOKEN,
-            text_options=_PLAIN,
         )
         self._uid += 1
         return request

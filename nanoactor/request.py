@@ -78,7 +78,7 @@ class Request:
 
     def _warn_of_default(self, output: RequestOutput) -> None:
         """Log once that an output ended by a `max_tokens` that its user did not write."""
-        most = self._entry.submit.stopping.max_tokens
+        most = self._entry.submit.spec.stopping.max_tokens
         cut = any(answer.finish_reason == "length" for answer in output.outputs)
         if cut and isinstance(most, DefaultTokens) and not _WARNED:
             _WARNED.append(self._entry.request_id)

@@ -19,7 +19,7 @@ from nanoactor.continuing import ToldTokens
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.check import check_spec
 from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES
-from nanoactor.messages import Int32, Stopping, Submit, TextOptions, TokenRules
+from nanoactor.messages import Int32, RequestSpec, Stopping, Submit, TextOptions, TokenRules
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.models import columns
 from nanoactor.outputs import OutputSoFar
@@ -55,12 +55,13 @@ def held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Subm
     for what these do not go with."""
     if params.logprobs is None or params.max_tokens is None:
         raise InvalidRequest("held answers need logprobs and max_tokens")
-    if media or submit.grammar or submit.prompt_logprobs >= 0 or submit.text_options.stop:
+    spec = submit.spec
+    if media or spec.grammar or spec.prompt_logprobs >= 0 or spec.text_options.stop:
         raise InvalidRequest(
             "held answers do not go with pictures and videos, structured_outputs, "
             "prompt_logprobs and stop strings"
         )
-    return dataclasses.replace(submit, held=True)
+    return dataclasses.replace(submit, spec=dataclasses.replace(spec, held=True))
 
 
 class RequestBuilder:
@@ -113,23 +114,26 @@ class RequestBuilder:
         if chat_template_kwargs and chat is None:
             raise InvalidRequest("chat_template_kwargs go with a list of messages")
         self._check_params(params)
-        submit = Submit(
-            uid=0,
-            text=text,
-            chat=chat,
-            chat_options=options,
-            token_ids=token_ids,
+        spec = RequestSpec(
             priority=priority,
             sampling=self._sampling(params),
             stopping=self._stopping(params),
             text_options=_text_options(params),
-            item_times=tuple(one.times for one in media),
             rules=_rules(params),
-            bad_words=tuple(params.bad_words or ()),
-            keep_last=keep_last,
             logprobs=_count(params.logprobs),
             prompt_logprobs=_count(params.prompt_logprobs),
             grammar=self._grammar(params),
+        )
+        submit = Submit(
+            uid=0,
+            spec=spec,
+            text=text,
+            chat=chat,
+            chat_options=options,
+            token_ids=token_ids,
+            item_times=tuple(one.times for one in media),
+            bad_words=tuple(params.bad_words or ()),
+            keep_last=keep_last,
         )
         if so_far is not None:
             submit = self._moved(submit, params, so_far)
@@ -151,12 +155,13 @@ class RequestBuilder:
             raise InvalidRequest(
                 f"so_far.characters must be a whole number from 0 on, got {characters!r:.100}"
             )
-        return dataclasses.replace(
-            submit,
-            output=ToldTokens(ids) if len(ids) else None,
-            text_options=dataclasses.replace(submit.text_options, delivered=characters),
-            priority=submit.priority - _MOVED_FIRST,
+        spec = dataclasses.replace(
+            submit.spec,
+            text_options=dataclasses.replace(submit.spec.text_options, delivered=characters),
+            priority=submit.spec.priority - _MOVED_FIRST,
         )
+        output = ToldTokens(ids) if len(ids) else None
+        return dataclasses.replace(submit, spec=spec, output=output)
 
     def chosen(self, params: SamplingParams | None) -> SamplingParams:
         """Return a request's parameters; without any, what the model recommends."""

@@ -112,7 +112,7 @@ class FrontendActor(Actor):
             return any(self._untokenized.get(uid, (-1, 0))[0] == own for uid in entry.uids)
         if kind == "vision":
             return bool(entry.media)
-        return kind != "grammar" or bool(entry.submit.grammar)
+        return kind != "grammar" or bool(entry.submit.spec.grammar)
 
     def renew(self) -> None:
         """Keep the journal."""
@@ -128,7 +128,7 @@ class FrontendActor(Actor):
         for entry in self._each_entry():
             if entry.aborted:
                 self._end_aborted(entry)
-            elif entry.submit.held:
+            elif entry.submit.spec.held:
                 self._lose(entry)
             else:
                 entry.forget_partial_scores()
@@ -347,7 +347,7 @@ class FrontendActor(Actor):
             raise InvalidRequest(f"parents must be from -1 to {len(answers) - 1}")
         if not all(0 <= tokens[index] < self._vocabulary for index in going):
             raise InvalidRequest(f"tokens must be from 0 to {self._vocabulary - 1}")
-        if going and entry.continued + 1 >= entry.submit.stopping.max_tokens:
+        if going and entry.continued + 1 >= entry.submit.spec.stopping.max_tokens:
             raise InvalidRequest("nothing can be told behind the last of max_tokens")
 
     def fail_all(self, error: NanoactorError) -> None:

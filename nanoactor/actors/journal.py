@@ -54,7 +54,7 @@ class Entry:
         self.charge = len(submit.token_ids) or _text_bytes(submit)
         self.media_bytes = sum(one.size for one in media)
         self.prompt_token_ids: list[int] = submit.token_ids.tolist()
-        scored = submit.logprobs >= 0
+        scored = submit.spec.logprobs >= 0
         self.answers = [Answer(index, scored, self._arrival) for index in range(answers)]
         self.continued = 0
         """How often its caller has said what its held answers go on with."""
@@ -89,14 +89,14 @@ class Entry:
     @property
     def places(self) -> list[int]:
         """The uids that count as waiting: held answers begin, and are answered, all together."""
-        return [self.submit.uid] if self.submit.held else list(self.uids)
+        return [self.submit.uid] if self.submit.spec.held else list(self.uids)
 
     @property
     def is_held(self) -> bool:
         """Tell whether it is its caller's turn: all answers that live have told a token since."""
         living = [answer for answer in self.answers if answer.terminal is None]
         due = all(len(answer.token_ids) > self.continued for answer in living)
-        return self.submit.held and bool(living) and due
+        return self.submit.spec.held and bool(living) and due
 
     async def held(self) -> None:
         """Wait until it is the caller's turn; raises the error that ended the request."""
@@ -121,7 +121,7 @@ class Entry:
 
     def told_characters(self, answer: Answer) -> int:
         """Return how many characters of an answer's text its reader was told, likewise."""
-        return max(0, self.submit.text_options.delivered) + sum(map(len, answer.text))
+        return max(0, self.submit.spec.text_options.delivered) + sum(map(len, answer.text))
 
     @property
     def over(self) -> bool:
@@ -187,7 +187,7 @@ class Entry:
     @property
     def has_prompt_logprobs(self) -> bool:
         """Tell whether those of the prompt are complete; where nobody wants any, they are."""
-        wanted = self.submit.prompt_logprobs >= 0
+        wanted = self.submit.spec.prompt_logprobs >= 0
         return not wanted or len(self._prompt_logprobs) == len(self.prompt_token_ids)
 
     def raise_error(self) -> None:
@@ -214,7 +214,7 @@ class Entry:
         whole = not delta or len(self.answers) == 1
         outputs = [answer.output(delta) for answer in self.answers if whole or answer.has_news]
         first = self.answers[0].terminal
-        wanted = self.submit.prompt_logprobs >= 0 and not (delta and self._told_prompt)
+        wanted = self.submit.spec.prompt_logprobs >= 0 and not (delta and self._told_prompt)
         told = self._prompt_logprobs if wanted and self.has_prompt_logprobs else None
         self._told_prompt = True
         return RequestOutput(

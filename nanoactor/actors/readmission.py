@@ -49,7 +49,7 @@ class Readmission:
         been at work in a node. Return which request has caused one of them, where that is known,
         and how many deaths it explains."""
         living = [entry for entry in entries if not entry.over and _uid(entry) not in self._kept]
-        living.sort(key=lambda entry: (entry.submit.priority, _uid(entry)))
+        living.sort(key=lambda entry: (entry.submit.spec.priority, _uid(entry)))
         self._kept = {}
         # Of several at once, one is looked at: the others may have followed from it.
         death = next((death for death in deaths if death.is_evidence), None) or deaths[0]

@@ -31,24 +31,28 @@ def resumed(entry: Entry) -> list[Submit]:
     Where nothing of it was told, that is what it was. Else each of its answers goes on by itself,
     behind the tokens that were told, with the random numbers that belong to their positions.
     """
-    wanted = -1 if entry.has_prompt_logprobs else entry.submit.prompt_logprobs
+    spec = entry.submit.spec
+    wanted = -1 if entry.has_prompt_logprobs else spec.prompt_logprobs
     if not any(answer.token_ids or answer.terminal for answer in entry.answers):
-        return [dataclasses.replace(entry.submit, prompt_logprobs=wanted)]
+        spec = dataclasses.replace(spec, prompt_logprobs=wanted)
+        return [dataclasses.replace(entry.submit, spec=spec)]
     living = [uid for uid in entry.uids if entry.answer(uid).terminal is None]
     return [_going_on(entry, uid, wanted if uid == living[0] else -1) for uid in living]
 
 
 def _going_on(entry: Entry, uid: int, prompt_logprobs: int) -> Submit:
-    submit, answer = entry.submit, entry.answer(uid)
-    told = entry.told_ids(answer)
-    found = dataclasses.replace(
-        submit,
-        uid=uid,
-        sampling=rows_of(submit.sampling)[answer.index],
-        text_options=dataclasses.replace(
-            submit.text_options, delivered=entry.told_characters(answer)
-        ),
+    spec, answer = entry.submit.spec, entry.answer(uid)
+    told, characters = entry.told_ids(answer), entry.told_characters(answer)
+    spec = dataclasses.replace(
+        spec,
+        sampling=rows_of(spec.sampling)[answer.index],
+        text_options=dataclasses.replace(spec.text_options, delivered=characters),
         prompt_logprobs=prompt_logprobs,
+    )
+    found = dataclasses.replace(
+        entry.submit,
+        uid=uid,
+        spec=spec,
         output=ToldTokens(np.array(told, np.int32)) if told else None,
     )
     if entry.media:  # pictures are placed where the text has them

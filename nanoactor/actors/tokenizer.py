@@ -28,7 +28,7 @@ from nanoactor.text.template import TemplateFacts
 from nanoactor.vision.gather import ItemGathering
 from nanoactor.vision.media import ReadItem, Unusable
 from nanoactor.vision.messages import Items, ItemsRead
-from nanoactor.vision.prompt import VisualItem, block_extras, expand_prompt, items_message
+from nanoactor.vision.prompt import VisualItem, expand_prompt, items_message
 from nanoactor.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class TokenizerActor(Actor):
             reason = str(error)
         elif error is not None:
             reason = f"the prompt cannot be tokenized: {error!r}"
-        answers = len(rows_of(event.sampling))
+        answers = len(rows_of(event.spec.sampling))
         reject = Reject(event.uid, reason[:_LONGEST_REASON], answers, refused)
         self.context.outbox("scheduler").send(reject)
 
@@ -272,17 +272,15 @@ class TokenizerActor(Actor):
 
     def _admitted(self, event: Submit, encoded: Encoded) -> Admit:
         tokens, items = self._place_items(event, encoded.prompt[-event.keep_last :])
-        stopping = self._admission.check(tokens, event)
+        spec = self._admission.check(tokens, event)
         rules = self._rules(event, encoded.words)
-        grammar, free = self._freed(event)
-        extras = block_extras(items, self._admission.block_size) if items else {}
-        return self._admission.admit(
-            event, tokens, stopping, items, extras, rules=rules, grammar=grammar, free=free
-        )
+        grammar, free = self._freed(spec.grammar)
+        spec = dataclasses.replace(spec, rules=rules, grammar=grammar)
+        return self._admission.admit(event, spec, tokens, items, free)
 
-    def _freed(self, event: Submit) -> tuple[str, FreeText | None]:
-        """Return the grammar without the free text before it, and where that ends."""
-        return freed(event.grammar, self._id_of) if event.grammar else ("", None)
+    def _freed(self, grammar: str) -> tuple[str, FreeText | None]:
+        """Return a grammar without the free text before it, and where that ends."""
+        return freed(grammar, self._id_of) if grammar else ("", None)
 
     def _id_of(self, tag: str) -> int | None:
         if tag not in self._tags:
@@ -298,10 +296,10 @@ class TokenizerActor(Actor):
     def _rules(self, event: Submit, words: Mapping[str, Sequence[int]]) -> TokenRules | None:
         """Return the rules with the ids of the bad words. Raises `InvalidRequest` where they leave
         nothing to choose from the start."""
-        if event.rules is None:
+        if event.spec.rules is None:
             return None
-        rules = with_words(event.rules, event.bad_words, words.__getitem__)
-        check_choice(rules, event.stopping)
+        rules = with_words(event.spec.rules, event.bad_words, words.__getitem__)
+        check_choice(rules, event.spec.stopping)
         return rules
 
     def _place_items(self, event: Submit, tokens: Int32) -> tuple[Int32, Items | None]:

@@ -151,7 +151,7 @@ class Part:
         """Return what has it run, or go on."""
         page, entry = self.page, self.page.entry
         params = page.params
-        if entry.submit.prompt_logprobs >= 0 and entry.has_prompt_logprobs:
+        if entry.submit.spec.prompt_logprobs >= 0 and entry.has_prompt_logprobs:
             params = dataclasses.replace(params, prompt_logprobs=None)  # they were told
         told = -1
         if self.is_moved and len(self.answers) == 1:

@@ -34,7 +34,7 @@ class Arrivals:
             # One of them tells what the prompt has become.
             first = sequence is living[0]
             prompt = (event.token_ids.copy(), event.prompt_length) if first else (_NO_TOKENS, 0)
-            out.append((TEXT, Open(sequence.uid, *prompt, event.text_options)))
+            out.append((TEXT, Open(sequence.uid, *prompt, event.spec.text_options)))
         return living, out
 
     def reject(self, event: Reject) -> None:

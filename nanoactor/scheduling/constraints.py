@@ -87,15 +87,15 @@ class Constraints:
         """Ask for the first mask of a sequence that is about to run, unless that was done; where
         its text is free, have its grammar be compiled."""
         uid = sequence.uid
-        if not sequence.grammar or uid in self._awaited or uid in self._later:
+        if not sequence.spec.grammar or uid in self._awaited or uid in self._later:
             return
         free = not sequence.is_constrained
         _, told = restored(sequence.free, sequence.tokens[sequence.prompt_length :].tolist())
         output = as_int32(() if free else told)
         first = -1 if free else sequence.length - len(told)
         # Log-probabilities come from choosing, and those of a prompt before the output ends.
-        jumps = self._jumps and max(sequence.logprobs, sequence.prompt_logprobs) < 0
-        told_first = (uid, sequence.grammar, first, output, jumps, sequence.limit)
+        jumps = self._jumps and max(sequence.spec.logprobs, sequence.prompt_logprobs) < 0
+        told_first = (uid, sequence.spec.grammar, first, output, jumps, sequence.limit)
         self._out.append((GRAMMAR, OpenGrammar(*told_first)))
         if free:
             self._later[uid] = told

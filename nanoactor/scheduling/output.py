@@ -87,7 +87,7 @@ class OutputBuffer:
         for sequence, token in zip(sequences, tokens, strict=True):
             if not sequence.takes(token):
                 self._drop(sequence, token)
-            elif sequence.holds:
+            elif sequence.spec.held:
                 self._tell(sequence, token)
             else:
                 self.append(sequence, token)

@@ -218,18 +218,18 @@ def _introduce(chunks: list[PrefillChunk]) -> Admissions:
 
 
 def _admissions(sequences: list[Sequence]) -> Admissions:
-    masked = [s.end_ids if s.stopping.min_tokens else () for s in sequences]
+    masked = [s.end_ids if s.spec.stopping.min_tokens else () for s in sequences]
     sampling = np.frombuffer(b"".join(s.sampling for s in sequences), np.int32)
     return Admissions(
         slots=as_int32(s.slot for s in sequences),
         sampling=sampling.reshape(-1, WORDS),
-        unmasked_from=as_int32(s.prompt_length + s.stopping.min_tokens for s in sequences),
+        unmasked_from=as_int32(s.prompt_length + s.spec.stopping.min_tokens for s in sequences),
         masked_ids=as_int32(token for ids in masked for token in ids),
         masked_counts=as_int32(map(len, masked)),
         rope_deltas=as_int32(s.items.message.rope_delta if s.items else 0 for s in sequences),
         prompt_lengths=as_int32(s.prompt_length for s in sequences),
-        rule_rows=as_int32(row for row, s in enumerate(sequences) if s.rules),
-        rules=tuple(s.rules for s in sequences if s.rules),
+        rule_rows=as_int32(row for row, s in enumerate(sequences) if s.spec.rules),
+        rules=tuple(s.spec.rules for s in sequences if s.spec.rules),
         constrained=as_int32(row for row, s in enumerate(sequences) if s.is_constrained),
         scores=_score_requests(sequences),
     )
@@ -237,9 +237,9 @@ def _admissions(sequences: list[Sequence]) -> Admissions:
 
 def _score_requests(sequences: list[Sequence]) -> ScoreRequests | None:
     asking = [
-        (row, s.logprobs, s.prompt_logprobs)
+        (row, s.spec.logprobs, s.prompt_logprobs)
         for row, s in enumerate(sequences)
-        if s.logprobs >= 0 or s.prompt_logprobs >= 0
+        if s.spec.logprobs >= 0 or s.prompt_logprobs >= 0
     ]
     if not asking:
         return None

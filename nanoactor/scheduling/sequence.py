@@ -8,7 +8,7 @@ import enum
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.messages import Admit, FreeText, Int32, Stopping, TokenRules
+from nanoactor.messages import Admit, FreeText, Int32, RequestSpec
 from nanoactor.models.columns import rows_of
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.config import SchedulerConfig
@@ -52,6 +52,9 @@ class Sequence:
     """
 
     uid: int
+    spec: RequestSpec
+    """What its request asks for, as all answers to it have it; but `sampling` and `prompt_logprobs`
+    of each stand here."""
     priority_key: tuple[int, int]
     """Lower goes first and is preempted last."""
     table: RunningTable
@@ -62,17 +65,11 @@ class Sequence:
     """How many tokens it may have in all."""
     hashes: NDArray[np.uint8]
     sampling: bytes
-    stopping: Stopping
     family: Family[Sequence]
-    logprobs: int
-    """How many of the likeliest tokens are told beside each token of output; -1: nothing is."""
     prompt_logprobs: int
     scored: int
     """How many of the prompt's positions were scored by planned steps, or need not be: what was
     told once is not told again."""
-    rules: TokenRules | None = None
-    grammar: str = ""
-    """What its output must look like, see `GrammarSpec`; empty: anything."""
     free: FreeText | None = None
     """What of its output is free before the grammar holds."""
     gate: int = NO_GATE
@@ -81,8 +78,6 @@ class Sequence:
     """Whether results that are under way are dropped: they are behind the end of free text."""
     resumed_to: int = 0
     """How many tokens it was admitted with, if its output had begun before; else 0."""
-    holds: bool = False
-    """Whether its caller says what it goes on with: what is sampled is told, and not appended."""
     told: int = -1
     """The last position for which a token was told to its caller."""
     asked: int = -1
@@ -123,31 +118,26 @@ class Sequence:
         Priority counts as so many places in the order of arrival, so that nobody is passed by
         more than `priority_window` later requests for each degree of priority between them.
         """
-        tokens, hashes = event.token_ids.copy(), event.hashes.copy()
-        samplings = rows_of(event.sampling)
+        tokens, hashes, spec = event.token_ids.copy(), event.hashes.copy(), copied(event.spec)
+        samplings, last = rows_of(spec.sampling), event.prompt_length - 1
         family: Family[Sequence] = Family(range(event.uid, event.uid + len(samplings)))
-        rules, last = event.rules and copied(event.rules), event.prompt_length - 1
         gate, _ = restored(event.free, tokens[event.prompt_length :].tolist())
         return [
             cls(
                 uid=uid,
-                priority_key=(uid + event.priority * config.priority_window, uid),
+                spec=spec,
+                priority_key=(uid + spec.priority * config.priority_window, uid),
                 table=table,
                 kept=tokens,
                 prompt_length=event.prompt_length,
-                limit=min(event.prompt_length + event.stopping.max_tokens, config.max_model_len),
+                limit=min(event.prompt_length + spec.stopping.max_tokens, config.max_model_len),
                 hashes=hashes,
                 sampling=sampling,
-                stopping=event.stopping,
                 family=family,
-                logprobs=event.logprobs,
-                prompt_logprobs=event.prompt_logprobs if uid == event.uid else -1,
-                scored=0 if event.prompt_logprobs >= 0 and uid == event.uid else last,
-                rules=rules,
-                grammar=event.grammar,
+                prompt_logprobs=spec.prompt_logprobs if uid == event.uid else -1,
+                scored=0 if spec.prompt_logprobs >= 0 and uid == event.uid else last,
                 free=event.free,
                 gate=gate,
-                holds=event.held,
                 resumed_to=len(tokens) if len(tokens) > event.prompt_length else 0,
                 items=SequenceItems.of(event.items, config.encoder) if event.items else None,
             )
@@ -158,23 +148,23 @@ class Sequence:
     def is_constrained(self) -> bool:
         """Tell whether its tokens are chosen under masks: then it never decodes, and each position
         is computed when its token is known."""
-        return bool(self.grammar) and self.gate == NO_GATE
+        return bool(self.spec.grammar) and self.gate == NO_GATE
 
     @property
     def is_stepwise(self) -> bool:
         """Tell whether it never decodes: no token of it is known before somebody says so."""
-        return self.is_constrained or self.holds
+        return self.is_constrained or self.spec.held
 
     @property
     def is_held(self) -> bool:
         """Tell whether nothing but its caller keeps it from going on. No step with a row of it is
         in flight then."""
-        return self.holds and self.told == self.length
+        return self.spec.held and self.told == self.length
 
     @property
     def is_computed(self) -> bool:
         """Tell whether its caller says what is computed next, now or when results are in."""
-        return self.holds and self.scheduled == self.length
+        return self.spec.held and self.scheduled == self.length
 
     @property
     def continues(self) -> bool:
@@ -184,7 +174,7 @@ class Sequence:
     @property
     def end_ids(self) -> tuple[int, ...]:
         """The tokens that end it."""
-        return (*self.stopping.eos_ids, *self.stopping.stop_ids)
+        return (*self.spec.stopping.eos_ids, *self.spec.stopping.stop_ids)
 
     @property
     def watched_ids(self) -> tuple[int, ...]:
@@ -209,9 +199,9 @@ class Sequence:
 
     def refuses(self, token: int) -> bool:
         """Tell whether a token would end it in its thoughts, where its form is to come."""
-        if not must_go_on(self.free, self.gate) or token not in self.stopping.eos_ids:
+        if not must_go_on(self.free, self.gate) or token not in self.spec.stopping.eos_ids:
             return False
-        return self.length + 1 - self.prompt_length >= self.stopping.min_tokens
+        return self.length + 1 - self.prompt_length >= self.spec.stopping.min_tokens
 
     @property
     def length(self) -> int:
@@ -300,7 +290,7 @@ class Sequence:
 
     def end_reached(self) -> End | None:
         """Return how the newest known token ends it; None where it goes on."""
-        tokens, stopping = self.tokens, self.stopping
+        tokens, stopping = self.tokens, self.spec.stopping
         token = int(tokens[-1])
         if len(tokens) - self.prompt_length >= stopping.min_tokens:
             if token in stopping.eos_ids:

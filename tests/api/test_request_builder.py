@@ -49,7 +49,7 @@ def test_a_prompt_comes_in_one_of_three_forms(demo):
     for submit in (text, chat, ids):
         given = (submit.text is not None, submit.chat is not None, len(submit.token_ids) > 0)
         assert sum(given) == 1
-        assert (submit.uid, submit.priority) == (0, 0)
+        assert (submit.uid, submit.spec.priority) == (0, 0)
 
 
 def test_template_options_travel_as_json(demo):
@@ -57,30 +57,31 @@ def test_template_options_travel_as_json(demo):
     assert build("x", SamplingParams()).chat_options == "{}"
     submit = build(CHAT, SamplingParams(), 3, {"enable_thinking": False, "tools": [{"a": "和"}]})
     assert json.loads(submit.chat_options) == {"enable_thinking": False, "tools": [{"a": "和"}]}
-    assert submit.priority == 3
+    assert submit.spec.priority == 3
 
 
 def test_what_a_request_leaves_open_the_models_files_say(demo):
     build = builder(demo).build
-    assert build("x", SamplingParams.for_model(seed=9)).sampling == pack({**DEFAULTS, "seed": 9})
+    plain = build("x", SamplingParams.for_model(seed=9))
+    assert plain.spec.sampling == pack({**DEFAULTS, "seed": 9})
     # What is left out of a constructor called by hand is vLLM's; None is the model's.
-    assert build("x", SamplingParams(seed=9)).sampling == pack({**columns.NEUTRAL, "seed": 9})
+    assert build("x", SamplingParams(seed=9)).spec.sampling == pack({**columns.NEUTRAL, "seed": 9})
     params = SamplingParams(seed=9, top_k=None)
     expected = {**columns.NEUTRAL, "top_k": DEFAULTS["top_k"], "seed": 9}
-    assert build("x", params).sampling == pack(expected)
+    assert build("x", params).spec.sampling == pack(expected)
     for name, value in (("temperature", 0), ("top_k", 3), ("top_p", 1), ("min_p", 0)):
-        sampling = build("x", SamplingParams.for_model(seed=9, **{name: value})).sampling
+        sampling = build("x", SamplingParams.for_model(seed=9, **{name: value})).spec.sampling
         assert sampling == pack({**DEFAULTS, name: value, "seed": 9})
 
 
 def test_minus_one_means_no_limit(demo):
     build = builder(demo).build
-    assert unpack(build("x", SamplingParams(top_k=-1)).sampling).top_k == 0
+    assert unpack(build("x", SamplingParams(top_k=-1)).spec.sampling).top_k == 0
     files = dataclasses.replace(
         demo, generation=GenerationConfig({**columns.DEFAULTS, "top_k": -1})
     )
     without = RequestBuilder(EngineConfig("demo"), files, random.Random())
-    assert unpack(without.build("x", SamplingParams.for_model())[0].sampling).top_k == 0
+    assert unpack(without.build("x", SamplingParams.for_model())[0].spec.sampling).top_k == 0
 
 
 def test_every_column_is_a_parameter_of_its_name():
@@ -90,7 +91,7 @@ def test_every_column_is_a_parameter_of_its_name():
 def test_seeds_are_drawn_for_requests_without_one(demo):
     def seeds(builder, *given):
         submits = [builder.build("x", SamplingParams(seed=seed)) for seed in given]
-        return [unpack(submit.sampling).seed for submit in submits]
+        return [unpack(submit.spec.sampling).seed for submit in submits]
 
     drawn = seeds(builder(demo, seed=5), None, None)
     assert drawn[0] != drawn[1]
@@ -102,7 +103,7 @@ def test_when_a_request_ends(demo):
     build = builder(demo).build
 
     def stopping(params, build=build):
-        return dataclasses.astuple(build("x", params).stopping)
+        return dataclasses.astuple(build("x", params).spec.stopping)
 
     assert stopping(SamplingParams.for_model()) == (0, 0, (2, 0), (), False)
     assert stopping(SamplingParams(max_tokens=None)) == (0, 0, (2, 0), (), False)
@@ -119,7 +120,7 @@ def test_when_a_request_ends(demo):
 
 def test_how_text_is_made(demo):
     build = builder(demo).build
-    assert dataclasses.astuple(build("x", SamplingParams()).text_options) == (
+    assert dataclasses.astuple(build("x", SamplingParams()).spec.text_options) == (
         (),
         False,
         True,
@@ -130,7 +131,7 @@ def test_how_text_is_made(demo):
     params = SamplingParams(
         stop=["a", "b"], include_stop_str_in_output=True, skip_special_tokens=False, min_tokens=4
     )
-    assert dataclasses.astuple(build("x", params).text_options) == (
+    assert dataclasses.astuple(build("x", params).spec.text_options) == (
         ("a", "b"),
         True,
         False,
@@ -138,7 +139,7 @@ def test_how_text_is_made(demo):
         True,
         -1,
     )
-    assert not build("x", SamplingParams(detokenize=False)).text_options.detokenize
+    assert not build("x", SamplingParams(detokenize=False)).spec.text_options.detokenize
 
 
 def test_limits_are_the_models(demo):
@@ -202,7 +203,7 @@ def test_bad_arguments_beside_the_prompt_are_named(demo):
     for priority in (1.5, True, 2**31, "1"):
         with pytest.raises(InvalidRequest, match="priority"):
             build("x", SamplingParams(), priority)
-    assert build("x", SamplingParams(), np.int64(-(2**31))).priority == -(2**31)
+    assert build("x", SamplingParams(), np.int64(-(2**31))).spec.priority == -(2**31)
     with pytest.raises(InvalidRequest, match="sampling_params"):
         build("x", {"temperature": 0})
     with pytest.raises(InvalidRequest, match="go with a list of messages"):

@@ -39,31 +39,31 @@ def test_each_answer_goes_on_by_itself_behind_what_was_told():
     assert [one.uid for one in found] == [3, 5]
     assert found[0].output.token_ids.tolist() == [7, 8]
     assert found[1].output is None
-    assert [one.sampling[:1] for one in found] == [b"\0", b"\2"]
-    assert [one.text_options.delivered for one in found] == [5, 0]
+    assert [one.spec.sampling[:1] for one in found] == [b"\0", b"\2"]
+    assert [one.spec.text_options.delivered for one in found] == [5, 0]
     for one in found:
         assert one.token_ids.tolist() == [5, 6, 7]
         assert (one.text, one.chat, one.keep_last) == (None, None, 0)
-        assert one.stopping == asked.submit.stopping
+        assert one.spec.stopping == asked.submit.spec.stopping
 
 
 def test_a_prompt_whose_log_probabilities_are_complete_is_not_scored_again():
     asked = entry(prompt_logprobs=1)
-    assert resumed(asked)[0].prompt_logprobs == 1
+    assert resumed(asked)[0].spec.prompt_logprobs == 1
     asked._prompt_logprobs = [None, {}, {}]
     asked.forget_partial_scores()
-    assert resumed(asked)[0].prompt_logprobs == -1
+    assert resumed(asked)[0].spec.prompt_logprobs == -1
     asked._prompt_logprobs = [None, {}]
     asked.forget_partial_scores()
     assert asked._prompt_logprobs == [None]
-    assert resumed(asked)[0].prompt_logprobs == 1
+    assert resumed(asked)[0].spec.prompt_logprobs == 1
 
 
 def test_only_one_answer_has_the_prompt_scored():
     asked = entry(answers=3, prompt_logprobs=1)
     asked.accepted.set()
     asked.answers[2].token_ids.append(9)
-    assert [one.prompt_logprobs for one in resumed(asked)] == [1, -1, -1]
+    assert [one.spec.prompt_logprobs for one in resumed(asked)] == [1, -1, -1]
 
 
 @pytest.mark.parametrize("output", [[], [7], [7, 8, 9]])
@@ -76,4 +76,4 @@ def test_it_is_admitted_with_its_output_behind_its_prompt(files, output):  # noq
     assert admit.token_ids.tolist() == [5, 6, 7, *output]
     assert admit.prompt_length == 3
     assert len(admit.hashes) == 1
-    assert admit.stopping.max_tokens == 8192 - 3
+    assert admit.spec.stopping.max_tokens == 8192 - 3

@@ -186,11 +186,11 @@ def built(files, values, **options):
 
 
 def test_a_request_carries_its_grammar_as_text(demo):
-    assert built(demo, None).grammar == ""
+    assert built(demo, None).spec.grammar == ""
     for values, *_ in SPECS:
         made = StructuredOutputsParams(**values)
-        assert GrammarSpec.of_text(built(demo, made).grammar) == made.spec()
-        assert built(demo, made).grammar == built(demo, values).grammar
+        assert GrammarSpec.of_text(built(demo, made).spec.grammar) == made.spec()
+        assert built(demo, made).spec.grammar == built(demo, values).spec.grammar
 
 
 def test_a_grammar_needs_a_tokenizer(demo):

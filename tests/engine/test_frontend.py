@@ -12,7 +12,16 @@ from nanoactor.actors.journal import Entry
 from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidRequest
 from nanoactor.generation_config import GenerationConfig
-from nanoactor.messages import Abort, Admit, OutputDelta, Stopping, Submit, Terminal, TextOptions
+from nanoactor.messages import (
+    Abort,
+    Admit,
+    OutputDelta,
+    RequestSpec,
+    Stopping,
+    Submit,
+    Terminal,
+    TextOptions,
+)
 from nanoactor.model_files import ModelFiles
 from nanoactor.outputs import RequestOutputKind
 
@@ -61,10 +70,10 @@ def started(answers):
     context = SimpleNamespace(track=track, outbox=lambda name: outboxes.setdefault(name, Outbox()))
     frontend.start(context, {"runner.0": RunnerReady(8, 16, "float32", "cpu")})
     prompt = np.array([1, 2, 3], np.int32)
-    options = Stopping(9, 0, (), ()), TextOptions((), False, True, 0)
+    spec = RequestSpec(0, b"", Stopping(9, 0, (), ()), TextOptions((), False, True, 0))
 
     def make(uid):
-        submit = Submit(uid, None, None, "", prompt, 0, b"", *options)
+        submit = Submit(uid, spec, None, None, "", prompt)
         return Entry("one", submit, RequestOutputKind.CUMULATIVE, answers=answers)
 
     return frontend, frontend.submit(make), outboxes

@@ -38,6 +38,7 @@ from nanoactor.messages import (
     Open,
     Opened,
     Plan,
+    RequestSpec,
     SampledTokens,
     Step,
     StepDone,
@@ -115,14 +116,10 @@ def worst_messages(config, files):
     flags = np.zeros(seqs, np.bool_)
     text = "x" * max_prompt_bytes(files)
     longs = np.zeros(seqs, np.int64)
-    submit = (0, None, text, text, i32(0), 0, sampling, stopping, options)
-    yield (
-        "frontend",
-        "tokenizer.0",
-        Submit(*submit, rules=rules, bad_words=bad_words, grammar=grammar),
-    )
-    admit = (0, i32(length), length, hashes, 0, sampling, stopping, options)
-    yield "tokenizer.0", "scheduler", Admit(*admit, rules=rules, grammar=grammar)
+    spec = RequestSpec(0, sampling, stopping, options, rules, grammar=grammar)
+    submit = Submit(0, spec, None, text, text, i32(0), bad_words=bad_words)
+    yield "frontend", "tokenizer.0", submit
+    yield "tokenizer.0", "scheduler", Admit(0, spec, i32(length), length, hashes)
     yield "scheduler", "blocks", Match(0, 0, i32(length), hashes, blocks)
     plan = (1, rows, rows, rows, flags, rows, rows, rows, admissions)
     late = (DeferredSamples(rows, longs, rows),)

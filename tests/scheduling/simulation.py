@@ -22,6 +22,7 @@ from nanoactor.messages import (
     Match,
     Plan,
     Reject,
+    RequestSpec,
     SampledTokens,
     Step,
     StepDone,
@@ -161,17 +162,14 @@ class Simulation:
         )
         if stop is not None:
             self.stop_after[uid] = stop
-        admit = Admit(
-            uid,
-            tokens,
-            len(tokens),
-            block_hashes(tokens, self.config.block_size, SALT),
+        spec = RequestSpec(
             priority,
             pack({"temperature": 0.0, "seed": uid}),
             Stopping(max_tokens, min_tokens, tuple(stop_ids), ()),
             TextOptions((), False, True, 0),
         )
-        self.edges["to_s"].append(admit)
+        hashes = block_hashes(tokens, self.config.block_size, SALT)
+        self.edges["to_s"].append(Admit(uid, spec, tokens, len(tokens), hashes))
         return uid
 
     def reject(self):

@@ -12,9 +12,12 @@ from nanoactor.grammar.messages import (
     MasksReady,
     OpenGrammar,
 )
-from nanoactor.messages import FreeText
+from nanoactor.messages import FreeText, RequestSpec, Stopping, TextOptions
 from nanoactor.scheduling.constraints import Constraints
 from nanoactor.scheduling.sequence import Phase
+
+OPTIONS = Stopping(9, 0, (), ()), TextOptions((), False, True, 0)
+SPEC = RequestSpec(0, b"", *OPTIONS, grammar="{}")
 
 
 @dataclasses.dataclass
@@ -23,9 +26,8 @@ class Answer:
 
     uid: int
     tokens: np.ndarray
-    grammar: str = "{}"
+    spec: RequestSpec = SPEC
     prompt_length: int = 1
-    logprobs: int = -1
     prompt_logprobs: int = -1
     slot: int = 0
     asked: int = -1

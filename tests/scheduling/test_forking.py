@@ -13,6 +13,7 @@ from nanoactor.messages import (
     Free,
     Match,
     Plan,
+    RequestSpec,
     SampledTokens,
     Stopping,
     TextOptions,
@@ -33,12 +34,12 @@ def scheduler(**changes):
     return Scheduler(SchedulerConfig(**{**values, **changes}))
 
 
-def admit(prompt, answers, uid=0, priority=0):
+def admit(prompt, answers, uid=0, priority=0, **asked):
     tokens = np.array(prompt, np.int32)
     sampling = b"".join(pack({"seed": number}) for number in range(answers))
     options, stopping = TextOptions((), False, True, 0), Stopping(20, 0, (), ())
-    hashes = block_hashes(tokens, 4, SALT)
-    return Admit(uid, tokens, len(tokens), hashes, priority, sampling, stopping, options)
+    spec = RequestSpec(priority, sampling, stopping, options, **asked)
+    return Admit(uid, spec, tokens, len(tokens), block_hashes(tokens, 4, SALT))
 
 
 def credited(matched=(), tainted=()):

@@ -12,6 +12,7 @@ from nanoactor.messages import (
     Finish,
     FreeText,
     Plan,
+    RequestSpec,
     StepDone,
     Stopping,
     TextOptions,
@@ -93,18 +94,9 @@ def credits_of(hits=(), refunds=(), uids=(), tainted=()):
 
 def admitted(uid, grammar, free=None):
     """A prompt of three tokens, answered by 20."""
-    return Admit(
-        uid=uid,
-        token_ids=ints(1, 2, 3),
-        prompt_length=3,
-        hashes=np.zeros((0, 16), np.uint8),
-        priority=0,
-        sampling=pack({}),
-        stopping=Stopping(20, 0, (), ()),
-        text_options=TextOptions((), False, True, 0),
-        grammar=grammar,
-        free=free,
-    )
+    options = Stopping(20, 0, (), ()), TextOptions((), False, True, 0)
+    spec = RequestSpec(0, pack({}), *options, grammar=grammar)
+    return Admit(uid, spec, ints(1, 2, 3), 3, np.zeros((0, 16), np.uint8), free=free)
 
 
 class Course:

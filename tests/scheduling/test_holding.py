@@ -1,7 +1,5 @@
 """Held answers, event by event."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -42,8 +40,8 @@ def freed(blocks, fence):
 def held(answers=3, length=9, **changes):
     """A scheduler with one request of which all answers are held."""
     logic = scheduler(depth=2, **changes)
-    event = dataclasses.replace(admit(range(length), answers), logprobs=1, held=True)
-    (match,) = of_kind(logic.handle(event), Match)
+    asked = admit(range(length), answers, logprobs=1, held=True)
+    (match,) = of_kind(logic.handle(asked), Match)
     (plan,) = of_kind(logic.handle(credited(matched=[match.uid])), Plan)
     (told,) = of_kind(logic.handle(done(plan, [40 + n for n in range(answers)])), Tokens)
     assert told.indices.tolist() == [0] * answers

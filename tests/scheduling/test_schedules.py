@@ -14,6 +14,7 @@ from nanoactor.messages import (
     Admit,
     Match,
     Plan,
+    RequestSpec,
     StepDone,
     StepWanted,
     Stopping,
@@ -364,16 +365,9 @@ def test_who_lives_behind_a_death_is_told_from_who_is_over(arrived, below, livin
 def test_an_answer_that_goes_on_behind_its_end_ends_at_once(output, reason, stop_reason):
     scheduler = Scheduler(config(depth=2))
     stopping = Stopping(max_tokens=3, min_tokens=0, eos_ids=(7,), stop_ids=(9,))
-    admit = Admit(
-        0,
-        np.array([1, 2, *output], np.int32),
-        prompt_length=2,
-        hashes=np.empty((0, 16), np.uint8),
-        priority=0,
-        sampling=pack({"temperature": 0.0}),
-        stopping=stopping,
-        text_options=TextOptions((), False, True, 0),
-    )
+    spec = RequestSpec(0, pack({"temperature": 0.0}), stopping, TextOptions((), False, True, 0))
+    tokens = np.array([1, 2, *output], np.int32)
+    admit = Admit(0, spec, tokens, prompt_length=2, hashes=np.empty((0, 16), np.uint8))
     sent = [message for edge, message in scheduler.handle(admit) if edge == TEXT]
     ends = [
         finish for message in sent if isinstance(message, Tokens) for finish in message.finishes

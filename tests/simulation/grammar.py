@@ -13,7 +13,7 @@ from nanoactor.actors.tokenizer import TokenizerActor
 from nanoactor.errors import InvalidRequest, OutOfResources
 from nanoactor.grammar.book import GrammarBook
 from nanoactor.grammar.messages import Int32, OpenGrammar
-from nanoactor.messages import FreeText, Submit
+from nanoactor.messages import FreeText
 from tests.simulation.reference import ToyState
 from tests.simulation.scenario import Toy
 
@@ -101,5 +101,5 @@ class SimulatedGrammar(GrammarActor):
 class SimulatedTokenizer(TokenizerActor):
     """`TokenizerActor` that knows the toys' free text."""
 
-    def _freed(self, event: Submit) -> tuple[str, FreeText | None]:
-        return event.grammar, free_text_of(event.grammar) if event.grammar else None
+    def _freed(self, grammar: str) -> tuple[str, FreeText | None]:
+        return grammar, free_text_of(grammar) if grammar else None

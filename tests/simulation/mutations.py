@@ -281,14 +281,16 @@ MUTATIONS = [
     Mutation(
         "the frontend admits an answer without its grammar",
         ADMISSION,
-        "submit.chat is not None or submit.grammar:",
-        "submit.chat is not None:",
+        "        tokens, spec = submit.token_ids, submit.spec\n",
+        '        spec = dataclasses.replace(submit.spec, grammar="")\n'
+        "        submit, tokens = dataclasses.replace(submit, spec=spec), submit.token_ids\n",
     ),
     Mutation(
         "the frontend admits a request without its rules",
         ADMISSION,
-        "if submit.rules or submit.bad_words or submit.item_times",
-        "if submit.bad_words or submit.item_times",
+        "        tokens, spec = submit.token_ids, submit.spec\n",
+        "        spec = dataclasses.replace(submit.spec, rules=None)\n"
+        "        submit, tokens = dataclasses.replace(submit, spec=spec), submit.token_ids\n",
     ),
     Mutation(
         "the frontend admits a prompt whose pictures nobody has placed",
@@ -436,8 +438,8 @@ MUTATIONS = [
     Mutation(
         "a preempted request comes back without its rules",
         PLAN_BUILDER,
-        "rules=tuple(s.rules for s in sequences if s.rules)",
-        "rules=tuple(s.rules for s in sequences if s.rules and not s.preemptions)",
+        "rules=tuple(s.spec.rules for s in sequences if s.spec.rules)",
+        "rules=tuple(s.spec.rules for s in sequences if s.spec.rules and not s.preemptions)",
     ),
     Mutation(
         "output is thought to begin where a preempted request comes back",
@@ -860,7 +862,8 @@ MUTATIONS = [
     Mutation(
         "thoughts may end an answer whose form is to come",
         SEQUENCE,
-        "        if not must_go_on(self.free, self.gate) or token not in self.stopping.eos_ids:\n",
+        "        if not must_go_on(self.free, self.gate) or "
+        "token not in self.spec.stopping.eos_ids:\n",
         "        if True:\n",
     ),
     Mutation(
@@ -878,7 +881,7 @@ MUTATIONS = [
     Mutation(
         "who wants log-probabilities is forced",
         CONSTRAINTS,
-        "self._jumps and max(sequence.logprobs, sequence.prompt_logprobs) < 0",
+        "self._jumps and max(sequence.spec.logprobs, sequence.prompt_logprobs) < 0",
         "self._jumps",
     ),
     Mutation(
@@ -1111,14 +1114,14 @@ MUTATIONS = [
     Mutation(
         "text is told again behind a death",
         RESUMING,
-        "delivered=entry.told_characters(answer)",
+        "delivered=characters",
         "delivered=0",
     ),
     Mutation(
         "answers change their random numbers in a death",
         RESUMING,
-        "sampling=rows_of(submit.sampling)[answer.index],",
-        "sampling=rows_of(submit.sampling)[0],",
+        "sampling=rows_of(spec.sampling)[answer.index],",
+        "sampling=rows_of(spec.sampling)[0],",
     ),
     Mutation(
         "answers that are over go on behind a death",

@@ -539,7 +539,7 @@ class Oracle:
                 continue
             if _continued(s, before) and before[s.uid] < s.target:
                 assert s.scheduled > before[s.uid] or s.is_starving, f"{s.uid} does not go on"
-            if s.holds:
+            if s.spec.held:
                 continue
             awaited = self.scheduler.constraints._awaited[s.uid]
             chooses = s.scheduled == s.length and awaited.is_held_by(1) and s.asked < s.length
@@ -799,7 +799,7 @@ class Oracle:
         """Who is held has its time, and no more; then all answers to its request end."""
         now, limit, live = self._world.loop.time(), self._scenario.hold_seconds, self.scheduler.live
         held: set[int] = set()
-        for position in {self.positions[uid] for uid, s in live.items() if s.holds}:
+        for position in {self.positions[uid] for uid, s in live.items() if s.spec.held}:
             first = self._world.uid_of[position]
             count = self._scenario.asks[position].n
             answers = [live[uid] for uid in range(first, first + count) if uid in live]
@@ -1180,4 +1180,4 @@ def _positions_left(sequence: Sequence) -> int:
     """Steps that have a row of it, one after the other: a constrained one computes a position, then
     chooses a token."""
     left = max(0, sequence.limit - 1 - sequence.scheduled)
-    return 2 * left + 1 if sequence.grammar else left
+    return 2 * left + 1 if sequence.spec.grammar else left

@@ -25,7 +25,7 @@ from nanoactor.actors.scheduler import SchedulerActor
 from nanoactor.config import EngineConfig
 from nanoactor.errors import EngineOverloaded
 from nanoactor.generation_config import GenerationConfig
-from nanoactor.messages import Stopping, Submit, TextOptions, Tokens
+from nanoactor.messages import RequestSpec, Stopping, Submit, TextOptions, Tokens
 from nanoactor.model_files import ModelFiles
 from nanoactor.models.columns import DEFAULTS
 from nanoactor.outputs import RequestOutputKind
@@ -314,32 +314,31 @@ class World:
 
     def _submit(self, position: int, ask: Ask) -> None:
         frontend: Any = self.actors["frontend"]
-        stopping = Stopping(ask.max_tokens, ask.min_tokens, ask.eos_ids, ask.stop_ids)
-        options = TextOptions(ask.stop, ask.include_stop, True, ask.min_tokens)
-        sampling = b"".join(sampling_of(position, answer) for answer in range(ask.n))
+        spec = RequestSpec(
+            ask.priority,
+            b"".join(sampling_of(position, answer) for answer in range(ask.n)),
+            Stopping(ask.max_tokens, ask.min_tokens, ask.eos_ids, ask.stop_ids),
+            TextOptions(ask.stop, ask.include_stop, True, ask.min_tokens),
+            rules_of(position),
+            logprobs=ask.logprobs,
+            prompt_logprobs=ask.prompt_logprobs,
+            grammar=text_of(ask.grammar) if ask.grammar else "",
+            held=ask.caller is not None,
+        )
 
         def make(uid: int) -> Entry:
             self.uid_of[position] = uid
             for answer in range(ask.n):
                 self.oracle.submitted(uid + answer, position, answer)
-            prompt = as_int32(ask.prompt)
             media = [media_of(picture) for picture in ask.pictures]
             submit = Submit(
                 uid,
-                None,
-                None,
-                "",
-                prompt,
-                ask.priority,
-                sampling,
-                stopping,
-                options,
-                tuple(one.times for one in media),
-                rules_of(position),
-                logprobs=ask.logprobs,
-                prompt_logprobs=ask.prompt_logprobs,
-                grammar=text_of(ask.grammar) if ask.grammar else "",
-                held=ask.caller is not None,
+                spec,
+                text=None,
+                chat=None,
+                chat_options="",
+                token_ids=as_int32(ask.prompt),
+                item_times=tuple(one.times for one in media),
             )
             return Entry(str(uid), submit, RequestOutputKind.CUMULATIVE, media, ask.n)
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.messages import Stopping, Submit, TextOptions
+from nanoactor.messages import RequestSpec, Stopping, Submit, TextOptions
 from nanoactor.models.columns import pack
 from nanoactor.models.errors import ModelError
 from nanoactor.runtime import codec
@@ -330,7 +330,7 @@ def test_a_conversation_that_travelled_between_processes_is_rendered_the_same(tm
     options = TextOptions((), False, True, 0)
     none = np.empty(0, np.int32)
     chat, given = json.dumps(messages), json.dumps({"tools": TOOLS})
-    submit = Submit(0, None, chat, given, none, 0, sampling, stopping, options)
+    submit = Submit(0, RequestSpec(0, sampling, stopping, options), None, chat, given, none)
     arrived = codec.decode(codec.encode(submit).to_bytes(0), 0)
     expected = template.render(messages, {"tools": TOOLS})
     assert template.render(json.loads(arrived.chat), json.loads(arrived.chat_options)) == expected
