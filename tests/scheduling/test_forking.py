@@ -24,7 +24,8 @@ from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.family import Family
 from nanoactor.scheduling.plan_builder import _NO_ADMISSIONS
 from nanoactor.scheduling.scheduler import Scheduler
-from tests.scheduling.simulation import SALT
+
+SALT = b"0123456789abcdef"
 
 
 def scheduler(**changes):

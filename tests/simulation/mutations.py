@@ -207,6 +207,12 @@ MUTATIONS = [
         "            if sequence.phase is Phase.WAITING or not sequence.takes(token):\n",
     ),
     Mutation(
+        "a preempted sequence comes back before its results are in",
+        SCHEDULER,
+        "head.last_step > self._completed or self.budget",
+        "self.budget",
+    ),
+    Mutation(
         "the result of an ended sequence is taken",
         SEQUENCE,
         "        if self.phase is Phase.FINISHED or self.drops:\n",
