@@ -4,16 +4,14 @@ Its queue is the calling thread, a captured step is run anew by each replay. bfl
 wrong in the interpreter, so nothing here is tried in that type.
 """
 
-import contextlib
-
 import torch
 from triton.runtime import interpreter
 
-from nanoactor.models.device import Memory
 from nanoactor.models.devices.cuda import CUDADevice
 from nanoactor.models.devices.portable import HostEvent
 from nanoactor.models.kernels.prefill import PrefillAttention
 from nanoactor.models.seq_lens import NO_SEQ_LENS
+from tests.models.host_machine import HostMachine
 
 
 def _patch_once_a_launch():
@@ -59,43 +57,16 @@ class Rerun:
         return self._result.copy_(self._function(lengths))
 
 
-class InterpretedDevice(CUDADevice):
+class InterpretedDevice(HostMachine, CUDADevice):
     name = "interpreted"
-    torch_device = torch.device("cpu")
-    collective_backend = "gloo"
     default_block_size = 16
-    default_dtype = torch.float32
 
     def __init__(self):
         self._base = 0
         self.prefill_attention = PrefillAttention((8, 0), 0)
 
-    def prepare_thread(self, threads):
-        torch.set_num_threads(threads)
-
     def supports(self, dtype):
         return dtype == torch.float32
-
-    def memory(self):
-        return Memory(1 << 32, 1 << 31)
-
-    def reset_peak(self):
-        pass
-
-    def peak(self):
-        return 0
-
-    def pinned(self, *shape, dtype):
-        # Not zeros: what was never written must not look like a result.
-        return torch.full(shape, -7, dtype=dtype)
-
-    def synchronize(self):
-        pass
-
-    @contextlib.contextmanager
-    def stream(self):
-        with torch.inference_mode():
-            yield
 
     def timed_event(self):
         return HostEvent()

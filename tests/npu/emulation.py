@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import nanoactor.models.devices as devices
-from nanoactor.models.device import Memory
 from nanoactor.models.devices.npu import NPUDevice
 from nanoactor.models.devices.npu_runtime import RecordedGraph
 from nanoactor.models.devices.portable import HostEvent
 from nanoactor.models.options import DeviceOptions
+from tests.models.host_machine import HostMachine
 from tests.npu import reference
 from tests.npu.recorder import HostGraph
 from tests.npu.reference import contract
@@ -26,15 +26,12 @@ class DoneEvent(HostEvent):
         return True
 
 
-class HostRuntime:
+class HostRuntime(HostMachine):
     """`AscendRuntime` without torch_npu."""
 
     name = "npu"
-    collective_backend = "gloo"
-    torch_device = torch.device("cpu")
     chip = "an emulated NPU"
     is_a2_or_a3 = True
-    default_dtype = torch.float32
     block_multiple, largest_block = 128, 512
     packed_heads = (64, 128, 192)
 
@@ -51,32 +48,8 @@ class HostRuntime:
     def supports(self, dtype):
         return dtype in (torch.float32, torch.float16, torch.bfloat16)
 
-    def prepare_thread(self, threads):
-        torch.set_num_threads(threads)
-
-    def memory(self):
-        return Memory(1 << 32, 1 << 31)
-
-    def reset_peak(self):
-        pass
-
-    def peak(self):
-        return 0
-
-    def pinned(self, *shape, dtype):
-        # Not zeros: what was never written must not look like a result.
-        return torch.full(shape, -7, dtype=dtype)
-
-    def synchronize(self):
-        pass
-
     def event(self):
         return DoneEvent()
-
-    @contextlib.contextmanager
-    def stream(self):
-        with torch.inference_mode():
-            yield
 
     def record(self, function):
         graph = HostGraph(self.log)
