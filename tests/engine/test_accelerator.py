@@ -306,9 +306,6 @@ def test_every_schedule_gives_the_cpus_tokens(loads, name, budget, depth, lead):
     load = loads(name)
     changes = dict(placement="single", device="cuda", enforce_eager=eager)
     figures = asyncio.run(run(load, budget, depth, lead, **changes))
-    together = budget[0] > 1
-    assert (figures["mixed_steps"] > 0) == together
-    assert (figures["preemptions"] > 0) == together
     assert figures["aborted"] == figures["cut_short"] == len(load.given_up)
 
 

@@ -9,10 +9,10 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.params import derived_seed
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, ids, ragged_prompts
+from tests.engine.schedules import schedules
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 
 VOCABULARY = 211
-TIGHT = dict(num_kv_blocks=22, block_size=4, max_model_len=80, max_num_seqs=6)
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +34,16 @@ KINDS = [dict(), dict(top_k=20), dict(top_p=0.8), dict(repetition_penalty=1.4, l
 
 async def by_themselves(directory, prompts, count):
     """What separate requests with the derived seeds get."""
+
+    async def tokens(prompt, seed, kind):
+        output = await collect(llm, ids(prompt), sampled(seed, 20, **kind))
+        return output.outputs[0].token_ids
+
     async with engine(directory, max_num_seqs=4) as llm:
         return [
-            [
-                (
-                    await collect(llm, ids(prompt), sampled(derived_seed(at, n), **KINDS[at % 4]))
-                ).outputs[0].token_ids
-                for n in range(count)
-            ]
+            [await tokens(prompt, derived_seed(at, n), KINDS[at % 4]) for n in range(count)]
             for at, prompt in enumerate(prompts)
-        ]  # fmt: skip
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -54,38 +54,15 @@ def expected(checkpoint):
 
 
 @pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    ("changes", "preempts"),
-    [
-        (dict(max_num_seqs=1, max_num_batched_tokens=1, pipeline_depth=1), False),
-        (dict(max_num_seqs=3, max_num_batched_tokens=7, block_size=4), False),
-        (dict(pipeline_depth=3, block_size=4), False),
-        pytest.param(
-            dict(pipeline_depth=2, block_size=16, placement="default"),
-            False,
-            marks=pytest.mark.long,
-        ),
-        (dict(TIGHT, max_num_batched_tokens=24, pipeline_depth=3), True),
-        pytest.param(
-            dict(tensor_parallel_size=2, block_size=4, max_num_seqs=7),
-            False,
-            marks=pytest.mark.long,
-        ),
-        pytest.param(dict(device="cuda", block_size=16), False, marks=pytest.mark.gpu),
-        pytest.param(
-            dict(device="cuda", pipeline_depth=3, max_num_seqs=40), False, marks=pytest.mark.gpu
-        ),
-    ],
-)
-def test_answers_are_those_of_requests_with_their_seeds(
-    checkpoint, expected, changes, preempts, caching
-):
+@schedules()
+def test_answers_are_those_of_requests_with_their_seeds(checkpoint, expected, schedule, caching):
     prompts, right = expected
+    changes = {"enable_prefix_caching": caching, **schedule.changes}
 
     async def main():
-        async with engine(checkpoint, enable_prefix_caching=caching, **changes) as llm:
+        async with engine(checkpoint, **changes) as llm:
             requests = [
-                collect(llm, ids(prompt), sampled(at, n=5, **KINDS[at % 4]))
+                collect(llm, ids(prompt), sampled(at, 20, n=5, **KINDS[at % 4]))
                 for at, prompt in enumerate(prompts)
             ]
             return await asyncio.gather(*requests), await llm.statistics()
@@ -96,7 +73,7 @@ def test_answers_are_those_of_requests_with_their_seeds(
         assert [answer.index for answer in output.outputs] == [*range(5)]
         assert [answer.token_ids for answer in output.outputs] == tokens
         assert {answer.finish_reason for answer in output.outputs} == {"length"}
-    assert (figures["scheduler"]["actor"]["preemptions"] > 0) == preempts
+    schedule.check(figures)
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -1,13 +1,13 @@
-"""Greedy tokens equal transformers' on the same weights, for every batch and chunk size."""
+"""Greedy tokens equal transformers' on the same weights, for every model and schedule."""
 
 import asyncio
 import random
 
 import pytest
 
-from nanoactor import SamplingParams
 from nanoactor.errors import ComputationFailed
 from tests.engine.harness import Reference, collect, engine, greedy, ids, ragged_prompts
+from tests.engine.schedules import schedules
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 
 
@@ -17,32 +17,20 @@ def checkpoint(request, tmp_path_factory):
     return directory, Reference(make_checkpoint(directory, **CONFIGURATIONS[request.param]))
 
 
-# (sequences at once, tokens a step, depth): the second is the chunk size of prefill.
-SHAPES = [
-    (1, 1, 1),
-    (4, 5, 2),
-    pytest.param(32, 64, 2, marks=pytest.mark.long),
-    (32, 500, 3),
-]
-
-
-@pytest.mark.parametrize(("seqs", "tokens", "depth"), SHAPES)
-def test_greedy_tokens_equal_transformers(checkpoint, seqs, tokens, depth):
+@schedules("token by token", "small chunks", "late", "preempted")
+def test_greedy_tokens_equal_transformers(checkpoint, schedule):
     directory, reference = checkpoint
+    seqs = schedule.changes.get("max_num_seqs", 32)
     rng = random.Random(seqs)
-    count = min(32, 3 * seqs)
-    lengths = [rng.choice([1, 2, 15, 16, 17, 31, 40, 70]) for _ in range(count)]
-    prompts = ragged_prompts(211, lengths, seed=tokens)
-    amounts = [rng.choice([1, 2, 9, 20]) for _ in prompts]
+    lengths = [rng.choice([1, 2, 15, 16, 17, 31, 40, 70]) for _ in range(min(32, 3 * seqs))]
+    prompts = ragged_prompts(211, lengths, seed=seqs)
+    (stem,) = ragged_prompts(211, [40], seed=9)
+    for number in range(1, len(prompts), 2):  # every second one begins as others do
+        prompts[number] = stem[: 8 + number % 9 * 4] + prompts[number][: number + 1]
+    amounts = [25 if number % 2 else rng.choice([1, 2, 9, 20]) for number in range(len(prompts))]
 
     async def main():
-        changes = dict(
-            max_num_seqs=seqs,
-            max_num_batched_tokens=tokens,
-            pipeline_depth=depth,
-            placement="single",
-        )
-        async with engine(directory, **changes) as llm:
+        async with engine(directory, **schedule.changes) as llm:
             requests = [
                 collect(llm, ids(p), greedy(n)) for p, n in zip(prompts, amounts, strict=True)
             ]
@@ -55,68 +43,12 @@ def test_greedy_tokens_equal_transformers(checkpoint, seqs, tokens, depth):
         assert output.outputs[0].finish_reason == "length"
         reference.check(prompt, output.outputs[0].token_ids)
     reference.conclude()
-    if seqs > 1:
-        assert figures["scheduler"]["actor"]["mixed_steps"] > 0
-
-
-def test_preempted_and_cached_sequences_are_exact_too(checkpoint):
-    directory, reference = checkpoint
-    stem = ragged_prompts(211, [40], seed=9)[0]
-    tails = ragged_prompts(211, [1 + i for i in range(12)], seed=8)
-    prompts = [stem[: 8 + 4 * (i % 9)] + tail for i, tail in enumerate(tails)]
-
-    async def main():
-        changes = dict(
-            max_num_seqs=6,
-            max_num_batched_tokens=24,
-            num_kv_blocks=20,
-            block_size=4,
-            max_model_len=80,
-            placement="single",
-        )
-        async with engine(directory, **changes) as llm:
-            outputs = await asyncio.gather(*(collect(llm, ids(p), greedy(25)) for p in prompts))
-            return outputs, await llm.statistics()
-
-    outputs, figures = asyncio.run(main())
-    for prompt, output in zip(prompts, outputs, strict=True):
-        reference.check(prompt, output.outputs[0].token_ids)
-    reference.conclude()
-    assert figures["scheduler"]["actor"]["preemptions"] > 0
-    assert figures["blocks"]["actor"]["hit_tokens"] > 0
-    assert figures["blocks"]["actor"]["evictions"] > 0
-    assert sum(output.num_preemptions for output in outputs) > 0
-
-
-def test_a_sampled_token_depends_on_seed_and_position_alone(checkpoint):
-    """The same seeds give the same tokens alone, in a batch, chunked, at any depth."""
-    directory, _ = checkpoint
-    prompts = ragged_prompts(211, [5, 20, 33, 41], seed=3)
-    kinds = [dict(), dict(top_k=20), dict(top_p=0.8), dict(top_k=50, top_p=0.9, min_p=0.02)]
-
-    async def run(depth, tokens, together):
-        changes = dict(pipeline_depth=depth, max_num_batched_tokens=tokens, max_num_seqs=4)
-        async with engine(directory, placement="single", **changes) as llm:
-            requests = [
-                collect(
-                    llm,
-                    ids(prompt),
-                    SamplingParams.for_model(
-                        temperature=0.9, seed=i, max_tokens=12, ignore_eos=True, **kind
-                    ),
-                )
-                for i, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
-            ]
-            if together:
-                outputs = await asyncio.gather(*requests)
-            else:
-                outputs = [await request for request in requests]
-            return [output.outputs[0].token_ids for output in outputs]
-
-    expected = asyncio.run(run(1, 64, False))
-    assert asyncio.run(run(2, 5, True)) == expected
-    assert asyncio.run(run(3, 300, True)) == expected
-    assert len({tuple(tokens) for tokens in expected}) == 4
+    schedule.check(figures)
+    assert (sum(output.num_preemptions for output in outputs) > 0) == schedule.preempts
+    assert (figures["scheduler"]["actor"]["mixed_steps"] > 0) == (seqs > 1)
+    if schedule.preempts:
+        assert figures["blocks"]["actor"]["hit_tokens"] > 0
+        assert figures["blocks"]["actor"]["evictions"] > 0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from nanoactor.grammar.vocabulary import Vocabulary
 from nanoactor.structured_outputs import StructuredOutputsParams
 from tests.engine.conftest import DEMO
 from tests.engine.harness import TIE, collect, engine
-from tests.engine.test_structured_outputs import PERSON, STEM, TIGHT, allowed_ids
+from tests.engine.schedules import schedules
+from tests.engine.test_structured_outputs import PERSON, STEM, allowed_ids
 
 SAID = 40
 COMPACT = {"json": PERSON, "disable_any_whitespace": True}
@@ -177,26 +178,9 @@ async def answers(model, **changes):
         return outputs, await llm.statistics()
 
 
-@pytest.mark.parametrize(
-    ("changes", "preempts"),
-    [
-        (dict(max_num_seqs=1, max_num_batched_tokens=1, pipeline_depth=1), False),
-        pytest.param(
-            dict(pipeline_depth=2, max_num_seqs=6, max_num_batched_tokens=7),
-            False,
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            dict(pipeline_depth=2, enable_prefix_caching=False), False, marks=pytest.mark.long
-        ),
-        pytest.param(dict(pipeline_depth=3, plan_lead="late"), False, marks=pytest.mark.long),
-        (dict(TIGHT, max_num_batched_tokens=24, pipeline_depth=3), True),
-        pytest.param(dict(tensor_parallel_size=2, pipeline_depth=2), False, marks=pytest.mark.long),
-        pytest.param(dict(device="cuda", pipeline_depth=2), False, marks=pytest.mark.gpu),
-    ],
-)
-def test_what_is_free_is_as_without_a_grammar(demo, model, changes, preempts):
-    outputs, figures = asyncio.run(answers(model, **changes))
+@schedules(usual=["token by token", "preempted"])
+def test_what_is_free_is_as_without_a_grammar(demo, model, schedule):
+    outputs, figures = asyncio.run(answers(model, **schedule.changes))
     kinds = collections.Counter()
     for number, output in enumerate(outputs):
         constraint = CONSTRAINTS[number % len(CONSTRAINTS)]
@@ -204,9 +188,7 @@ def test_what_is_free_is_as_without_a_grammar(demo, model, changes, preempts):
             kinds += check(demo, model, constraint, output)
     demo.conclude()
     assert min(kinds[name] for name in ("gates", "thinks", "refused", "masked")) > 0, kinds
-    scheduler = figures["scheduler"]["actor"]
-    assert (scheduler["preemptions"] > 0) == preempts
-    assert scheduler["failed"] == 0
+    schedule.check(figures)
 
 
 def test_thoughts_take_a_step_for_each_token(model):

@@ -11,6 +11,7 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.text.tokenizer import load_tokenizer
 from tests.engine.conftest import DEMO
 from tests.engine.harness import TIE, Reference, collect, engine, greedy, ids, ragged_prompts
+from tests.engine.schedules import schedules
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.models.rules_reference import ruled
 
@@ -62,34 +63,19 @@ async def answers(directory, prompts, **changes):
         return await asyncio.gather(*requests), await llm.statistics()
 
 
-TIGHT = dict(num_kv_blocks=22, block_size=4, max_model_len=80, max_num_seqs=6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "preempts"),
-    [
-        (dict(max_num_seqs=1, max_num_batched_tokens=1, pipeline_depth=1), False),
-        (dict(pipeline_depth=2, max_num_seqs=6, max_num_batched_tokens=7), False),
-        (dict(pipeline_depth=3), False),
-        (dict(TIGHT, max_num_batched_tokens=24, pipeline_depth=3), True),
-        pytest.param(dict(tensor_parallel_size=2, pipeline_depth=2), False, marks=pytest.mark.long),
-        pytest.param(dict(device="cuda", pipeline_depth=2), False, marks=pytest.mark.gpu),
-        pytest.param(dict(TIGHT, device="cuda", pipeline_depth=3), True, marks=pytest.mark.gpu),
-    ],
-)
-def test_every_schedule_keeps_the_rules(checkpoint, changes, preempts):
+@schedules()
+def test_every_schedule_keeps_the_rules(checkpoint, schedule):
     directory, reference = checkpoint
     stem = ragged_prompts(VOCABULARY, [24], seed=4)[0]
     tails = ragged_prompts(VOCABULARY, [1 + n for n in range(14)], seed=6)
     prompts = [stem[: 4 * (n % 7)] + tail for n, tail in enumerate(tails)]
-    outputs, figures = asyncio.run(answers(directory, prompts, **changes))
+    outputs, figures = asyncio.run(answers(directory, prompts, **schedule.changes))
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         tokens = output.outputs[0].token_ids
         assert len(tokens) == 24
         reference.check_rules(prompt, tokens, RULES[number % len(RULES)])
     reference.conclude()
-    assert (figures["scheduler"]["actor"]["preemptions"] > 0) == preempts
-    assert figures["scheduler"]["actor"]["failed"] == 0
+    schedule.check(figures)
 
 
 def test_a_ruled_request_among_others_changes_nothing_for_them(checkpoint):

@@ -8,6 +8,7 @@ import torch
 from nanoactor import RequestOutputKind, SamplingParams
 from nanoactor.errors import InvalidRequest
 from tests.engine.harness import Reference, collect, engine, greedy, ids, ragged_prompts
+from tests.engine.schedules import schedules
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 
 VOCABULARY = 211
@@ -85,31 +86,8 @@ def params(way, tokens=16):
     )
 
 
-TIGHT = dict(num_kv_blocks=24, block_size=4, max_model_len=80, max_num_seqs=6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "preempts"),
-    [
-        (dict(max_num_seqs=1, max_num_batched_tokens=1, pipeline_depth=1), False),
-        (dict(pipeline_depth=2, max_num_seqs=6, max_num_batched_tokens=7), False),
-        (dict(pipeline_depth=3), False),
-        pytest.param(
-            dict(pipeline_depth=2, placement="default", max_num_seqs=8),
-            False,
-            marks=pytest.mark.long,
-        ),
-        (dict(TIGHT, max_num_batched_tokens=24, pipeline_depth=3), True),
-        (dict(TIGHT, max_num_batched_tokens=9, enable_prefix_caching=False), True),
-        pytest.param(dict(tensor_parallel_size=2, pipeline_depth=2), False, marks=pytest.mark.long),
-        pytest.param(
-            dict(TIGHT, tensor_parallel_size=2, pipeline_depth=3), True, marks=pytest.mark.long
-        ),
-        pytest.param(dict(device="cuda", pipeline_depth=2), False, marks=pytest.mark.gpu),
-        pytest.param(dict(TIGHT, device="cuda", pipeline_depth=3), True, marks=pytest.mark.gpu),
-    ],
-)
-def test_every_schedule_tells_those_of_transformers(checkpoint, changes, preempts):
+@schedules()
+def test_every_schedule_tells_those_of_transformers(checkpoint, schedule):
     directory, reference = checkpoint
     stem = ragged_prompts(VOCABULARY, [30], seed=4)[0]
     tails = ragged_prompts(VOCABULARY, [1 + n for n in range(16)], seed=6)
@@ -117,7 +95,7 @@ def test_every_schedule_tells_those_of_transformers(checkpoint, changes, preempt
     asked = [params(WAYS[n % len(WAYS)]) for n in range(len(prompts))]
 
     async def main():
-        async with engine(directory, **changes) as llm:
+        async with engine(directory, **schedule.changes) as llm:
             requests = [collect(llm, ids(p), how) for p, how in zip(prompts, asked, strict=True)]
             return await asyncio.gather(*requests), await llm.statistics()
 
@@ -126,7 +104,7 @@ def test_every_schedule_tells_those_of_transformers(checkpoint, changes, preempt
         assert [len(answer.token_ids) for answer in output.outputs] == [16] * how.n
         reference.check_output(output, how)
     assert reference.positions > 400
-    assert (figures["scheduler"]["actor"]["preemptions"] > 0) == preempts
+    schedule.check(figures)
 
 
 def test_a_prompt_in_the_cache_is_computed_again_and_stays_there(checkpoint):

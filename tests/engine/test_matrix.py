@@ -294,7 +294,7 @@ async def counts(llm):
 
 
 async def run(load, budget, depth, lead, **changes):
-    """The whole load on one engine; returns the counts at its end."""
+    """The whole load on one engine; returns the counts at its end, which show what it was about."""
     seqs, tokens = budget
     changes |= dict(max_num_seqs=seqs, max_num_batched_tokens=tokens, **CACHE)
     async with engine(load.directory, pipeline_depth=depth, plan_lead=lead, **changes) as llm:
@@ -305,7 +305,11 @@ async def run(load, budget, depth, lead, **changes):
         assert not overruns if depth == 1 else overruns or lead == "late"
         cut_short = await storm(llm, load, random.Random(f"{budget} {depth} {lead}"))
         await settled(llm)
-        return {**await counts(llm), "cut_short": cut_short}
+        figures = {**await counts(llm), "cut_short": cut_short}
+    assert (figures["mixed_steps"] > 0) == (seqs > 1)
+    assert (figures["preemptions"] > 0) == (seqs > 1)
+    assert figures["evictions"] > 0
+    return figures
 
 
 @pytest.mark.parametrize(
@@ -314,10 +318,6 @@ async def run(load, budget, depth, lead, **changes):
 def test_every_schedule_gives_the_same_tokens(loads, name, budget, depth, lead):
     load = loads(name)
     figures = asyncio.run(run(load, budget, depth, lead, placement="single"))
-    together = budget[0] > 1
-    assert (figures["mixed_steps"] > 0) == together
-    assert (figures["preemptions"] > 0) == together
-    assert figures["evictions"] > 0
     assert figures["aborted"] == figures["cut_short"] == len(load.given_up)
 
 
@@ -327,5 +327,5 @@ def test_every_schedule_gives_the_same_tokens(loads, name, budget, depth, lead):
 def test_every_schedule_gives_the_same_tokens_on_many_nodes(loads, name, placement, depth, lead):
     load = loads(name)
     figures = asyncio.run(run(load, (4, 5), depth, lead, placement=placement))
-    for what in ("mixed_steps", "preemptions", "evictions", "aborted", "cut_short"):
-        assert figures[what] > 0
+    assert figures["aborted"] > 0
+    assert figures["cut_short"] > 0

@@ -177,20 +177,6 @@ def test_each_prompt_of_a_deep_chain_hits_all_of_the_one_before(checkpoint):
     assert blocks["evictions"] == 0
 
 
-def test_what_has_to_go_from_a_deep_chain_goes_from_its_end(checkpoint):
-    whole = chain()[-1]
-    stranger = ragged_prompts(211, [40 * BLOCK], seed=7)[0]
-
-    async def check(llm):
-        await collect(llm, ids(whole), greedy(1))
-        await collect(llm, ids(stranger), greedy(1))
-        output = await collect(llm, ids(whole), greedy(1))
-        assert output.num_cached_tokens == len(whole) - (40 - 20) * BLOCK
-
-    _, blocks = run(checkpoint, check, **tree_options(TREE + 20))
-    assert blocks["evictions"] >= 20
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_deep_tree_in_random_order_under_eviction_is_exact(checkpoint, depth):
     rng = random.Random(depth)

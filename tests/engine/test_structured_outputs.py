@@ -19,6 +19,7 @@ from nanoactor.model_files import read_model_files
 from nanoactor.structured_outputs import StructuredOutputsParams
 from tests.engine.conftest import DEMO
 from tests.engine.harness import TIE, collect, engine, greedy
+from tests.engine.schedules import schedules
 from tests.models.checkpoints import make_checkpoint
 from tests.models.interpreted import InterpretedDevice
 
@@ -93,35 +94,15 @@ def structured_engine(**changes):
     return engine(DEMO, skip_tokenizer_init=False, **changes)
 
 
-TIGHT = dict(num_kv_blocks=26, block_size=4, max_model_len=100, max_num_seqs=6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "preempts"),
-    [
-        (dict(max_num_seqs=1, max_num_batched_tokens=1, pipeline_depth=1), False),
-        (dict(pipeline_depth=2, max_num_seqs=6, max_num_batched_tokens=7), False),
-        pytest.param(
-            dict(pipeline_depth=3, plan_lead="late", placement="default"),
-            False,
-            marks=pytest.mark.long,
-        ),
-        (dict(TIGHT, max_num_batched_tokens=24, pipeline_depth=3), True),
-        pytest.param(dict(tensor_parallel_size=2, pipeline_depth=2), False, marks=pytest.mark.long),
-        pytest.param(dict(device="cuda", pipeline_depth=2), False, marks=pytest.mark.gpu),
-        pytest.param(dict(TIGHT, device="cuda", pipeline_depth=3), True, marks=pytest.mark.gpu),
-    ],
-)
-def test_every_schedule_keeps_to_the_grammar(demo, vocabulary, changes, preempts):
-    outputs, figures = asyncio.run(answers(12, **changes))
+@schedules(usual=["token by token", "small chunks", "preempted"])
+def test_every_schedule_keeps_to_the_grammar(demo, vocabulary, schedule):
+    outputs, figures = asyncio.run(answers(12, **schedule.changes))
     for number, output in enumerate(outputs):
         constraint = CONSTRAINTS[number % len(CONSTRAINTS)]
         if constraint is not None:
             check_masked(demo, vocabulary, constraint, output)
     demo.conclude()
-    scheduler = figures["scheduler"]["actor"]
-    assert (scheduler["preemptions"] > 0) == preempts
-    assert scheduler["failed"] == 0
+    schedule.check(figures)
 
 
 @pytest.mark.timeout(300)

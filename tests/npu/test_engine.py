@@ -46,9 +46,6 @@ def test_every_schedule_gives_the_cpus_tokens(loads, monkeypatch, schedule):
     changes = dict(device="npu", attention_layout=layout, graph_mode=mode, placement="single")
     with relaxed():
         figures = asyncio.run(run(load, budget, depth, lead, **changes))
-    together = budget[0] > 1
-    assert (figures["mixed_steps"] > 0) == together
-    assert (figures["preemptions"] > 0) == together
     assert figures["aborted"] == figures["cut_short"] == len(load.given_up)
     replayed = [kind for kind, _ in opened[-1].runtime.log].count("replay")
     assert (replayed > 50) == (mode == "npugraph")
