@@ -107,11 +107,6 @@ def test_no_call_passes_more_than_six_positional_arguments(path):
             assert name in VARIADIC, f"line {call.lineno}: {ast.unparse(call.func)}"
 
 
-@pytest.mark.parametrize("path", PRODUCT)
-def test_no_file_has_more_than_500_lines(path):
-    assert len((ROOT / path).read_text().splitlines()) <= 500
-
-
 def test_no_files_import_each_other_in_a_circle():
     """Wherever in a file an import stands, those for type checkers alone included."""
     names = {}
