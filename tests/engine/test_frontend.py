@@ -15,6 +15,7 @@ from nanoactor.generation_config import GenerationConfig
 from nanoactor.messages import (
     Abort,
     Admit,
+    Opened,
     OutputDelta,
     RequestSpec,
     Stopping,
@@ -24,6 +25,7 @@ from nanoactor.messages import (
 )
 from nanoactor.model_files import ModelFiles
 from nanoactor.outputs import RequestOutputKind
+from nanoactor.scores import TokenScores, ToldScores
 
 
 def frontend_of(tokenizers):
@@ -63,25 +65,25 @@ class Outbox:
         self.sent.append(message)
 
 
-def started(answers):
+def started(answers, text=None, **asked):
     """(a frontend with one request of so many answers, its entry, what it has sent)."""
     frontend, outboxes = frontend_of(1), {}
     track = SimpleNamespace(kind=lambda *names: 0, add=lambda *span: None)
     context = SimpleNamespace(track=track, outbox=lambda name: outboxes.setdefault(name, Outbox()))
     frontend.start(context, {"runner.0": RunnerReady(8, 16, "float32", "cpu")})
-    prompt = np.array([1, 2, 3], np.int32)
-    spec = RequestSpec(0, b"", Stopping(9, 0, (), ()), TextOptions((), False, True, 0))
+    prompt = np.array([] if text else [1, 2, 3], np.int32)
+    spec = RequestSpec(0, b"", Stopping(9, 0, (), ()), TextOptions((), False, True, 0), **asked)
 
     def make(uid):
-        submit = Submit(uid, spec, None, None, "", prompt)
+        submit = Submit(uid, spec, text, None, "", prompt)
         return Entry("one", submit, RequestOutputKind.CUMULATIVE, answers=answers)
 
     return frontend, frontend.submit(make), outboxes
 
 
-def delivered(frontend, *terminals):
-    none = np.empty(0, np.int32)
-    frontend._deliver(OutputDelta(1, (), none.astype(np.int64), [], none, none, terminals))
+def delivered(frontend, *terminals, opened=(), scores=None):
+    none, uids = np.empty(0, np.int32), np.empty(0, np.int64)
+    frontend._deliver(OutputDelta(1, opened, uids, [], none, none, terminals, scores))
 
 
 def terminal(uid, reason):
@@ -115,3 +117,24 @@ def test_a_request_ends_with_its_last_answer():
     delivered(frontend, terminal(0, "stop"))
     assert entry.over
     assert entry.ended.is_set()
+
+
+def prompt_scores(uid, count):
+    """Log-probabilities of so many tokens of a prompt."""
+    ids, reals = np.zeros(count, np.int32), np.zeros(count, np.float32)
+    scores = TokenScores(reals, ids, ids, ids[:0], reals[:0])
+    run = np.array([uid]), np.array([True]), np.array([count], np.int32)
+    return ToldScores(*run, ids, b"", ids, scores)
+
+
+def test_an_abort_before_the_prompt_is_known_stays_an_abort():
+    frontend, entry, _ = started(1, text="abc", prompt_logprobs=0)
+    frontend.abort(entry)
+    frontend.end_for_reader(entry)
+    opened = Opened(0, np.array([5, 6, 7], np.int32))
+    delivered(frontend, opened=(opened,), scores=prompt_scores(0, 2))
+    entry.raise_error()
+    assert entry.answers[0].terminal.reason == "abort"
+    delivered(frontend, terminal(0, "abort"))
+    assert not frontend.has_work
+    assert frontend.statistics()["waiting_requests"] == frontend.statistics()["waiting_tokens"] == 0
