@@ -1287,6 +1287,54 @@ MUTATIONS = [
         "if self._pool.find(name) != block or self._pool.is_held(block):",
         "if self._pool.find(name) != block:",
     ),
+    Mutation(
+        "the options of a request are kept where its message is",
+        SEQUENCE,
+        "copied(event.spec)",
+        "event.spec",
+    ),
+    Mutation(
+        "a prompt is kept where its message is",
+        SEQUENCE,
+        "event.token_ids.copy()",
+        "event.token_ids",
+    ),
+    Mutation(
+        "the hashes of a prompt are kept where its message is",
+        SEQUENCE,
+        "event.hashes.copy()",
+        "event.hashes",
+    ),
+    Mutation(
+        "a runner keeps token rules where their message is",
+        TABLE_OF_RULES,
+        "self._rules[slot] = copied(rules)",
+        "self._rules[slot] = rules",
+    ),
+    Mutation(
+        "the places of pictures are kept where their message is",
+        ITEMS,
+        "        message = copied(message)\n",
+        "",
+    ),
+    Mutation(
+        "a tokenizer holds a request where its message is",
+        TOKENIZING,
+        "self._held[event.uid] = self.context.own(event), result",
+        "self._held[event.uid] = event, result",
+    ),
+    Mutation(
+        "tokens of a constrained answer are kept where their message is",
+        CONSTRAINTS,
+        "np.split(event.token_ids.copy(), ends[:-1])",
+        "np.split(event.token_ids, ends[:-1])",
+    ),
+    Mutation(
+        "the detokenizer keeps a prompt where its message is",
+        DETOKENIZER,
+        "event.token_ids[: event.prompt_length].copy()",
+        "event.token_ids[: event.prompt_length]",
+    ),
 ]
 
 
