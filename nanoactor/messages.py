@@ -152,9 +152,9 @@ class Reject:
     text: str
     """Empty where it was aborted before it was tokenized."""
     answers: int = 1
+    """How many uids it has, from this one on."""
     refused: bool = False
     """Whether the machine is to blame, not the request."""
-    """How many uids it has, from this one on."""
 
 
 @message(13, by="uid")

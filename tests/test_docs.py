@@ -1,5 +1,8 @@
-"""The documents say what is there: links lead somewhere, and files that are named exist."""
+"""The documents say what is there: links lead somewhere, files that are named exist, and the size
+of the core is true."""
 
+import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -27,6 +30,31 @@ def test_links_lead_somewhere(page):
         assert target.exists(), link
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), link
+
+
+def test_the_core_is_as_large_as_the_documents_say():
+    """The core is the files of the reading tour; no command prints this number."""
+    page = ROOT / "docs/reading.md"
+    links = dict.fromkeys(link for link in LINK.findall(page.read_text()) if link.endswith(".py"))
+    files = [(page.parent / link).resolve() for link in links]
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+    for name in ("README.md", "docs/reading.md"):
+        (said,) = re.findall(r"([\d,]+) lines of\s+Python", (ROOT / name).read_text())
+        assert abs(int(said.replace(",", "")) - lines) <= 0.02 * lines, (name, lines)
+
+
+def test_no_docstring_follows_another():
+    """Of two in a row, one belongs to another field."""
+
+    def is_text(node):
+        return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+    for room in ("nanoactor", "models", "runtime"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                body = node.body if isinstance(node, ast.ClassDef | ast.Module) else []
+                pairs = itertools.pairwise(body)
+                assert not any(is_text(a) and is_text(b) for a, b in pairs), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -97,6 +97,16 @@ def test_arrays_are_aligned_read_only_views_of_the_record():
     assert copied(decode(record, 0)).ids.flags.writeable
 
 
+@pytest.mark.parametrize("inline", [0, INLINE_BYTES])
+def test_a_copy_owns_all_arrays_of_the_messages_inside_it(inline):
+    inner = Inner("a", np.ones(3, np.float32))
+    record = encode(sample(maybe=inner, many=(inner,), extra={"b": inner.values}), inline)
+    copy = copied(decode(record.to_bytes(0), 0))
+    arrays = [copy.ids, copy.extra["b"]]
+    arrays += [one.values for one in (copy.inner, copy.maybe, *copy.many)]
+    assert all(array.flags.owndata and array.flags.writeable for array in arrays)
+
+
 def test_a_small_array_is_read_only_and_needs_no_record():
     record = encode(sample()).to_bytes(0)
     ids = decode(record, 0).ids
