@@ -161,7 +161,9 @@ def following(number, joined):
     grown = number == 97
     slots = joined.joins if grown else none
     table = [slots, slots * 0 + 1, slots * 0 + 1, slots + 2] if grown else [none] * 4
-    empty = joined.admissions.__class__(*(v[:0] for v in vars_of(joined.admissions)))
+    empty = type(joined.admissions)(
+        *(v if v is None else v[:0] for v in vars_of(joined.admissions))
+    )
     flags = np.empty(0, np.bool_)
     return type(joined)(number + 3, none, none, none, flags, none, none, none, *table, empty)
 
