@@ -62,7 +62,7 @@ async def test_pictures():
 async def play(number, deaths, seed, **changes):
     """Every kind of request, while replicas die, hang and leave."""
     draw = random.Random(seed)
-    async with fleet(number, silence=0.5, **changes) as (llm, local, engines):
+    async with fleet(number, silence=2.0, **changes) as (llm, local, engines):
         asked = kinds()
         wanted = await undisturbed(engines[0], asked)
         streams = asyncio.gather(*(read(llm, *ask) for ask in asked))
@@ -78,7 +78,7 @@ async def play(number, deaths, seed, **changes):
                 await local.replace(name)
             elif kind == "hang":
                 local.hang(name)
-                await asyncio.sleep(1.2)
+                await lost(llm, name)
                 local.resume(name)
             elif len(local.members) > 1:
                 local.leave(name)
@@ -105,7 +105,7 @@ async def test_replicas_die_hang_and_leave_again_and_again(seed):
 
 @on_a_loop
 async def test_a_replica_that_comes_back_adds_nothing():
-    async with fleet(2, silence=0.4, device="simulated:10", dtype="auto") as (llm, local, engines):
+    async with fleet(2, silence=2.0, device="simulated:10", dtype="auto") as (llm, local, engines):
         params = SamplingParams.for_model(seed=1, max_tokens=150, ignore_eos=True)
         (wanted,) = await undisturbed(engines[0], [(TEXT, params)])
         stream = asyncio.ensure_future(read(llm, TEXT, params))
@@ -126,6 +126,10 @@ async def where(llm, tokens=5):
             for part in replica.parts.values():
                 if part.page.told >= tokens:
                     return replica.name
+
+
+async def lost(llm, name):
+    await until(lambda: name not in llm.fleet.replicas)
 
 
 async def until(is_so, seconds=20):
