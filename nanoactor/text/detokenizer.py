@@ -200,7 +200,8 @@ class Detokenizer:
     def _finish(self, finish: Finish) -> None:
         """The scheduler's last word: the terminal, unless a stop string has decided it before."""
         entry = self._entries.pop(finish.uid, None)
-        reason, stop_reason, tokens, characters = finish.reason, finish.stop_reason, 0, 0
+        reason, stop_reason, error = finish.reason, finish.stop_reason, finish.error
+        tokens = characters = 0
         pending = self._pending_of(finish.uid)
         if entry is not None:
             # After an error nothing more is read: held text must not pass for a stop.
@@ -208,13 +209,13 @@ class Detokenizer:
                 rest = entry.matcher.push(entry.decoder.finish()) + entry.matcher.finish()
                 self._emit(entry, pending, rest)
             if entry.matcher.matched is not None:
-                reason, stop_reason = "stop", entry.matcher.matched
+                reason, stop_reason, error = "stop", entry.matcher.matched, ""
             tokens, characters = entry.tokens, entry.characters
         pending.terminal = Terminal(
             finish.uid,
             reason=reason,
             stop_reason=stop_reason,
-            error=finish.error,
+            error=error,
             tokens=tokens,
             characters=characters,
             cached_tokens=finish.cached_tokens,

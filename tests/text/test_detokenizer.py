@@ -217,7 +217,7 @@ def test_a_stop_string_cut_into_tokens_in_every_way_never_leaks(include):
     driver.end()
 
 
-@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+@pytest.mark.parametrize("reason", ["stop", "length", "abort", "refused"])
 def test_after_a_stop_string_nothing_follows_but_one_terminal_at_the_finish(reason):
     driver = Driver(single_bytes()).open(stop=("和",)).open(1).say("x和").read_all()
     assert driver.logic.stopped == [0]
@@ -226,7 +226,10 @@ def test_after_a_stop_string_nothing_follows_but_one_terminal_at_the_finish(reas
         driver.step({0: letter, 1: letter})
     driver.read_all()
     assert not driver.terminals
-    driver.step({0: letter}, finish(0, reason, hide_last=True)).step({}, finish(1)).end()
+    error = "its grammar cannot be held" if reason == "refused" else ""
+    last = finish(0, reason, error=error, hide_last=True)
+    driver.step({0: letter}, last).step({}, finish(1)).end()
+    assert driver.terminals[0].error == ""
     assert driver.text == {0: "x", 1: "yz和"}
     assert driver.ids[0] == byte_ids("x和".encode())
     assert (driver.terminals[0].reason, driver.terminals[0].stop_reason) == ("stop", "和")
