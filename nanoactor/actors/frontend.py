@@ -384,8 +384,7 @@ class FrontendActor(Actor):
         runs = [] if chunk.scores is None else list(told_runs(chunk.scores))
         logprobs = {run.uid: run for run in runs if not run.is_prompt}
         for run in runs:
-            entry = self._entries.get(run.uid)
-            if run.is_prompt and entry is not None and not entry.over:
+            if run.is_prompt and (entry := self._read_entry(run.uid)) is not None:
                 entry.take_prompt_logprobs(run)
         for uid, text, count in zip(
             chunk.uids.tolist(), chunk.texts, chunk.counts.tolist(), strict=True
@@ -399,10 +398,8 @@ class FrontendActor(Actor):
 
     def _opened(self, uid: int, prompt: list[int]) -> None:
         self._tokenized(uid)
-        entry = self._entries.get(uid)
-        if entry is None or entry.over:  # its reader has gone, perhaps without a prompt
-            return
-        if prompt:  # one of several answers tells it
+        entry = self._read_entry(uid)
+        if entry is not None and prompt:  # one of several answers tells it
             if entry.accepted.is_set() and prompt != entry.prompt_token_ids:
                 entry.error = ComputationFailed(CHANGED)
                 self.abort(entry)
@@ -417,9 +414,15 @@ class FrontendActor(Actor):
         tokenizer, size = self._untokenized.pop(uid, (0, 0))
         self._load[tokenizer] -= size
 
-    def _delta(self, uid: int, text: str, ids: list[int], logprobs: ToldRun | None) -> None:
+    def _read_entry(self, uid: int) -> Entry | None:
+        """Return the entry of an answer; None where its reader knows its end already. The engine
+        tells of an answer until it hears of that."""
         entry = self._entries.get(uid)
-        if entry is None or entry.answer(uid).terminal is not None:  # its reader has gone
+        return entry if entry is not None and entry.answer(uid).terminal is None else None
+
+    def _delta(self, uid: int, text: str, ids: list[int], logprobs: ToldRun | None) -> None:
+        entry = self._read_entry(uid)
+        if entry is None:
             return
         answer = entry.answer(uid)
         now, metrics = time.monotonic(), answer.metrics

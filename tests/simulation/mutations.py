@@ -1217,8 +1217,8 @@ MUTATIONS = [
     Mutation(
         "tokens of a request that was ended for its reader are told",
         FRONTEND,
-        "if entry is None or entry.answer(uid).terminal is not None:",
-        "if entry is None:",
+        "entry if entry is not None and entry.answer(uid).terminal is None else None",
+        "entry",
     ),
     Mutation(
         "a request that was ended for its reader takes no room any more",
