@@ -36,7 +36,6 @@ from nanoactor.model_files import DEMO, resolve_model
 from nanoactor.runtime.tracing import nanoseconds_per_span
 
 PROMPT = 32
-_NO_FAILURES = np.empty(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,28 +207,21 @@ class InProcessLoop:
 
     def handle(self, event) -> None:
         """One event of the scheduler and all that follows from it at once, but for the device."""
-        from nanoactor.messages import Free, Match, Open, Plan, SampledTokens
+        from nanoactor.messages import Open, Turn
 
         events = [event]
         while events:
             for _, message in self.scheduler.handle(events.pop(0)):
                 match message:
-                    case Plan():
-                        step = self.manager.bind_blocks(message)
-                        self.pending = step.step, self.executor.prepare(step)
-                    case Match():
-                        self.manager.match(message)
-                    case SampledTokens():
-                        self.manager.record_tokens(message)
-                    case Free():
-                        self.manager.free(message)
+                    case Turn():
+                        if (step := self.manager.take(message)) is not None:
+                            self.pending = step.step, self.executor.prepare(step)
                     case Open():
                         self.detokenizer.open(message)
                     case _:
                         self.detokenizer.take(message)
-                credits_ = self.manager.take_credits()
-                if credits_ is not None:
-                    events.append(credits_)
+                if (answer := self.manager.take_answer()) is not None:
+                    events.append(answer)
 
     def deliver(self) -> None:
         """Hand text to each request, as an engine in one process does."""
@@ -248,7 +240,7 @@ class InProcessLoop:
         self.free_at = computed.end
         self.steps += 1
         self.tokens += len(computed.token_ids)
-        self.handle(StepDone(number, computed.token_ids, 0.0, 0, _NO_FAILURES, [], _NO_FAILURES))
+        self.handle(StepDone(number, computed.counts, computed.token_ids, 0.0, 0))
         self.deliver()
 
 

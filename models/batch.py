@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanoactor.models.columns import SamplingColumns, columns_of
+from nanoactor.models.sampling_rows import SamplingGroups
 from nanoactor.models.seq_lens import HostSeqLens
 
 
@@ -184,26 +185,6 @@ class RowBuffers:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SamplingGroups:
-    """Rows by the way they sample. Indices are prepared on the host, so that no step waits for the
-    device; all are int64."""
-
-    greedy: torch.Tensor
-    """Rows with temperature 0."""
-    plain: torch.Tensor
-    """Rows that sample from the whole vocabulary."""
-    limited: torch.Tensor
-    """Rows with a top-k of at most `limits.CANDIDATES`."""
-    unlimited: torch.Tensor
-    """Rows with another top-k."""
-    nucleus: torch.Tensor
-    """Rows with top-p or min-p alone."""
-    masked_rows: torch.Tensor
-    """With `masked_ids`, logits that must not be chosen (`min_tokens`)."""
-    masked_ids: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """The sampling parameters of a step's rows."""
 
@@ -211,10 +192,12 @@ class SamplingBatch:
     """(rows,) each."""
     positions: torch.Tensor
     """int64 (rows,): the position that the sampled token will have."""
-    groups: SamplingGroups
+    groups: SamplingGroups[torch.Tensor]
 
     @classmethod
-    def of(cls, tables: SlotTables, slots: torch.Tensor, groups: SamplingGroups) -> SamplingBatch:
+    def of(
+        cls, tables: SlotTables, slots: torch.Tensor, groups: SamplingGroups[torch.Tensor]
+    ) -> SamplingBatch:
         """The rows of these slots, int64 (rows,), as the device's tables have them."""
         words = tables.words.index_select(1, slots)
         positions = tables.lengths.index_select(0, slots).long()

@@ -19,31 +19,7 @@ from torch.nn import functional as F
 
 from nanoactor.models.batch import SlotTables
 from nanoactor.models.columns import SamplingColumns
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LogitRules:
-    """The rules of some rows of logits. Indices are prepared on the host; all but `biases` and
-    `longest` are int64."""
-
-    penalized: torch.Tensor
-    """Rows with a penalty."""
-    allowed: torch.Tensor
-    """Rows that may choose none but ..."""
-    allowed_rows: torch.Tensor
-    allowed_ids: torch.Tensor
-    """... these ids, with the row of each."""
-    biased_rows: torch.Tensor
-    biased_ids: torch.Tensor
-    biases: torch.Tensor
-    """float32: what is added to the logit of each of `biased_ids`."""
-    word_rows: torch.Tensor
-    """The row of each bad word."""
-    words: torch.Tensor
-    """(words, tokens of the longest): its ids, -1 before shorter ones. The last is ruled out where
-    the output ends with those before it."""
-    longest: int
-    """At least the length of the longest of `penalized`."""
+from nanoactor.models.sampling_rows import LogitRules
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +59,7 @@ class _Local:
 
 def apply_rules(
     logits: torch.Tensor,
-    rules: LogitRules,
+    rules: LogitRules[torch.Tensor],
     sampling: SamplingColumns[torch.Tensor],
     slots: torch.Tensor,
     tokens: TokenIds,
@@ -107,7 +83,7 @@ def apply_rules(
     return logits[:, :width].contiguous()
 
 
-def _keep_allowed(logits: torch.Tensor, rules: LogitRules, local: _Local) -> None:
+def _keep_allowed(logits: torch.Tensor, rules: LogitRules[torch.Tensor], local: _Local) -> None:
     at = rules.allowed_rows, local.column(rules.allowed_ids)
     kept = logits[at]
     logits[rules.allowed] = float("-inf")
@@ -115,7 +91,11 @@ def _keep_allowed(logits: torch.Tensor, rules: LogitRules, local: _Local) -> Non
 
 
 def _ban_words(
-    logits: torch.Tensor, rules: LogitRules, slots: torch.Tensor, tokens: TokenIds, local: _Local
+    logits: torch.Tensor,
+    rules: LogitRules[torch.Tensor],
+    slots: torch.Tensor,
+    tokens: TokenIds,
+    local: _Local,
 ) -> None:
     slots, before = slots[rules.word_rows], rules.words[:, :-1]
     lengths = tokens.tables.lengths[slots].long()[:, None]
@@ -130,7 +110,7 @@ def _ban_words(
 
 def _penalize(
     logits: torch.Tensor,
-    rules: LogitRules,
+    rules: LogitRules[torch.Tensor],
     sampling: SamplingColumns[torch.Tensor],
     slots: torch.Tensor,
     tokens: TokenIds,

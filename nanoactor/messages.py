@@ -11,10 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.continuing import ToldTokens
-from nanoactor.grammar.messages import DeferredSamples
+from nanoactor.grammar.messages import DropMasks
+from nanoactor.rows import Rows
 from nanoactor.runtime.codec import message
-from nanoactor.scores import RequestScores, ScoredChunks, ScoreRequests, StepScores, ToldScores
-from nanoactor.vision.messages import EncoderCredits, EncodeSlices, Items, VisionStep
+from nanoactor.scores import RequestScores, ScoreRequests, StepScores, ToldScores
+from nanoactor.vision.messages import (
+    DropPixels,
+    EncoderCredits,
+    EncodeSlices,
+    Items,
+    VisionStep,
+)
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -184,23 +191,23 @@ class HoldClock:
 
 
 @message(20, by="uid")
-class Match:
-    """Scheduler to block manager: give a slot the blocks for these tokens.
+class Admission:
+    """A sequence that gets a slot, and blocks for its tokens.
 
     `blocks` credits were debited for it, as if no prefix were cached.
     """
 
     uid: int
     slot: int
+    request: int
+    """The uid of the request's first answer: answers to one request share what they can."""
     token_ids: Int32
     hashes: NDArray[np.uint8]
     blocks: int
     items: Items | None = None
-    """None for text. Pages of the encoder cache were debited for all of them."""
+    """Pages of the encoder cache were debited for all of them."""
     most_hits: int = 2**31 - 1
-    """At most so many tokens may be found, as the others must be computed again."""
-    sibling: int = -1
-    """A slot that holds the blocks of the same prompt; -1: none is known."""
+    """The most tokens that may be found; the others must be computed again."""
 
 
 @message(21)
@@ -208,6 +215,7 @@ class Admissions:
     """Sequences that run for the first time, as the runners must know them; a row each."""
 
     slots: Int32
+    uids: Int64
     sampling: Int32
     """(rows, columns.WORDS): see `nanoactor.models.columns`."""
     unmasked_from: Int32
@@ -219,98 +227,98 @@ class Admissions:
     """Rotary position less index of what follows the prompt: below 0 after a picture."""
     prompt_lengths: Int32
     rule_rows: Int32
-    """Which rows have each of the ..."""
+    """The row of each of `rules`."""
     rules: tuple[TokenRules, ...]
-    constrained: Int32
-    """Rows that choose no token when their positions are computed: `DeferredSamples` say when."""
     scores: ScoreRequests | None = None
-
-
-@message(27)
-class Forks:
-    """Sequences that begin as copies of others, which end their prompts in this step: they sample
-    from the same logits, and share all blocks but the last, which is copied unless it is full."""
-
-    rows: Int32
-    """Which prefill row is copied, ..."""
-    slots: Int32
-    """... into which slot, ..."""
-    uids: Int64
-    """... for which request."""
-    sources: Int32
-    """Of the blocks that are copied when the step has computed its layers: from where, ..."""
-    copies: Int32
-    """... and to where; none in a `Plan`."""
 
 
 @message(22, by="step")
 class Plan:
-    """Scheduler to block manager: one step, in counts. It becomes a `Step` there.
+    """A step without the ids of its blocks and tokens, as the scheduler plans it.
 
-    The rows are the prefill rows, then the slots of the decode batch in ascending order.
+    A row of a sequence that is admitted in the same turn starts at 0; it becomes a row of what no
+    hit covers.
     """
 
     step: int
-    slots: Int32
-    """Prefill rows: the slot, ..."""
-    starts: Int32
-    """... its first position in this step, ..."""
-    counts: Int32
-    """... how many tokens, ..."""
-    samples: NDArray[np.bool_]
-    """... and whether the row ends what is to be prefilled, so that a token is sampled."""
-    joins: Int32
-    """Slots that enter the decode batch before this step."""
+    rows: Rows
+    """The rows to add to those that are repeated, see `nanoactor.rows.Want.DECODE`."""
     leaves: Int32
-    """Slots that leave the decode batch before this step."""
+    """Slots whose decode rows are not repeated."""
     grows: Int32
     """Slots that need one more block for this step."""
     admissions: Admissions
-    slices: tuple[EncodeSlices, ...] = ()
-    """At most one."""
-    scored: tuple[ScoredChunks, ...] = ()
-    """At most one."""
-    forks: tuple[Forks, ...] = ()
-    """At most one; they sample after the prefill rows, in this order."""
-    deferred: tuple[DeferredSamples, ...] = ()
-    """At most one; they sample last."""
-
-
-@message(23, by="step")
-class SampledTokens:
-    """Scheduler to block manager: a step is done, and these slots got these tokens."""
-
-    step: int
-    slots: Int32
-    token_ids: Int32
-    failed: Int32
-    """Slots whose rows came to nothing: what they computed is not to be read, ..."""
-    failed_from: Int32
-    """... from these positions on. Answered by `Credits`."""
+    slices: EncodeSlices | None = None
 
 
 @message(24)
-class Free:
-    """Scheduler to block manager: these slots' sequences no longer need their blocks.
-
-    Steps up to `fence` may still use them.
-    """
+class Failures:
+    """Slots with rows that failed: what they computed must not be read."""
 
     slots: Int32
-    fence: int
+    starts: Int32
+    """The first position of each row."""
 
 
-@message(29)
-class Fork:
-    """Scheduler to block manager: sequences of which no step is in flight become copies of others
-    of which none is. Each gives up its own blocks, holds all full blocks of its source too, and has
-    one more for what follows; the rest of what its source has computed is computed again."""
+@message(27)
+class Forks:
+    """Sequences that become copies of others, none with a step in flight. Each gives up its own
+    blocks, shares all full blocks of its source, and has one more for what follows, into which
+    the rest of what its source has computed is copied."""
 
     slots: Int32
     sources: Int32
-    """The slot of each one's source: as it is before this message, should it be a copy too."""
+    """The slot of each one's source: as it is before this turn, even if it becomes a copy too."""
+
+
+@message(23)
+class KnownTokens:
+    """Tokens whose value is known now: sampled, forced by a grammar, or chosen by a caller."""
+
+    slots: Int32
+    counts: Int32
+    """Tokens of each slot; empty: one each."""
+    token_ids: Int32
+    """Those of one slot after the other."""
+
+
+@message(29, by="step")
+class Turn:
+    """Scheduler to block manager: what follows from one event, in the order in which it is done.
+
+    First fences pass, then failures are noted, forks made, tokens known, blocks freed, pixels and
+    the index forgotten, sequences admitted, and the step is planned.
+    """
+
+    number: int
+    """Counted from 1 without gaps."""
+    step: int
+    """The step that it plans; 0: none."""
+    done: int
+    """The last step done."""
     fence: int
-    """Of the blocks that are given up, as `Free` has it."""
+    """The last step planned before: steps up to it may still use what is given up here."""
+    failures: Failures | None
+    forks: Forks | None
+    known: KnownTokens | None
+    frees: Int32
+    """Slots whose sequences no longer need their blocks."""
+    drop_pixels: DropPixels | None
+    """Passes through to the runners."""
+    forget_index: int
+    """The number of an order to forget the index; 0: there is none."""
+    admissions: tuple[Admission, ...]
+    plan: Plan | None
+    drop_masks: DropMasks | None
+    """Passes through to the runners."""
+
+
+@message(34)
+class BlockCopies:
+    """Blocks that are copied before the layers of a step."""
+
+    sources: Int32
+    targets: Int32
 
 
 @message(30, by="step")
@@ -318,52 +326,39 @@ class Step:
     """Block manager to every runner: a plan with the ids that it needs."""
 
     step: int
-    slots: Int32
-    starts: Int32
-    counts: Int32
-    samples: NDArray[np.bool_]
-    token_ids: Int32
-    """The prefill rows' tokens, one row after the other."""
-    joins: Int32
+    rows: Rows
     leaves: Int32
+    token_ids: Int32
+    """Those of one row after the other, see `Rows.ids`."""
     table_slots: Int32
-    """Changes to block tables: the slot, ..."""
+    """The slot of each block table that changes."""
     table_starts: Int32
-    """... the first entry that changes, ..."""
+    """The first entry that changes in each."""
     table_counts: Int32
-    """... and how many, ..."""
+    """How many change in each."""
     table_blocks: Int32
-    """... and the block ids, one change after the other."""
+    """The block ids of one change after the other."""
     admissions: Admissions
-    vision: tuple[VisionStep, ...] = ()
-    """At most one; none where nothing is encoded, and no prompt has pictures."""
-    scored: tuple[ScoredChunks, ...] = ()
-    """At most one."""
-    forks: tuple[Forks, ...] = ()
-    """At most one."""
-    deferred: tuple[DeferredSamples, ...] = ()
-    """At most one."""
+    copies: BlockCopies | None = None
+    vision: VisionStep | None = None
+    """None where nothing is encoded, and no prompt has pictures."""
 
 
 @message(31, by="step")
 class StepDone:
-    """Runner to scheduler: the tokens sampled in a step, by row, rows that sample none left out."""
+    """Runner to scheduler: what each row of a step has brought, see `nanoactor.rows.StepRows`."""
 
     step: int
+    counts: Int32
+    """Tokens of each row; empty: one each."""
     token_ids: Int32
+    """Those of one row after the other. A negative one says why there is none: `NO_TOKEN` or
+    `NOTHING_ALLOWED` of `nanoactor.models.limits`."""
     seconds: float
     """How long the device took."""
     began: int
     """When it took the step up, in ns of the monotonic clock."""
-    failed: Int32
-    """Rows, counted like the tokens, that have none: theirs do not count, ..."""
-    errors: list[str]
-    """... and why."""
-    choiceless: Int32
-    """Rows that have none because the request's own rules leave no id. What these computed is as
-    good as any other's."""
-    scores: tuple[StepScores, ...] = ()
-    """At most one."""
+    scores: StepScores | None = None
 
 
 @message(32, by="step")
@@ -374,25 +369,29 @@ class StepWanted:
 
 
 @message(40)
-class Credits:
-    """Block manager to scheduler: what matches found and what frees gave back."""
+class Answer:
+    """Block manager to scheduler: what the turns up to one have led to, since the last answer."""
 
+    turn: int
+    """All turns up to this one are seen."""
     uids: Int64
-    """Of the matches answered, in their order."""
+    """The sequences that were admitted, in order."""
     hits: Int32
-    """How many tokens of each are already computed."""
+    """Tokens of each that are already computed."""
     refunds: Int32
-    """How many of the debited blocks other sequences already hold."""
-    freed: Int32
-    """For each `Free` answered: blocks that nobody holds any more, ..."""
+    """Debited blocks of each that other sequences already hold."""
     fences: Int32
-    """... and the step that must be done before they may be written again."""
+    """Steps that must be done before blocks that were given up may be written again, ascending."""
+    freed: Int32
+    """The number of these blocks, by fence."""
+    slots: Int32
+    """Slots that share another number of their blocks with others than before."""
+    shared: Int32
+    """That number."""
     encoder: EncoderCredits | None
-    """None where the matches have no items, and no pages are given back."""
-    settled: int
-    """How many `SampledTokens` with failures are answered; ..."""
+    """None where the admissions have no items, and no pages are given back."""
     tainted: Int64
-    """... these requests have read, or would read, what failing rows computed."""
+    """Requests that have read, or would read, what failing rows computed."""
 
 
 @message(50, by="uid")

@@ -8,7 +8,7 @@ Doubles share code with the engine, and nothing else: no state, no numbers, no m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,8 @@ from nanoactor.kv.hashing import block_hashes
 from nanoactor.kv.manager import BlockManager
 from nanoactor.messages import (
     Admit,
-    Free,
-    Match,
     Open,
-    Plan,
     RequestSpec,
-    SampledTokens,
     Step,
     StepDone,
     Stopping,
@@ -84,29 +80,21 @@ class Rehearsal:
         yield from self._settle()
         done = StepDone(
             self._uid,
+            counts=_NONE,
             token_ids=_TOKEN,
             seconds=0.001,
             began=0,
-            failed=_NONE,
-            errors=[],
-            choiceless=_NONE,
         )
         yield from self._tell(done)
         yield from self._settle()
 
     def _settle(self) -> Iterator[Any]:
-        while (credits_ := self._manager.take_credits()) is not None:
-            yield from self._tell(credits_)
+        while (answer := self._manager.take_answer()) is not None:
+            yield from self._tell(answer)
 
     def _tell(self, event: Any) -> Iterator[Any]:
-        handlers: dict[type, Callable[[Any], Any]] = {
-            Match: self._manager.match,
-            Plan: self._manager.bind_blocks,
-            SampledTokens: self._manager.record_tokens,
-            Free: self._manager.free,
-        }
         for edge, message in self._scheduler.handle(event):
-            sent = message if edge == TEXT else handlers[type(message)](message)
+            sent = message if edge == TEXT else self._manager.take(message)
             if sent is not None:
                 encode(sent)
             yield sent

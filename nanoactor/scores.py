@@ -40,26 +40,12 @@ class ScoreRequests:
     """Likewise of the prompt."""
 
 
-@message(26)
-class ScoredChunks:
-    """Prompt chunks whose tokens' successors get log-probabilities."""
-
-    rows: Int32
-    """Which prefill rows, ..."""
-    starts: Int32
-    """... the first position whose successor is scored, ..."""
-    counts: Int32
-    """... and how many positions."""
-    targets: Int32
-    """The successors, one row after the other; none in a `Plan`."""
-
-
 @message(35)
 class StepScores:
     """The log-probabilities of a step: of the prompts' tokens, then of sampled ones."""
 
     rows: Int32
-    """Which of the rows that sample the last of them belong to."""
+    """The row whose token each of the sampled ones is."""
     scores: TokenScores
 
 

@@ -193,14 +193,18 @@ def _edges(
     # Text or ids, template options, stop strings.
     prompt = ring_capacity(2 * max_prompt_bytes(files) + 4 * length + rules + _BAD_WORDS + _MIB)
     # Ids, the hash of every block, stop strings.
-    admitted = ring_capacity(4 * length + 16 * length + 64 * length * bool(vision) + rules + _MIB)
+    each = 20 + 64 * bool(vision)
+    admitted = ring_capacity(each * length + rules + _MIB)
     direct = ring_capacity(20 * min(length, DIRECT_TOKENS) + _MIB)
     # A step may admit every sequence with its whole block table, where prefixes are cached.
     table = 4 * -(-length // (config.block_size or _SMALLEST_DEFAULT_BLOCK))
     row = 192 + _RULES + 4 * (MAX_STOP_IDS + len(files.eos_token_ids)) + table
     # Itself, its successor to be scored, its rotary positions, its row in the encoder cache.
     token = 8 + 24 * bool(vision)
-    step = ring_capacity(seqs * row + token * config.max_num_batched_tokens + 64 * 1024)
+    stepped = seqs * row + token * config.max_num_batched_tokens + 64 * 1024
+    step = ring_capacity(stepped)
+    # As many sequences as a step has tokens for are admitted, and the last may be as long as any.
+    turn = ring_capacity(each * (length + config.max_num_batched_tokens) + stepped)
     scores = (seqs + config.max_num_batched_tokens) * (32 + 8 * config.max_logprobs)
     tokens = ring_capacity((512 + 16 * MAX_RUN) * seqs + scores + 64 * 1024)
     # A budget of bytes, but one token's log-probabilities at least.
@@ -217,7 +221,7 @@ def _edges(
         *(EdgeSpec("frontend", (t,), prompt) for t in tokenizers),
         *(EdgeSpec(t, ("scheduler",), admitted) for t in tokenizers),
         EdgeSpec("frontend", ("scheduler",), max(small, direct)),
-        EdgeSpec("scheduler", ("blocks",), max(admitted, step)),
+        EdgeSpec("scheduler", ("blocks",), turn),
         EdgeSpec("blocks", ("scheduler",), ring_capacity(64 * 1024 + 64 * (seqs + pages)), bound=1),
         EdgeSpec("blocks", runners, step, name="runners"),
         *_index_edge(config),

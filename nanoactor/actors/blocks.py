@@ -7,12 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits
-from nanoactor.grammar.messages import DropMasks, KnownTokens
 from nanoactor.kv.manager import BlockManager
-from nanoactor.messages import Fork, Free, Match, Plan, SampledTokens
-from nanoactor.orders import ForgetIndex
+from nanoactor.messages import Turn
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
-from nanoactor.vision.messages import DropPixels
 
 _HASHES_AT_ONCE = 4096
 """The most that one message tells of the index."""
@@ -21,7 +18,7 @@ _SOME_CHANGES = 64
 
 
 class BlockManagerActor(Actor):
-    """Turns plans into steps and answers with credits, merged while the edge is busy."""
+    """Turns plans into steps, and answers; answers merge while the edge is busy."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
@@ -60,75 +57,29 @@ class BlockManagerActor(Actor):
         )
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Matches, plans, results and frees, in the order in which the scheduler sent them."""
-        return {
-            Match: self._match,
-            Plan: self._plan,
-            SampledTokens: self._sampled,
-            KnownTokens: self._known,
-            Free: self._free,
-            ForgetIndex: self._forget_index,
-            Fork: self._fork,
-            DropPixels: self._drop_pixels,
-            DropMasks: self._drop_masks,
-        }
+        """Turns, in the order of the events from which they follow."""
+        return {Turn: self._take}
 
     def span_names(self) -> Mapping[type, str]:
         """Binding blocks is what a step waits for."""
-        return {
-            Match: "match",
-            Plan: "bind",
-            SampledTokens: "index",
-            Free: "free",
-            Fork: "fork",
-        }
+        return {Turn: "bind"}
 
-    def _match(self, event: Match) -> None:
-        self._manager.match(event)
-        self._send_credits()
-
-    def _plan(self, event: Plan) -> None:
-        self._runners.send(self._manager.bind_blocks(self.context.own(event)))
-        self._step_at = time.monotonic_ns()
+    def _take(self, turn: Turn) -> None:
+        """Send the step first: a device may wait for it."""
+        turn = self.context.own(turn)
+        if (step := self._manager.take(turn)) is not None:
+            self._runners.send(step)
+            self._step_at = time.monotonic_ns()
+        for dropped in (turn.drop_pixels, turn.drop_masks):
+            if dropped is not None:
+                self._runners.send(dropped)
         self._manager.index()
-        if event.slices or len(event.slots):  # pages may be on their way back
-            self._send_credits()
+        self._send_answer()
+        self._tell_index(1 if len(turn.frees) or turn.forget_index else _SOME_CHANGES)
 
-    def _drop_pixels(self, event: DropPixels) -> None:
-        self._manager.items.drop(event)
-        self._runners.send(self.context.own(event))
-
-    def _drop_masks(self, event: DropMasks) -> None:
-        """Behind every step that may still name them."""
-        self._runners.send(self.context.own(event))
-
-    def _known(self, event: KnownTokens) -> None:
-        self._manager.note_known(event)
-
-    def _sampled(self, event: SampledTokens) -> None:
-        self._manager.record_tokens(event)
-        if len(event.failed):
-            self._send_credits()
-        self._tell_index(_SOME_CHANGES)
-
-    def _free(self, event: Free) -> None:
-        self._manager.free(event)
-        self._send_credits()
-        self._tell_index()
-
-    def _forget_index(self, event: ForgetIndex) -> None:
-        self._manager.forget_index(event.number)
-        self._tell_index()
-
-    def _fork(self, event: Fork) -> None:
-        self._manager.fork(event)
-        self._send_credits()
-
-    def _send_credits(self) -> None:
-        if self._scheduler.ready:
-            credits_ = self._manager.take_credits()
-            if credits_ is not None:
-                self._scheduler.send(credits_)
+    def _send_answer(self) -> None:
+        if self._scheduler.ready and (answer := self._manager.take_answer()) is not None:
+            self._scheduler.send(answer)
 
     def _tell_index(self, at_least: int = 1) -> None:
         """Tell what has changed in the index, where that much has: readers of it can wait."""
@@ -140,7 +91,7 @@ class BlockManagerActor(Actor):
 
     def on_ready(self, outbox: Any) -> None:
         """An edge has room again: send what was merged meanwhile."""
-        self._send_credits()
+        self._send_answer()
         self._tell_index()
 
     def statistics(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from nanoactor.actors.config import RunnerReady
 from nanoactor.grammar.messages import DropMasks, Masks, MasksReady
 from nanoactor.messages import Step, StepDone, StepWanted
-from nanoactor.models.limits import NO_TOKEN, NOTHING_ALLOWED
+from nanoactor.rows import Want
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.deadline import StepDeadline
 from nanoactor.runner.masks import MaskStore
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 DEVICE = "device"
 """The track that shows what the device computes, and when it does not."""
-
-_NOT_FINITE = (
-    "the model's logits are not finite (NaN or infinity): its weights are damaged, or the device is"
-)
 
 # How much earlier than measured the next step is asked for, to absorb a slow wake-up.
 _LEAD_MARGIN = 0.0005
@@ -79,8 +75,6 @@ class RunnerActor(Actor):
         """Steps with a token behind a prompt, which may be somebody's first."""
         self._queued: deque[int] = deque()
         """Tokens of each step that is queued or running."""
-        self._decoding = 0
-        """Rows of the decode batch."""
         self._received = self._completed = 0
         self._asked_at = 0.0
         self._asked_for = 0
@@ -193,11 +187,12 @@ class RunnerActor(Actor):
         self._received = step.step
         if step.step == self._asked_for:
             self._lead += 0.2 * (self.context.now() - self._asked_at - self._lead)
-        self._decoding += len(step.joins) - len(step.leaves)
-        encoded = sum(int(v.slices.counts.sum()) for v in step.vision)
-        budget = self._config.engine.max_num_batched_tokens if encoded else 0
-        self._queued.append(len(step.token_ids) + self._decoding + budget)
-        if step.samples.any() and self._config.rank == 0:
+        encodes = step.vision is not None and len(step.vision.slices.counts)
+        budget = self._config.engine.max_num_batched_tokens if encodes else 0
+        self._queued.append(prepared.rows + budget)
+        rows = step.rows
+        first = ((rows.wants & (Want.SAMPLE | Want.DECODE)) == Want.SAMPLE) & (rows.counts > 0)
+        if self._config.rank == 0 and first.any():
             self._beginning.add(step.step)
         self.context.rest()  # from here on other threads want the interpreter
         if len(self._queued) == 1 and self._executor.any_thread:
@@ -346,17 +341,12 @@ class RunnerActor(Actor):
         self.context.track.add(self._report, step, begin, time.monotonic_ns())
 
     def _tell(self, step: int, computed: Computed, seconds: float) -> None:
-        ids = computed.token_ids
-        failed = np.flatnonzero(ids == NO_TOKEN).astype(np.int32)
-        choiceless = np.flatnonzero(ids == NOTHING_ALLOWED).astype(np.int32)
         done = StepDone(
             step,
-            ids,
+            computed.counts,
+            computed.token_ids,
             seconds,
             began=computed.begin,
-            failed=failed,
-            errors=[_NOT_FINITE] * len(failed),
-            choiceless=choiceless,
             scores=computed.scores,
         )
         self.context.outbox("scheduler").send(done)

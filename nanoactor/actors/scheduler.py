@@ -48,7 +48,7 @@ class SchedulerActor(Actor):
 
     def handlers(self) -> Mapping[type, Handler]:
         """Everything goes to the logic."""
-        return dict.fromkeys(Scheduler.HANDLERS, self._handle)
+        return dict.fromkeys(Scheduler.EVENTS, self._handle)
 
     def span_names(self) -> Mapping[type, str]:
         """The result of a step is what leads to the next plan."""
@@ -77,13 +77,12 @@ class SchedulerActor(Actor):
     def _link_requests(self, message: Any) -> None:
         """Remember with which step a request comes and goes, and a picture is encoded: traces
         follow them from there."""
-        if isinstance(message, m.Plan):
-            if len(message.admissions.slots):
-                for uid in self._scheduler.uids_of(message.admissions.slots):
-                    self._link(self._enters, uid, message.step)
-            for slices in message.slices:
-                for number in slices.pixels.tolist():
-                    self._link(self._encodes, number, message.step)
+        if isinstance(message, m.Turn):
+            if (plan := message.plan) is not None:
+                for uid in plan.admissions.uids.tolist():
+                    self._link(self._enters, uid, plan.step)
+                for number in plan.slices.pixels.tolist() if plan.slices else ():
+                    self._link(self._encodes, number, plan.step)
         elif isinstance(message, m.Tokens):
             self._tokens_at = time.monotonic_ns()
             for finish in message.finishes:

@@ -20,14 +20,14 @@ from nanoactor.native import native_calls
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 from nanoactor.vision.media import PIECE_BYTES, Media, MediaReader, ReadItem, Unusable
 from nanoactor.vision.messages import (
+    CancelPixels,
     ItemsFailed,
     ItemsRead,
     MediaPiece,
     NoPixels,
     Pixels,
     ResendMedia,
-    Unwant,
-    Want,
+    WantPixels,
 )
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class VisionActor(Actor):
         self._arriving: dict[tuple[int, int], _Arriving] = {}
         self._store: OrderedDict[bytes, Media] = OrderedDict()
         self._stored, self._store_bytes = 0, STORE_BYTES
-        self._wants: dict[int, Want] = {}
+        self._wants: dict[int, WantPixels] = {}
         """Of which the runners have not heard the last, by number."""
         self._waiting: dict[tuple[int, int], list[int]] = {}
         """Numbers of wants by the (request, item) whose bytes they wait for."""
@@ -106,7 +106,7 @@ class VisionActor(Actor):
 
     def handlers(self) -> Mapping[type, Handler]:
         """Bytes come unasked; pixels are made where they are wanted."""
-        return {MediaPiece: self._piece, Want: self._want, Unwant: self._unwant}
+        return {MediaPiece: self._piece, WantPixels: self._want, CancelPixels: self._unwant}
 
     def span_names(self) -> Mapping[type, str]:
         """Name the item when the last of its bytes arrives."""
@@ -176,7 +176,7 @@ class VisionActor(Actor):
 
     # -- pixels are wanted ----------------------------------------------------------------
 
-    def _want(self, event: Want) -> None:
+    def _want(self, event: WantPixels) -> None:
         self._wants[event.pixels] = event
         media = self._store.get(event.key)
         if media is not None:
@@ -231,7 +231,7 @@ class VisionActor(Actor):
         self.decode_seconds += (end - begin) * 1e-9
         self._decode_track.add(self._decode_kind, number, begin, end)
 
-    def _unwant(self, event: Unwant) -> None:
+    def _unwant(self, event: CancelPixels) -> None:
         numbers = [number for number in event.pixels.tolist() if number in self._wants]
         for number in numbers:
             want = self._wants.pop(number)

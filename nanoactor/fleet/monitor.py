@@ -16,7 +16,7 @@ from nanoactor.fleet.replica import Replica
 from nanoactor.server.health import Health
 
 INTERVAL, BINS, KEPT = 0.5, 10, 60
-_SILENT = 3.0
+_SILENCE = 3.0
 """Seconds without a report after which /health names a replica: it makes one each second."""
 _COUNTERS = (
     ("moved", "Streams that went on with another replica."),
@@ -110,7 +110,7 @@ class FleetMonitor:
                 "streams": replica.place.streams,
                 "pid": replica.place.hello.facts.get("pid"),
             }
-            if silent > _SILENT or replica.link.is_leaving:
+            if silent > _SILENCE or replica.link.is_leaving:
                 bad.append(name)
             else:
                 serving += 1

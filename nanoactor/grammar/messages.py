@@ -70,15 +70,6 @@ class ForcedTokens:
     """One answer's after the other's."""
 
 
-@message(90)
-class KnownTokens:
-    """Scheduler to block manager: forced tokens of these slots, which no step has chosen."""
-
-    slots: Int32
-    counts: Int32
-    token_ids: Int32
-
-
 @message(82)
 class CloseGrammars:
     """Scheduler to grammar: these answers are over."""
@@ -127,14 +118,3 @@ class DropMasks:
 @message(87)
 class MaskClock:
     """The scheduler's clock: half of the time has passed that a mask may take."""
-
-
-@message(88)
-class DeferredSamples:
-    """Rows of a step that choose a token behind its layers, under a mask that every runner holds,
-    from the last hidden state that the step, or one before, has left in the slot."""
-
-    slots: Int32
-    uids: Int64
-    positions: Int32
-    """Of the tokens that are chosen."""

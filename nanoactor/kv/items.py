@@ -78,7 +78,7 @@ class ItemKeeper:
             self._answers[names.index(name)] += values
 
     def take_credits(self) -> EncoderCredits | None:
-        """Return all answers since the last call; None where they say nothing."""
+        """Return all answers since the last call; None if they say nothing."""
         answers, self._answers = self._answers, [[], [], [], [], [], []]
         has_news, self._has_news = self._has_news, False
         if not has_news:
@@ -165,25 +165,23 @@ class ItemKeeper:
 
     def bind(
         self,
-        slices: tuple[EncodeSlices, ...],
+        slices: EncodeSlices | None,
         chunks: list[tuple[HeldItems | None, int, int]],
-    ) -> tuple[VisionStep, ...]:
+    ) -> VisionStep | None:
         """Name rows for a step: `chunks` are (items, start, tokens) of each prompt in it."""
         turned = _positions(chunks)
-        if not slices and not turned.size:
-            return ()
-        todo = slices[0] if slices else _NO_SLICES
+        if slices is None and not turned.size:
+            return None
+        todo = _NO_SLICES if slices is None else slices
         counts, pages = self._bind_slices(todo)
         tokens, rows = self._bind_rows(chunks)
-        return (
-            VisionStep(
-                slices=todo,
-                page_counts=_int32(counts),
-                pages=_int32(pages),
-                tokens=tokens,
-                rows=rows,
-                positions=turned,
-            ),
+        return VisionStep(
+            slices=todo,
+            page_counts=_int32(counts),
+            pages=_int32(pages),
+            tokens=tokens,
+            rows=rows,
+            positions=turned,
         )
 
     def _bind_slices(self, slices: EncodeSlices) -> tuple[list[int], list[int]]:

@@ -1,36 +1,36 @@
-"""The block manager's logic: block tables, prefix matches, and how plans become steps.
+"""The block manager's logic: block tables, prefix hits, and how plans become steps.
 
-Events in, messages out; no I/O and no clock. It trusts the scheduler's credits, so it never
-has to say no; where it would have to, an invariant is broken and the story is told.
+Turns in, steps and answers out; no I/O and no clock. It trusts the scheduler's credits, so an
+allocation cannot fail; if one does, an invariant is broken, and the error tells the slot's state.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.grammar.messages import KnownTokens
 from nanoactor.kv.hashing import block_hash
-from nanoactor.kv.holding import Answers, Holding, spread_doubt
+from nanoactor.kv.holding import Answers, Holding, Sharing, spread_doubt
 from nanoactor.kv.items import HeldItems, ItemKeeper
 from nanoactor.kv.leftovers import Leftovers
 from nanoactor.kv.pool import BlockPool
 from nanoactor.messages import (
-    Credits,
-    Fork,
+    Admission,
+    Answer,
+    BlockCopies,
+    Failures,
     Forks,
-    Free,
     Int32,
-    Match,
+    KnownTokens,
     Plan,
-    SampledTokens,
     Step,
+    Turn,
 )
-from nanoactor.scores import ScoredChunks
+from nanoactor.rows import Long, RowExpander, Rows, StepRows, counted_up
 from nanoactor.vision.messages import VisionStep
 from nanoactor.vision.units import NO_ENCODER, EncoderLimits
 
@@ -54,52 +54,82 @@ class BlockManager:
         self.pool = BlockPool(blocks)
         self.items, self._encoder = ItemKeeper(encoder), encoder
         self._leftovers = Leftovers(self.pool, block_size)
-        self._step = 0
-        """The last step that was planned."""
+        self._sharing = Sharing(blocks, max_seqs)
+        self._rows = RowExpander(max_seqs)
+        self._turn = self._step = 0
+        """The last turn taken, and the last step planned."""
         self._fresh: deque[tuple[int, int]] = deque()
         """(step, block) of what was indexed since the last step that is known to be done."""
-        self._block_size = block_size
+        self._blocks, self._block_size = blocks, block_size
         self._salt = salt
         self._prefix_caching = prefix_caching
         self._holdings: dict[int, Holding] = {}
         self._left: deque[tuple[int, int, Holding]] = deque()
         """(fence, slot, what it held) of slots that were given up while steps had rows in them."""
+        self._copies: list[tuple[int, int]] = []
+        """Blocks to copy before the layers of the next step: (source, target)."""
         # By slot, as arrays: a step of hundreds of decodes costs a few operations.
         self._tokens = np.empty((max_seqs, max_model_len), np.int32)
         """Every token whose value is known."""
         self._known = np.full(max_seqs, _NOTHING_HELD)
         """How many these are; negative where a slot holds nothing."""
-        self._planned = np.zeros(max_seqs, np.int64)
-        """Positions computed by the steps planned so far, counted from 0."""
         self._room = np.zeros(max_seqs, np.int64)
         """Positions that its blocks hold; 0 where a slot holds nothing."""
         self._next_index = np.zeros(max_seqs, np.int64)
         """Where the first block ends whose content is not indexed, and was not when matched."""
         self._computed = np.zeros(max_seqs, np.int64)
-        """Positions that steps which are known to be done have computed, once there is a token."""
-        self._decoding = np.zeros(max_seqs, np.bool_)
+        """Positions that steps which are known to be done have computed."""
+        self._in_flight: deque[tuple[int, Long, Long]] = deque()
+        """(step, slots, positions after it) of steps that are not known to be done."""
+        self._admitted: set[int] = set()
+        """Slots of this turn's admissions."""
         self._to_index: list[tuple[int, int]] = []
         """(slot, tokens complete) where a block has filled since the last `index`."""
-        self._decoders = np.empty(0, np.int64)
-        """The slots of the decode batch."""
         self._answers = Answers()
         self._forgotten = 0
         """The number of the latest order to forget the index."""
         self.prompt_tokens = 0
-        """Tokens of all sequences matched, a preempted one's again each time it comes back."""
+        """Tokens of all sequences admitted, a preempted one's again each time it comes back."""
         self.hit_tokens = 0
         """How many of them were in the cache."""
 
-    # -- matching -------------------------------------------------------------------------
+    def take(self, turn: Turn) -> Step | None:
+        """Do what a turn says, part by part; return its step, if it has one.
 
-    def match(self, event: Match) -> None:
+        Raises `ProtocolBug` where turns do not come in order, or contradict what slots hold.
+        """
+        if turn.number != self._turn + 1:
+            raise ProtocolBug(f"turn {turn.number} follows turn {self._turn}")
+        self._turn = turn.number
+        self._admitted.clear()
+        self._complete(turn.done)
+        if turn.failures is not None:
+            self._distrust(turn.failures)
+        if turn.forks is not None:
+            self._fork(turn.forks, turn.fence)
+        if turn.known is not None:
+            self._learn(turn.known)
+        if len(turn.frees):
+            self._free(turn.frees, turn.fence)
+        if turn.drop_pixels is not None:
+            self.items.drop(turn.drop_pixels)
+        if turn.forget_index:
+            self._forget_index(turn.forget_index)
+        for admission in turn.admissions:
+            self._admit(admission)
+        return None if turn.plan is None else self._bind(turn.plan)
+
+    # -- admission ------------------------------------------------------------------------
+
+    def _admit(self, event: Admission) -> None:
         """Give a slot its blocks: cached ones for the longest known prefix, new ones else.
 
         At least one token is always left to compute, as it takes one to sample the next.
         """
         self.index()
-        if event.slot in self._holdings:
-            raise ProtocolBug(f"slot {event.slot} is matched but held by {self._story(event.slot)}")
+        slot = event.slot
+        if slot in self._holdings:
+            raise ProtocolBug(f"slot {slot} is given away but held by {self._story(slot)}")
         tokens = event.token_ids
         items = None
         if event.items is not None:
@@ -117,37 +147,51 @@ class BlockManager:
             table.append(begun.block)
             computed += begun.positions
         table += [self.pool.allocate() for _ in range(event.blocks - len(table))]
-        self._holdings[event.slot] = Holding(event.uid, hashes, table, items, extras)
-        if items is None or event.items is None:
+        holding = Holding(event.uid, hashes, table, items, extras, event.request)
+        holding.lends, holding.hit, holding.filled = len(event.hashes), computed, computed
+        if items is None:
             self.items.match_nothing()
         else:
+            assert event.items is not None
             self.items.match(items, event.items, computed)
-        self._tokens[event.slot, : len(tokens)] = event.token_ids
-        self._known[event.slot], self._planned[event.slot] = len(tokens), computed
-        self._room[event.slot] = len(table) * self._block_size
-        self._next_index[event.slot] = (hits + 1) * self._block_size
-        self._computed[event.slot] = 0
+        self._take_slot(slot, holding, tokens, indexed=hits)
         self.prompt_tokens += len(tokens)
         self.hit_tokens += computed
         self._answers.uids.append(event.uid)
         self._answers.hits.append(computed)
         self._answers.refunds.append(refund)
+        self._answers.is_due = True
+        self._admitted.add(slot)
 
-    def _find(self, event: Match, hashes: list[bytes]) -> list[int]:
-        """Return the blocks that hold the longest known prefix, in the index or in the sibling."""
-        sibling = self._holdings.get(event.sibling)
-        lent: list[int] = []
-        if sibling is not None and not sibling.distrusted:
-            lent = sibling.table[: len(event.hashes)]
+    def _take_slot(self, slot: int, holding: Holding, tokens: Int32, indexed: int) -> None:
+        """Let a slot hold blocks for these tokens, of which `indexed` blocks need no index."""
+        self._holdings[slot] = holding
+        self._sharing.hold(slot, holding.table)
+        self._tokens[slot, : len(tokens)] = tokens
+        self._known[slot], self._computed[slot] = len(tokens), 0
+        self._room[slot] = len(holding.table) * self._block_size
+        self._next_index[slot] = (indexed + 1) * self._block_size
+
+    def _find(self, event: Admission, hashes: list[bytes]) -> list[int]:
+        """Return the blocks that hold the longest known prefix, in the index or, without one, in
+        another answer to the request."""
+        hashes = hashes[: event.most_hits // self._block_size]
+        if not self._prefix_caching:
+            return self._lent(event.request)[: len(hashes)]
         found: list[int] = []
-        for index, content in enumerate(hashes[: event.most_hits // self._block_size]):
-            block = self.pool.find(content) if self._prefix_caching else None
-            if block is None and index < len(lent):
-                block = lent[index]
-            if block is None:
+        for content in hashes:
+            if (block := self.pool.find(content)) is None:
                 break
             found.append(block)
         return found
+
+    def _lent(self, request: int) -> list[int]:
+        """Return the prompt's full blocks in an answer to a request that has computed them."""
+        size = self._block_size
+        for holding in self._holdings.values():
+            if holding.request == request and holding.filled >= holding.lends * size:
+                return [] if holding.distrusted else holding.table[: holding.lends]
+        return []
 
     def _complete_hashes(
         self, hashes: list[bytes], tokens: Int32, extras: Mapping[int, bytes]
@@ -162,125 +206,120 @@ class BlockManager:
 
     # -- planning -------------------------------------------------------------------------
 
-    def bind_blocks(self, plan: Plan) -> Step:
-        """Turn a plan into a step: add block ids and the prompts' tokens."""
+    def _bind(self, plan: Plan) -> Step:
+        """Turn a plan into a step: add block ids and the tokens that the host knows."""
         self._step = plan.step
-        prefill: list[int] = plan.slots.tolist()
         for slot in plan.grows.tolist():
-            self._of(slot, plan.step).table.append(self.pool.allocate())
+            block = self.pool.allocate()
+            self._of(slot).table.append(block)
+            self._sharing.hold(slot, (block,))
             self._room[slot] += self._block_size
-        token_ids = self._bind_prefill(plan, prefill)
-        forks = tuple(self._fork(plan, each) for each in plan.forks)
-        vision = self._bind_items(plan, prefill)
-        if len(plan.leaves) or len(plan.joins):
-            self._decoding[plan.leaves] = False
-            self._decoding[plan.joins] = True
-            self._decoders = np.flatnonzero(self._decoding)
-        self._advance_decoders(plan.step)
-        changed = [*prefill, *(s for each in forks for s in each.slots.tolist())]
-        slots, starts, counts, blocks = self._announce([*changed, *plan.grows.tolist()])
+        copies, self._copies = self._copies, []
+        sent = self._behind_hits(plan.rows) if self._admitted else plan.rows
+        rows = self._rows.expand(sent, plan.leaves)
+        computing = rows.others.take(rows.others.counts > 0)
+        self._note_ends(rows, computing)
+        slots = computing.slots.tolist()
+        token_ids = self._bind_tokens(computing)
+        if len(copying := rows.others.take(rows.others.copies)):
+            self._bind_copies(plan, copying)
+        vision = self._bind_items(plan, computing)
+        changed = [*dict.fromkeys((*slots, *plan.admissions.slots.tolist(), *plan.grows.tolist()))]
         return Step(
-            step=plan.step,
-            slots=plan.slots,
-            starts=plan.starts,
-            counts=plan.counts,
-            samples=plan.samples,
-            token_ids=token_ids,
-            joins=plan.joins,
-            leaves=plan.leaves,
-            table_slots=slots,
-            table_starts=starts,
-            table_counts=counts,
-            table_blocks=blocks,
+            plan.step,
+            sent,
+            plan.leaves,
+            token_ids,
+            **self._announce(changed),
             admissions=plan.admissions,
+            copies=BlockCopies(*map(_int32, zip(*copies, strict=True))) if copies else None,
             vision=vision,
-            scored=tuple(self._scored(plan, each) for each in plan.scored),
-            forks=forks,
-            deferred=plan.deferred,
         )
 
-    def _scored(self, plan: Plan, scored: ScoredChunks) -> ScoredChunks:
-        """Add the tokens that follow each scored position."""
-        spans = zip(
-            plan.slots[scored.rows].tolist(),
-            scored.starts.tolist(),
-            scored.counts.tolist(),
-            strict=True,
-        )
-        targets = [self._tokens[slot, at + 1 : at + 1 + count] for slot, at, count in spans]
-        return dataclasses.replace(scored, targets=np.concatenate(targets))
+    def _behind_hits(self, rows: Rows) -> Rows:
+        """Return the rows without the positions that this turn's admissions have found."""
+        starts, counts = rows.starts.copy(), rows.counts.copy()
+        for row, slot in enumerate(rows.slots.tolist()):
+            if slot in self._admitted and counts[row]:
+                starts[row] = self._holdings[slot].hit
+                counts[row] -= starts[row]
+        return dataclasses.replace(rows, starts=starts, counts=counts)
 
-    def _fork(self, plan: Plan, forks: Forks) -> Forks:
-        """Give each copy its source's full blocks by reference, and one of its own for the rest."""
-        sources: list[int] = []
-        copies: list[int] = []
-        ends = (plan.starts + plan.counts)[forks.rows]
-        for row, slot, uid, end in zip(
-            forks.rows.tolist(),
-            forks.slots.tolist(),
-            forks.uids.tolist(),
-            ends.tolist(),
-            strict=True,
-        ):
-            source_slot = int(plan.slots[row])
-            source, full = self._of(source_slot, plan.step), end // self._block_size
-            if slot in self._holdings or end != self._known[source_slot]:
-                raise ProtocolBug(f"step {plan.step} copies {self._story(source_slot)} to {slot}")
-            table = source.table[:full]
-            for block in table:
-                self.pool.share(block)
-            if end % self._block_size:
-                table.append(self.pool.allocate())
-                sources.append(source.table[full])
-                copies.append(table[full])
-            hashes = source.hashes[:full]
-            items = source.items.behind() if source.items is not None else None
-            copy = Holding(uid, hashes, table, items, source.extras, distrusted=source.distrusted)
-            self._holdings[slot] = copy
-            self._tokens[slot, :end] = self._tokens[source_slot, :end]
-            self._known[slot] = self._planned[slot] = end
-            self._computed[slot] = 0
-            self._room[slot] = len(table) * self._block_size
-            self._next_index[slot] = (full + 1) * self._block_size
-        return dataclasses.replace(forks, sources=_int32(sources), copies=_int32(copies))
+    def _note_ends(self, rows: StepRows, computing: Rows) -> None:
+        """Remember up to where a step computes each slot, and check that it has blocks for it."""
+        slots, ends = rows.decode_slots, rows.decode_starts + 1
+        if len(computing):
+            slots = np.concatenate((slots, computing.slots))
+            ends = np.concatenate((ends, computing.starts + computing.counts))
+        past = ends > self._room[slots]
+        if past.any():
+            slot = int(slots[past][0])
+            self._of(slot)
+            raise ProtocolBug(f"step {self._step} writes past the blocks of {self._story(slot)}")
+        self._in_flight.append((self._step, slots, ends))
 
-    def _bind_items(self, plan: Plan, slots: list[int]) -> tuple[VisionStep, ...]:
-        held = [self._holdings[slot].items for slot in slots]
-        chunks = list(zip(held, plan.starts.tolist(), plan.counts.tolist(), strict=True))
+    def _bind_tokens(self, rows: Rows) -> Int32:
+        """Return the tokens of rows, each with their successor if they are scored."""
+        chunks: list[Int32] = []
+        columns = (rows.slots, rows.starts, rows.counts, rows.ids)
+        for slot, start, count, ids in zip(*(c.tolist() for c in columns), strict=True):
+            end = start + count
+            if end > self._known[slot]:
+                self._of(slot)
+                story = self._story(slot)
+                raise ProtocolBug(f"step {self._step} computes {start}+{count} of {story}")
+            chunk = self._tokens[slot, start : start + ids]
+            if end == self._known[slot] and ids > count:  # nothing follows it
+                chunk = np.append(chunk[:count], np.int32(0))
+            chunks.append(chunk)
+            self._holdings[slot].filled = end
+            self._index_full_blocks(slot, end)
+        return np.concatenate(chunks) if chunks else _int32([])
+
+    def _bind_copies(self, plan: Plan, rows: Rows) -> None:
+        """Let slots begin as copies of those that this step has computed to the end."""
+        uids = dict(zip(plan.admissions.slots.tolist(), plan.admissions.uids.tolist(), strict=True))
+        for slot, source in zip(rows.slots.tolist(), rows.sources.tolist(), strict=True):
+            if slot in self._holdings:
+                raise ProtocolBug(f"step {plan.step} copies {source} to {self._story(slot)}")
+            copy, tokens = self._copy(uids[slot], source, spare=False)
+            self._take_slot(slot, copy, tokens, indexed=len(copy.hashes))
+
+    def _copy(self, uid: int, slot: int, *, spare: bool) -> tuple[Holding, Int32]:
+        """Share a computed slot's full blocks; have the rest copied to a block, which there is also
+        if there is no rest and it is to `spare` one. Return the copy, and its tokens."""
+        source, known = self._of(slot), int(self._known[slot])
+        if source.filled != known:
+            raise ProtocolBug(f"request {uid} becomes a copy of {self._story(slot)}")
+        full, rest = divmod(known, self._block_size)
+        table = source.table[:full]
+        for block in table:
+            self.pool.share(block)
+        if rest or spare:
+            table.append(self.pool.allocate())
+        if rest:  # of a block that is to be copied itself, what that one is a copy of
+            pending = {target: block for block, target in self._copies}
+            last = source.table[full]
+            self._copies.append((pending.get(last, last), table[full]))
+        if source.tainted:
+            self._answers.tainted.append(uid)
+        copy = dataclasses.replace(source, uid=uid, hashes=source.hashes[:full], table=table)
+        copy.announced, copy.lends = 0, min(source.lends, full)
+        copy.items = source.items.behind() if source.items is not None else None
+        self._answers.is_due = True
+        return copy, self._tokens[slot, :known].copy()
+
+    def _bind_items(self, plan: Plan, rows: Rows) -> VisionStep | None:
+        held = [self._holdings[slot].items for slot in rows.slots.tolist()]
+        chunks = list(zip(held, rows.starts.tolist(), rows.counts.tolist(), strict=True))
         bound = self.items.bind(plan.slices, chunks)
         for items, start, count in chunks:
             if items is not None:
                 self.items.advance(items, start + count, plan.step)
         return bound
 
-    def _advance_decoders(self, step: int) -> None:
-        """One more position for every slot that decodes."""
-        decoders = self._decoders
-        planned = self._planned[decoders] + 1
-        self._planned[decoders] = planned
-        past = planned > self._room[decoders]
-        if past.any():
-            slot = int(decoders[past][0])
-            self._of(slot, step)
-            raise ProtocolBug(f"step {step} writes past the blocks of {self._story(slot)}")
-
-    def _bind_prefill(self, plan: Plan, slots: list[int]) -> Int32:
-        chunks: list[Int32] = []
-        for slot, start, count in zip(
-            slots, plan.starts.tolist(), plan.counts.tolist(), strict=True
-        ):
-            self._of(slot, plan.step)
-            if self._planned[slot] != start or start + count > self._known[slot]:
-                raise ProtocolBug(
-                    f"step {plan.step} prefills {start}+{count} of {self._story(slot)}"
-                )
-            chunks.append(self._tokens[slot, start : start + count])
-            self._planned[slot] = start + count
-            self._index_full_blocks(slot, start + count)
-        return np.concatenate(chunks) if chunks else _int32([])
-
-    def _announce(self, slots: list[int]) -> tuple[Int32, Int32, Int32, Int32]:
-        """The changes of these slots' block tables since the runners last heard of them."""
+    def _announce(self, slots: list[int]) -> dict[str, Int32]:
+        """Return the changes of these slots' block tables since the runners last heard of them."""
         changed, starts, counts = [], [], []
         blocks: list[int] = []
         for slot in slots:
@@ -292,82 +331,58 @@ class BlockManager:
                 counts.append(len(new))
                 blocks += new
                 holding.announced = len(holding.table)
-        return _int32(changed), _int32(starts), _int32(counts), _int32(blocks)
+        columns = {"slots": changed, "starts": starts, "counts": counts, "blocks": blocks}
+        return {f"table_{name}": _int32(values) for name, values in columns.items()}
 
     # -- results --------------------------------------------------------------------------
 
-    def record_tokens(self, event: SampledTokens) -> None:
-        """A step is done: fences pass, tokens become known. What filled waits for `index`."""
-        while self._left and self._left[0][0] < event.step:
+    def _complete(self, step: int) -> None:
+        """Step `step` is done, and all before it: fences pass."""
+        while self._left and self._left[0][0] < step:
             self._left.popleft()
-        if len(event.failed):
-            self._distrust(event)
-        while self._fresh and self._fresh[0][0] <= event.step:
+        while self._fresh and self._fresh[0][0] <= step:
             self._fresh.popleft()
-        self.pool.complete(event.step)
-        self.items.cache.complete(event.step)
-        slots = event.slots
-        known = self._known[slots]
+        while self._in_flight and self._in_flight[0][0] <= step:
+            _, slots, ends = self._in_flight.popleft()
+            self._computed[slots] = ends
+        self.pool.complete(step)
+        self.items.cache.complete(step)
+
+    def _learn(self, event: KnownTokens) -> None:
+        """Take tokens whose value is known now. What filled waits for `index`: all but the newest
+        token of a sequence are computed by steps that are planned."""
+        slots, known = event.slots, self._known[event.slots]
         if len(known) and known.min() < 0:
-            self._of(int(slots[known < 0][0]), event.step)
-        self._tokens[slots, known] = event.token_ids
-        self._known[slots], self._computed[slots] = known + 1, known
-        if not self._prefix_caching:
-            return
-        complete = np.minimum(self._known[slots], self._planned[slots])
-        full = complete >= self._next_index[slots]
-        if full.any():
-            self._to_index += zip(slots[full].tolist(), complete[full].tolist(), strict=True)
+            self._of(int(slots[known < 0][0]))
+        if len(event.counts):
+            places = counted_up(known, event.counts)
+            self._tokens[np.repeat(slots, event.counts), places] = event.token_ids
+            self._known[slots] = known + event.counts
+        else:
+            self._tokens[slots, known] = event.token_ids
+            self._known[slots] = known + 1
+        full = known >= self._next_index[slots]
+        if self._prefix_caching and full.any():
+            self._to_index += zip(slots[full].tolist(), known[full].tolist(), strict=True)
 
-    def note_known(self, event: KnownTokens) -> None:
-        """Take tokens that no step has chosen; steps will compute them."""
-        at = 0
-        for slot, count in zip(event.slots.tolist(), event.counts.tolist(), strict=True):
-            self._of(slot, -1)
-            known = self._known[slot]
-            self._tokens[slot, known : known + count] = event.token_ids[at : at + count]
-            self._known[slot] += count
-            at += count
-
-    def fork(self, event: Fork) -> None:
+    def _fork(self, event: Forks, fence: int) -> None:
         """Let slots become copies of others, as all of them are before."""
         self.index()
-        slots, sources = event.slots.tolist(), event.sources.tolist()
-        copies = [self._copy(self._of(s, -1).uid, at) for s, at in zip(slots, sources, strict=True)]
-        old = [self._holdings[slot] for slot in slots]
-        known = self._known[sources]
-        self._tokens[slots, : known.max()] = self._tokens[sources, : known.max()]
-        freed = 0
-        for slot, copy, before, length in zip(slots, copies, old, known.tolist(), strict=True):
-            self._holdings[slot] = copy
-            computed = length // self._block_size * self._block_size
-            self._known[slot], self._planned[slot] = length, computed
-            self._computed[slot] = 0
-            self._room[slot] = self._next_index[slot] = computed + self._block_size
-            freed += self.pool.release(before.table[::-1], event.fence)
-        self._answers.freed.append(freed)
-        self._answers.fences.append(event.fence)
+        slots = event.slots.tolist()
+        pairs = zip(slots, event.sources.tolist(), strict=True)
+        copies = [self._copy(self._of(slot).uid, source, spare=True) for slot, source in pairs]
+        for slot, (copy, tokens) in zip(slots, copies, strict=True):
+            self._let_go(slot, fence)
+            self._take_slot(slot, copy, tokens, indexed=len(copy.hashes))
 
-    def _copy(self, uid: int, slot: int) -> Holding:
-        """Hold a computed slot's full blocks, and one for what follows."""
-        source, known = self._of(slot, -1), int(self._known[slot])
-        if self._planned[slot] != known or source.items is not None:
-            raise ProtocolBug(f"request {uid} becomes a copy of {self._story(slot)}")
-        table = source.table[: known // self._block_size]
-        for block in table:
-            self.pool.share(block)
-        hashes = source.hashes[: len(table)]
-        table.append(self.pool.allocate())
-        return Holding(uid, hashes, table, distrusted=source.distrusted)
-
-    def _distrust(self, event: SampledTokens) -> None:
+    def _distrust(self, event: Failures) -> None:
         """Take what failing rows computed out of the index, and tell who has read it."""
         self.index()
         failing = []
-        for slot, start in zip(event.failed.tolist(), event.failed_from.tolist(), strict=True):
+        for slot, start in zip(event.slots.tolist(), event.starts.tolist(), strict=True):
             left = (holding for _, of, holding in self._left if of == slot)
-            holding = next(left, None) or self._of(slot, event.step)
-            failing.append((holding, start // self._block_size))
+            holding = next(left, None) or self._of(slot)
+            failing.append((holding, max(start, holding.hit) // self._block_size))
             if holding.items is not None:
                 self.items.distrust(holding.items)
         # Those that were preempted meanwhile still take what steps under way bring them.
@@ -375,9 +390,9 @@ class BlockManager:
         blocks, readers = spread_doubt(failing, every)
         self._answers.tainted += [holding.uid for holding in readers]
         self.pool.distrust(blocks)
-        self._answers.settled += 1
+        self._answers.is_due = True
 
-    def forget_index(self, number: int) -> None:
+    def _forget_index(self, number: int) -> None:
         """Find nothing any more that was computed so far, nor what those that run now compute;
         unless that was done for this number."""
         if number <= self._forgotten:
@@ -390,8 +405,8 @@ class BlockManager:
     def index(self) -> None:
         """Index the blocks that results have filled.
 
-        Hashing them can wait until the next step is on its way, but not past the next match, nor
-        until a slot is given up.
+        Hashing them can wait until the next step is on its way, but not past the next admission,
+        nor until a slot is given up.
         """
         for slot, complete in self._to_index:
             self._index_full_blocks(slot, complete)
@@ -400,8 +415,8 @@ class BlockManager:
     def _index_full_blocks(self, slot: int, complete: int) -> None:
         """Index the blocks in which every token is known and is computed by a planned step.
 
-        Steps run in the order of their numbers, so whoever matches the block reads it later.
-        What a step computes past a sequence's end never becomes known, so it is left out.
+        Steps run in the order of their numbers, so whoever finds the block reads it later. What a
+        step computes past a sequence's end never becomes known, so it is left out.
         """
         if not self._prefix_caching:
             return
@@ -417,30 +432,33 @@ class BlockManager:
                 self._fresh.append((self._step, block))
             self._next_index[slot] = (index + 2) * size
 
-    def free(self, event: Free) -> None:
+    def _free(self, slots: Int32, fence: int) -> None:
         """Take back the blocks of slots that ended or were preempted."""
         self.index()
-        freed = 0
-        for slot in event.slots.tolist():
-            self._of(slot, event.fence)
-            holding = self._holdings.pop(slot)
-            self._left.append((event.fence, slot, holding))
+        for slot in slots.tolist():
+            holding = self._of(slot)
+            self._let_go(slot, fence)
+            self._left.append((fence, slot, holding))
             self._room[slot], self._known[slot] = 0, _NOTHING_HELD
-            self._decoding[slot] = False
-            freed += self.pool.release(holding.table[::-1], event.fence)
             if holding.items is not None:
-                self.items.free(holding.items, event.fence)
-        self._decoders = np.flatnonzero(self._decoding)
-        self._answers.freed.append(freed)
-        self._answers.fences.append(event.fence)
+                self.items.free(holding.items, fence)
 
-    def take_credits(self) -> Credits | None:
-        """All answers since the last call, as one message; None where there are none."""
-        answers, self._answers = self._answers, Answers()
+    def _let_go(self, slot: int, fence: int) -> None:
+        """Give up all blocks of a slot; steps up to `fence` may still use them."""
+        table = self._holdings.pop(slot).table
+        self._copies = [pair for pair in self._copies if pair[1] not in table]
+        self._sharing.let_go(slot, table)
+        self._answers.free(fence, self.pool.release(table[::-1], fence))
+        self._answers.is_due = True
+
+    def take_answer(self) -> Answer | None:
+        """Return all that there is to answer since the last call, as one message; None if the
+        scheduler does not wait for it."""
         encoder = self.items.take_credits()
-        if not (answers.uids or answers.freed or answers.settled or encoder):
+        if not self._answers.is_due and encoder is None:
             return None
-        return answers.message(encoder)
+        answers, self._answers = self._answers, Answers()
+        return answers.message(self._turn, self._sharing.take(), encoder)
 
     # -- beginning anew -------------------------------------------------------------------
 
@@ -455,33 +473,35 @@ class BlockManager:
         self._leftovers = Leftovers(self.pool, self._block_size)
         for slot, holding in self._holdings.items():
             if self._prefix_caching and not holding.distrusted:
-                tokens = self._tokens[slot, : self._computed[slot]]
+                computed = min(self._computed[slot], self._known[slot])
+                tokens = self._tokens[slot, :computed]
                 self._complete_hashes(holding.hashes, tokens, holding.extras)
                 self._leftovers.leave(holding, tokens)
             self.pool.release(holding.table[::-1], fence=0)
         self.pool.begin_anew()
         self.items = ItemKeeper(self._encoder)
-        for queue in (self._fresh, self._left, self._to_index, self._holdings):
+        for queue in (self._fresh, self._left, self._to_index, self._holdings, self._copies):
             queue.clear()
-        self._known[:], self._decoding[:] = _NOTHING_HELD, False
-        self._room[:] = 0
-        self._step = 0
-        self._decoders = np.empty(0, np.int64)
+        self._in_flight.clear()
+        self._known[:], self._room[:], self._computed[:] = _NOTHING_HELD, 0, 0
+        self._turn = self._step = 0
+        blocks, slots = self._blocks, len(self._known)
+        self._sharing, self._rows = Sharing(blocks, slots), RowExpander(slots)
         self._answers = Answers()
 
     # -- looking on -----------------------------------------------------------------------
 
-    def _of(self, slot: int, step: int) -> Holding:
+    def _of(self, slot: int) -> Holding:
         holding = self._holdings.get(slot)
         if holding is None:
-            raise ProtocolBug(f"step {step} names slot {slot}, which holds nothing")
+            raise ProtocolBug(f"turn {self._turn} names slot {slot}, which holds nothing")
         return holding
 
     def _story(self, slot: int) -> str:
         h = self._holdings[slot]
         return (
             f"request {h.uid} in slot {slot}: {self._known[slot]} tokens known, "
-            f"{self._planned[slot]} planned, {len(h.table)} blocks of {self._block_size}, "
+            f"{h.filled} filled, {len(h.table)} blocks of {self._block_size}, "
             f"indexed to {self._next_index[slot] - self._block_size}"
         )
 
@@ -496,5 +516,5 @@ class BlockManager:
         return len(self._holdings)
 
 
-def _int32(values: list[int]) -> Int32:
-    return np.array(values, np.int32)
+def _int32(values: Iterable[int]) -> Int32:
+    return np.array(list(values), np.int32)

@@ -13,8 +13,8 @@ from nanoactor.models.logit_rules import TokenIds, apply_rules
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.token_masks import BITS, TokenMasks
 from nanoactor.runner.graphs import MOST_PROMPTS
+from nanoactor.runner.inputs import SampledRows
 from nanoactor.runner.model import LoadedModel
-from nanoactor.runner.staging import DeviceRows
 
 
 def place(index: torch.Tensor, prompts: tuple[int, int]) -> torch.Tensor:
@@ -81,7 +81,7 @@ class TokenChooser:
             self._device.sample_rows(logits, slots, self._tables, self.scratch, chosen)
 
     def choose_behind(
-        self, hidden: torch.Tensor, rows: DeviceRows, prompts: tuple[int, int]
+        self, hidden: torch.Tensor, rows: SampledRows[torch.Tensor], prompts: tuple[int, int]
     ) -> None:
         """Choose for rows that the fused sampler does not do; or for all, where there is none.
 
@@ -93,7 +93,7 @@ class TokenChooser:
         self.chosen[index] = chosen.int()
         self._tables.last_tokens[slots] = chosen.int().clamp_min(0)
 
-    def choose_from(self, kept: Kept, rows: DeviceRows) -> torch.Tensor:
+    def choose_from(self, kept: Kept, rows: SampledRows[torch.Tensor]) -> torch.Tensor:
         """Choose for rows from what is kept in the slots that `rows.index` names; int32 (rows,)."""
         masks = rows.masks if rows.fused else None
         if kept.logits is not None and masks is not None:
@@ -145,7 +145,7 @@ class TokenChooser:
         if self._compares and chosen:
             self._model.check_agreement(step, torch.cat(chosen).long())
 
-    def _sample(self, logits: torch.Tensor, rows: DeviceRows) -> torch.Tensor:
+    def _sample(self, logits: torch.Tensor, rows: SampledRows[torch.Tensor]) -> torch.Tensor:
         """The chosen ids, int64 (rows,), under the rows' masks and rules."""
         batch, rules = SamplingBatch.of(self._tables, rows.slots, rows.groups), rows.rules
         if rules is None and rows.masks is None:

@@ -6,7 +6,8 @@ import functools
 
 from nanoactor.messages import Step
 from nanoactor.rehearsal import first_step
-from nanoactor.runner.batch import BatchTraits, HostBatch, Update
+from nanoactor.runner.batch import BatchTraits, HostBatch
+from nanoactor.runner.inputs import Update
 
 
 class BatchDouble:
@@ -22,7 +23,7 @@ class BatchDouble:
     @functools.cached_property
     def _batch(self) -> HostBatch:
         return HostBatch(
-            int(self._step.slots.max()) + 1, len(self._step.table_blocks), self._traits
+            int(self._step.rows.slots.max()) + 1, len(self._step.table_blocks), self._traits
         )
 
     def update(self) -> Update:

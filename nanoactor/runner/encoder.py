@@ -17,7 +17,7 @@ from nanoactor.models.patches import PatchMaker
 from nanoactor.models.video_config import VideoConfig
 from nanoactor.models.vision_config import VisionConfig
 from nanoactor.models.vision_tower import TowerState, VisionTower
-from nanoactor.runner.batch import EncodeTask, VisionUpdate
+from nanoactor.runner.inputs import EncodeTask, Encoding
 from nanoactor.vision.units import EncodeUnits
 
 
@@ -57,11 +57,11 @@ class Encoder:
         features = self._rows.index_select(0, rows.clamp(min=0))
         return VisualTokens(seen, torch.where(seen, features, 0))
 
-    def apply(self, vision: VisionUpdate) -> None:
+    def apply(self, work: Encoding) -> None:
         """Encode what a step encodes."""
-        for number in vision.dropped:
+        for number in work.dropped:
             self._half.pop(number, None)
-        for task in vision.tasks:
+        for task in work.tasks:
             self.run(task)
 
     def forget(self) -> None:

@@ -33,21 +33,21 @@ from nanoactor.models.columns import WORDS
 from nanoactor.models.device import Device, TimedEvent
 from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.runner.batch import NO_MASKS, HostBatch, Update
+from nanoactor.runner.batch import NO_MASKS, HostBatch
 from nanoactor.runner.choosing import TokenChooser
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.config import RankConfig
-from nanoactor.runner.deferring import DeferredChoices
 from nanoactor.runner.double import BatchDouble
 from nanoactor.runner.graphs import CapturedSteps, MixedSize, MixedSizes, decode_sizes
 from nanoactor.runner.in_flight import InFlight
+from nanoactor.runner.inputs import Array, Inputs, Prefill, SeenPictures, Update
 from nanoactor.runner.mixed import MixedInputs
 from nanoactor.runner.model import LoadedModel, copy_blocks
 from nanoactor.runner.pixels import NO_PIXELS, PixelsOf, with_vision
 from nanoactor.runner.protocol import Computed
 from nanoactor.runner.published import PublishedIds
-from nanoactor.runner.scoring import AT_ONCE, StepScorer
-from nanoactor.runner.staging import DevicePrefill, DeviceUpdate, DeviceVision, Staging
+from nanoactor.runner.scoring import AT_ONCE
+from nanoactor.runner.staging import Staging
 from nanoactor.runner.step_choices import StepChoices
 from nanoactor.runner.threads import ThreadChoice
 from nanoactor.runner.warmup import decode_update, longest_lengths, prefill_step
@@ -154,10 +154,8 @@ class DeviceExecutor:
             debug=config.debug,
             constrains=self._constrains,
         )
-        self._deferred = DeferredChoices(model, self._chooser, layout.slots)
         self._published = PublishedIds(device, self.max_depth + 2, config.max_num_seqs)
-        self._scorer = StepScorer(model)
-        self._choices = StepChoices(device, self._chooser, self._deferred, self._scorer)
+        self._choices = StepChoices(model, self._chooser, layout.slots)
         rows = layout.rows, layout.row_positions, layout.row_token_ids
         self._rows = DecodeRows(*map(column, rows))
         self._make_buffers()
@@ -352,7 +350,7 @@ class DeviceExecutor:
         update = self._double.update()
         yield update
         self._packing = self._packing or Staging(self._device, in_flight=1)
-        yield self._packing.put_update(update, captured=bool(self._inputs.longest))
+        yield self._packing.put_inputs(self._packed(update, captured=bool(self._inputs.longest)))
 
     def launch(self, prepared: Update) -> _Launched:
         """Queue a step, or compute it."""
@@ -370,49 +368,53 @@ class DeviceExecutor:
             buffers = self._free_buffers.popleft()
         else:
             buffers = InFlight.make(self._device, self._config.max_num_seqs)
-        vision, fits = update.vision, self._fitting(update)
-        staged = self._staging.put_update(update, captured=fits is not None)
+        fits = self._fitting(update)
+        inputs = self._staging.put_inputs(self._packed(update, captured=fits is not None))
         self._staging.send()
         if fits:
             self._inputs.fill(fits, update)
         buffers.begin.record()
-        if staged.changes:
-            self._state[staged.changes[0]] = staged.changes[1]
-        if vision and self._model.encoder:
-            self._model.encoder.apply(vision)
+        if inputs.changes:
+            self._state[inputs.changes[0]] = inputs.changes[1]
+        if inputs.copies:
+            copy_blocks(self._caches, self._tokens, *inputs.copies)
+        if update.encoding and self._model.encoder:
+            self._model.encoder.apply(update.encoding)
             buffers.encoded.record()
-        hidden = self._compute(update, staged, fits)
+        hidden = self._compute(update, inputs, fits)
         self._mark(buffers.forwarded)
-        if staged.copies:
-            copy_blocks(self._caches, self._tokens, *staged.copies)
         states = self._kept if fits else self._prompts, hidden
         room = fits.prompts if fits else None
-        chosen = self._choices.choose(update, staged, states, buffers, room=room)
+        chosen = self._choices.choose(update, inputs, states, buffers, room=room)
         self._mark(buffers.sampled)
         published = None
         if update.prefill is None and update.decode_rows:
             published = self._published.take(update.decodes)
-        more = staged.fallback or staged.deferred or update.resumed
-        buffers.take_ids(chosen, None if more else published)
+        more = inputs.fallback or inputs.choices or update.resumed
+        buffers.take_ids(update, chosen, None if more else published)
         buffers.end.record()
         self._chooser.compare(update.step, *chosen)
-        buffers.encodes = bool(vision and vision.tasks)
         self._prompts = None
         return _Launched(self, buffers)
 
+    def _packed(self, update: Update, *, captured: bool) -> Inputs[Array]:
+        """Return what is staged: a captured step reads its prompts from a place of its own."""
+        inputs = update.inputs
+        return dataclasses.replace(inputs, prefill=None, seen=None) if captured else inputs
+
     def _compute(
-        self, update: Update, staged: DeviceUpdate, fits: MixedSize | None
+        self, update: Update, inputs: Inputs[torch.Tensor], fits: MixedSize | None
     ) -> torch.Tensor:
         """Hidden states of the rows that sample."""
-        if staged.prefill is not None:
-            narrows = self._device.narrows_last_layer and staged.seen is None
+        if inputs.prefill is not None:
+            narrows = self._device.narrows_last_layer and inputs.seen is None
             final = update.final_lengths if narrows else None
-            inputs = staged.prefill, update.decode_rows, staged.seen, update.lengths
-            return self._mixed(*inputs, final=final)
+            rows = update.decode_rows
+            return self._mixed(inputs.prefill, rows, inputs.seen, update.lengths, final=final)
         if fits:
             return self._captured.mixed(fits)
         if not update.decode_rows:  # a step that encodes, or chooses from what is kept
-            return self._deferred.kept.states[:0]
+            return self._choices.kept.states[:0]
         return self._decode_step(update)
 
     def _mark(self, event: TimedEvent) -> None:
@@ -439,9 +441,9 @@ class DeviceExecutor:
 
     def _mixed(
         self,
-        prefill: DevicePrefill,
+        prefill: Prefill[torch.Tensor],
         rows: int,
-        seen: DeviceVision | None,
+        seen: SeenPictures[torch.Tensor] | None,
         lengths: HostSeqLens,
         kept: torch.Tensor | None = None,
         final: HostSeqLens | None = None,

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.grammar.messages import DropMasks, Int32, Masks
 from nanoactor.messages import Step
 
-MasksOf = Callable[[Step], Int32]
-"""Masks of a step's deferred rows, int32 (rows, words)."""
 _NO_MASKS = np.empty((0, 0), np.int32)
-
-
-def no_masks(step: Step) -> Int32:
-    """Masks of a step that has no deferred rows."""
-    return _NO_MASKS
 
 
 class MaskStore:
@@ -30,6 +21,8 @@ class MaskStore:
     def __init__(self) -> None:
         self._masks: dict[int, tuple[int, Int32]] = {}
         """By answer: the position that it is for, and the row."""
+        self._uids: dict[int, int] = {}
+        """The answer in each slot."""
         self._closed: set[int] = set()
         """The grammar says no more of these; ..."""
         self._dropped: set[int] = set()
@@ -68,16 +61,18 @@ class MaskStore:
     def take(self, step: Step) -> Int32:
         """Return the masks that a step's rows choose under, (rows, words); they are used up. Raises
         `ProtocolBug` where one is not here: a row without its mask would choose anything."""
-        rows = []
-        for deferred in step.deferred:
-            for uid, position in zip(
-                deferred.uids.tolist(), deferred.positions.tolist(), strict=True
-            ):
-                found, mask = self._masks.pop(uid, (-1, _NO_MASKS))
-                if found != position:
-                    held = f"it holds that for {found}" if found >= 0 else "it holds none"
-                    raise ProtocolBug(
-                        f"step {step.step} needs the mask of request {uid} for {position}: {held}"
-                    )
-                rows.append(mask)
-        return np.stack(rows) if rows else _NO_MASKS
+        new = zip(step.admissions.slots.tolist(), step.admissions.uids.tolist(), strict=True)
+        self._uids.update(new)
+        if not len(step.rows):
+            return _NO_MASKS
+        choices, masks = step.rows.take(step.rows.choices), []
+        for slot, position in zip(choices.slots.tolist(), choices.starts.tolist(), strict=True):
+            uid = self._uids[slot]
+            found, mask = self._masks.pop(uid, (-1, _NO_MASKS))
+            if found != position:
+                held = f"it holds that for {found}" if found >= 0 else "it holds none"
+                raise ProtocolBug(
+                    f"step {step.step} needs the mask of request {uid} for {position}: {held}"
+                )
+            masks.append(mask)
+        return np.stack(masks) if masks else _NO_MASKS

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nanoactor.actors.config import ENCODER_PAGE_ROWS
 from nanoactor.messages import Step
-from nanoactor.runner.batch import EncodeTask, Update, VisionUpdate
+from nanoactor.runner.inputs import EncodeTask, Encoding, SeenPictures, Update
 from nanoactor.vision.messages import Pixels
 
 PixelsOf = Mapping[int, NDArray[np.uint8]]
@@ -78,17 +78,14 @@ class PixelStore:
         """Return the pixels that a step encodes, by number; those that it encodes to their end are
         not kept. `units_of` tells how many units an item has."""
         taken: dict[int, NDArray[np.uint8]] = {}
-        for vision in step.vision:
-            slices = vision.slices
-            for number, first, count in zip(
-                slices.pixels.tolist(),
-                slices.firsts.tolist(),
-                slices.counts.tolist(),
-                strict=True,
-            ):
-                taken[number] = self._whole[number]
-                if first + count == units_of(taken[number]):
-                    del self._whole[number]
+        if step.vision is None:
+            return taken
+        slices = step.vision.slices
+        columns = (slices.pixels.tolist(), slices.firsts.tolist(), slices.counts.tolist())
+        for number, first, count in zip(*columns, strict=True):
+            taken[number] = self._whole[number]
+            if first + count == units_of(taken[number]):
+                del self._whole[number]
         return taken
 
 
@@ -97,9 +94,9 @@ def with_vision(
 ) -> Update:
     """Add to a step's update what it does with pictures; `dropped` are pixels that were since the
     step before."""
-    if not step.vision:
-        return dataclasses.replace(update, vision=_dropping(dropped)) if dropped else update
-    (vision,) = step.vision
+    if (vision := step.vision) is None:
+        found = Encoding((), tuple(dropped)) if dropped else None
+        return dataclasses.replace(update, encoding=found) if found else update
     tasks, at = [], 0
     for index, number in enumerate(vision.slices.pixels.tolist()):
         pages = vision.pages[at : at + int(vision.page_counts[index])].astype(np.int64)
@@ -107,14 +104,10 @@ def with_vision(
         places = (pages[:, None] * ENCODER_PAGE_ROWS + np.arange(ENCODER_PAGE_ROWS)).ravel()
         first, count = int(vision.slices.firsts[index]), int(vision.slices.counts[index])
         tasks.append(EncodeTask(pixels[number], number, first, count, places))
-    rows = np.full(vision.positions.shape[1], -1, np.int32)
-    rows[vision.tokens] = vision.rows
-    seen = VisionUpdate(
-        tuple(tasks), rows=rows, positions=vision.positions.copy(), dropped=tuple(dropped)
-    )
-    return dataclasses.replace(update, vision=seen)
-
-
-def _dropping(numbers: Sequence[int]) -> VisionUpdate:
-    nothing = np.empty((3, 0), np.int32)
-    return VisionUpdate((), nothing[0], nothing, tuple(numbers))
+    inputs = update.inputs
+    if tokens := vision.positions.shape[1]:
+        rows = np.full(tokens, -1, np.int32)
+        rows[vision.tokens] = vision.rows
+        inputs = dataclasses.replace(inputs, seen=SeenPictures(rows, vision.positions.copy()))
+    encoding = Encoding(tuple(tasks), tuple(dropped))
+    return dataclasses.replace(update, inputs=inputs, encoding=encoding)

@@ -15,8 +15,9 @@ from nanoactor.scores import StepScores
 class Computed:
     """A step's result, and when the device did what, in ns of the host's monotonic clock."""
 
+    counts: Int32
+    """As `StepDone` has them."""
     token_ids: Int32
-    """Of the rows that sample, in their order; negative where the logits are not finite."""
     begin: int
     forwarded: int
     """The layers are through, ..."""
@@ -26,8 +27,15 @@ class Computed:
     """... and they are on the host."""
     encoded: int = 0
     """Before all that: what the step encodes of pictures was done. 0 where it encodes nothing."""
-    scores: tuple[StepScores, ...] = ()
-    """At most one; none where no log-probabilities are wanted."""
+    scores: StepScores | None = None
+
+
+class Prepared(Protocol):
+    """A step that is laid out."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens that go through the layers."""
 
 
 class Launched(Protocol):
@@ -60,10 +68,12 @@ class Executor(Protocol):
     encoder_pages: int
     """Of the encoder cache; 0 where the model sees nothing."""
 
-    def prepare(self, step: Step, pixels: PixelsOf, masks: Int32) -> Any:
-        """Lay a step out, in the order of steps, on the node's loop while the device is busy;
-        `pixels` gives those of the items that it encodes, by their numbers, and `masks`, (rows,
-        words), what its deferred rows may choose."""
+    def prepare(self, step: Step, pixels: PixelsOf, masks: Int32) -> Prepared:
+        """Lay a step out, in the order of steps, on the node's loop while the device is busy.
+
+        `pixels` are those of the items that it encodes, by their numbers; `masks`, (rows, words),
+        are the ids that its choices may take.
+        """
 
     def drop_pixels(self, numbers: list[int]) -> None:
         """Forget what of these is half encoded: no later step goes on with it."""

@@ -2,58 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Int32, TokenRules
+from nanoactor.models.sampling_rows import LogitRules
+from nanoactor.runner.inputs import NONE, Array, Long
 
-Long = NDArray[np.int64]
-NO_ROWS: Long = np.empty(0, np.int64)
 _NO_BIASES: NDArray[np.float32] = np.empty(0, np.float32)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RuledRows:
-    """The rules of some rows: see `nanoactor.models.logit_rules.LogitRules`."""
-
-    penalized: Long
-    allowed: Long
-    allowed_rows: Long
-    allowed_ids: Long
-    biased_rows: Long
-    biased_ids: Long
-    biases: NDArray[np.float32]
-    word_rows: Long
-    words: Long
-    longest: int = 0
-
-    @classmethod
-    def of(cls, found: list[tuple[int, TokenRules]], penalized: Long) -> RuledRows:
-        """Lay out the rules of those rows that have any; `penalized` are rows with a penalty."""
-        words = [(row, word) for row, rules in found for word in _words(rules)]
-        allowed = [(row, rules.allowed_ids) for row, rules in found if len(rules.allowed_ids)]
-        biased = [(row, rules.bias_ids) for row, rules in found]
-        allowed_rows, allowed_ids = _pairs(allowed)
-        biased_rows, biased_ids = _pairs(biased)
-        return cls(
-            penalized=penalized,
-            allowed=np.array([row for row, _ in allowed], np.int64),
-            allowed_rows=allowed_rows,
-            allowed_ids=allowed_ids,
-            biased_rows=biased_rows,
-            biased_ids=biased_ids,
-            biases=np.concatenate([_NO_BIASES, *(rules.biases for _, rules in found)]),
-            word_rows=np.array([row for row, _ in words], np.int64),
-            words=_padded([word for _, word in words]),
-        )
-
-    @property
-    def size(self) -> int:
-        """At most so many int32 numbers travel to the device."""
-        arrays = (getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "longest")
-        return sum(2 * array.size + 4 for array in arrays)
+def lay_out(found: list[tuple[int, TokenRules]], penalized: Long) -> LogitRules[Array]:
+    """Lay out the rules of the rows that have any; `penalized` are rows with a penalty."""
+    words = [(row, word) for row, rules in found for word in _words(rules)]
+    allowed = [(row, rules.allowed_ids) for row, rules in found if len(rules.allowed_ids)]
+    allowed_rows, allowed_ids = _pairs(allowed)
+    biased_rows, biased_ids = _pairs([(row, rules.bias_ids) for row, rules in found])
+    return LogitRules(
+        penalized=penalized,
+        allowed=np.array([row for row, _ in allowed], np.int64),
+        allowed_rows=allowed_rows,
+        allowed_ids=allowed_ids,
+        biased_rows=biased_rows,
+        biased_ids=biased_ids,
+        biases=np.concatenate([_NO_BIASES, *(rules.biases for _, rules in found)]),
+        word_rows=np.array([row for row, _ in words], np.int64),
+        words=_padded([word for _, word in words]),
+    )
 
 
 def _words(rules: TokenRules) -> list[Int32]:
@@ -75,4 +50,4 @@ def _pairs(found: list[tuple[int, Int32]]) -> tuple[Long, Long]:
     """(the row of each id, the ids)."""
     rows = [np.full(len(ids), row, np.int64) for row, ids in found]
     ids = [ids.astype(np.int64) for _, ids in found]
-    return np.concatenate([NO_ROWS, *rows]), np.concatenate([NO_ROWS, *ids])
+    return np.concatenate([NONE, *rows]), np.concatenate([NONE, *ids])

@@ -11,40 +11,12 @@ from nanoactor.messages import Admissions, Int32, TokenRules
 from nanoactor.models.columns import NEUTRAL, NOT_FUSED, WORDS, columns_of
 from nanoactor.models.limits import CANDIDATES
 from nanoactor.models.options import FusedSampling
-from nanoactor.runner.ruled_rows import NO_ROWS, Long, RuledRows
+from nanoactor.models.sampling_rows import LogitRules, SamplingGroups
+from nanoactor.runner.inputs import NONE, Array, Long, SampledRows
+from nanoactor.runner.ruled_rows import lay_out
 from nanoactor.runtime.codec import copied
 
 Flags = NDArray[np.bool_]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SampledRows:
-    """The rows of a step that sample, or some of them, and how: but for the first two fields, see
-    `nanoactor.models.batch.SamplingGroups`."""
-
-    slots: Long
-    index: Long
-    """Which of the step's sampling rows each is."""
-    greedy: Long
-    plain: Long
-    limited: Long
-    unlimited: Long
-    nucleus: Long
-    masked_rows: Long
-    masked_ids: Long
-    rules: RuledRows | None = None
-    """None where no row has any."""
-    masks: Int32 | None = None
-    """(rows, words): what each may choose, a bit for each id; None where none has a mask."""
-    fused: bool = False
-    """Whether the fused sampler does them all, once they are masked."""
-
-    @property
-    def size(self) -> int:
-        """At most so many int32 numbers travel to the device."""
-        words = 8 * len(self.slots) + 4 * len(self.masked_rows) + 64
-        words += self.rules.size if self.rules else 0
-        return words + (self.masks.size + 4 if self.masks is not None else 0)
 
 
 class SamplingTable:
@@ -90,7 +62,7 @@ class SamplingTable:
         seeds: Long = (low & 0xFFFFFFFF) | (high << 32)
         return seeds
 
-    def rows(self, slots: Long, index: Long) -> SampledRows:
+    def rows(self, slots: Long, index: Long) -> SampledRows[Array]:
         """Return how these sample, masks left out."""
         greedy = self.columns.temperature[slots] == 0
         few, cut = self._few(slots), self._cut(slots)
@@ -98,20 +70,22 @@ class SamplingTable:
         return SampledRows(
             slots,
             index,
-            greedy=np.flatnonzero(greedy),
-            plain=np.flatnonzero(~greedy & ~few & ~cut),
-            limited=np.flatnonzero(~greedy & few),
-            unlimited=np.flatnonzero(~greedy & unlimited),
-            nucleus=np.flatnonzero(~greedy & ~few & ~unlimited & cut),
-            masked_rows=NO_ROWS,
-            masked_ids=NO_ROWS,
+            SamplingGroups(
+                greedy=np.flatnonzero(greedy),
+                plain=np.flatnonzero(~greedy & ~few & ~cut),
+                limited=np.flatnonzero(~greedy & few),
+                unlimited=np.flatnonzero(~greedy & unlimited),
+                nucleus=np.flatnonzero(~greedy & ~few & ~unlimited & cut),
+                masked_rows=NONE,
+                masked_ids=NONE,
+            ),
             rules=self._rules_of(slots) if self._ruled[slots].any() else None,
         )
 
-    def _rules_of(self, slots: Long) -> RuledRows:
+    def _rules_of(self, slots: Long) -> LogitRules[Array]:
         known = [(row, self._rules.get(slot)) for row, slot in enumerate(slots.tolist())]
         found = [(row, rules) for row, rules in known if rules is not None]
-        return RuledRows.of(found, np.flatnonzero(self._penalized(slots)))
+        return lay_out(found, np.flatnonzero(self._penalized(slots)))
 
     def _few(self, slots: Long) -> Flags:
         """Select the rows that are cut to few candidates first."""
@@ -145,7 +119,7 @@ class SamplingTable:
         """Return how many more tokens until all of these may sample every id."""
         return max(0, int((self._unmasked_from[slots] - positions).max(initial=0)))
 
-    def masked(self, rows: SampledRows, positions: Long) -> SampledRows:
+    def masked(self, rows: SampledRows[Array], positions: Long) -> SampledRows[Array]:
         """The rows with the logits that must not be chosen."""
         masking = self.masking(rows.slots, positions)
         if not masking.any():
@@ -155,6 +129,7 @@ class SamplingTable:
             masked = self._masked[int(rows.slots[row])]
             numbers.append(np.full(len(masked), row, np.int64))
             ids.append(masked)
-        return dataclasses.replace(
-            rows, masked_rows=np.concatenate(numbers), masked_ids=np.concatenate(ids)
+        groups = dataclasses.replace(
+            rows.groups, masked_rows=np.concatenate(numbers), masked_ids=np.concatenate(ids)
         )
+        return dataclasses.replace(rows, groups=groups)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from nanoactor.models.token_scores import FIXED_WORDS, TokenScorer
+from nanoactor.runner.inputs import ScoredRows
 from nanoactor.runner.model import LoadedModel
-from nanoactor.runner.staging import DeviceScores
 
 # Their logits are whole rows of the vocabulary: 128 of 152 k are 78 MB, and once more to be sorted.
 AT_ONCE = 128
@@ -24,9 +24,11 @@ class StepScorer:
         self,
         prompts: torch.Tensor | None,
         hidden: torch.Tensor,
-        rows: DeviceScores,
+        rows: ScoredRows[torch.Tensor],
         places: torch.Tensor,
         chosen: torch.Tensor,
+        *,
+        most: int,
     ) -> torch.Tensor:
         """Score the rows of a step, int32 (rows, 2 + 2 * most) as `TokenScorer` returns.
 
@@ -35,10 +37,10 @@ class StepScorer:
         """
         parts = []
         if prompts is not None and len(rows.prompt_rows):
-            parts += self._parts(prompts, rows.prompt_rows, rows.targets, rows.most)
+            parts += self._parts(prompts, rows.prompt_rows, rows.targets, most)
         # What has no choice is not looked at.
         targets = chosen[places].long().clamp_min(0)
-        parts += self._parts(hidden, places, targets, rows.most)
+        parts += self._parts(hidden, places, targets, most)
         return torch.cat(parts)
 
     def _parts(

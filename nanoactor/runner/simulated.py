@@ -23,17 +23,14 @@ from nanoactor.models.limits import NOTHING_ALLOWED
 from nanoactor.runner.batch import BatchTraits, HostBatch
 from nanoactor.runner.config import RankConfig, check_cache
 from nanoactor.runner.double import BatchDouble
+from nanoactor.runner.inputs import Long, Update
 from nanoactor.runner.pixels import PixelsOf
 from nanoactor.runner.protocol import Computed
-from nanoactor.runner.ruled_rows import Long
-from nanoactor.runner.sampling_table import SampledRows
-from nanoactor.runner.scored_rows import ScoredRows
 from nanoactor.scores import StepScores
 
 _BLOCK_SIZE = 16
 # Knuth's multiplicative hash: tokens that look random, so that there is text to decode.
 _SPREAD = 2654435761
-_NO_TOKENS: Int32 = np.empty(0, np.int32)
 
 
 def _allowed(mask: Int32, wanted: int) -> int:
@@ -52,18 +49,21 @@ def _allowed(mask: Int32, wanted: int) -> int:
 class _Promise:
     """A step with its place in the timeline."""
 
+    rows: int
+    counts: Int32
     token_ids: Int32
     begin: int
     end: int
-    scores: tuple[StepScores, ...]
+    scores: StepScores | None
 
     def wait(self) -> Computed:
         """Sleep until the step has ended."""
         left = self.end - time.monotonic_ns()
         if left > 0:
             time.sleep(left * 1e-9)
-        times = (self.begin, self.end, self.end, self.end)
-        return Computed(self.token_ids, *times, scores=self.scores)
+        end = self.end
+        times = {"forwarded": end, "sampled": end, "end": end}
+        return Computed(self.counts, self.token_ids, self.begin, **times, scores=self.scores)
 
 
 class SimulatedExecutor:
@@ -104,12 +104,23 @@ class SimulatedExecutor:
         update = self._batch.update(step, masks)
         begin = max(time.monotonic_ns(), self._free_at)
         self._free_at = begin + self._nanoseconds + self._each * update.rows
-        sampled = np.concatenate([_NO_TOKENS, *map(self._sampled, update.fallback)])
-        ids = [sampled[update.order.places(np.arange(len(sampled)))]]
-        if update.deferred is not None:
-            ids += [self._masked(part) for part in update.deferred.choices]
-        scores = () if update.scores is None else (self._scored(update.scores),)
-        return _Promise(np.concatenate(ids), begin, self._free_at, scores)
+        ids, seeds = np.empty(len(update.positions), np.int32), self._batch.sampling.seeds
+        for part in update.inputs.fallback:
+            ids[part.index] = self._tokens(update.positions[part.index], seeds(part.slots))
+        first = len(ids) - sum(len(part.slots) for part in update.inputs.choices)
+        for part in update.inputs.choices:
+            at = slice(first, first + len(part.slots))
+            assert part.masks is not None
+            ids[at] = self._masked(part.masks, update.positions[at], seeds(part.slots))
+            first = at.stop
+        return _Promise(
+            update.rows,
+            update.counts,
+            ids if update.order is None else ids[update.order],
+            begin,
+            end=self._free_at,
+            scores=None if update.scored is None else self._scored(update),
+        )
 
     def launch(self, prepared: _Promise) -> _Promise:
         """Its time runs already."""
@@ -119,26 +130,22 @@ class SimulatedExecutor:
         """Lay out a made-up step."""
         yield self._double.update()
 
-    def _scored(self, rows: ScoredRows) -> StepScores:
+    def _scored(self, update: Update) -> StepScores:
         """Say of every token that it is as likely as any other."""
-        most = min(rows.most, self._vocabulary)
-        table = np.zeros((len(rows.counts), 2 + 2 * most), np.int32)
+        assert update.scored is not None
+        most = min(update.scored.most, self._vocabulary)
+        table = np.zeros((len(update.scored.counts), 2 + 2 * most), np.int32)
         words = np.full(1, -math.log(self._vocabulary), np.float32).view(np.int32)
         table[:, 0], table[:, 1], table[:, 2 + most :] = words, 1, words
         table[:, 2 : 2 + most] = np.arange(most)
-        return rows.message(table)
-
-    def _sampled(self, rows: SampledRows) -> Int32:
-        batch = self._batch
-        return self._tokens(batch.lengths[rows.slots], batch.sampling.seeds(rows.slots))
-
-    def _masked(self, rows: SampledRows) -> Int32:
-        """Choose of what the masks allow one that depends on the same."""
-        assert rows.masks is not None
-        pairs = zip(rows.masks, self._sampled(rows).tolist(), strict=True)
-        return np.array([_allowed(mask, wanted) for mask, wanted in pairs], np.int32)
+        return update.scored.message(table)
 
     def _tokens(self, positions: Long, seeds: Long) -> Int32:
-        """Tokens that depend on position and seed alone, like those of a real sampler."""
+        """Return tokens that depend on position and seed alone, like those of a real sampler."""
         mixed = (positions * 7919 + seeds % 65521) * _SPREAD
         return ((mixed >> 16) % self._vocabulary).astype(np.int32)
+
+    def _masked(self, masks: Int32, positions: Long, seeds: Long) -> Int32:
+        """Return tokens that masks, (rows, words), allow and that depend on the same."""
+        pairs = zip(masks, self._tokens(positions, seeds).tolist(), strict=True)
+        return np.array([_allowed(mask, wanted) for mask, wanted in pairs], np.int32)

@@ -1,47 +1,50 @@
-"""The choices of a step behind its layers, and the log-probabilities of what is chosen."""
+"""The choices of a step after its layers, and the log-probabilities of what is chosen."""
 
 from __future__ import annotations
 
 import torch
 
-from nanoactor.models.device import Device
-from nanoactor.runner.batch import Update
-from nanoactor.runner.choosing import TokenChooser, place
-from nanoactor.runner.deferring import DeferredChoices
+from nanoactor.runner.choosing import Kept, TokenChooser, place
 from nanoactor.runner.in_flight import InFlight
+from nanoactor.runner.inputs import Inputs, KeptRows, SampledRows, Update
+from nanoactor.runner.model import LoadedModel
 from nanoactor.runner.scoring import StepScorer
-from nanoactor.runner.staging import DeviceUpdate
 
 
 class StepChoices:
-    """One rank's, behind the layers of a step."""
+    """One rank's choices. Rows without a mask leave their states in their slots, until they choose
+    from these."""
 
-    def __init__(
-        self, device: Device, chooser: TokenChooser, deferred: DeferredChoices, scorer: StepScorer
-    ) -> None:
-        self._device = device
+    def __init__(self, model: LoadedModel, chooser: TokenChooser, slots: int) -> None:
+        self._device = model.device
         self._chooser = chooser
-        self._deferred = deferred
-        self._scorer = scorer
+        self._scorer = StepScorer(model)
+        shape = slots, model.config.hidden_size
+        states = model.device.zeros(*shape, dtype=model.dtype)
+        logits = None
+        if chooser.logits is not None:
+            shape = slots, model.config.vocab_size
+            logits = model.device.zeros(*shape, dtype=model.dtype)
+        self.kept = Kept(states, logits)
 
     def warm_up(self, rows: int, most: int) -> None:
-        """Run what steps of the usual kinds do not: the choice under a mask, and so many scores."""
+        """Run a choice under a mask, and score `rows` tokens with `most` others beside each."""
         self._chooser.warm_up()
         self._scorer.warm_up(rows, most)
 
     def choose(
         self,
         update: Update,
-        staged: DeviceUpdate,
+        inputs: Inputs[torch.Tensor],
         states: tuple[torch.Tensor | None, torch.Tensor],
         buffers: InFlight,
         *,
         room: int | None,
     ) -> list[torch.Tensor]:
-        """Return all tokens, int32, in the order of `RowOrder`.
+        """Return all tokens, int32, in the order of the step's samplers.
 
-        `states` are the hidden states of the prompts' tokens, and of the rows that sample: where
-        the step was captured, with room for so many prompts.
+        `states` are the hidden states of the prompts' tokens, and of the rows that sample; a
+        captured step has room for `room` prompts.
         """
         of_prompts, hidden = states
         prompts = padded = 0
@@ -49,22 +52,35 @@ class StepChoices:
             prompts, padded = len(update.prefill.sampling), len(update.prefill.ends)
         if room is not None:
             padded = room
-        for part in staged.fallback:
+        for part in inputs.fallback:
             self._chooser.choose_behind(hidden, part, (prompts, padded))
-        first, chosen = padded + update.decodes, self._chooser.chosen
-        rows = first + update.resumed
-        late = chosen[:0]
-        if staged.deferred:
-            self._deferred.keep(staged.deferred.prompt_slots, hidden, prompts)
-            last = padded + update.decode_rows - len(staged.deferred.continued_slots)
-            self._deferred.keep(staged.deferred.continued_slots, hidden, last)
-            late = self._deferred.choose(staged.deferred)
-        if staged.scores and update.scores:
-            if staged.deferred:
-                hidden = self._deferred.behind(hidden[:rows], staged.deferred)
-            places = place(staged.scores.rows, (prompts, padded))
-            every = torch.cat((chosen[:rows], late))
-            table = self._scorer.score(of_prompts, hidden, staged.scores, places, every)
-            buffers.take_scores(self._device, update.scores, table)
-        parts = (chosen[:prompts], chosen[first:rows], chosen[padded:first], late)
-        return [part for part in parts if len(part)]
+        if inputs.kept:
+            self._keep(inputs.kept, hidden, prompts, padded + update.decode_rows)
+        chosen, rows = self._chooser.chosen, padded + update.decodes + update.resumed
+        late = [self._chooser.choose_from(self.kept, part) for part in inputs.choices]
+        if inputs.scored and update.scored:
+            hidden = self._with_kept(hidden[:rows], inputs.choices)
+            places = place(inputs.scored.samplers, (prompts, padded))
+            every, most = torch.cat((chosen[:rows], *late)), update.scored.most
+            table = self._scorer.score(of_prompts, hidden, inputs.scored, places, every, most=most)
+            buffers.take_scores(self._device, update.scored, table)
+        return [part for part in (chosen[:prompts], chosen[padded:rows], *late) if len(part)]
+
+    def _keep(
+        self, kept: KeptRows[torch.Tensor], hidden: torch.Tensor, first: int, end: int
+    ) -> None:
+        """Keep the states of rows: of prompts from row `first` on, of others up to row `end`."""
+        for slots, begin in ((kept.prompts, first), (kept.continued, end - len(kept.continued))):
+            if not (count := len(slots)):
+                continue
+            at = slice(begin, begin + count)
+            self.kept.states.index_copy_(0, slots, hidden[at])
+            if self.kept.logits is not None and self._chooser.logits is not None:
+                self.kept.logits.index_copy_(0, slots, self._chooser.logits[at])
+
+    def _with_kept(
+        self, hidden: torch.Tensor, parts: tuple[SampledRows[torch.Tensor], ...]
+    ) -> torch.Tensor:
+        """Return `hidden` with the states that choices were made from, (rows + choices, hidden)."""
+        kept = [self.kept.states.index_select(0, part.index) for part in parts]
+        return torch.cat((hidden, *kept)) if kept else hidden

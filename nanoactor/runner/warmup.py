@@ -9,8 +9,10 @@ import numpy as np
 from nanoactor.messages import Admissions, Int32, Step
 from nanoactor.models.columns import WORDS, pack
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.runner.batch import BatchTraits, Update
-from nanoactor.runner.sampling_table import SampledRows, SamplingTable
+from nanoactor.rows import Rows, Want
+from nanoactor.runner.batch import BatchTraits
+from nanoactor.runner.inputs import Array, Inputs, SampledRows, Update
+from nanoactor.runner.sampling_table import SamplingTable
 
 _NONE: Int32 = np.empty(0, np.int32)
 
@@ -21,6 +23,7 @@ def admissions(slots: Int32, **sampling: float) -> Admissions:
     whole = np.zeros(len(slots), np.int32)
     return Admissions(
         slots,
+        slots.astype(np.int64),
         rows,
         unmasked_from=whole,
         masked_ids=_NONE,
@@ -29,7 +32,6 @@ def admissions(slots: Int32, **sampling: float) -> Admissions:
         prompt_lengths=whole,
         rule_rows=_NONE,
         rules=(),
-        constrained=_NONE,
     )
 
 
@@ -42,13 +44,15 @@ def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
     blocks = (counts // block_size + 1).astype(np.int32)
     return Step(
         1,
-        slots=slots,
-        starts=np.zeros(rows, np.int32),
-        counts=counts,
-        samples=np.ones(rows, np.bool_),
-        token_ids=np.zeros(tokens, np.int32),
-        joins=_NONE,
+        rows=Rows(
+            slots,
+            np.zeros(rows, np.int32),
+            counts,
+            np.full(rows, Want.SAMPLE, np.uint8),
+            sources=_NONE,
+        ),
         leaves=_NONE,
+        token_ids=np.zeros(tokens, np.int32),
         table_slots=slots,
         table_starts=np.zeros(rows, np.int32),
         table_counts=blocks,
@@ -65,7 +69,7 @@ def decode_update(
     penalty is one of `longest` tokens."""
     table, slots = SamplingTable(rows), np.arange(rows)
     table.admit(admissions(slots.astype(np.int32), **sampling))
-    fallback: list[SampledRows] = []
+    fallback: list[SampledRows[Array]] = []
     if sampling or traits.fused_sampling == "none":
         for at in range(0, rows, traits.fallback_at_once):
             part = slots[at : at + traits.fallback_at_once]
@@ -73,17 +77,8 @@ def decode_update(
             rules = sampled.rules and dataclasses.replace(sampled.rules, longest=longest)
             all_slots = np.full(len(part), dummy)
             fallback.append(dataclasses.replace(sampled, slots=all_slots, rules=rules))
-    none = np.empty(0, np.int64)
-    lengths = HostSeqLens([], [], [1] * rows)
-    return Update(
-        0,
-        indices=none,
-        values=_NONE,
-        prefill=None,
-        decodes=rows,
-        fallback=tuple(fallback),
-        lengths=lengths,
-    )
+    inputs: Inputs[Array] = Inputs((), None, tuple(fallback))
+    return Update(0, inputs, slots, rows, HostSeqLens([], [], [1] * rows))
 
 
 def longest_lengths(rows: int, blocks: int, block_size: int, most: int) -> HostSeqLens:

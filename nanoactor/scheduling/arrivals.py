@@ -8,7 +8,7 @@ from nanoactor.scheduling.edges import TEXT, Send
 from nanoactor.scheduling.ends import End, rejected
 from nanoactor.scheduling.ids import SeenNumbers
 from nanoactor.scheduling.output import OutputBuffer
-from nanoactor.scheduling.plan_builder import as_int32
+from nanoactor.scheduling.planned import as_int32
 from nanoactor.scheduling.sequence import Sequence
 from nanoactor.scheduling.statistics import SchedulerStatistics
 
@@ -41,7 +41,8 @@ class Arrivals:
         """Take a request that cannot run."""
         for uid in range(event.uid, event.uid + event.answers):
             if not self._swallowed(uid):
-                self._statistics.aborted += not event.text
+                if not event.text:
+                    self._statistics.count_abort()
                 self._output.finish(uid, rejected(event.text, refused=event.refused))
 
     def resume(self, event: Resume) -> None:
@@ -54,7 +55,7 @@ class Arrivals:
         if uid not in self.tombstones:
             return False
         self.tombstones.remove(uid)
-        self._statistics.aborted += 1
+        self._statistics.count_abort()
         self._output.finish(uid, End("abort"))
         return True
 

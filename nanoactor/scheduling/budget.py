@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 
 from nanoactor.errors import ProtocolBug
 
@@ -14,8 +15,8 @@ class BlockBudget:
     `debit` spends blocks; `refund` takes back those of them that others hold anyway. What a
     sequence frees may still be used by steps planned before, so it comes with a *fence*, the
     number of the last of these steps: it is available again once that step is complete. How many
-    blocks a free gives back only the block manager can tell, so the scheduler says what to
-    `expect`, and from the `answer` on they are pending.
+    blocks come back only the block manager can tell, so the scheduler says in which turn something
+    was given up (`expect`), and from the answer to that turn on they are pending.
 
     At any time, credits + pending + what is debited and not given back == blocks. Fences are
     given in ascending order.
@@ -26,8 +27,8 @@ class BlockBudget:
         self._credits = blocks
         self._fenced_blocks: deque[tuple[int, int]] = deque()
         """(fence, how many)."""
-        self._unanswered: deque[int] = deque()
-        """Fences of the frees that the block manager has not answered."""
+        self._unanswered: deque[tuple[int, int]] = deque()
+        """(turn, fence) where something was given up, and the block manager has not answered."""
         self._free_slots = list(range(slots))
         """A heap."""
         self._fenced_slots: deque[tuple[int, int]] = deque()
@@ -51,8 +52,9 @@ class BlockBudget:
 
     @property
     def oldest_unanswered(self) -> int | None:
-        """The fence of the oldest free that is not answered; None where all are."""
-        return self._unanswered[0] if self._unanswered else None
+        """The fence of the oldest turn that gave something up and is not answered; None where all
+        are."""
+        return self._unanswered[0][1] if self._unanswered else None
 
     def debit(self, blocks: int) -> None:
         """Spend blocks. Raises `ProtocolBug` where there are fewer credits."""
@@ -64,21 +66,22 @@ class BlockBudget:
         """Take back debited blocks that other sequences hold anyway, to be spent at once."""
         self._credits += blocks
 
-    def expect(self, fence: int) -> None:
-        """Expect an answer to a free whose blocks are in use up to step `fence`."""
-        self._unanswered.append(fence)
+    def expect(self, turn: int, fence: int) -> None:
+        """Expect an answer to a turn that gives up what is in use up to step `fence`."""
+        self._unanswered.append((turn, fence))
 
-    def answer(self, freed: int, fence: int) -> None:
-        """Take the answer to the oldest free: so many blocks, to be spent when `fence` is complete.
+    def answer(self, turn: int, fences: Iterable[tuple[int, int]]) -> None:
+        """Take the answer to all turns up to one: (fence, blocks) that came back.
 
-        Raises `ProtocolBug` where that free was expected with another fence, or none was.
+        Raises `ProtocolBug` where something came back that none of these gave up.
         """
-        if fence != self.oldest_unanswered:
-            raise ProtocolBug(
-                f"a free with fence {fence} is answered; due was {self.oldest_unanswered}"
-            )
-        self._unanswered.popleft()
-        self._fenced_blocks.append((fence, freed))
+        due: set[int] = set()
+        while self._unanswered and self._unanswered[0][0] <= turn:
+            due.add(self._unanswered.popleft()[1])
+        for fence, blocks in fences:
+            if fence not in due:
+                raise ProtocolBug(f"{blocks} blocks come back with fence {fence}, not of {due}")
+            self._fenced_blocks.append((fence, blocks))
         self._pass_fences()
 
     def complete(self, step: int) -> None:

@@ -3,12 +3,15 @@
 Nobody else waits for it. A constrained sequence never decodes: its token is chosen when every rank
 holds the mask for it, and then known, so that its position is computed like a prompt's. The token
 goes to the grammar, which sends the next mask to the ranks; these tell that they hold it.
+
+An answer may change between free text and text under its grammar. Then it goes on behind its newest
+known token as what it has become, and what steps in flight bring it does not count.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,109 +21,121 @@ from nanoactor.grammar.messages import (
     CloseGrammars,
     DropMasks,
     ForcedTokens,
+    GrammarsFailed,
     GrammarTokens,
+    MaskClock,
     MasksReady,
     OpenGrammar,
 )
 from nanoactor.messages import Int32
-from nanoactor.scheduling.edges import BLOCKS, GRAMMAR, Send
-from nanoactor.scheduling.free_text import restored
-from nanoactor.scheduling.plan_builder import Deferred, as_int32, as_int64
+from nanoactor.rows import Want
+from nanoactor.scheduling import ends
+from nanoactor.scheduling.edges import GRAMMAR, Send
+from nanoactor.scheduling.features import Ending, Feature, Handlers
+from nanoactor.scheduling.free_text import NO_GATE
+from nanoactor.scheduling.grammar_state import GrammarState
+from nanoactor.scheduling.planned import PlannedRow, as_int32, as_int64
+from nanoactor.scheduling.queues import RunningBatch
+from nanoactor.scheduling.rank_resources import RankResources
 from nanoactor.scheduling.sequence import Phase, Sequence
+from nanoactor.scheduling.turns import TurnBuilder
 
 
-@dataclasses.dataclass(slots=True)
-class _Awaited:
-    """The next mask of one sequence."""
+class Constraints(Feature):
+    """Opens grammars, and has sequences choose when every rank holds their masks."""
 
-    position: int
-    since: int
-    """How often the clock had ticked when it was asked for."""
-    ranks: dict[int, int] = dataclasses.field(default_factory=dict)
-    """By position: how many hold its mask. One behind forced tokens may come before these."""
-    due: int = 0
-    """The first step that would have used it; 0 before there is one."""
-    run: Int32 | None = None
-    """Forced tokens from `position` on; they are known once all before them are planned."""
-
-    def is_held_by(self, ranks: int) -> bool:
-        """Tell whether so many hold the mask."""
-        return self.ranks.get(self.position) == ranks
-
-    def is_missing(self, ranks: int) -> bool:
-        """Tell whether the grammar has yet to say what comes next, or a rank yet to hold that."""
-        return self.run is None and not self.is_held_by(ranks)
-
-
-class Constraints:
-    """Knows for which position of each sequence every rank holds a mask."""
-
-    def __init__(self, ranks: int, jumps: bool = True) -> None:
-        """With `jumps`, tokens that are forced are not chosen."""
+    def __init__(
+        self,
+        running: RunningBatch,
+        lower: Callable[[Sequence], None],
+        *,
+        ranks: int,
+        jumps: bool = True,
+    ) -> None:
+        """`lower` has a sequence go on behind its newest known token, and drops what steps in
+        flight bring it. With `jumps`, tokens that are forced are not chosen."""
+        self._running, self._lower, self._jumps = running, lower, jumps
         self._out: list[Send] = []
         self._over: list[int] = []
         """Sequences that no later step names."""
-        self._ranks, self._jumps = ranks, jumps
-        self._awaited: dict[int, _Awaited] = {}
-        self._later: dict[int, list[int]] = {}
-        """By sequence whose text is free: the tokens that its grammar is to be told."""
-        self._missing = 0
-        """How many of these are missing, ..."""
+        self._open: dict[int, Sequence] = {}
+        """Those whose grammar is open."""
+        self._masks = RankResources("mask", ranks, periods=2)
+        """By sequence, the position of the next mask; none while its text is free."""
         self._forced = 0
-        """... and how many runs of forced tokens wait."""
-        self._ticks = 0
+        """How many runs of forced tokens wait."""
         self._used = [0, 0, 0]
         """Masks by the steps that were planned without them: none, one, or more."""
         self._jumped = 0
         """Tokens that were forced."""
 
-    def __len__(self) -> int:
-        """Return how many sequences have a grammar that is open."""
-        return len(self._awaited) + len(self._later)
-
     @property
     def waits(self) -> bool:
         """Tell whether any mask is under way."""
-        return self._missing > 0
+        return self._masks.missing > 0
 
-    def open(self, sequence: Sequence) -> None:
-        """Ask for the first mask of a sequence that is about to run, unless that was done; where
-        its text is free, have its grammar be compiled."""
-        uid = sequence.uid
-        if not sequence.spec.grammar or uid in self._awaited or uid in self._later:
+    def admit(self, sequence: Sequence, turn: int) -> None:
+        """Open the grammar of a sequence that is about to run, unless that was done; where it
+        holds, ask for its first mask."""
+        uid, grammar = sequence.uid, sequence.grammar
+        if grammar is None or uid in self._open:
             return
-        free = not sequence.is_constrained
-        _, told = restored(sequence.free, sequence.tokens[sequence.prompt_length :].tolist())
-        output = as_int32(() if free else told)
-        first = -1 if free else sequence.length - len(told)
+        self._open[uid] = sequence
+        told = as_int32(grammar.told if grammar.holds else ())
+        first = sequence.length - len(told) if grammar.holds else -1
         # Log-probabilities come from choosing, and those of a prompt before the output ends.
         jumps = self._jumps and max(sequence.spec.logprobs, sequence.prompt_logprobs) < 0
-        told_first = (uid, sequence.spec.grammar, first, output, jumps, sequence.limit)
+        told_first = (uid, sequence.spec.grammar, first, told, jumps, sequence.limit)
         self._out.append((GRAMMAR, OpenGrammar(*told_first)))
-        if free:
-            self._later[uid] = told
-        else:
-            self._await(sequence)
+        if grammar.holds:
+            self._masks.want(uid, sequence.length)
 
-    def pause(self, uid: int, token: int) -> None:
-        """Free text begins behind a token that was chosen under a mask."""
-        del self._awaited[uid]
-        self._later[uid] = [token]
+    def close(self, sequence: Sequence) -> None:
+        """A sequence is over; its mask may still be under way."""
+        if self._open.pop(sequence.uid, None) is None:
+            return
+        self._masks.drop(sequence.uid)
+        assert sequence.grammar is not None
+        self._forced -= sequence.grammar.run is not None
+        self._over.append(sequence.uid)
 
-    def begin(self, sequence: Sequence, tokens: list[int]) -> None:
+    # -- between free text and the grammar ------------------------------------------------
+
+    def look(self, sequence: Sequence) -> None:
+        """One kind of free text may follow another, or the grammar begin to hold, or cease to."""
+        if (grammar := sequence.grammar) is None:
+            return
+        token, before = int(sequence.tokens[-1]), grammar.gate
+        grammar.gate = grammar.gate_behind(sequence.length - sequence.prompt_length - 1, token)
+        if grammar.gate == before:
+            return
+        if grammar.holds:
+            self._begin(sequence, grammar, [token])
+        elif before == NO_GATE:
+            self._masks.drop(sequence.uid)
+            grammar.told = [token]
+            self._lower(sequence)
+
+    def refuse(self, sequences: Iterable[Sequence]) -> None:
+        """These would have ended in their thoughts: their grammars end these."""
+        for sequence in sequences:
+            assert sequence.grammar is not None
+            sequence.grammar.gate = NO_GATE
+            self._begin(sequence, sequence.grammar, [])
+
+    def _begin(self, sequence: Sequence, grammar: GrammarState, tokens: list[int]) -> None:
         """Ask for the next mask of a sequence whose free text is over; `tokens` ended it, and are
         its grammar's."""
-        told = as_int32(self._later.pop(sequence.uid) + tokens)
+        told = as_int32(grammar.told + tokens)
         self._out.append((GRAMMAR, BeginGrammar(sequence.uid, sequence.length, told)))
-        self._await(sequence)
+        self._masks.want(sequence.uid, sequence.length)
+        self._lower(sequence)
 
-    def _await(self, sequence: Sequence) -> None:
-        self._awaited[sequence.uid] = _Awaited(sequence.length, self._ticks)
-        self._missing += 1
+    # -- masks and forced tokens ----------------------------------------------------------
 
     def note_tokens(self, sequences: Iterable[Sequence]) -> None:
         """Pass the newest token of each of these on, and ask for their next masks."""
-        living = [sequence for sequence in sequences if sequence.uid in self._awaited]
+        living = [sequence for sequence in sequences if sequence.uid in self._masks]
         if not living:
             return
         message = GrammarTokens(
@@ -130,39 +145,36 @@ class Constraints:
         )
         self._out.append((GRAMMAR, message))
         for sequence in living:
-            self._await(sequence)
+            self._want(sequence, sequence.length)
 
-    def note_ready(self, event: MasksReady) -> None:
-        """Note that a rank holds some masks. Those of sequences that are over do not count."""
+    def _want(self, sequence: Sequence, position: int) -> None:
+        assert sequence.grammar is not None
+        sequence.grammar.run, sequence.grammar.due = None, 0
+        self._masks.want(sequence.uid, position)
+
+    def _on_ready(self, event: MasksReady) -> tuple[Ending, ...]:
+        """A rank holds some masks. Those of sequences that are over do not count."""
         for uid, position in zip(event.uids.tolist(), event.positions.tolist(), strict=True):
-            awaited = self._awaited.get(uid)
-            if awaited is None:
-                continue
-            held = awaited.ranks[position] = awaited.ranks.get(position, 0) + 1
-            if position < awaited.position or held > self._ranks:
-                raise ProtocolBug(
-                    f"rank {event.rank} holds a mask for position {position} of request {uid}, of "
-                    f"which {held - 1} ranks have that; {awaited.position} is due"
-                )
-            self._missing -= position == awaited.position and held == self._ranks
+            self._masks.note_ready(event.rank, uid, position)
+        return ()
 
-    def note_forced(self, event: ForcedTokens) -> None:
+    def _on_forced(self, event: ForcedTokens) -> tuple[Ending, ...]:
         """Take forced tokens; those of sequences that are over do not count."""
-        ends = np.cumsum(event.counts)
-        runs = np.split(event.token_ids.copy(), ends[:-1])
+        stops = np.cumsum(event.counts)
+        runs = np.split(event.token_ids.copy(), stops[:-1])
         for uid, position, run in zip(
             event.uids.tolist(), event.positions.tolist(), runs, strict=True
         ):
-            awaited = self._awaited.get(uid)
-            if awaited is None:
+            if uid not in self._masks:
                 continue
-            if awaited.position != position or awaited.run is not None:
-                raise ProtocolBug(
-                    f"request {uid} is forced at {position}; {awaited.position} is due"
-                )
-            awaited.run = run
+            grammar = self._open[uid].grammar
+            due = self._masks.wanted(uid)
+            if grammar is None or due != position:
+                raise ProtocolBug(f"request {uid} is forced at {position}; due is {due}")
+            self._masks.withdraw(uid)
+            grammar.run = run
             self._forced += 1
-            self._missing -= 1
+        return ()
 
     def take_runs(self, running: Iterable[Sequence]) -> list[tuple[Sequence, Int32]]:
         """Return forced tokens of sequences all of whose positions are planned; they are known
@@ -171,68 +183,60 @@ class Constraints:
             return []
         found = []
         for sequence in running:
-            awaited = self._awaited[sequence.uid]
+            assert sequence.grammar is not None
+            run = sequence.grammar.run
             computed = sequence.phase is Phase.RUNNING and sequence.scheduled == sequence.length
-            if awaited.run is not None and computed:
-                found.append((sequence, awaited.run))
-                self._skip(awaited)
+            if run is not None and computed:
+                found.append((sequence, run))
+                self._want(sequence, sequence.length + len(run))
+                self._forced -= 1
+                self._jumped += len(run)
         return found
 
-    def _skip(self, awaited: _Awaited) -> None:
-        """Await the mask behind a run."""
-        assert awaited.run is not None
-        self._jumped += len(awaited.run)
-        awaited.position += len(awaited.run)
-        awaited.run, awaited.due, awaited.since = None, 0, self._ticks
-        self._forced -= 1
-        self._missing += awaited.is_missing(self._ranks)
-
-    def choose(self, running: Iterable[Sequence], step: int) -> list[Deferred]:
+    def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
         """Have those choose a token in the step at hand that can: all positions before it are
         planned, and its mask is everywhere."""
-        chosen: list[Deferred] = []
-        for sequence in running:
-            if not _is_due(sequence):
+        chosen: list[PlannedRow] = []
+        for sequence in self._running.constrained:
+            grammar = sequence.grammar
+            if grammar is None or not _is_due(sequence, grammar):
                 continue
-            awaited = self._awaited[sequence.uid]
-            awaited.due = awaited.due or step
-            if awaited.is_held_by(self._ranks):
-                sequence.asked = sequence.length
-                self._used[min(step - awaited.due, 2)] += 1
-                chosen.append(Deferred(sequence, sequence.slot))
+            grammar.due = grammar.due or step
+            if self._masks.is_ready(sequence.uid):
+                grammar.asked = sequence.length
+                self._used[min(step - grammar.due, 2)] += 1
+                row = sequence, sequence.slot, sequence.length, 0
+                chosen.append(PlannedRow(*row, wants=Want.SAMPLE))
         return chosen
 
-    def close(self, uid: int) -> None:
-        """A sequence is over; its mask may still be under way."""
-        awaited = self._awaited.pop(uid, None)
-        if awaited is not None:
-            self._missing -= awaited.is_missing(self._ranks)
-            self._forced -= awaited.run is not None
-        if awaited is not None or self._later.pop(uid, None) is not None:
-            self._over.append(uid)
+    # -- failures and figures -------------------------------------------------------------
 
-    def flush(self) -> list[Send]:
-        """Return what the grammar must know, and, behind the plans that name them, who is over."""
-        out, self._out = self._out, []
-        if self._over:
-            over, self._over = as_int64(self._over), []
-            out += [(BLOCKS, DropMasks(over)), (GRAMMAR, CloseGrammars(over))]
-        return out
-
-    def tick(self) -> list[int]:
-        """The clock ticks: return those whose mask was missing for a whole period at least."""
-        self._ticks += 1
+    def _on_failed(self, event: GrammarsFailed) -> list[Ending]:
+        """A grammar that cannot be held ends its sequence."""
         return [
-            uid
-            for uid, awaited in self._awaited.items()
-            if awaited.is_missing(self._ranks) and self._ticks - awaited.since >= 2
+            (sequence, ends.rejected(error, refused=uid in event.refused))
+            for uid, error in zip(event.uids.tolist(), event.errors, strict=True)
+            if (sequence := self._open.get(uid)) is not None
         ]
+
+    def _on_tick(self, event: MaskClock) -> list[Ending]:
+        """Those end whose mask was missing for a whole period at least."""
+        return [(self._open[uid], ends.NO_MASK) for uid in self._masks.tick()]
+
+    def flush(self, turn: TurnBuilder) -> list[Send]:
+        """Return what to send to the grammar; the runners may forget masks of what is over."""
+        out, self._out = self._out, []
+        if not self._over:
+            return out
+        over, self._over = as_int64(self._over), []
+        turn.drop_masks(DropMasks(over))
+        return [*out, (GRAMMAR, CloseGrammars(over))]
 
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if any grammar is open."""
-        if self._awaited or self._later or self._missing or self._forced:
-            found = sorted({*self._awaited, *self._later})
-            raise ProtocolBug(f"grammars of {found} are open, though nobody lives")
+        self._masks.check_idle()
+        if self._open or self._forced:
+            raise ProtocolBug(f"grammars of {sorted(self._open)} are open, though nobody lives")
 
     def figures(self) -> dict[str, int]:
         """Return how many grammars are open, and the masks that were used since the start: in the
@@ -240,17 +244,24 @@ class Constraints:
         tokens that were forced, for which there were none."""
         at_once, next_step, later = self._used
         return {
-            "constrained": len(self),
+            "constrained": len(self._open),
             "masks_at_once": at_once,
             "masks_next_step": next_step,
             "masks_later": later,
             "forced_tokens": self._jumped,
         }
 
+    HANDLERS: ClassVar[Handlers] = {
+        MasksReady: _on_ready,
+        ForcedTokens: _on_forced,
+        GrammarsFailed: _on_failed,
+        MaskClock: _on_tick,
+    }
 
-def _is_due(sequence: Sequence) -> bool:
+
+def _is_due(sequence: Sequence, grammar: GrammarState) -> bool:
     """Tell whether nothing but its mask keeps a sequence from choosing in the step at hand."""
     length = sequence.length
-    if sequence.asked >= length or sequence.phase is not Phase.RUNNING:
+    if grammar.asked >= length or sequence.phase is not Phase.RUNNING:
         return False
     return sequence.scheduled == length

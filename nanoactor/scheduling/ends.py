@@ -14,6 +14,11 @@ class End(NamedTuple):
     hide_last: bool = False
 
 
+NOT_FINITE = End(
+    "failed",
+    error="the model's logits are not finite (NaN or infinity): its weights are damaged, or the "
+    "device is",
+)
 TAINTED = End(
     "failed",
     error="the computation of another request failed, and this one had read from the prefix cache "

@@ -4,105 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nanoactor.messages import Match
-from nanoactor.scheduling.budget import BlockBudget
-from nanoactor.scheduling.plan_builder import Fork, PrefillChunk
-from nanoactor.scheduling.queues import RunningBatch, WaitingLine
-from nanoactor.scheduling.sequence import Phase, Sequence
+from nanoactor.rows import Want
+from nanoactor.scheduling.features import Feature
+from nanoactor.scheduling.planned import PlannedRow
+from nanoactor.scheduling.room import Room
+from nanoactor.scheduling.sequence import Sequence
 
 
-class Forking:
+class Forking(Feature):
     """Decides who follows, who is forked, and who computes or finds the prompt by itself."""
 
-    def __init__(
-        self,
-        budget: BlockBudget,
-        running: RunningBatch,
-        waiting: WaitingLine,
-        block_size: int,
-        prefix_caching: bool,
-    ) -> None:
-        self._budget = budget
-        self._running = running
-        self._waiting = waiting
-        self._block_size = block_size
-        self._prefix_caching = prefix_caching
+    def __init__(self, room: Room, admit: Callable[[Sequence], None]) -> None:
+        """`admit` is told who begins as a copy."""
+        self._room, self._admit = room, admit
 
-    def admit(self, answers: list[Sequence]) -> None:
+    def arrive(self, answers: list[Sequence]) -> None:
         """Have the first answer of a new request wait for a slot, and the others follow it."""
         for answer in answers:
-            answer.phase = Phase.FOLLOWING
-            answer.family.followers.append(answer)
+            answer.follow()
         if answers:
-            self.note_end(answers[0])
+            self._room.waiting.push(answers[0].group.followers.pop(0))
 
-    def note_end(self, sequence: Sequence) -> None:
-        """One is over: of those that followed it the first goes through the prompt."""
-        followers = sequence.family.followers
-        if followers:
-            self._wait(followers.pop(0))
+    def close(self, sequence: Sequence) -> None:
+        """Have the first of those that followed this one go through the prompt."""
+        followers = sequence.group.followers
+        if sequence in followers:
+            followers.remove(sequence)
+        elif followers:
+            self._room.waiting.push(followers.pop(0))
 
-    def _wait(self, sequence: Sequence) -> None:
-        sequence.phase = Phase.WAITING
-        self._waiting.push(sequence)
-
-    def fork(
-        self, chunks: list[PrefillChunk], pages: int, reserve: Callable[[], int]
-    ) -> list[Fork]:
-        """Begin the answers that follow where a chunk ends their prompt, by priority, as far as
-        there are slots and blocks beside `reserve`, and nobody before them waits; `pages` are those
-        of the encoder cache that the queue may spend. The others wait for themselves."""
-        followers: list[tuple[Sequence, int]] = []
-        for row, chunk in enumerate(chunks):
-            if chunk.is_last and (due := chunk.sequence.family.followers):
+    def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
+        """Begin the answers that follow where a row ends their prompt, by priority, as far as there
+        are slots and blocks, and nobody before them waits. The others wait for themselves."""
+        followers: list[tuple[Sequence, PlannedRow]] = []
+        for row in rows:
+            ends = row.wants & (Want.SAMPLE | Want.KEEP)
+            if ends and row.length and (due := row.sequence.group.followers):
                 followers += [(follower, row) for follower in due]
                 due.clear()
-        forks: list[Fork] = []
+        copies: list[PlannedRow] = []
         for follower, row in sorted(followers, key=lambda each: each[0].priority_key):
-            need = int(follower.prompt_length % self._block_size > 0)
-            if self._may_fork(follower, pages, need + reserve()):
-                forks.append(Fork(row, self._begin(follower, chunks[row], need)))
+            need = int(follower.prompt_length % self._room.block_size > 0)
+            if self._may_fork(follower, need):
+                copies.append(self._begin(follower, row, need))
             else:
-                self._wait(follower)
-        return forks
+                self._room.waiting.push(follower)
+        return copies
 
-    def _may_fork(self, follower: Sequence, pages: int, blocks: int) -> bool:
-        head = self._waiting.head(pages)
+    def _may_fork(self, follower: Sequence, blocks: int) -> bool:
+        head = self._room.head
         first = head is None or follower.priority_key < head.priority_key
-        return first and self._budget.free_slots > 0 and self._budget.credits >= blocks
+        return first and self._room.budget.free_slots > 0 and self._room.credits >= blocks
 
-    def _begin(self, follower: Sequence, chunk: PrefillChunk, need: int) -> PrefillChunk:
-        source, size = chunk.sequence, self._block_size
-        self._budget.debit(need)
-        slot, length = self._budget.take_slot(), source.prompt_length
-        self._running.enter_computed(follower, slot, -(-length // size))
-        follower.phase, follower.shared = Phase.RUNNING, source.shared
-        follower.cached_tokens = length
-        source.family.lend(source, follower, length // size, size)
-        return PrefillChunk(follower, slot, chunk.start, 0, is_last=True)
-
-    def match(self, sequence: Sequence, need: int) -> Match:
-        """Return what asks for the blocks of a sequence's tokens, `need` in all."""
-        return Match(
-            sequence.uid,
-            sequence.slot,
-            sequence.kept,
-            sequence.hashes,
-            need,
-            items=None if sequence.items is None else sequence.items.message,
-            most_hits=sequence.most_hits,
-            sibling=self._lend(sequence),
-        )
-
-    def _lend(self, to: Sequence) -> int:
-        """Return the slot of an answer that holds the blocks of the same prompt, from which a match
-        takes as many as it may; -1: there is none, or the prefix cache serves as well."""
-        family = to.family
-        if self._prefix_caching or len(family.uids) == 1:
-            return -1
-        if (lender := family.lender(self._running)) is None:
-            return -1
-        size = self._block_size
-        blocks = min(to.prompt_length, to.length - 1, to.most_hits) // size
-        family.lend(lender, to, blocks, size)
-        return lender.slot
+    def _begin(self, follower: Sequence, row: PlannedRow, need: int) -> PlannedRow:
+        budget = self._room.budget
+        budget.debit(need)
+        slot, length = budget.take_slot(), row.sequence.prompt_length
+        self._room.running.enter_computed(follower, slot, -(-length // self._room.block_size))
+        follower.run()
+        follower.history.note_match(length)
+        self._admit(follower)
+        wants = row.wants & (Want.SAMPLE | Want.KEEP)
+        return PlannedRow(follower, slot, row.start, 0, wants, source=row.slot)

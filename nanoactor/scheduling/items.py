@@ -2,113 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.runtime.codec import copied
+from nanoactor.messages import Answer
+from nanoactor.scheduling import ends
 from nanoactor.scheduling.budget import PageBudget
-from nanoactor.scheduling.edges import BLOCKS, VISION, Send
+from nanoactor.scheduling.edges import VISION, Send
+from nanoactor.scheduling.features import Ending, Feature, Handlers
+from nanoactor.scheduling.item_state import ItemWork, SequenceItems
+from nanoactor.scheduling.planned import PlannedRow
+from nanoactor.scheduling.rank_resources import RankResources
+from nanoactor.scheduling.sequence import Phase, Sequence
+from nanoactor.scheduling.turns import TurnBuilder
 from nanoactor.vision.messages import (
+    CancelPixels,
     DropPixels,
     EncoderCredits,
     EncodeSlices,
-    Items,
-    Unwant,
-    Want,
+    ItemsFailed,
+    ItemsReady,
+    WantPixels,
 )
-from nanoactor.vision.units import EncoderLimits, EncodeUnits
+from nanoactor.vision.units import EncoderLimits
 
 
-class HasItems(Protocol):
-    """The part of a sequence that matters here."""
-
-    uid: int
-    items: SequenceItems | None
-
-    @property
-    def scheduled(self) -> int:
-        """Return how many positions the planned steps compute."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class ItemWork:
-    """An object of the encoder cache that sequences here need."""
-
-    number: int
-    key: bytes
-    worker: int
-    units: EncodeUnits
-    planned: int
-    """Units that the steps planned so far encode."""
-    users: dict[int, tuple[HasItems, int]] = dataclasses.field(default_factory=dict)
-    """By request: the sequence, and which of its items this is."""
-    pixels: int = 0
-    """The number under which its pixels are wanted; 0 where they are not."""
-    source: int = -1
-    """The request from whose bytes they are made."""
-    ready: set[int] = dataclasses.field(default_factory=set)
-    """Ranks that hold them."""
-    retired_at: int = 0
-    """How many matches had been sent when its last user left."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Tell whether the steps planned so far encode all of it."""
-        return self.planned == self.units.count
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class SequenceItems:
-    """The items of one sequence."""
-
-    message: Items
-    keys: list[bytes]
-    units: list[EncodeUnits]
-    spans: list[tuple[int, int, int, int]]
-    """(item, its first row, first token, the index behind the last)."""
-    stops: list[int]
-    """By item: the index behind its last token."""
-    pages: int
-    short: int = 0
-    """See `EncoderLimits`."""
-    works: list[ItemWork | None] = dataclasses.field(default_factory=list)
-    """Empty until its match is answered; None for what it needs no more."""
-
-    @classmethod
-    def of(cls, message: Items, limits: EncoderLimits) -> SequenceItems:
-        """Read them from the message, of which they keep a copy."""
-        message = copied(message)
-        grids = [tuple(grid) for grid in message.grids.tolist()]
-        units = [EncodeUnits.of(grid, limits.budget, limits.depth) for grid in grids]
-        spans = [
-            (item, row, start, start + units[item].rows)
-            for item, row, start in message.spans.tolist()
-        ]
-        stops = [max(stop for of, _, _, stop in spans if of == n) for n in range(len(units))]
-        pages = sum(-(-each.all_rows // limits.page_rows) for each in units)
-        keys = [bytes(key) for key in message.keys]
-        return cls(message, keys, units, spans=spans, stops=stops, pages=pages, short=limits.short)
-
-    def reach(self, start: int, target: int) -> int:
-        """Return up to where positions from `start` on can be computed, at most `target`: all rows
-        of a span are planned before any of its tokens."""
-        if not self.works:
-            return target
-        for item, first_row, at, stop in self.spans:
-            work = self.works[item]
-            if stop <= start or work is None:
-                continue
-            if work.units.rows_after(work.planned) < first_row + (stop - at):
-                return min(at, target) if at - start > self.short else start
-        return target
-
-
-class ItemBook:
+class Pictures(Feature):
     """Everything that the scheduler knows of items. Messages for vision workers, and numbers of
     pixels to be dropped, gather in `out` and `drops`."""
 
@@ -117,40 +40,52 @@ class ItemBook:
         self.budget = PageBudget(limits.pages)
         self.works: dict[int, ItemWork] = {}
         """By number."""
-        self.out: list[tuple[int, Want | Unwant]] = []
+        self.out: list[tuple[int, WantPixels | CancelPixels]] = []
         """(worker, message)."""
         self.drops: list[tuple[int, int]] = []
         """(pixels, object)."""
         self.encoded = 0
         """Objects whose last unit was planned."""
         self._by_pixels: dict[int, ItemWork] = {}
+        self._pixels = RankResources("pixels", limits.ranks)
         self._wants = 0
         self._sent = self._answered = 0
-        """Matches."""
+        """The last turns that admitted anything, and that were answered."""
         self._retired: deque[ItemWork] = deque()
 
-    # -- matches --------------------------------------------------------------------------
+    # -- admissions -----------------------------------------------------------------------
 
-    def note_match(self, sequence: HasItems) -> None:
-        """A match is sent; its items' pages are spent."""
-        self._sent += 1
+    def admit(self, sequence: Sequence, turn: int) -> None:
+        """Spend the pages of a sequence's items, unless it is a copy, whose prompt is computed."""
+        if sequence.phase is not Phase.MATCHING:
+            return
+        self._sent = turn
         if sequence.items is not None:
             self.budget.debit(sequence.items.pages)
             sequence.items.works = []
 
-    def note_answer(self) -> None:
-        """A match is answered: what older ones might have told of is forgotten."""
-        self._answered += 1
-        while self._retired and self._retired[0].retired_at <= self._answered:
+    def answer(self, event: Answer, admitted: list[Sequence | None]) -> None:
+        """Take back pages that admissions did not need, or sequences let go of, and learn which
+        items are encoded already."""
+        found = self._answers(event.encoder, len(admitted))
+        for sequence, of_items in zip(admitted, found, strict=True):
+            if sequence is not None and sequence.items is not None:
+                self._take(sequence, sequence.items, *of_items)
+        self._forget_unused(event.turn)
+
+    def _forget_unused(self, turn: int) -> None:
+        """All turns up to one are answered: what older ones might have told of is forgotten."""
+        self._answered = turn
+        while self._retired and self._retired[0].retired_at <= turn:
             work = self._retired.popleft()
             # It may have found users again, and lost them again: then it stands here twice.
-            if not work.users and work.retired_at <= self._answered:
+            if not work.users and work.retired_at <= turn:
                 self.works.pop(work.number, None)
 
-    def take(self, sequence: HasItems, numbers: list[int], units: list[int]) -> None:
+    def _take(
+        self, sequence: Sequence, items: SequenceItems, numbers: list[int], units: list[int]
+    ) -> None:
         """Take the answer for a sequence's items: it runs now."""
-        items = sequence.items
-        assert items is not None
         for item, (number, planned) in enumerate(zip(numbers, units, strict=True)):
             if number < 0:
                 items.works.append(None)
@@ -168,20 +103,20 @@ class ItemBook:
 
     def _want(self, work: ItemWork) -> None:
         self._wants += 1
-        work.pixels, work.ready = self._wants, set()
+        work.pixels = self._wants
+        self._pixels.want(work.pixels)
         work.source, (sequence, item) = next(iter(work.users.items()))
         assert sequence.items is not None
         work.worker = sequence.items.message.worker  # who has the bytes, or is sent them again
         self._by_pixels[work.pixels] = work
-        self.out.append((work.worker, Want(work.pixels, work.source, item, work.key)))
+        self.out.append((work.worker, WantPixels(work.pixels, work.source, item, work.key)))
 
-    def answers(
-        self, event: EncoderCredits | None, matches: int
+    def _answers(
+        self, event: EncoderCredits | None, admissions: int
     ) -> list[tuple[list[int], list[int]]]:
-        """Take back pages that matches did not need, or sequences let go of; return, for each
-        match answered, its items' (numbers, units)."""
+        """Return, for each admission answered, its items' (numbers, units)."""
         if event is None:
-            return [([], [])] * matches
+            return [([], [])] * admissions
         self.budget.refund(int(event.refunds.sum()))
         for freed, fence in zip(event.freed.tolist(), event.fences.tolist(), strict=True):
             self.budget.give_back(freed, fence)
@@ -192,15 +127,20 @@ class ItemBook:
 
     # -- users leave ----------------------------------------------------------------------
 
-    def advance(self, sequence: HasItems) -> None:
-        """Let go of the items whose last token a planned step computes."""
+    def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
+        """Let go of the items whose last token the step at hand computes."""
+        for row in rows:
+            self._advance(row.sequence)
+        return []
+
+    def _advance(self, sequence: Sequence) -> None:
         items = sequence.items
         if items is not None:
             for item, stop in enumerate(items.stops):
                 if stop <= sequence.scheduled:
                     self._let_go(sequence, item)
 
-    def leave(self, sequence: HasItems) -> None:
+    def leave(self, sequence: Sequence) -> None:
         """Let go of all items of a sequence that gives up its slot."""
         items = sequence.items
         if items is not None:
@@ -208,7 +148,7 @@ class ItemBook:
                 self._let_go(sequence, item)
             items.works = []
 
-    def _let_go(self, sequence: HasItems, item: int) -> None:
+    def _let_go(self, sequence: Sequence, item: int) -> None:
         items = sequence.items
         assert items is not None
         if not items.works or (work := items.works[item]) is None:
@@ -220,61 +160,71 @@ class ItemBook:
         if not work.users:
             self._drop_pixels(work)
             work.retired_at = self._sent
-            if self._answered == self._sent:
+            if self._answered >= self._sent:
                 self.works.pop(work.number)
             else:
                 self._retired.append(work)
-        elif work.source == sequence.uid and work.pixels and len(work.ready) < self.limits.ranks:
+        elif work.source == sequence.uid and work.pixels and not self._is_ready(work):
             self._drop_pixels(work)  # its bytes may be gone; another's are not
             self._want(work)
 
     def _drop_pixels(self, work: ItemWork) -> None:
         if work.pixels:
-            self.out.append((work.worker, Unwant(np.array([work.pixels], np.int64))))
+            self.out.append((work.worker, CancelPixels(np.array([work.pixels], np.int64))))
             self.drops.append((work.pixels, work.number))
-            del self._by_pixels[work.pixels]
-            work.pixels, work.source = 0, -1
+            self._no_longer_wanted(work)
             work.planned = work.units.whole(work.planned)
 
-    def flush(self) -> list[Send]:
-        """Return what is to be told of pixels that are wanted, and of those that are not any
-        more."""
+    def _no_longer_wanted(self, work: ItemWork) -> None:
+        self._pixels.drop(work.pixels)
+        del self._by_pixels[work.pixels]
+        work.pixels, work.source = 0, -1
+
+    def flush(self, turn: TurnBuilder) -> list[Send]:
+        """Return what to send to vision workers; the runners may forget pixels."""
         out: list[Send] = [(VISION.format(worker), message) for worker, message in self.out]
-        if self.drops:
-            pixels, numbers = zip(*self.drops, strict=True)
-            drop = DropPixels(np.array(pixels, np.int64), np.array(numbers, np.int64))
-            out.append((BLOCKS, drop))
-        self.out, self.drops = [], []
+        drops, self.out, self.drops = self.drops, [], []
+        if drops:
+            pixels, numbers = zip(*drops, strict=True)
+            turn.drop_pixels(DropPixels(np.array(pixels, np.int64), np.array(numbers, np.int64)))
         return out
 
     # -- pixels come, and are encoded -----------------------------------------------------
 
-    def note_ready(self, rank: int, pixels: Iterable[int]) -> None:
-        """A rank holds these pixels; nobody may wait for them any more."""
-        for number in pixels:
-            if (work := self._by_pixels.get(number)) is not None:
-                work.ready.add(rank)
+    def _on_ready(self, event: ItemsReady) -> tuple[Ending, ...]:
+        """A rank holds some pixels; nobody may wait for them any more."""
+        for number in event.pixels.tolist():
+            self._pixels.note_ready(event.rank, number)
+        return ()
 
-    def failed(self, pixels: int) -> list[int]:
-        """Return which requests need these pixels, which will not come."""
-        work = self._by_pixels.pop(pixels, None)
-        if work is None:
-            return []
-        self.drops.append((pixels, work.number))
-        work.pixels, work.source = 0, -1
-        return list(work.users)
+    def _is_ready(self, work: ItemWork) -> bool:
+        return work.pixels > 0 and self._pixels.is_ready(work.pixels)
+
+    def _on_failed(self, event: ItemsFailed) -> list[Ending]:
+        """Pixels that will not come end the requests that need them."""
+        over: list[Ending] = []
+        for pixels, error in zip(event.pixels.tolist(), event.errors, strict=True):
+            if (work := self._by_pixels.get(pixels)) is None:
+                continue
+            self.drops.append((pixels, work.number))
+            self._no_longer_wanted(work)
+            end = ends.rejected(error, refused=pixels in event.refused)
+            over += [(sequence, end) for sequence, _ in work.users.values()]
+        return over
 
     @property
-    def wanted(self) -> int:
-        """Return how many items' pixels are awaited, or not all encoded."""
-        return len(self._by_pixels)
+    def waits(self) -> bool:
+        """Tell whether any item's pixels are awaited, or not all encoded."""
+        return bool(self._by_pixels)
 
-    def choose(self, sequences: Iterable[HasItems]) -> EncodeSlices | None:
-        """Have a step encode what these sequences need next, by their order, within the budget."""
+    def encode(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
+        """Encode what these sequences need next, by their order, within the budget."""
+        if not self.works:
+            return None
         limits, left = self.limits, self.limits.budget
         chosen: list[tuple[int, int, int, int]] = []
-        for work in _needed(sequences):
-            if work.is_complete or len(work.ready) < limits.ranks:
+        for work in _needed(prefilling):
+            if work.is_complete or not self._is_ready(work):
                 continue
             cost = work.units.cost(limits.budget)
             count = min(left // cost, work.units.count - work.planned)
@@ -298,20 +248,30 @@ class ItemBook:
             raise ProtocolBug(f"item {work.key.hex()} is encoded past its end")
         if work.is_complete:  # runners let go of the pixels by themselves
             self.encoded += 1
-            del self._by_pixels[work.pixels]
-            work.pixels, work.source = 0, -1
+            self._no_longer_wanted(work)
+
+    def note_done(self, step: int) -> None:
+        """A step is done: pages that it used may be spent."""
+        self.budget.complete(step)
 
     def check_idle(self) -> None:
         """Raise `ProtocolBug` unless nothing is held or wanted."""
         held = [work.number for work in self.works.values() if work.users]
+        self._pixels.check_idle()
         if held or self._by_pixels or self.budget.spent:
             raise ProtocolBug(
                 f"idle, but items {held} have users, pixels {[*self._by_pixels]} are wanted and "
                 f"{self.budget.spent} pages are not back"
             )
 
+    def figures(self) -> dict[str, int]:
+        """Return how many objects were encoded since the start."""
+        return {"items_encoded": self.encoded}
 
-def _needed(sequences: Iterable[HasItems]) -> Iterable[ItemWork]:
+    HANDLERS: ClassVar[Handlers] = {ItemsReady: _on_ready, ItemsFailed: _on_failed}
+
+
+def _needed(sequences: Iterable[Sequence]) -> Iterable[ItemWork]:
     """Go through what sequences need, each once, in the order of their prompts."""
     seen: set[int] = set()
     for sequence in sequences:

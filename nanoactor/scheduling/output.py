@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.grammar.messages import KnownTokens
 from nanoactor.messages import Finish, Int32, Int64, StepDone, Tokens
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.ends import End
 from nanoactor.scheduling.ids import StopIds
-from nanoactor.scheduling.plan_builder import PlannedStep, as_int32, as_int64
+from nanoactor.scheduling.planned import PlannedStep, as_int32, as_int64
 from nanoactor.scheduling.queues import RunningBatch
-from nanoactor.scheduling.sequence import Phase, Sequence
+from nanoactor.scheduling.results import Results
+from nanoactor.scheduling.sequence import History, Phase, Sequence
 from nanoactor.scheduling.statistics import SchedulerStatistics
 from nanoactor.scheduling.table import DecodeBatch, Slots
 from nanoactor.scores import RequestScores, TokenScores
@@ -33,50 +33,51 @@ class OutputBuffer:
         """(uids, indices, tokens) that are not reported."""
         self._finishes: list[Finish] = []
         self._scores: RequestScores | None = None
+        self._step = self._void_until = 0
+        """The step whose results are taken, and the last one with results that do not count."""
         self._refusing: list[Sequence] = []
         """Those whose token would have ended them, though their form is still to come."""
 
     def take_scores(self, done: PlannedStep, event: StepDone) -> None:
         """Take a step's log-probabilities, before its tokens; what has ended needs none."""
-        for found in event.scores:
-            runs = [(c.sequence, True, c.scores[1]) for c in done.chunks if c.scores[1]]
-            samplers = [chunk.sequence for chunk in done.last_chunks]
-            samplers += self._running.owners(done.decode_batch.slots)
-            samplers += [row.sequence for row in done.deferred]
-            sampled = [NO_TOKEN] * len(runs) + event.token_ids[found.rows].tolist()
-            runs += [(samplers[row], False, 1) for row in found.rows.tolist()]
-            alive = [
-                sequence.takes(token) for (sequence, _, _), token in zip(runs, sampled, strict=True)
-            ]
-            counts = [count for _, _, count in runs]
-            scores = _selected(found.scores, np.repeat(alive, counts))
-            runs = [run for run, lives in zip(runs, alive, strict=True) if lives]
-            if runs:
-                sequences, prompts, counts = map(list, zip(*runs, strict=True))
-                uids = as_int64(sequence.uid for sequence in sequences)
-                flags = np.array(prompts, np.bool_)
-                self._scores = RequestScores(uids, flags, as_int32(counts), scores)
+        self._step = done.step
+        if (found := event.scores) is None:
+            return
+        runs = [(row.sequence, True, row.scores) for row in done.rows if row.scores]
+        alive = [sequence.takes(NO_TOKEN, done.step) for sequence, _, _ in runs]
+        decode, first = done.decode_batch.slots, len(done.decode_batch.slots)
+        samplers = [*range(first), *(first + n for n, row in enumerate(done.rows) if row.samples)]
+        tokens = event.token_ids[np.searchsorted(samplers, found.rows)].tolist()
+        for number, token in zip(found.rows.tolist(), tokens, strict=True):
+            if number < first:
+                (sequence,) = self._running.owners(decode[number : number + 1])
+            else:
+                sequence = done.rows[number - first].sequence
+            runs.append((sequence, False, 1))
+            alive.append(sequence.takes(token, done.step))
+        scores = _selected(found.scores, np.repeat(alive, [count for _, _, count in runs]))
+        if runs := [run for run, lives in zip(runs, alive, strict=True) if lives]:
+            sequences, prompts, counts = map(list, zip(*runs, strict=True))
+            uids = as_int64(sequence.uid for sequence in sequences)
+            flags = np.array(prompts, np.bool_)
+            self._scores = RequestScores(uids, flags, as_int32(counts), scores)
 
-    def take(self, done: PlannedStep, tokens: Int32) -> tuple[Int32, Int32, list[Sequence]]:
-        """Take a step's tokens, one for each row that samples.
+    def take(self, results: Results) -> tuple[list[tuple[Int32, Int32]], list[Sequence]]:
+        """Take a step's tokens.
 
         Returns (slots, tokens) of the sequences that still hold a slot, and those sequences whose
         new token may end them, or their free text.
         """
-        prompted = [chunk.sequence for chunk in done.last_chunks]
-        firsts = tokens[: len(prompted)].tolist()
-        singly = self._take_singly(prompted, firsts)
-        decodes = len(prompted) + len(done.decode_batch.slots)
-        deferred, lasts = [row.sequence for row in done.deferred], tokens[decodes:].tolist()
-        singly += self._take_singly(deferred, lasts)
-        slots, tokens, due_decodes = self._take_decodes(
-            done.decode_batch, tokens[len(prompted) : decodes]
+        singly = self._take_singly(
+            [row.sequence for row, _ in results.singles], [token for _, token in results.singles]
         )
+        slots, tokens, due = self._take_decodes(results.batch, results.tokens)
         known = [(s.slot, token) for s, token in singly if s.slot >= 0]
-        if known:
-            slots = np.concatenate((as_int32(slot for slot, _ in known), slots))
-            tokens = np.concatenate((as_int32(token for _, token in known), tokens))
-        return slots, tokens, [sequence for sequence, _ in singly] + due_decodes
+        single_slots, single_tokens = zip(*known, strict=True) if known else ((), ())
+        return (
+            [(as_int32(single_slots), as_int32(single_tokens)), (slots, tokens)],
+            [sequence for sequence, _ in singly] + due,
+        )
 
     def _take_singly(
         self, sequences: list[Sequence], tokens: list[int]
@@ -85,7 +86,7 @@ class OutputBuffer:
         more, with it."""
         taken: list[tuple[Sequence, int]] = []
         for sequence, token in zip(sequences, tokens, strict=True):
-            if not sequence.takes(token):
+            if not sequence.takes(token, self._step):
                 self._drop(sequence, token)
             elif sequence.spec.held:
                 self._tell(sequence, token)
@@ -96,36 +97,38 @@ class OutputBuffer:
 
     def _drop(self, sequence: Sequence, token: int) -> None:
         """Drop a token that a step has sampled."""
-        self._statistics.overruns += 1
-        if not sequence.drops and sequence.phase is not Phase.FINISHED:
+        self._statistics.count_overrun()
+        if self._step > sequence.void_until and sequence.phase is not Phase.FINISHED:
             self._refusing.append(sequence)
 
     def _tell(self, sequence: Sequence, token: int) -> None:
         """Tell a token that is not appended: the caller says which is."""
-        index, sequence.told = sequence.length - sequence.prompt_length, sequence.length
-        self._new.append((as_int64([sequence.uid]), as_int32([index]), as_int32([token])))
+        uids, indices = as_int64([sequence.uid]), as_int32([sequence.tell()])
+        self._new.append((uids, indices, as_int32([token])))
 
     def append(self, sequence: Sequence, token: int) -> None:
         """Append a token that no step has chosen."""
         index = sequence.append(token)
         self._new.append((as_int64([sequence.uid]), as_int32([index]), as_int32([token])))
 
-    def append_run(self, sequence: Sequence, run: Int32) -> tuple[KnownTokens, End | None]:
-        """Append tokens up to one that ends the sequence: (what is known now, that end)."""
+    def append_run(self, sequence: Sequence, run: Int32) -> tuple[Int32, End | None]:
+        """Append tokens up to one that ends the sequence: (those appended, that end)."""
         count, end = 0, None
         while count < len(run) and end is None:
             self.append(sequence, int(run[count]))
             count, end = count + 1, sequence.end_reached()
-        return KnownTokens(as_int32([sequence.slot]), as_int32([count]), run[:count]), end
+        return run[:count], end
 
     def _take_decodes(
         self, batch: DecodeBatch, tokens: Int32
     ) -> tuple[Int32, Int32, list[Sequence]]:
         """Append the tokens of a decode batch; returns as `take` does."""
         due: list[Sequence] = []
-        if not self._table.all_held(batch):
+        if self._step <= self._void_until or not self._table.all_held(batch):
+            owners = self._running.owners(batch.slots)
             held = self._table.held[batch.slots]
-            gone = self._running.owners(batch.slots[~held])
+            held &= np.array([self._step > owner.void_until for owner in owners], np.bool_)
+            gone = [owner for owner, stays in zip(owners, held.tolist(), strict=True) if not stays]
             due = [s for s, _ in self._take_singly(gone, tokens[~held].tolist())]
             batch, tokens = self._table.batch_of(batch.slots[held]), tokens[held]
         watched = self.stop_ids.among(tokens)
@@ -144,6 +147,11 @@ class OutputBuffer:
             due += self._running.owners(batch.slots[ends])
         return columns.slots32, tokens, due
 
+    def void(self, sequence: Sequence, step: int) -> None:
+        """Have the results of a sequence not count in steps up to this one."""
+        self._void_until = step
+        sequence.void(step)
+
     def take_refused(self) -> list[Sequence]:
         """Return those whose token was refused since the last call."""
         refused, self._refusing = self._refusing, []
@@ -161,12 +169,13 @@ class OutputBuffer:
 
     def finish(self, uid: int, end: End, sequence: Sequence | None = None) -> None:
         """Report the end of a request, and of the sequence that it has become, if any."""
+        history = sequence.history if sequence else History()
         finish = Finish(
             uid,
             **end._asdict(),
-            cached_tokens=max(0, sequence.cached_tokens) if sequence else 0,
-            preemptions=sequence.preemptions if sequence else 0,
-            began=sequence.began if sequence else -1,
+            cached_tokens=max(0, history.cached_tokens),
+            preemptions=history.preemptions,
+            began=history.began,
         )
         self._finishes.append(finish)
 

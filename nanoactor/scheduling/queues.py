@@ -6,7 +6,8 @@ import bisect
 import heapq
 from collections.abc import Iterator
 
-from nanoactor.scheduling.plan_builder import PlannedStep, PrefillChunk
+from nanoactor.rows import Want
+from nanoactor.scheduling.planned import PlannedRow, PlannedStep
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.scheduling.table import RunningTable, Slots
 
@@ -62,6 +63,7 @@ class WaitingLine:
 
     def __init__(self) -> None:
         self._ready, self._parked = WaitingQueue(), WaitingQueue()
+        self._parked_uids: set[int] = set()
 
     def __len__(self) -> int:
         """Return how many wait."""
@@ -69,6 +71,7 @@ class WaitingLine:
 
     def push(self, sequence: Sequence) -> None:
         """Let a sequence wait."""
+        sequence.wait()
         self._ready.push(sequence)
 
     def head(self, pages: int) -> Sequence | None:
@@ -77,8 +80,8 @@ class WaitingLine:
             if not self._parked and head.pages <= pages:
                 return head
             self._ready.pop()
-            head.is_parked = True
             self._parked.push(head)
+            self._parked_uids.add(head.uid)
         parked = self._parked.head
         if parked is None or parked.pages > pages:
             return head
@@ -86,12 +89,22 @@ class WaitingLine:
 
     def pop(self, sequence: Sequence) -> None:
         """Let go of the one that `head` returned."""
-        (self._parked if sequence.is_parked else self._ready).pop()
-        sequence.is_parked = False
+        self._queue_of(sequence).pop()
 
     def note_end(self, sequence: Sequence) -> None:
         """Take notice that one of the sequences here has ended."""
-        (self._parked if sequence.is_parked else self._ready).note_end()
+        self._queue_of(sequence).note_end()
+
+    def is_parked(self, sequence: Sequence) -> bool:
+        """Tell whether a sequence waits for pages, apart from those that need none."""
+        return sequence.uid in self._parked_uids
+
+    def _queue_of(self, sequence: Sequence) -> WaitingQueue:
+        """Return where a sequence waits, which it leaves."""
+        if sequence.uid not in self._parked_uids:
+            return self._ready
+        self._parked_uids.remove(sequence.uid)
+        return self._parked
 
 
 class RunningBatch:
@@ -138,11 +151,8 @@ class RunningBatch:
 
     def rows(self, planned: PlannedStep) -> list[Sequence]:
         """Return all sequences with a row in a step that is planned and not done."""
-        return [
-            *(chunk.sequence for chunk in planned.beginners),
-            *self.owners(planned.decode_batch.slots),
-            *(choice.sequence for choice in planned.deferred),
-        ]
+        decoding = self.owners(planned.decode_batch.slots)
+        return [*decoding, *(row.sequence for row in planned.rows)]
 
     def enter(self, sequence: Sequence, slot: int, blocks: int) -> None:
         """Give a sequence a slot and so many blocks."""
@@ -153,12 +163,12 @@ class RunningBatch:
             limit=sequence.limit,
             tokens=sequence.kept,
             blocks=blocks,
-            constrained=sequence.is_stepwise,
+            stepwise=sequence.is_stepwise,
         )
         if sequence.is_stepwise:
             self.stepwise.append(sequence)
-        sequence.slot, sequence.shared = slot, 0
-        sequence.introduced = False
+        self.table.shared[slot] = blocks
+        sequence.take_slot(slot)
         self._owners[slot] = sequence
         for sequences in (self._sequences, self._prefills):
             bisect.insort(sequences, sequence, key=lambda s: s.priority_key)
@@ -167,6 +177,7 @@ class RunningBatch:
         """Give a slot and blocks to a sequence of which a planned step computes all that is
         known."""
         self.enter(sequence, slot, blocks)
+        self.table.shared[slot] = sequence.length // self._block_size
         self._prefills.remove(sequence)
         self.table.start(slot, sequence.length)
 
@@ -175,16 +186,17 @@ class RunningBatch:
         self._sequences.remove(sequence)
         if sequence in self._prefills:
             self._prefills.remove(sequence)
-        if sequence.is_stepwise:
+        if sequence in self.stepwise:
             self.stepwise.remove(sequence)
-        sequence.kept = sequence.tokens.copy()
-        self.table.leave(sequence.slot)
-        sequence.slot, sequence.starved_since = -1, 0
+        slot = sequence.slot
+        sequence.give_up_slot()
+        self.table.leave(slot)
 
     @property
     def starving(self) -> list[Sequence]:
-        """Those that never decode, and need a block."""
-        return [sequence for sequence in self.stepwise if sequence.is_starving]
+        """Those that do not decode, and need a block."""
+        others = (sequence for sequence in self._prefills if not sequence.is_stepwise)
+        return [sequence for sequence in (*self.stepwise, *others) if sequence.is_starving]
 
     @property
     def constrained(self) -> list[Sequence]:
@@ -192,42 +204,57 @@ class RunningBatch:
         return [sequence for sequence in self.stepwise if sequence.is_constrained]
 
     def resume(self, sequence: Sequence) -> None:
-        """Have the positions of new tokens be computed, of a sequence that never decodes."""
+        """Have the positions of known tokens be computed that are not yet."""
         if sequence.slot >= 0 and sequence not in self._prefills:
             bisect.insort(self._prefills, sequence, key=lambda s: s.priority_key)
 
-    def choose_chunks(self, budget: int) -> list[PrefillChunk]:
+    def choose_rows(self, budget: int, turn: int) -> list[PlannedRow]:
         """Have a step compute at most `budget` positions: of outputs that never decode, at least
-        one of each, then of prompts, by priority; in the order of `PrefillChunk.place`."""
+        one of each, then of prompts, by priority."""
         continued = [s for s in self.prefilling if s.continues and s.reach > s.scheduled]
-        outputs: list[PrefillChunk] = []
+        rows: list[PlannedRow] = []
         for index, sequence in enumerate(continued):
             others = len(continued) - 1 - index
-            outputs += (chunk := self._chunk(sequence, budget - others))
-            budget -= sum(each.length for each in chunk)
-        prompts: list[PrefillChunk] = []
+            rows += (found := self._row(sequence, budget - others))
+            budget -= sum(row.length for row in found)
         for sequence in self._prefills:
             if budget <= 0:
                 break
-            if not sequence.continues:
-                prompts += (chunk := self._chunk(sequence, budget))
-                budget -= sum(each.length for each in chunk)
-        if prompts or outputs:
+            if not sequence.continues and (
+                sequence.phase is Phase.RUNNING or self._rides(sequence, budget, turn)
+            ):
+                rows += (found := self._row(sequence, budget))
+                budget -= sum(row.length for row in found)
+        if rows:
             self._prefills = [s for s in self._prefills if s.scheduled < s.target]
-        return sorted(prompts + outputs, key=lambda chunk: chunk.place)
+        return rows
 
-    def _chunk(self, sequence: Sequence, most: int) -> list[PrefillChunk]:
+    def _rides(self, sequence: Sequence, budget: int, turn: int) -> bool:
+        """Return whether a sequence that is admitted in the turn at hand is computed in its step
+        whatever the prefix cache has of it; then it runs."""
+        whole = sequence.length <= budget and sequence.items is None and not sequence.resumed_to
+        whole &= not sequence.is_constrained  # forced tokens may end it before the answer is in
+        scored = sequence.scores is None or sequence.scores.is_done or not sequence.scores.scored
+        if self.table.admitted[sequence.slot] != turn or not whole or not scored:
+            return False
+        sequence.run()
+        self.table.start(sequence.slot, 0)
+        return True
+
+    def _row(self, sequence: Sequence, most: int) -> list[PlannedRow]:
         """Have a step compute so many positions of a sequence at most, if it can compute any."""
-        if sequence.phase is not Phase.RUNNING:
-            return []
-        slot, start = sequence.slot, sequence.scheduled
+        slot, start, scores = sequence.slot, sequence.scheduled, sequence.scores
         length = min(most, sequence.reach - start, self._at_once(sequence, start))
+        if scores is not None:
+            length = scores.reach(start, start + length) - start
         if not length:  # a picture is not encoded yet, or there is no block
             return []
         self.table.prefill(slot, length)
-        is_last = start + length == sequence.target
-        scores = sequence.score_before(start + length)
-        return [PrefillChunk(sequence, slot, start, length, is_last, scores)]
+        scored = scores is not None and scores.score(start, start + length)
+        wants = Want.SCORE if scored else Want(0)
+        if start + length == sequence.target:
+            wants |= Want.KEEP if sequence.is_constrained else Want.SAMPLE
+        return [PlannedRow(sequence, slot, start, length, wants)]
 
     def _at_once(self, sequence: Sequence, start: int) -> int:
         """Return how many positions from here on one step may compute. Where an output resumes
@@ -239,6 +266,15 @@ class RunningBatch:
         if not resumes or left > self._block_size:
             return sequence.target - start
         return max(1, sequence.prompt_length - start)
+
+    def lower(self, sequence: Sequence) -> None:
+        """Have a sequence go on behind its newest known token as what it has become, whatever steps
+        in flight compute further on."""
+        stepwise = sequence.is_stepwise
+        self.table.lower(sequence.slot, sequence.length - 1, stepwise=stepwise)
+        if (sequence in self.stepwise) is not stepwise:
+            (self.stepwise.append if stepwise else self.stepwise.remove)(sequence)
+        self.resume(sequence)
 
     def is_about_to_compute_for(self, head: Sequence) -> bool:
         """Tell whether the next block of a prompt under way is one that `head` could share."""

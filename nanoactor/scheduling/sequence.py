@@ -8,20 +8,14 @@ import enum
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.messages import Admit, FreeText, Int32, RequestSpec
+from nanoactor.messages import Admit, Int32, RequestSpec
 from nanoactor.models.columns import rows_of
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.ends import End
-from nanoactor.scheduling.family import Family
-from nanoactor.scheduling.free_text import (
-    NO_GATE,
-    must_go_on,
-    next_gate,
-    restored,
-    watched_ids,
-)
-from nanoactor.scheduling.items import SequenceItems
+from nanoactor.scheduling.grammar_state import GrammarState
+from nanoactor.scheduling.group import SequenceGroup
+from nanoactor.scheduling.item_state import SequenceItems
 from nanoactor.scheduling.table import RunningTable
 
 _ALL = 2**31 - 1
@@ -43,6 +37,60 @@ class Phase(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclasses.dataclass(slots=True)
+class History:
+    """What became of a sequence so far."""
+
+    cached_tokens: int = -1
+    """What its first match found; negative until then."""
+    preemptions: int = 0
+    began: int = -1
+    """When the device took up its first step, in ns of the monotonic clock; -1 until then."""
+
+    def note_match(self, tokens: int) -> None:
+        """Note what a match found, if it is the first."""
+        if self.cached_tokens < 0:
+            self.cached_tokens = tokens
+
+    def note_preemption(self) -> None:
+        """Count a preemption."""
+        self.preemptions += 1
+
+    def note_begin(self, at: int) -> None:
+        """Note when a step began, if it is the first."""
+        if self.began < 0:
+            self.began = at
+
+
+@dataclasses.dataclass(slots=True)
+class PromptScores:
+    """How far the log-probabilities of a prompt are computed."""
+
+    top: int
+    """How many of the likeliest tokens are wanted at each position."""
+    last: int
+    """The prompt's last position, which is not scored."""
+    scored: int = 0
+    """How many positions were scored by planned steps: what was told once is not told again."""
+
+    @property
+    def is_done(self) -> bool:
+        """Tell whether nothing is left to be scored."""
+        return self.scored >= self.last
+
+    def reach(self, start: int, stop: int) -> int:
+        """Return up to where one row from `start` on may reach, at most `stop`: not over the end
+        of what is scored already."""
+        return min(stop, self.scored) if start < self.scored < self.last else stop
+
+    def score(self, start: int, stop: int) -> bool:
+        """Return whether a row of these positions is scored, which it is then."""
+        if start < self.scored or self.is_done:
+            return False
+        self.scored = stop
+        return True
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """One answer's tokens and counters. *Known* are tokens whose value the host has seen;
@@ -53,8 +101,8 @@ class Sequence:
 
     uid: int
     spec: RequestSpec
-    """What its request asks for, as all answers to it have it; but `sampling` and `prompt_logprobs`
-    of each stand here."""
+    """What its request asks for, as all answers to it have it; but `sampling` of each stands
+    here, and only the first has its prompt scored."""
     priority_key: tuple[int, int]
     """Lower goes first and is preempted last."""
     table: RunningTable
@@ -65,46 +113,25 @@ class Sequence:
     """How many tokens it may have in all."""
     hashes: NDArray[np.uint8]
     sampling: bytes
-    family: Family[Sequence]
-    prompt_logprobs: int
-    scored: int
-    """How many of the prompt's positions were scored by planned steps, or need not be: what was
-    told once is not told again."""
-    free: FreeText | None = None
-    """What of its output is free before the grammar holds."""
-    gate: int = NO_GATE
-    """The id that ends the free text at hand."""
-    drops: bool = False
-    """Whether results that are under way are dropped: they are behind the end of free text."""
+    group: SequenceGroup[Sequence]
+    scores: PromptScores | None = None
+    """Of its prompt, if they are wanted of it."""
+    grammar: GrammarState | None = None
+    items: SequenceItems | None = None
+    """Its pictures and videos."""
+    void_until: int = 0
+    """The last step whose results do not count, as they are behind the end of free text."""
     resumed_to: int = 0
     """How many tokens it was admitted with, if its output had begun before; else 0."""
     told: int = -1
     """The last position for which a token was told to its caller."""
-    asked: int = -1
-    """The last position for which a planned step chooses under a mask."""
-    lent: int = 0
-    """How many of its leading blocks other answers to its request may hold too."""
     phase: Phase = Phase.WAITING
     slot: int = -1
-    shared: int = 0
-    """How many of its blocks it found in the prefix cache, and may not give back alone."""
     starved_since: int = 0
     """The first of the steps that it sits out for want of a block; 0 where it does not."""
     last_step: int = 0
     """The last step with a row of it that was under way when it was preempted."""
-    unanswered: int = 0
-    """Matches that the block manager has not answered."""
-    introduced: bool = False
-    """Whether the runners know its sampling parameters under its present slot."""
-    cached_tokens: int = -1
-    """What its first match found; negative until then."""
-    preemptions: int = 0
-    began: int = -1
-    """When the device took up its first step, in ns of the monotonic clock; -1 until then."""
-    items: SequenceItems | None = None
-    """Its pictures and videos."""
-    is_parked: bool = False
-    """Waits for pages of the encoder cache, apart from those who need none."""
+    history: History = dataclasses.field(default_factory=History)
 
     @classmethod
     def answers(
@@ -119,9 +146,10 @@ class Sequence:
         more than `priority_window` later requests for each degree of priority between them.
         """
         tokens, hashes, spec = event.token_ids.copy(), event.hashes.copy(), copied(event.spec)
-        samplings, last = rows_of(spec.sampling), event.prompt_length - 1
-        family: Family[Sequence] = Family(range(event.uid, event.uid + len(samplings)))
-        gate, _ = restored(event.free, tokens[event.prompt_length :].tolist())
+        samplings, output = rows_of(spec.sampling), tokens[event.prompt_length :].tolist()
+        group: SequenceGroup[Sequence] = SequenceGroup(range(event.uid, event.uid + len(samplings)))
+        scores = PromptScores(spec.prompt_logprobs, event.prompt_length - 1)
+        scored = {event.uid: scores} if spec.prompt_logprobs >= 0 else {}
         return [
             cls(
                 uid=uid,
@@ -133,22 +161,76 @@ class Sequence:
                 limit=min(event.prompt_length + spec.stopping.max_tokens, config.max_model_len),
                 hashes=hashes,
                 sampling=sampling,
-                family=family,
-                prompt_logprobs=spec.prompt_logprobs if uid == event.uid else -1,
-                scored=0 if spec.prompt_logprobs >= 0 and uid == event.uid else last,
-                free=event.free,
-                gate=gate,
+                group=group,
+                scores=scored.get(uid),
+                grammar=GrammarState.restore(event.free, output) if spec.grammar else None,
                 resumed_to=len(tokens) if len(tokens) > event.prompt_length else 0,
                 items=SequenceItems.of(event.items, config.encoder) if event.items else None,
             )
-            for uid, sampling in zip(family.uids, samplings, strict=True)
+            for uid, sampling in zip(group.uids, samplings, strict=True)
         ]
+
+    # -- phases ---------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Wait for another answer to compute the prompt."""
+        self.phase = Phase.FOLLOWING
+        self.group.followers.append(self)
+
+    def wait(self) -> None:
+        """Wait in the queue."""
+        self.phase = Phase.WAITING
+
+    def take_slot(self, slot: int) -> None:
+        """Get a slot; the block manager's answer is due."""
+        self.phase, self.slot = Phase.MATCHING, slot
+
+    def run(self) -> None:
+        """Run: what was found of it is known, or does not matter."""
+        self.phase = Phase.RUNNING
+
+    def give_up_slot(self) -> None:
+        """Keep the known tokens, and no slot; what comes next is to be said."""
+        self.kept, self.slot, self.starved_since = self.tokens.copy(), -1, 0
+
+    def hold(self) -> None:
+        """Be held without a slot."""
+        self.phase = Phase.HELD
+
+    def finish(self) -> None:
+        """Be over."""
+        self.phase = Phase.FINISHED
+
+    def replace_tokens(self, tokens: Int32) -> None:
+        """Have other tokens, while it holds no slot."""
+        self.kept = tokens
+
+    def starve(self, step: int) -> None:
+        """Sit out a step for want of a block; 0 where there is one."""
+        self.starved_since = (self.starved_since or step) if step else 0
+
+    def note_preemption(self, last_step: int) -> None:
+        """Be preempted; the last step with a row of it is this one."""
+        self.last_step = last_step
+        self.history.note_preemption()
+
+    def void(self, step: int) -> None:
+        """Have results of steps up to this one not count."""
+        self.void_until = step
+
+    def tell(self) -> int:
+        """Note that the token behind the known ones is told to the caller; return its index in the
+        output."""
+        self.told = self.length
+        return self.length - self.prompt_length
+
+    # -- what it is -----------------------------------------------------------------------
 
     @property
     def is_constrained(self) -> bool:
         """Tell whether its tokens are chosen under masks: then it never decodes, and each position
         is computed when its token is known."""
-        return bool(self.spec.grammar) and self.gate == NO_GATE
+        return self.grammar is not None and self.grammar.holds
 
     @property
     def is_stepwise(self) -> bool:
@@ -179,27 +261,19 @@ class Sequence:
     @property
     def watched_ids(self) -> tuple[int, ...]:
         """The tokens behind which it may not go on as it did."""
-        return (*self.end_ids, *watched_ids(self.free))
+        return (*self.end_ids, *(self.grammar.watched_ids if self.grammar else ()))
 
-    @property
-    def gate_reached(self) -> int:
-        """The id that ends the free text behind the newest known token; `NO_GATE` under the
-        grammar."""
-        if self.free is None:
-            return NO_GATE
-        index = self.length - self.prompt_length - 1
-        return next_gate(self.free, self.gate, index, int(self.tokens[-1]))
-
-    def takes(self, token: int) -> bool:
-        """Tell whether a token that was sampled counts: not when it has ended, not behind the end
-        of free text, and not where the token would end what must go on."""
-        if self.phase is Phase.FINISHED or self.drops:
+    def takes(self, token: int, step: int) -> bool:
+        """Tell whether a token that a step has sampled counts: not when it has ended, not behind
+        the end of free text, and not where the token would end what must go on."""
+        if self.phase is Phase.FINISHED or step <= self.void_until:
             return False
         return not self.refuses(token)
 
     def refuses(self, token: int) -> bool:
         """Tell whether a token would end it in its thoughts, where its form is to come."""
-        if not must_go_on(self.free, self.gate) or token not in self.spec.stopping.eos_ids:
+        must_go_on = self.grammar is not None and self.grammar.must_go_on
+        if not must_go_on or token not in self.spec.stopping.eos_ids:
             return False
         return self.length + 1 - self.prompt_length >= self.spec.stopping.min_tokens
 
@@ -222,17 +296,14 @@ class Sequence:
     def reach(self) -> int:
         """Up to where it can be prefilled now, as far as its pictures are encoded, and it has
         blocks."""
-        target = self.target
-        if self.is_stepwise:
-            target = min(target, int(self.table.room[self.slot]))
+        target = min(self.target, int(self.table.room[self.slot]))
         return target if self.items is None else self.items.reach(self.scheduled, target)
 
     @property
     def is_starving(self) -> bool:
-        """Tell whether it never decodes, and needs a block for its next position."""
+        """Tell whether its next known token needs a block."""
         return (
-            self.is_stepwise
-            and self.phase is Phase.RUNNING
+            self.phase is Phase.RUNNING
             and self.scheduled == int(self.table.room[self.slot]) < self.target
         )
 
@@ -251,33 +322,26 @@ class Sequence:
         """Return how many blocks it holds."""
         return self.table.blocks_at(self.slot) if self.slot >= 0 else 0
 
-    def has_blocks_of(self, uid: int) -> bool:
-        """Tell whether it is this request, or may hold some of its blocks as another answer."""
-        shares = self.lent > 0 or self.uid in self.family.marks
-        return self.uid == uid or (shares and uid in self.family.uids)
-
     @property
     def gives_back(self) -> int:
         """Return how many blocks would come back if it gave up all of its own."""
-        return self.blocks - max(self.shared, self.family.held_by_others(self))
+        return self.blocks - int(self.table.shared[self.slot])
 
     @property
     def most_hits(self) -> int:
         """The positions of it that may be found instead of being computed: what is not scored
         must be."""
-        return _ALL if self.is_scored else self.scored
+        return _ALL if self.scores is None or self.scores.is_done else self.scores.scored
 
     @property
     def is_scored(self) -> bool:
         """Tell whether nothing of its prompt is left to be scored."""
-        return self.scored >= self.prompt_length - 1
+        return self.scores is None or self.scores.is_done
 
-    def score_before(self, end: int) -> tuple[int, int]:
-        """Have a step that computes its positions up to `end` score what was not scored: (the
-        first position, how many)."""
-        first, count = self.scored, min(end, self.prompt_length - 1) - self.scored
-        self.scored += max(0, count)
-        return first, max(0, count)
+    @property
+    def prompt_logprobs(self) -> int:
+        """How many of the likeliest tokens are wanted at each position of its prompt; -1: none."""
+        return -1 if self.scores is None else self.scores.top
 
     def append(self, token: int) -> int:
         """Append a token; return its index in the output."""
@@ -309,5 +373,5 @@ class Sequence:
         return (
             f"request {self.uid} ({self.phase.value}, slot {self.slot}): {self.length} known of at "
             f"most {self.limit}, {self.scheduled} scheduled, {self.blocks} blocks, "
-            f"{self.preemptions} preemptions"
+            f"{self.history.preemptions} preemptions"
         )

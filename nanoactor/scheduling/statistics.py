@@ -33,3 +33,15 @@ class SchedulerStatistics:
         self.decode_tokens += decode_tokens
         self.sat_out += sat_out
         self.mixed_steps += bool(prefill_tokens and decode_tokens)
+
+    def take_back(self, prefill_tokens: int) -> None:
+        """Count so many tokens of prompts less: the prefix cache had them."""
+        self.prefill_tokens -= prefill_tokens
+
+    def count_abort(self) -> None:
+        """Count a request that was aborted."""
+        self.aborted += 1
+
+    def count_overrun(self) -> None:
+        """Count a token that is dropped."""
+        self.overruns += 1

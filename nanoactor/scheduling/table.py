@@ -31,7 +31,7 @@ class RunningTable:
         self.held = np.zeros(slots, np.bool_)
         self.running = np.zeros(slots, np.bool_)
         """Held, and its match is answered."""
-        self.constrained = np.zeros(slots, np.bool_)
+        self.stepwise = np.zeros(slots, np.bool_)
         """Never in a decode batch."""
         self.uids = np.zeros(slots, np.int64)
         self.prompts = np.zeros(slots, np.int64)
@@ -41,11 +41,16 @@ class RunningTable:
         self.known = np.zeros(slots, np.int64)
         self.room = np.zeros(slots, np.int64)
         """Positions that its blocks hold."""
+        self.shared = np.zeros(slots, np.int64)
+        """How many of its blocks others hold too, by the block manager's latest answer."""
+        self.admitted = np.zeros(slots, np.int64)
+        """The turn in which it was given."""
         self.tokens = np.empty((slots, max_model_len), np.int32)
         """Every known token; memory that is never written costs nothing."""
 
         self._scheduled = np.zeros(slots, np.int64)
-        """Positions that the planned steps compute, but for the latest batch's steady steps."""
+        """Positions that the planned steps compute at most, but for the latest batch's steady
+        steps."""
         self._versions = 0
         self._batch = DecodeBatch(0, np.empty(0, np.int64), np.zeros(slots, np.bool_))
         """The latest decode batch, ..."""
@@ -64,41 +69,56 @@ class RunningTable:
         limit: int,
         tokens: Int32,
         blocks: int,
-        constrained: bool = False,
+        stepwise: bool = False,
     ) -> None:
         """Give a slot to a sequence; all of its known tokens are to be prefilled. One that is
-        `constrained` never decodes.
+        `stepwise` never decodes.
 
         `tokens` are the known ones (int32), `limit` is how many it may have in all, and `blocks`
         is how many blocks it holds.
         """
         self.held[slot], self.running[slot] = True, False
-        self.constrained[slot] = constrained
+        self.stepwise[slot] = stepwise
         self.uids[slot], self.prompts[slot], self.limits[slot] = uid, prompt_length, limit
         self.targets[slot] = self.known[slot] = len(tokens)
         self.room[slot], self._scheduled[slot] = blocks * self._block_size, 0
         self.tokens[slot, : len(tokens)] = tokens
 
-    def copy(self, slot: int, tokens: Int32, blocks: int, computed: int) -> None:
-        """Let one that never decodes have other tokens and blocks, of which so many positions are
-        computed."""
-        self.targets[slot] = self.known[slot] = len(tokens)
+    def copy(self, slot: int, tokens: Int32, blocks: int) -> None:
+        """Let one that never decodes have other tokens and blocks, all of which are computed."""
+        self.targets[slot] = self.known[slot] = self._scheduled[slot] = len(tokens)
         self.tokens[slot, : len(tokens)] = tokens
-        self.room[slot], self._scheduled[slot] = blocks * self._block_size, computed
+        self.room[slot] = blocks * self._block_size
 
     def start(self, slot: int, computed: int) -> None:
         """Let a slot run: its match is answered, and so many positions are computed already."""
         self.running[slot], self._scheduled[slot] = True, computed
 
+    def share(self, slots: Int32, shared: Int32, turn: int) -> None:
+        """Note how many blocks of these slots others hold too, as it is behind a turn; not of slots
+        that were given anew since."""
+        known = self.held[slots] & (self.admitted[slots] <= turn)
+        self.shared[slots[known]] = shared[known]
+
     def leave(self, slot: int) -> None:
         """Take a slot back from its sequence."""
-        if self.constrained[slot]:  # no decode batch has it
+        if self.stepwise[slot]:  # no decode batch has it
             self.held[slot] = self.running[slot] = False
             return
         self._catch_up()
         self._steady = 0
         self.held[slot] = self.running[slot] = False
         self._columns = None
+
+    def lower(self, slot: int, length: int, *, stepwise: bool) -> None:
+        """Have a slot's positions from `length` on be computed again, up to what is known, before
+        it decodes or chooses; what planned steps compute there is overwritten."""
+        self._catch_up()
+        self._steady = 0
+        self._columns = None
+        self._scheduled[slot] = min(int(self._scheduled[slot]), length)
+        self.targets[slot] = self.known[slot]
+        self.stepwise[slot] = stepwise
 
     # -- what planned steps compute -------------------------------------------------------
 
@@ -122,7 +142,7 @@ class RunningTable:
         """
         scheduled = self.scheduled
         able = self.running & (scheduled >= self.targets) & (scheduled + 2 <= self.limits)
-        able &= ~self.constrained
+        able &= ~self.stepwise
         starving = able & (scheduled == self.room)
         return able ^ starving, starving
 
@@ -136,7 +156,7 @@ class RunningTable:
 
     def prefill(self, slot: int, count: int) -> None:
         """Compute so many more positions of a prompt; its slot may decode in the next step."""
-        if not self.constrained[slot]:
+        if not self.stepwise[slot]:
             self._steady = 0
         self._scheduled[slot] += count
 
@@ -203,10 +223,10 @@ class RunningTable:
         return columns
 
     def append_one(self, slot: int, token: int) -> None:
-        """Append a token to one slot; a constrained one computes its position next."""
+        """Append a token to one slot; a stepwise one computes its position next."""
         self.tokens[slot, self.known[slot]] = token
         self.known[slot] += 1
-        if self.constrained[slot]:
+        if self.stepwise[slot]:
             self.targets[slot] = self.known[slot]
         else:
             self._columns = None

@@ -36,7 +36,7 @@ class EncodeSlices:
     numbers: Int64
     """Which object of the encoder cache, ..."""
     pixels: Int64
-    """... from which pixels (the number of a `Want`), ..."""
+    """... from which pixels (the number of a `WantPixels`), ..."""
     firsts: Int32
     """... and which of its units (see `nanoactor.vision.units`): the first, ..."""
     counts: Int32
@@ -127,7 +127,7 @@ class ResendMedia:
 
 
 @message(73, by="uid")
-class Want:
+class WantPixels:
     """Scheduler to vision worker: decode an item and send its pixels to the runners."""
 
     pixels: int
@@ -138,7 +138,7 @@ class Want:
 
 
 @message(74)
-class Unwant:
+class CancelPixels:
     """Scheduler to vision worker: nobody waits for these pixels any more."""
 
     pixels: Int64

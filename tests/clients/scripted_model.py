@@ -130,8 +130,8 @@ class Sayings:
 
         Completions._submit = submitted
         SimulatedExecutor._tokens = lambda device, positions, seeds: self._sampled(positions, seeds)
-        SimulatedExecutor._masked = lambda device, rows: self._masked(
-            device._batch.sampling.seeds(rows.slots).tolist(), rows.masks
+        SimulatedExecutor._masked = lambda device, masks, positions, seeds: self._masked(
+            seeds.tolist(), masks
         )
 
     def _sampled(self, positions, seeds):

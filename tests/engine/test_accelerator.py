@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nanoactor.models.devices as devices
 from nanoactor import SamplingParams
 from nanoactor.actors.runner import RunnerActor
-from nanoactor.messages import Step
 from nanoactor.models.columns import pack
 from nanoactor.models.errors import NotEnoughMemory
 from nanoactor.models.kernels import batch as slots_kernels
@@ -44,6 +43,7 @@ from tests.engine.test_vision import END, IMAGE, START, Eyes, check_all, picture
 from tests.models.batches import attention_batch
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.models.interpreted import InterpretedDevice
+from tests.runner.steps import DECODE, SAMPLE, step_of
 
 __all__ = ["loads"]
 
@@ -59,23 +59,10 @@ def decode_step(rows, before):
     """One token for each of so many slots, after a prefill step: those that had no part in it
     have a sequence of their own, one token long, in block 0."""
     slots = np.arange(rows, dtype=np.int32)
-    new = slots[len(before.slots) :]
-    none, ones = np.empty(0, np.int32), np.ones(len(new), np.int32)
-    return Step(
-        2,
-        slots=none,
-        starts=none,
-        counts=none,
-        samples=np.empty(0, np.bool_),
-        token_ids=none,
-        joins=slots,
-        leaves=none,
-        table_slots=new,
-        table_starts=0 * ones,
-        table_counts=ones,
-        table_blocks=0 * ones,
-        admissions=admissions(slots),
-    )
+    new = slots[len(before.rows) :]
+    ones, joins = np.ones(len(new), np.int32), [(slot, 1, 1, SAMPLE | DECODE) for slot in slots]
+    tables = dict(table_slots=new, table_starts=0 * ones, table_counts=ones, table_blocks=0 * ones)
+    return step_of(*joins, number=2, new=admissions(slots), **tables)
 
 
 def submit(executor, step):
@@ -191,7 +178,7 @@ def test_the_executor_gives_the_cpus_tokens(interpreted, monkeypatch, tmp_path, 
             return [output.outputs[0] for output in found], await llm.statistics()
 
     rehearsed = rehearse_before_each_step(monkeypatch)
-    found, figures = asyncio.run(outputs(num_kv_blocks=4, enforce_eager=eager))
+    found, figures = asyncio.run(outputs(num_kv_blocks=5, enforce_eager=eager))
     assert rehearsed == {2}, "a layout, and its packing"
     assert figures["scheduler"]["actor"]["mixed_steps"] > 0
     assert figures["scheduler"]["actor"]["preemptions"] > 0
@@ -407,7 +394,7 @@ def test_no_step_waits_for_the_device(executor):
     prompt = prefill_step(700, 5, 64)
     whole = prefill_step(4096, 16, 64)
     join, join_whole = decode_step(256, prompt), decode_step(256, whole)
-    steps = [prompt, join, dataclasses.replace(nothing_new(join), leaves=join.joins)]
+    steps = [prompt, join, dataclasses.replace(nothing_new(join), leaves=join.rows.slots)]
     steps += [cut_short(whole), join_whole, *[nothing_new(join_whole)] * 3]
     pending, counts = [], []
     with warnings.catch_warnings():  # "a prototype feature"
@@ -435,12 +422,7 @@ def cut_short(step):
 
 def nothing_new(step):
     """A decode step in which nothing changes."""
-    none, nobody = step.token_ids[:0], {}
-    for field in dataclasses.fields(step.admissions):
-        nobody[field.name] = getattr(step.admissions, field.name)[:0]
-    tables = {f"table_{name}": none for name in ("slots", "starts", "counts", "blocks")}
-    admissions = type(step.admissions)(**nobody)
-    return dataclasses.replace(step, joins=none, leaves=none, admissions=admissions, **tables)
+    return step_of(number=step.step)
 
 
 @pytest.mark.gpu
@@ -459,7 +441,7 @@ def test_host_time_does_not_grow_with_the_batch(wide):
             times.append(time.perf_counter() - begin)
             pending.wait()
         taken[rows] = statistics.median(times) * 1e6
-        submit(executor, dataclasses.replace(steady, leaves=join.joins)).wait()
+        submit(executor, dataclasses.replace(steady, leaves=join.rows.slots)).wait()
     print("host time per decode step, us:", {rows: round(us, 1) for rows, us in taken.items()})
     assert taken[1024] < 2 * taken[1] + 20
 

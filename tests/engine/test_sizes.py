@@ -14,12 +14,10 @@ from nanoactor.grammar.messages import (
     MAX_RUN,
     BeginGrammar,
     CloseGrammars,
-    DeferredSamples,
     DropMasks,
     ForcedTokens,
     GrammarsFailed,
     GrammarTokens,
-    KnownTokens,
     Masks,
     MasksReady,
     OpenGrammar,
@@ -27,19 +25,20 @@ from nanoactor.grammar.messages import (
 from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES
 from nanoactor.kv.hashing import HASH_BYTES
 from nanoactor.messages import (
+    Admission,
     Admissions,
     Admit,
+    Answer,
+    BlockCopies,
     Continue,
-    Credits,
+    Failures,
     Finish,
-    Fork,
     Forks,
-    Match,
+    KnownTokens,
     Open,
     Opened,
     Plan,
     RequestSpec,
-    SampledTokens,
     Step,
     StepDone,
     Stop,
@@ -48,6 +47,7 @@ from nanoactor.messages import (
     TextOptions,
     TokenRules,
     Tokens,
+    Turn,
 )
 from nanoactor.model_files import max_prompt_bytes, read_model_files
 from nanoactor.models import columns
@@ -61,8 +61,9 @@ from nanoactor.params import (
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
 )
+from nanoactor.rows import Rows
 from nanoactor.runtime.codec import encode
-from nanoactor.scores import RequestScores, ScoredChunks, ScoreRequests, StepScores, TokenScores
+from nanoactor.scores import RequestScores, ScoreRequests, StepScores, TokenScores
 from nanoactor.text.detokenizer import Detokenizer
 from nanoactor.topology import engine_topology
 from tests.engine.conftest import DEMO
@@ -91,20 +92,18 @@ def worst_messages(config, files):
     masked = i32(seqs * (MAX_STOP_IDS + len(eos)))
     rows = i32(seqs)
     admissions = Admissions(
-        rows,
-        i32(seqs, columns.WORDS),
-        rows,
-        masked,
-        rows,
-        rows,
-        rows,
-        rows,
-        (rules,) * seqs,
-        rows,
-        ScoreRequests(rows, rows, rows),
+        slots=rows,
+        uids=np.zeros(seqs, np.int64),
+        sampling=i32(seqs, columns.WORDS),
+        unmasked_from=rows,
+        masked_ids=masked,
+        masked_counts=rows,
+        rope_deltas=rows,
+        prompt_lengths=rows,
+        rule_rows=rows,
+        rules=(rules,) * seqs,
+        scores=ScoreRequests(rows, rows, rows),
     )
-    forks = (Forks(rows, rows, np.zeros(seqs, np.int64), rows, rows),)
-    chunks = (ScoredChunks(rows, rows, rows, i32(step)),)
     most = config.max_logprobs
     scored = TokenScores(
         i32(seqs + step).view(np.float32),
@@ -120,17 +119,43 @@ def worst_messages(config, files):
     submit = Submit(0, spec, None, text, text, i32(0), bad_words=bad_words)
     yield "frontend", "tokenizer.0", submit
     yield "tokenizer.0", "scheduler", Admit(0, spec, i32(length), length, hashes)
-    yield "scheduler", "blocks", Match(0, 0, i32(length), hashes, blocks)
-    plan = (1, rows, rows, rows, flags, rows, rows, rows, admissions)
-    late = (DeferredSamples(rows, longs, rows),)
-    yield "scheduler", "blocks", Plan(*plan, scored=chunks, forks=forks, deferred=late)
-    yield "scheduler", "blocks", SampledTokens(1, rows, rows, rows, rows)
-    tables = (rows, rows, rows, i32(seqs * blocks))
-    stamped = (1, rows, rows, rows, flags, i32(step), rows, rows, *tables, admissions)
-    yield "blocks", "runners", Step(*stamped, scored=chunks, forks=forks, deferred=late)
-    yield "blocks", "scheduler", Credits(longs, rows, rows, rows, rows, None, 1, longs)
-    done = (1, rows, 0.0, 0, rows, ["e" * 100] * len(rows), rows)
-    yield "runner.0", "scheduler", StepDone(*done, scores=(StepScores(rows, scored),))
+    pairs = Rows(rows, rows, rows, np.zeros(seqs, np.uint8), rows)
+    plan = Plan(1, pairs, rows, rows, admissions)
+    # The last to be admitted may be as long as any, the others are what a step has tokens for.
+    each = step // seqs
+    admitted = [Admission(0, 0, 0, i32(length), hashes, blocks)]
+    admitted += [Admission(0, 0, 0, i32(each), hashes[: each // 16], blocks)] * (seqs - 1)
+    yield (
+        "scheduler",
+        "blocks",
+        Turn(
+            number=1,
+            step=1,
+            done=0,
+            fence=0,
+            failures=Failures(rows, rows),
+            forks=Forks(rows, rows),
+            known=KnownTokens(rows, rows, i32(seqs * MAX_RUN)),
+            frees=rows,
+            drop_pixels=None,
+            forget_index=1,
+            admissions=tuple(admitted),
+            plan=plan,
+            drop_masks=DropMasks(longs),
+        ),
+    )
+    tables = dict(table_slots=rows, table_starts=rows, table_counts=rows)
+    tables["table_blocks"] = i32(seqs * blocks)
+    copies, ids = BlockCopies(rows, rows), i32(step + seqs)
+    yield (
+        "blocks",
+        "runners",
+        Step(1, pairs, rows, ids, **tables, admissions=admissions, copies=copies),
+    )
+    counts = dict.fromkeys(("hits", "refunds", "fences", "freed", "slots", "shared"), rows)
+    yield "blocks", "scheduler", Answer(1, longs, **counts, encoder=None, tainted=longs)
+    done = StepDone(1, rows, rows, 0.0, 0, scores=StepScores(rows, scored))
+    yield "runner.0", "scheduler", done
     yield "scheduler", "detokenizer", Open(0, i32(length), length, options)
     runs = RequestScores(np.zeros(2 * seqs, np.int64), np.tile(flags, 2), i32(2 * seqs), scored)
     finish = Finish(2**62, "failed", "\U0001f600" * MAX_STOP_LENGTH, "e" * 100, 1, 1, 1, True)
@@ -139,7 +164,6 @@ def worst_messages(config, files):
     yield "scheduler", "detokenizer", Tokens(1, *many, (finish,))
     yield from worst_of_grammars(config, files)
     yield "frontend", "scheduler", Continue(2**62, i32(MAX_ANSWERS), i32(MAX_ANSWERS))
-    yield "scheduler", "blocks", Fork(rows, rows, 2**62)
     yield "detokenizer", "scheduler", Stop(np.zeros(config.max_waiting_requests, np.int64))
 
 

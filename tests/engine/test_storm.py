@@ -239,7 +239,7 @@ class Bench:
         self.back = {}
         """The step at which credits and slots, and blocks, were first seen to be all back."""
         after(self.scheduler, "handle", self.see_credits)
-        after(self.manager, "record_tokens", self.see_blocks)
+        after(self.manager, "take", self.see_blocks)
         slow_down(llm._system.actor("runner.0")._executor)
         self.streams = [self.start(STEM, 380)[1], self.start([7], 380)[1]]
 
@@ -277,7 +277,7 @@ class Bench:
     def see_blocks(self, event):
         held = {block for holding in self.manager._holdings.values() for block in holding.table}
         if self.manager.pool.available + len(held) == self.scheduler.config.blocks:
-            self.back.setdefault("blocks", event.step)
+            self.back.setdefault("blocks", event.done)
 
     async def end(self, name, task, way):
         """Its reader hears of an abort at once, the engine lets go of it within depth + 1 steps,

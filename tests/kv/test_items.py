@@ -31,7 +31,7 @@ def encode(keeper, number, first, count):
     slices = EncodeSlices(
         np.array([number]), np.array([1]), np.array([first], np.int32), np.array([count], np.int32)
     )
-    return keeper.bind((slices,), [])[0]
+    return keeper.bind(slices, [])
 
 
 def test_rows_are_found_in_their_pages_wherever_a_chunk_is_cut():
@@ -44,7 +44,7 @@ def test_rows_are_found_in_their_pages_wherever_a_chunk_is_cut():
     places = [page * 4 + row for page in pages for row in range(4)][:6]
     found = []
     for start, count in ((0, 3), (3, 2), (5, 10)):
-        (vision,) = keeper.bind((), [(None, 7, 2), (one, start, count)])
+        vision = keeper.bind(None, [(None, 7, 2), (one, start, count)])
         assert vision.positions.shape == (3, count + 2)
         found += [
             (start + token - 2, row)
@@ -58,15 +58,15 @@ def test_rows_that_are_not_encoded_or_given_back_are_not_read():
     one = held(keeper, items((1, 3, 3)))  # two parts
     encode(keeper, 1, 0, 1)
     with pytest.raises(ProtocolBug, match="1 rows of item 0 are read; 0 are encoded"):
-        keeper.bind((), [(one, 0, 2)])
+        keeper.bind(None, [(one, 0, 2)])
     with pytest.raises(ProtocolBug, match=r"units 0\+1 of item .* are encoded; 1 of its 2"):
         encode(keeper, 1, 0, 1)
     keeper.drop(DropPixels(np.array([1]), np.array([1])))
     encode(keeper, 1, 0, 2)
-    keeper.bind((), [(one, 0, 12)])
+    keeper.bind(None, [(one, 0, 12)])
     keeper.advance(one, 10, 3)
     with pytest.raises(ProtocolBug, match="are read"):
-        keeper.bind((), [(one, 5, 2)])
+        keeper.bind(None, [(one, 5, 2)])
 
 
 def test_pages_are_refunded_or_given_back_but_never_both():

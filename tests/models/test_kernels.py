@@ -15,13 +15,13 @@ from nanoactor.models.batch import (
     KVCache,
     RowBuffers,
     SamplingBatch,
-    SamplingGroups,
     SlotTables,
 )
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.limits import CANDIDATES, NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.models.sampling import sample
+from nanoactor.models.sampling_rows import SamplingGroups
 from tests.models.batches import attention_batch, words_of
 from tests.models.interpreted import InterpretedDevice
 

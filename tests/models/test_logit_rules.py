@@ -1,5 +1,7 @@
 """Biases, penalties and masks against NumPy, for whole vocabularies and for ranks' parts of one."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from nanoactor.messages import Admissions, TokenRules
+from nanoactor.messages import TokenRules
 from nanoactor.models.batch import SlotTables
 from nanoactor.models.columns import WORDS, columns_of, pack
-from nanoactor.models.logit_rules import LogitRules, TokenIds, apply_rules
+from nanoactor.models.logit_rules import TokenIds, apply_rules
+from nanoactor.models.sampling_rows import LogitRules
 from nanoactor.runner.sampling_table import SamplingTable
+from nanoactor.runner.warmup import admissions
 from tests.models.rules_reference import ruled
 
 VOCABULARY, BLOCK, SLOTS = 23, 4, 6
@@ -59,21 +63,15 @@ def state(cases):
     words = [
         pack({name: rules[name] for name in penalties if name in rules}) for *_, rules in cases
     ]
-    table, none = SamplingTable(SLOTS), np.zeros(len(cases), np.int32)
-    lengths = int32(len(prompt) for prompt, *_ in cases)
-    admissions = Admissions(
-        slots,
-        np.frombuffer(b"".join(words), np.int32).reshape(-1, WORDS),
-        none,
-        none[:0],
-        none,
-        none,
-        lengths,
-        int32(range(len(cases))),
-        tuple(message(rules) for *_, rules in cases),
-        none[:0],
+    table = SamplingTable(SLOTS)
+    new = dataclasses.replace(
+        admissions(slots),
+        sampling=np.frombuffer(b"".join(words), np.int32).reshape(-1, WORDS),
+        prompt_lengths=int32(len(prompt) for prompt, *_ in cases),
+        rule_rows=int32(range(len(cases))),
+        rules=tuple(message(rules) for *_, rules in cases),
     )
-    table.admit(admissions)
+    table.admit(new)
     return table, _placed(cases, slots), slots.astype(np.int64)
 
 

@@ -6,14 +6,12 @@ import types
 
 import numpy as np
 
-from nanoactor.grammar.messages import DeferredSamples
-from nanoactor.messages import Step
 from nanoactor.models.columns import WORDS, pack
 from nanoactor.runner.open import open_executor
-from nanoactor.runner.warmup import admissions, prefill_step
+from nanoactor.runner.warmup import prefill_step
 from tests.engine.harness import rank_config
+from tests.runner.steps import DECODE, KEEP, SAMPLE, step_of
 
-NONE = np.empty(0, np.int32)
 LIMITS = dict(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64)
 """Of an executor, which captures decode steps of 1, 2 and 4 rows."""
 SLOTS = 4
@@ -44,44 +42,25 @@ class Driver:
             step.admissions,
             sampling=np.frombuffer(b"".join(rows), np.int32).reshape(-1, WORDS),
             prompt_lengths=np.full(SLOTS, PROMPT, np.int32),
-            constrained=np.array(CONSTRAINED, np.int32),
         )
-        samples = np.isin(step.slots, FREE)
-        step = dataclasses.replace(step, token_ids=tokens, samples=samples, admissions=new)
+        wants = np.where(np.isin(step.rows.slots, FREE), SAMPLE, KEEP).astype(np.uint8)
+        rows = dataclasses.replace(step.rows, wants=wants)
+        step = dataclasses.replace(step, token_ids=tokens, rows=rows, admissions=new)
         self._run(step, FREE)
 
     def step(self, continues=(), chooses=(), joins=()):
         """The free slots decode; of the constrained ones some compute what they chose last, some
         choose under masks."""
-        rows = np.array(continues, np.int32)
         last = [self.chosen[slot][-1] for slot in continues]
-        step = Step(
-            0,
-            slots=rows,
-            starts=self._computed[rows].astype(np.int32),
-            counts=np.ones_like(rows),
-            samples=np.zeros(len(rows), np.bool_),
-            token_ids=np.array(last, np.int32),
-            joins=np.array(joins, np.int32),
-            leaves=NONE,
-            table_slots=NONE,
-            table_starts=NONE,
-            table_counts=NONE,
-            table_blocks=NONE,
-            admissions=admissions(NONE),
-        )
-        self._computed[rows] += 1
-        self._computed[list(FREE)] += 1
-        if chooses:
-            those = np.array(chooses, np.int32)
-            positions = self._computed[those].astype(np.int32)
-            deferred = DeferredSamples(those, those.astype(np.int64), positions)
-            step = dataclasses.replace(step, deferred=(deferred,))
-        self._run(step, [*FREE, *chooses])
+        rows = [(slot, int(self._computed[slot]), 1, KEEP) for slot in continues]
+        rows += [(slot, int(self._computed[slot]), 1, SAMPLE | DECODE) for slot in joins]
+        self._computed[[*continues, *FREE]] += 1
+        rows += [(slot, int(self._computed[slot]), 0, SAMPLE) for slot in chooses]
+        self._run(step_of(*rows, token_ids=np.array(last, np.int32)), [*FREE, *chooses])
 
     def _run(self, step, slots):
         self._step += 1
-        rows = sum(len(deferred.slots) for deferred in step.deferred)
+        rows = int(step.rows.choices.sum())
         words = -(-VOCABULARY // 32)
         masks = self._random.integers(-(1 << 31), 1 << 31, (rows, words)).astype(np.int32)
         step = dataclasses.replace(step, step=self._step)

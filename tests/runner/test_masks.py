@@ -1,14 +1,16 @@
 """Masks on a runner's host: each answer ends twice, and a row without its mask is a bug."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.grammar.messages import DeferredSamples, DropMasks, Masks
+from nanoactor.grammar.messages import DropMasks, Masks
 from nanoactor.runner.masks import MaskStore
-from nanoactor.runner.warmup import prefill_step
+from nanoactor.runner.warmup import admissions
+from tests.runner.steps import SAMPLE, step_of
 
 
 def masks(*pairs, closed=()):
@@ -23,12 +25,12 @@ def masks(*pairs, closed=()):
 
 
 def step(*pairs):
+    """One in which requests, each in a slot of its own, choose at these positions."""
     uids, positions = zip(*pairs, strict=True)
-    slots = np.arange(len(pairs), dtype=np.int32)
-    rows = DeferredSamples(slots, np.array(uids, np.int64), np.array(positions, np.int32))
-    made = prefill_step(1, 1, 1)
-    object.__setattr__(made, "deferred", (rows,))
-    return made
+    new = admissions(np.arange(len(pairs), dtype=np.int32))
+    new = dataclasses.replace(new, uids=np.array(uids, np.int64))
+    rows = [(slot, position, 0, SAMPLE) for slot, position in enumerate(positions)]
+    return step_of((9, 0, 4, SAMPLE), *rows, new=new)
 
 
 def drop(*uids):

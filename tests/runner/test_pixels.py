@@ -23,7 +23,7 @@ def step(number, first, count):
     numbers = np.array([number], np.int64)
     firsts, counts = np.array([first], np.int32), np.array([count], np.int32)
     return SimpleNamespace(
-        vision=(SimpleNamespace(slices=EncodeSlices(numbers, numbers, firsts, counts)),)
+        vision=SimpleNamespace(slices=EncodeSlices(numbers, numbers, firsts, counts))
     )
 
 

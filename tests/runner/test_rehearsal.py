@@ -23,9 +23,8 @@ def test_every_rehearsal_computes_a_prompt_and_leaves_nothing():
 def test_a_rehearsal_that_is_broken_off_goes_on_where_it_stopped():
     rehearsal = Rehearsal(64)
     playing = rehearsal.play()
-    next(playing)
+    assert type(next(playing)) is Step
     sent = [type(message) for message in playing]
-    assert Step in sent
     assert Tokens in sent
     assert not rehearsal._scheduler.live
 
@@ -46,5 +45,5 @@ def test_a_batch_s_double_lays_the_same_step_out_each_time():
     double = BatchDouble(BatchTraits(tokens_per_program=64), 16)
     first, second = double.update(), double.update()
     assert (first.prefill.token_ids == second.prefill.token_ids).all()
-    assert (first.indices == second.indices).all()
+    assert (first.inputs.changes[0] == second.inputs.changes[0]).all()
     assert len(first.prefill.token_ids) == len(first_step(16).token_ids) == 512

@@ -55,3 +55,12 @@ def test_the_thread_that_collects_has_failed():
     actor._prepared.put(None)
     serving.join(60)
     assert not serving.is_alive()
+
+
+def test_pixels_and_masks_from_before_are_forgotten():
+    actor, _ = broken(asynchronous=True)
+    actor._pixels.note_absent(7)
+    masks = actor._masks
+    actor._forget()
+    assert len(actor._pixels) == 0
+    assert actor._masks is not masks

@@ -1,11 +1,13 @@
 """Which rows are left to PyTorch's sampler, for each kind of fused one."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from nanoactor.messages import Admissions
 from nanoactor.models.columns import WORDS, pack
 from nanoactor.runner.sampling_table import SamplingTable
+from nanoactor.runner.warmup import admissions
 
 ROWS = [
     {"temperature": 0.0, "top_p": 0.5},
@@ -24,7 +26,6 @@ ROWS = [
 def test_rows_that_a_fused_sampler_leaves(fused, left):
     table, count = SamplingTable(len(ROWS)), len(ROWS)
     words = np.frombuffer(b"".join(map(pack, ROWS)), np.int32).reshape(-1, WORDS)
-    none, nothing = np.zeros(count, np.int32), np.empty(0, np.int32)
     slots = np.arange(count, dtype=np.int32)
-    table.admit(Admissions(slots, words, none, nothing, none, none, none, nothing, (), nothing))
+    table.admit(dataclasses.replace(admissions(slots), sampling=words))
     assert np.flatnonzero(table.never_fused(slots.astype(np.int64), fused)).tolist() == left

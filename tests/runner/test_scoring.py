@@ -7,17 +7,14 @@ import pytest
 import torch
 
 from nanoactor.models.collective import SingleRank
-from nanoactor.runner.row_order import RowOrder
-from nanoactor.runner.scored_rows import ScoreTable
+from nanoactor.runner.batch import BatchTraits, HostBatch
+from nanoactor.runner.inputs import ScoredResults, ScoredRows
+from nanoactor.runner.score_table import ScoreTable
 from nanoactor.runner.scoring import AT_ONCE, StepScorer
-from nanoactor.runner.staging import DeviceScores
-from nanoactor.scores import ScoredChunks, ScoreRequests
+from nanoactor.scores import ScoreRequests
+from tests.runner.steps import DECODE, SAMPLE, SCORE, int32, introduced, step_of
 
 WIDTH, VOCABULARY = 8, 31
-
-
-def int32(*values):
-    return np.array(values, np.int32)
 
 
 def model(weight, sizes):
@@ -43,8 +40,8 @@ def test_a_few_rows_of_logits_at_a_time(prompts, rows):
     order = torch.randperm(prompts + 5, generator=generator)[:prompts]
     sizes = []
     scorer = StepScorer(model(weight, sizes))
-    wanted = DeviceScores(order, targets, torch.arange(rows), 2)
-    table = scorer.score(hidden, sampling, wanted, places, chosen)
+    wanted = ScoredRows(order, targets, torch.arange(rows))
+    table = scorer.score(hidden, sampling, wanted, places, chosen, most=2)
     assert max(sizes) <= AT_ONCE
     assert sum(sizes) == len(table) == prompts + rows
     logits = torch.cat((hidden[order], sampling[places])) @ weight
@@ -52,39 +49,35 @@ def test_a_few_rows_of_logits_at_a_time(prompts, rows):
     torch.testing.assert_close(table[:, :1].contiguous().view(torch.float32), right)
 
 
-ORDER = RowOrder(prompts=0, resumed=0, decodes=8)
-
-
-def step(scored=(), starts=(), counts=(), slots=()):
-    return SimpleNamespace(
-        scored=scored, starts=int32(*starts), counts=int32(*counts), slots=int32(*slots)
-    )
-
-
-def test_rows_are_found_among_the_chunks_of_a_step():
+def test_those_who_ask_are_known_until_somebody_else_has_their_slot():
     table, every = ScoreTable(8), np.arange(8)
-    assert table.rows(step(), every, table.asking(every), ORDER) is None
-    table.admit(int32(5, 2, 7), ScoreRequests(int32(0, 2), int32(3, -1), int32(-1, 1)))
+    assert not len(table.asking(every))
+    wanted = ScoreRequests(int32(0, 2), int32(3, -1), int32(-1, 1))
+    table.admit(int32(5, 2, 7), int32(9, 9, 9), wanted)
     assert table.asking(every).tolist() == [5]
     assert table.asking(np.array([7, 5, 2])).tolist() == [1]
-    # Chunks of slots 1, 7 and 2, of 4, 6 and 1 tokens; of the second, positions 12 to 14.
-    chunks = ScoredChunks(int32(1), int32(12), int32(3), int32(40, 41, 42))
-    chunked, order = step((chunks,), (0, 10, 9), (4, 6, 1), (1, 7, 2)), RowOrder(3, 2, 1)
-    found = table.rows(chunked, every, np.array([5]), order)
-    assert found.prompt_rows.tolist() == [4 + 2, 4 + 3, 4 + 4]
-    assert found.targets.tolist() == [40, 41, 42]
-    assert found.rows.tolist() == [5]
-    assert found.places.tolist() == [3]  # of the decode row
-    assert found.counts.tolist() == [1, 1, 1, 3]
-    assert found.most == 3
-    table.admit(int32(5), None)  # somebody else has the slot
+    table.admit(int32(5), int32(9), None)
     assert not len(table.asking(every))
 
 
+def test_rows_are_found_among_the_chunks_of_a_step():
+    """Slots 1, 7 and 2 have chunks of prompts of 15; slot 7 scores, but not its prompt's last."""
+    batch = HostBatch(8, 4, BatchTraits())
+    wanted = ScoreRequests(int32(5, 7), int32(3, -1), int32(-1, 1))
+    rows = [(5, 20, 1, SAMPLE | DECODE), (1, 0, 4, SAMPLE), (7, 12, 3, SAMPLE | SCORE)]
+    new = introduced(8, [15] * 8, scores=wanted)
+    update = batch.update(step_of(*rows, (2, 9, 1, SAMPLE), new=new))
+    found, results = update.inputs.scored, update.scored
+    assert found.prompt_rows.tolist() == [4, 5]
+    assert found.targets.tolist() == [105, 106]  # the tokens from 104 on are slot 7's
+    assert found.samplers.tolist() == [3]  # behind the three prompts that end
+    assert results.rows.tolist() == [0]  # of the decode row
+    assert results.counts.tolist() == [1, 1, 3]
+    assert results.most == 3
+
+
 def test_each_row_is_told_what_it_asked_for():
-    table, every = ScoreTable(4), np.arange(4)
-    table.admit(int32(0, 1, 2), ScoreRequests(int32(0, 1, 2), int32(2, 0, 9), int32(-1, -1, -1)))
-    found = table.rows(step(), every, table.asking(every), ORDER)
+    found = ScoredResults(int32(0, 1, 2), int32(2, 0, 9))
     words = np.arange(3 * 8, dtype=np.int32).reshape(3, 8)  # three of the likeliest, all there are
     message = found.message(words)
     assert message.rows.tolist() == [0, 1, 2]

@@ -20,7 +20,8 @@ class BudgetMachine(RuleBasedStateMachine):
         self.fenced = []
         """(fence, blocks) that are answered and not passed."""
         self.due = []
-        """Fences of frees that are not answered."""
+        """(turn, fence) of what was given up and is not answered."""
+        self.turn = 0
         self.held = set()
         self.given_up = {}
         """By slot: its fence."""
@@ -64,23 +65,27 @@ class BudgetMachine(RuleBasedStateMachine):
 
     @rule()
     def expect(self):
-        self.budget.expect(self.planned)
-        self.due.append(self.planned)
+        self.turn += 1
+        self.budget.expect(self.turn, self.planned)
+        self.due.append((self.turn, self.planned))
 
     @precondition(lambda self: self.due)
     @rule(data=st.data())
     def answer(self, data):
-        freed, fence = data.draw(st.integers(0, self.debited)), self.due.pop(0)
-        self.budget.answer(freed, fence)
-        self.debited -= freed
-        self.fenced.append((fence, freed))
+        count = data.draw(st.integers(1, len(self.due)))
+        answered, self.due = self.due[:count], self.due[count:]
+        found = []
+        for fence in sorted({fence for _, fence in answered}):
+            found.append((fence, data.draw(st.integers(0, self.debited))))
+            self.debited -= found[-1][1]
+        self.budget.answer(answered[-1][0], found)
+        self.fenced += found
         self.pass_fences()
 
-    @rule(fence=st.integers(0, 30))
+    @rule(fence=st.integers(31, 40))
     def answer_what_is_not_due(self, fence):
-        if self.due[:1] != [fence]:
-            with pytest.raises(ProtocolBug, match=f"fence {fence} is answered"):
-                self.budget.answer(1, fence)
+        with pytest.raises(ProtocolBug, match=f"come back with fence {fence}"):
+            self.budget.answer(0, [(fence, 1)])
 
     @precondition(lambda self: self.completed < self.planned)
     @rule(data=st.data())
@@ -118,7 +123,7 @@ class BudgetMachine(RuleBasedStateMachine):
     @invariant()
     def it_says_what_is_there_and_due(self):
         assert self.budget.free_slots == len(self.free())
-        assert self.budget.oldest_unanswered == next(iter(self.due), None)
+        assert self.budget.oldest_unanswered == next((fence for _, fence in self.due), None)
 
     @invariant()
     def it_is_idle_when_all_is_back_or_behind_a_fence(self):
@@ -143,8 +148,8 @@ def test_what_is_freed_counts_when_its_fence_has_passed():
     budget.debit(4)
     slot = budget.take_slot()
     budget.give_up_slot(slot, fence=7)
-    budget.expect(fence=7)
-    budget.answer(4, fence=7)
+    budget.expect(turn=1, fence=7)
+    budget.answer(1, [(7, 4)])
     budget.complete(6)
     assert (budget.credits, budget.pending, budget.free_slots) == (6, 4, 1)
     budget.complete(7)
@@ -155,7 +160,7 @@ def test_what_is_freed_counts_when_its_fence_has_passed():
 def test_a_late_answer_whose_fence_has_passed_counts_at_once():
     budget = BlockBudget(10, 1)
     budget.debit(3)
-    budget.expect(fence=2)
+    budget.expect(turn=1, fence=2)
     budget.complete(5)
-    budget.answer(3, fence=2)
+    budget.answer(1, [(2, 3)])
     assert (budget.credits, budget.pending) == (10, 0)

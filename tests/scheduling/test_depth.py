@@ -1,12 +1,11 @@
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
 
-from nanoactor.messages import Plan, StepDone
-from nanoactor.scheduling.config import SchedulerConfig
+from nanoactor.messages import Turn
 from nanoactor.scheduling.depth import PipelineDepth
-from nanoactor.scheduling.scheduler import Scheduler
-from tests.scheduling.test_free_text import admitted, credits_of, ints
+from tests.scheduling.events import admit, answered, done, of_kind, scheduler
 
 
 @dataclass
@@ -92,18 +91,21 @@ def test_it_follows_steps_that_grow():
     ],
 )
 def test_a_step_more_is_planned_where_a_constrained_sequence_runs_beside_others(grammars, expected):
-    shape = dict(blocks=64, block_size=4, max_num_seqs=2, max_num_batched_tokens=32)
-    scheduler = Scheduler(SchedulerConfig(**shape, max_model_len=64, depth=2, max_depth=4))
-    free, planned, told = grammars.count(""), 0, 0
+    logic = scheduler(max_depth=4)
+    turns, free, told = [], grammars.count(""), 0
 
-    def tell(event):
-        nonlocal planned
-        planned += sum(type(message) is Plan for _, message in scheduler.handle(event))
+    def heard(event):
+        turns.extend(of_kind(logic.handle(event), Turn))
+        return [turn.plan for turn in turns if turn.plan]
 
     for uid, grammar in enumerate(grammars):
-        tell(admitted(uid, grammar))
-    tell(credits_of(hits=[0, 0], refunds=[0, 0], uids=[0, 1]))
-    while told < min(planned, 12):
+        heard(admit([1, 2, 3], 1, uid, grammar=grammar))
+    uids = [one.uid for turn in turns for one in turn.admissions]
+    plans = heard(answered(turns[-1], uids))
+    while told < min(len(plans), 12):
+        counts = logic._in_flight[0].counts.tolist()
+        message = dataclasses.replace(done(plans[told], [1] * logic._in_flight[0].sampling, counts))
+        plans = heard(dataclasses.replace(message, seconds=0.0018))
         told += 1
-        tell(StepDone(told, ints(*[1] * free), 0.0018, 0, ints(), [], ints()))
-    assert planned - told == expected
+    assert free
+    assert len(plans) - told == expected

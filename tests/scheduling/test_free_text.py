@@ -1,25 +1,13 @@
 """The gates of free text, for every course that an answer can take."""
 
+import dataclasses
 import itertools
 
-import numpy as np
 import pytest
 
 from nanoactor.grammar.messages import BeginGrammar
-from nanoactor.messages import (
-    Admit,
-    Credits,
-    Finish,
-    FreeText,
-    Plan,
-    RequestSpec,
-    StepDone,
-    Stopping,
-    TextOptions,
-    Tokens,
-)
-from nanoactor.models.columns import pack
-from nanoactor.scheduling.config import SchedulerConfig
+from nanoactor.messages import Finish, FreeText, Tokens, Turn
+from nanoactor.models.limits import NOTHING_ALLOWED
 from nanoactor.scheduling.free_text import (
     NO_GATE,
     first_gate,
@@ -27,7 +15,7 @@ from nanoactor.scheduling.free_text import (
     next_gate,
     watched_ids,
 )
-from nanoactor.scheduling.scheduler import Scheduler
+from tests.scheduling.events import admit, answered, done, rows_of, scheduler
 
 THINK, CLOSE, CALL, OTHER = 7, 8, 9, 1
 KINDS = {
@@ -78,44 +66,27 @@ def test_an_answer_without_free_text_has_no_gates():
     assert not must_go_on(None, NO_GATE)
 
 
-def ints(*values):
-    return np.array(values, np.int32)
-
-
-def longs(*values):
-    return np.array(values, np.int64)
-
-
-def credits_of(hits=(), refunds=(), uids=(), tainted=()):
-    """Of a block manager that has room for everything."""
-    matches = longs(*uids), ints(*hits), ints(*refunds)
-    return Credits(*matches, ints(), ints(), None, 0, longs(*tainted))
-
-
-def admitted(uid, grammar, free=None):
-    """A prompt of three tokens, answered by 20."""
-    options = Stopping(20, 0, (), ()), TextOptions((), False, True, 0)
-    spec = RequestSpec(0, pack({}), *options, grammar=grammar)
-    return Admit(uid, spec, ints(1, 2, 3), 3, np.zeros((0, 16), np.uint8), free=free)
-
-
 class Course:
     """One request through a scheduler, up to the step in flight behind the end of its thoughts."""
 
     def __init__(self):
-        shape = dict(blocks=64, block_size=4, max_num_seqs=2, max_num_batched_tokens=32)
-        self.scheduler = Scheduler(SchedulerConfig(**shape, max_model_len=64, depth=2))
+        self.scheduler = scheduler(depth=2)
         self.sent = []
-        self.tell(admitted(0, "{}", KINDS["thoughts, then the form"]))
-        self.tell(credits_of(hits=[0], refunds=[0], uids=[0]))
+        event = admit([1, 2, 3], 1, grammar="{}")
+        self.tell(dataclasses.replace(event, free=KINDS["thoughts, then the form"]))
+        self.tell(answered(self.of(Turn)[0], [0]))
         self.done(1, OTHER)
         self.done(2, CLOSE)
 
     def tell(self, event):
         self.sent += [message for _, message in self.scheduler.handle(event)]
 
-    def done(self, step, *tokens, choiceless=()):
-        self.tell(StepDone(step, ints(*tokens), 0.001, 0, ints(), [], ints(*choiceless)))
+    @property
+    def plans(self):
+        return [turn.plan for turn in self.of(Turn) if turn.plan]
+
+    def done(self, step, *tokens):
+        self.tell(done(self.plans[step - 1], tokens))
 
     def of(self, kind):
         return [message for message in self.sent if type(message) is kind]
@@ -133,7 +104,12 @@ def test_what_is_computed_behind_free_text_is_dropped():
     course = Course()
     [begun] = course.of(BeginGrammar)
     assert (begun.position, begun.token_ids.tolist()) == (5, [CLOSE])
-    assert [plan.step for plan in course.of(Plan)] == [1, 2, 3]
+    # It keeps its slot and its blocks: the position of what ended the text is computed again.
+    assert len(course.of(Turn)[0].admissions) == 1
+    assert not any(len(turn.frees) + len(turn.admissions) for turn in course.of(Turn)[1:])
+    assert [plan.step for plan in course.plans] == [1, 2, 3, 4]
+    assert rows_of(course.plans[3]) == [(0, 4, 1)]
+    assert course.plans[3].leaves.tolist() == [0]
     course.done(3, OTHER)
     assert course.tokens == [OTHER, CLOSE]
     assert not course.finishes
@@ -141,7 +117,7 @@ def test_what_is_computed_behind_free_text_is_dropped():
 
 def test_who_has_read_what_failed_ends_in_the_place_between_free_text_and_form():
     course = Course()
-    course.tell(credits_of(tainted=[0]))
+    course.tell(answered(course.of(Turn)[-1], tainted=[0]))
     [finish] = course.finishes
     assert finish.reason == "failed"
     assert not course.scheduler.live
@@ -149,6 +125,6 @@ def test_who_has_read_what_failed_ends_in_the_place_between_free_text_and_form()
 
 def test_a_row_that_is_dropped_may_have_nothing_to_choose_from():
     course = Course()
-    course.done(3, OTHER, choiceless=[0])
+    course.done(3, NOTHING_ALLOWED)
     assert course.tokens == [OTHER, CLOSE]
     assert not course.finishes

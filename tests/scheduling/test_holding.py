@@ -1,49 +1,32 @@
 """Held answers, event by event."""
 
-import numpy as np
 import pytest
 
 from nanoactor.errors import ProtocolBug
-from nanoactor.grammar.messages import KnownTokens
-from nanoactor.messages import (
-    Abort,
-    Continue,
-    Credits,
-    Fork,
-    Free,
-    HoldClock,
-    Match,
-    Plan,
-    StepDone,
-    Tokens,
-)
+from nanoactor.messages import Abort, Continue, HoldClock, Tokens, Turn
 from nanoactor.scheduling.sequence import Phase
-from tests.scheduling.test_forking import admit, credited, of_kind, scheduler
-
-NONE = np.empty(0, np.int32)
-
-
-def done(plan, tokens, step=None):
-    return StepDone(step or plan.step, np.array(tokens, np.int32), 0.0, 1, NONE, [], NONE)
+from tests.scheduling.events import (
+    admit,
+    answered,
+    done,
+    int32,
+    of_kind,
+    rows_of,
+    scheduler,
+    turn_of,
+)
 
 
 def turn(parents, tokens):
-    return Continue(0, np.array(parents, np.int32), np.array(tokens, np.int32))
-
-
-def freed(blocks, fence):
-    none = np.empty(0, np.int32)
-    counts = np.array([blocks], np.int32), np.array([fence], np.int32)
-    return Credits(np.empty(0, np.int64), none, none, *counts, None, 0, np.empty(0, np.int64))
+    return Continue(0, int32(*parents), int32(*tokens))
 
 
 def held(answers=3, length=9, **changes):
     """A scheduler with one request of which all answers are held."""
     logic = scheduler(depth=2, **changes)
-    asked = admit(range(length), answers, logprobs=1, held=True)
-    (match,) = of_kind(logic.handle(asked), Match)
-    (plan,) = of_kind(logic.handle(credited(matched=[match.uid])), Plan)
-    (told,) = of_kind(logic.handle(done(plan, [40 + n for n in range(answers)])), Tokens)
+    first = turn_of(logic.handle(admit(range(length), answers, logprobs=1, held=True)))
+    logic.handle(answered(first, [0]))
+    (told,) = of_kind(logic.handle(done(first.plan, [40 + n for n in range(answers)])), Tokens)
     assert told.indices.tolist() == [0] * answers
     return logic
 
@@ -52,38 +35,34 @@ def test_what_is_sampled_is_told_and_nothing_follows():
     logic = held()
     assert logic.figures()["held"] == 3
     assert [s.length for s in logic.live.values()] == [9, 9, 9]
-    assert logic._plan() is False
+    assert not logic._in_flight
     assert not logic.is_waiting  # for its caller, which is no stall
 
 
-def test_one_that_stays_costs_a_position_and_a_copy_shares_full_blocks():
+def test_one_that_stays_costs_a_position_and_so_does_a_copy():
     logic = held()
     before = logic.budget.credits
-    sent = logic.handle(turn([0, 0, 2], [5, 6, 7]))
-    kinds = [type(message) for _, message in sent]
-    assert kinds.index(Fork) < kinds.index(KnownTokens) < kinds.index(Plan)
-    (fork,), (plan,) = of_kind(sent, Fork), of_kind(sent, Plan)
-    assert (fork.slots.tolist(), fork.sources.tolist()) == ([1], [0])
+    first = turn_of(logic.handle(turn([0, 0, 2], [5, 6, 7])))
+    assert (first.forks.slots.tolist(), first.forks.sources.tolist()) == ([1], [0])
+    assert sorted(first.known.slots.tolist()) == [0, 1, 2]
     assert logic.budget.credits == before - 1
-    rows = zip(plan.slots, plan.starts, plan.counts, strict=True)
-    assert sorted(rows) == [(0, 9, 1), (1, 8, 2), (2, 9, 1)]
+    assert sorted(rows_of(first.plan)) == [(0, 9, 1), (1, 9, 1), (2, 9, 1)]
     assert [s.tokens[-1] for s in logic.live.values()] == [5, 6, 7]
 
 
 def test_all_are_copies_of_what_was_there_before():
     logic = held(answers=2)
-    plan = of_kind(logic.handle(turn([0, 1], [1, 2])), Plan)[0]
-    logic.handle(done(plan, [0, 0]))
+    first = turn_of(logic.handle(turn([0, 1], [1, 2])))
+    logic.handle(done(first.plan, [0, 0]))
     logic.handle(turn([1, 0], [3, 4]))
     assert [s.tokens[9:].tolist() for s in logic.live.values()] == [[2, 3], [1, 4]]
 
 
 def test_without_credits_a_copy_waits_for_itself():
     logic = held(blocks=5)  # of which all are spent: two shared, one of its own for each
-    sent = logic.handle(turn([0, 0, 2], [5, 6, 7]))
-    assert not of_kind(sent, Fork)
-    (free,) = of_kind(sent, Free)
-    assert free.slots.tolist() == [1]
+    first = turn_of(logic.handle(turn([0, 0, 2], [5, 6, 7])))
+    assert first.forks is None
+    assert first.frees.tolist() == [1]
     assert logic.live[1].phase is Phase.WAITING
     assert logic.live[1].kept[9:].tolist() == [6]
 
@@ -91,16 +70,17 @@ def test_without_credits_a_copy_waits_for_itself():
 def test_a_victim_gives_back_what_its_copies_do_not_hold():
     logic = held(answers=2, length=8)
     for _ in range(8):
-        sent = logic.handle(turn([0, 1], [1, 1]))
-        plan = of_kind(sent, Plan)[0]
-        logic.handle(done(plan, [0, 0]))
-    first, second = logic.live.values()
-    assert (first.length, first.blocks, first.gives_back) == (16, 4, 2)
-    plan = of_kind(logic.handle(turn([0, 0], [1, 2])), Plan)[0]
-    logic.handle(freed(2, fence=plan.step - 1))
+        first = turn_of(logic.handle(turn([0, 1], [1, 1])))
+        logic.handle(done(first.plan, [0, 0]))
+    logic.handle(answered(first, shared=[(0, 2), (1, 2)]))
+    one, other = logic.live.values()
+    assert (one.length, one.blocks, one.gives_back) == (16, 4, 2)
+    first = turn_of(logic.handle(turn([0, 0], [1, 2])))
+    fence = first.plan.step - 1
+    logic.handle(answered(first, freed=[(fence, 2)], shared=[(0, 4), (1, 4)]))
     # Four full blocks are both's, those behind the prompt too; each has one of its own.
-    assert (first.blocks, first.gives_back) == (5, 1)
-    assert (second.blocks, second.gives_back) == (5, 1)
+    assert (one.blocks, one.gives_back) == (5, 1)
+    assert (other.blocks, other.gives_back) == (5, 1)
 
 
 def test_nobody_goes_on_before_all_have_told():
@@ -114,7 +94,7 @@ def test_a_turn_that_counts_on_somebody_who_is_over_changes_nothing():
     logic = held()
     logic.handle(Abort(1))
     sent = logic.handle(turn([0, 1, 2], [5, 6, 7]))
-    assert not of_kind(sent, Plan)
+    assert not any(each.plan for each in of_kind(sent, Turn))
     assert [s.length for s in logic.live.values()] == [9, 9]
 
 
@@ -137,10 +117,9 @@ def test_silence_ends_all_answers_after_a_whole_timeout():
 
 def test_who_waits_gets_the_place_of_one_that_is_held():
     logic = held(max_num_seqs=3)
-    sent = logic.handle(admit(range(20, 25), 1, uid=3))
-    (free,) = of_kind(sent, Free)
-    assert free.slots.tolist() == [2]
+    first = turn_of(logic.handle(admit(range(20, 25), 1, uid=3)))
+    assert first.frees.tolist() == [2]
     assert logic.live[2].phase is Phase.HELD
-    (match,) = of_kind(logic.handle(freed(1, fence=free.fence)), Match)
-    assert match.uid == 3
+    following = turn_of(logic.handle(answered(first, freed=[(first.fence, 1)])))
+    assert [admission.uid for admission in following.admissions] == [3]
     assert logic.figures()["held"] == 3

@@ -4,8 +4,17 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from nanoactor.scheduling.items import ItemBook, SequenceItems
-from nanoactor.vision.messages import Items, Unwant, Want
+from nanoactor.scheduling.item_state import SequenceItems
+from nanoactor.scheduling.items import Pictures
+from nanoactor.scheduling.sequence import Phase
+from nanoactor.vision.messages import (
+    CancelPixels,
+    EncoderCredits,
+    Items,
+    ItemsFailed,
+    ItemsReady,
+    WantPixels,
+)
 from nanoactor.vision.units import EncoderLimits
 
 LIMITS = EncoderLimits(pages=20, page_rows=4, budget=8, depth=3, ranks=2)
@@ -19,13 +28,37 @@ def sequence(uid, worker, *grids, key=0):
         at += height * width + 1
     keys = np.array([[key + item] * 16 for item in range(len(grids))], np.uint8)
     made = Items(keys, np.array(grids, np.int32), np.array(spans, np.int32), 0, worker)
-    return SimpleNamespace(uid=uid, items=SequenceItems.of(made, LIMITS), scheduled=0)
+    return SimpleNamespace(
+        uid=uid, items=SequenceItems.of(made, LIMITS), scheduled=0, phase=Phase.MATCHING
+    )
 
 
-def matched(book, one, numbers, units=None):
-    book.note_match(one)
-    book.take(one, numbers, units or [0] * len(numbers))
-    book.note_answer()
+def matched(book, one, numbers, units=None, turn=1):
+    book.admit(one, turn)
+    answered(book, one, numbers, units or [0] * len(numbers), turn)
+
+
+def answered(book, one, numbers, units, turn):
+    """The block manager has found these objects for a request's pictures."""
+    none = np.empty(0, np.int32)
+    encoder = EncoderCredits(
+        items=np.array([len(numbers)], np.int32),
+        numbers=np.array(numbers, np.int64),
+        units=np.array(units, np.int32),
+        refunds=none,
+        freed=none,
+        fences=none,
+    )
+    book.answer(SimpleNamespace(turn=turn, encoder=encoder), [one])
+
+
+def ready(book, rank, *pixels):
+    assert not book.HANDLERS[ItemsReady](book, ItemsReady(rank, np.array(pixels, np.int64)))
+
+
+def failed(book, pixels):
+    event = ItemsFailed(np.array([pixels], np.int64), ["broken"], ())
+    return [sequence_.uid for sequence_, _ in book.HANDLERS[ItemsFailed](book, event)]
 
 
 def said(book):
@@ -33,28 +66,28 @@ def said(book):
     out, book.out = book.out, []
     return [
         (worker, "want", message.uid, message.pixels)
-        if isinstance(message, Want)
+        if isinstance(message, WantPixels)
         else (worker, "unwant", *message.pixels.tolist())
         for worker, message in out
-        if isinstance(message, Want | Unwant)
+        if isinstance(message, WantPixels | CancelPixels)
     ]
 
 
 def test_pixels_are_wanted_once_and_again_from_another_when_their_source_leaves():
     """Its bytes go with it: who stays has them with a worker of its own."""
-    book = ItemBook(LIMITS)
+    book = Pictures(LIMITS)
     one, two = sequence(4, 0, (1, 2, 2)), sequence(7, 1, (1, 2, 2))
     matched(book, one, [1])
     matched(book, two, [1])
     assert said(book) == [(0, "want", 4, 1)]
-    book.note_ready(0, [1])
+    ready(book, 0, 1)
     book.leave(one)
     assert said(book) == [(0, "unwant", 1), (1, "want", 7, 2)]
     assert book.drops == [(1, 1)]
-    book.note_ready(1, [1, 2])  # late news of the old ones is nothing
-    assert book.choose([two]) is None
-    book.note_ready(0, [2])
-    slices = book.choose([two])
+    ready(book, 1, 1, 2)  # late news of the old ones is nothing
+    assert book.encode([two]) is None
+    ready(book, 0, 2)
+    slices = book.encode([two])
     assert (slices.numbers.tolist(), slices.pixels.tolist()) == ([1], [2])
     book.leave(two)
     assert said(book) == []
@@ -62,36 +95,36 @@ def test_pixels_are_wanted_once_and_again_from_another_when_their_source_leaves(
 
 
 def test_a_picture_goes_on_though_its_source_leaves_when_every_rank_has_it():
-    book = ItemBook(LIMITS)
+    book = Pictures(LIMITS)
     one, two = sequence(4, 0, (1, 4, 6)), sequence(7, 1, (1, 4, 6))  # three parts
     matched(book, one, [1])
     matched(book, two, [1])
     for rank in (0, 1):
-        book.note_ready(rank, [1])
-    assert book.choose([one, two]).counts.tolist() == [1]
+        ready(book, rank, 1)
+    assert book.encode([one, two]).counts.tolist() == [1]
     book.leave(one)
     assert said(book)[1:] == []
-    assert book.choose([two]).firsts.tolist() == [1]
+    assert book.encode([two]).firsts.tolist() == [1]
     book.leave(two)  # half encoded: it begins anew, for whoever comes
     assert said(book) == [(0, "unwant", 1)]
     assert book.drops == [(1, 1)]
 
 
 def test_a_prompt_ends_where_its_next_picture_is_not_encoded():
-    book = ItemBook(LIMITS)
+    book = Pictures(LIMITS)
     one = sequence(4, 0, (1, 2, 2), (1, 2, 3))
     assert one.items.reach(0, 20) == 20  # nobody has looked yet
     matched(book, one, [1, 2])
     assert one.items.reach(0, 20) == 1
     for rank in (0, 1):
-        book.note_ready(rank, [1, 2])
-    assert book.choose([one]).numbers.tolist() == [1]  # 4 + 6 rows are more than 8
+        ready(book, rank, 1, 2)
+    assert book.encode([one]).numbers.tolist() == [1]  # 4 + 6 rows are more than 8
     assert one.items.reach(0, 20) == 6
     assert one.items.reach(8, 20) == 8  # in the middle of one that is to be encoded anew
-    assert book.choose([one]).numbers.tolist() == [2]
+    assert book.encode([one]).numbers.tolist() == [2]
     assert one.items.reach(0, 20) == 20
     one.scheduled = 5
-    book.advance(one)
+    book.choose(1, [SimpleNamespace(sequence=one)])
     assert [work is None for work in one.items.works] == [True, False]
 
 
@@ -99,53 +132,54 @@ def test_a_video_is_read_as_far_as_its_patches_are_encoded():
     """Each temporal patch is a unit, and text stands between them."""
     grids, spans = np.array([(3, 2, 2)], np.int32), [(0, 0, 1), (0, 4, 8), (0, 8, 15)]
     made = Items(np.ones((1, 16), np.uint8), grids, np.array(spans, np.int32), 0, 0)
-    book = ItemBook(LIMITS)
-    one = SimpleNamespace(uid=1, items=SequenceItems.of(made, LIMITS), scheduled=0)
+    book = Pictures(LIMITS)
+    one = SimpleNamespace(
+        uid=1, items=SequenceItems.of(made, LIMITS), scheduled=0, phase=Phase.MATCHING
+    )
     matched(book, one, [1])
-    book.note_ready(0, [1])
-    book.note_ready(1, [1])
+    ready(book, 0, 1)
+    ready(book, 1, 1)
     assert one.items.reach(0, 30) == 1
-    assert book.choose([one]).counts.tolist() == [2]  # eight rows a step
+    assert book.encode([one]).counts.tolist() == [2]  # eight rows a step
     assert one.items.reach(0, 30) == 15
     assert one.items.reach(9, 12) == 12
     one.scheduled = 12
-    book.advance(one)
+    book.choose(1, [SimpleNamespace(sequence=one)])
     assert one.items.works[0] is not None  # the last patch is still to be read
-    assert book.choose([one]).counts.tolist() == [1]
+    assert book.encode([one]).counts.tolist() == [1]
     assert one.items.reach(9, 30) == 30
     one.scheduled = 19
-    book.advance(one)
+    book.choose(1, [SimpleNamespace(sequence=one)])
     assert one.items.works == [None]
 
 
 def test_who_needs_pixels_that_fail_is_told_once_and_nothing_is_wanted_again():
-    book = ItemBook(LIMITS)
+    book = Pictures(LIMITS)
     one, two = sequence(4, 0, (1, 2, 2)), sequence(7, 1, (1, 2, 2))
     matched(book, one, [1])
     matched(book, two, [1])
     said(book)
-    assert book.failed(1) == [4, 7]
-    assert book.failed(1) == []
+    assert failed(book, 1) == [4, 7]
+    assert failed(book, 1) == []
     for sequence_ in (one, two):
         book.leave(sequence_)
     assert said(book) == []
     assert book.drops == [(1, 1)]
-    assert book.wanted == 0
+    assert not book.waits
 
 
 def test_progress_outlives_its_users_while_a_match_is_under_way():
     """The answer was written before the latest slice; what the book knows is newer."""
-    book = ItemBook(LIMITS)
+    book = Pictures(LIMITS)
     one, two = sequence(4, 0, (1, 2, 2)), sequence(7, 1, (1, 2, 2))
     matched(book, one, [1])
     for rank in (0, 1):
-        book.note_ready(rank, [1])
-    book.note_match(two)
-    book.choose([one])
+        ready(book, rank, 1)
+    book.admit(two, turn=2)
+    book.encode([one])
     book.leave(one)
     said(book)
-    book.take(two, [1], [0])
-    book.note_answer()
+    answered(book, two, [1], [0], turn=2)
     assert said(book) == []
     assert two.items.reach(0, 9) == 9
     book.leave(two)

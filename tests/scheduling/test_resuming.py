@@ -2,13 +2,10 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
-from nanoactor.messages import Credits, Match, Plan, StepDone
-from tests.scheduling.test_forking import admit, of_kind, scheduler
-
-NONE = np.empty(0, np.int32)
+from nanoactor.rows import Want
+from tests.scheduling.events import admit, answered, done, int32, rows_of, scheduler, turn_of
 
 
 def planned(prompt, tokens, hits, chunk=32):
@@ -16,18 +13,17 @@ def planned(prompt, tokens, hits, chunk=32):
     its prompt, and `hits` are found in the cache; blocks have four."""
     logic = scheduler(depth=1, max_num_batched_tokens=chunk)
     event = dataclasses.replace(admit(range(tokens), 1), prompt_length=prompt)
-    (match,) = of_kind(logic.handle(event), Match)
-    answer = Credits(
-        np.array([match.uid]), np.array([hits], np.int32), np.zeros(1, np.int32), NONE, NONE, None,
-        0, np.empty(0, np.int64),
-    )  # fmt: skip
+    turn = turn_of(logic.handle(event))
+    answer = dataclasses.replace(answered(turn, [0]), hits=int32(hits))
     found, sent = [], logic.handle(answer)
-    while len((plan := of_kind(sent, Plan)[0]).slots):
-        rows = zip(plan.starts, plan.counts, plan.samples, strict=True)
-        found += [(int(start), int(count), bool(samples)) for start, count, samples in rows]
-        tokens = [7] * int(plan.samples.sum())
-        done = StepDone(plan.step, np.array(tokens, np.int32), 0.0, 1, NONE, [], NONE)
-        sent = logic.handle(done)
+    turn = turn if turn.plan else turn_of(sent)
+    while not (turn.plan.rows.wants & Want.DECODE).any():
+        samples = (turn.plan.rows.wants & Want.SAMPLE > 0).tolist()
+        for (_, start, count), sampled in zip(rows_of(turn.plan), samples, strict=True):
+            covered = max(0, hits - start)  # by the hit, which the block manager takes off
+            found.append((start + covered, count - covered, sampled))
+        counts = () if all(samples) else samples
+        turn = turn_of(logic.handle(done(turn.plan, [7] * sum(samples), counts)))
     return found
 
 

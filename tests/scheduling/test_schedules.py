@@ -11,46 +11,87 @@ from hypothesis import strategies as st
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.kv.manager import BlockManager
-from nanoactor.messages import Abort, Match, Plan, SampledTokens, Stopping, Tokens
+from nanoactor.messages import Abort, StepWanted, Stopping, Tokens, Turn
 from nanoactor.runtime.codec import encode
 from nanoactor.scheduling.edges import TEXT
 from nanoactor.scheduling.ids import SeenNumbers
-from tests.scheduling.test_forking import SALT, admit, begun, credited, of_kind, scheduler
-from tests.scheduling.test_holding import done
+from nanoactor.scheduling.sequence import Phase
+from tests.scheduling.events import (
+    SALT,
+    admit,
+    answered,
+    begun,
+    done,
+    of_kind,
+    scheduler,
+    turn_of,
+)
+
+
+def admitted(sent):
+    """The requests that an event has admitted."""
+    return [one.uid for turn in of_kind(sent, Turn) for one in turn.admissions]
 
 
 def test_nobody_waits_for_a_prefix_whose_owner_is_gone():
     logic = scheduler(max_num_batched_tokens=8, max_num_seqs=2)
     begun(logic, range(40), 1)
-    assert not of_kind(logic.handle(admit(range(40), 1, uid=1)), Match)
-    (match,) = of_kind(logic.handle(Abort(0)), Match)
-    assert match.uid == 1
+    assert admitted(logic.handle(admit(range(40), 1, uid=1))) == []
+    assert admitted(logic.handle(Abort(0))) == [1]
 
 
 def test_without_a_prefix_cache_nobody_waits_for_a_prefix():
-    logic = scheduler(max_num_batched_tokens=64, prefix_caching=False)
+    logic = scheduler(blocks=40, max_num_batched_tokens=64, prefix_caching=False)
     for uid in range(2):
-        (match,) = of_kind(logic.handle(admit(range(40), 1, uid)), Match)
-        assert match.uid == uid
+        assert admitted(logic.handle(admit(range(40), 1, uid))) == [uid]
 
 
 def test_decoding_sequences_are_in_every_step_beside_a_long_prompt():
     logic = scheduler(max_num_batched_tokens=10, depth=1)
-    (plan,) = of_kind(logic.handle(done(begun(logic, range(3), 1), [5])), Plan)
-    logic.handle(admit(range(10, 60), 1, uid=1))
-    logic.handle(credited(matched=[1]))
+    plan = turn_of(logic.handle(done(begun(logic, range(3), 1).plan, [5]))).plan
+    logic.handle(answered(turn_of(logic.handle(admit(range(10, 60), 1, uid=1))), [1]))
     for mixed in range(1, 6):
-        (plan,) = of_kind(logic.handle(done(plan, [5])), Plan)
+        counts = [1, mixed == 6] if mixed > 1 else ()
+        plan = turn_of(logic.handle(done(plan, [5], counts))).plan
         assert logic.statistics.mixed_steps == mixed
         assert logic.statistics.decode_tokens == mixed + 1
+
+
+def test_who_is_preempted_comes_back_when_its_results_are_in():
+    logic = scheduler(depth=3)
+    first = turn_of(logic.handle(admit(range(5), 1)))
+    logic.handle(answered(first, [0]))
+    victim = logic.live[0]
+    assert len(logic._in_flight) == 3
+    logic._preempt(victim)
+    turn = turn_of(logic.handle(StepWanted(0)))
+    assert turn.frees.tolist() == [0]
+    logic.handle(answered(turn, freed=[(3, 2)]))
+    assert logic.budget.credits > 2, "there is room at once"
+    for step in (1, 2):
+        logic.handle(done(None, [40 + step], step=step))
+        assert (victim.phase, victim.length) == (Phase.WAITING, 5 + step)
+    sent = logic.handle(done(None, [43], step=3))
+    assert [one.token_ids[5:].tolist() for one in turn_of(sent).admissions] == [[41, 42, 43]]
+
+
+def test_what_was_found_first_is_told_though_its_slot_is_given_up():
+    """A prompt rides, and is preempted before the answer: what it finds then is its own."""
+    logic = scheduler(depth=2)
+    first = turn_of(logic.handle(admit(range(8), 1)))
+    assert first.plan is not None
+    sequence = logic.live[0]
+    logic._preempt(sequence)
+    logic.handle(answered(first, [0]))
+    assert (sequence.slot, sequence.history.cached_tokens) == (-1, 0)
 
 
 def test_who_starves_longest_is_fed_first():
     """Five sequences need a block each, and blocks come back one by one."""
     logic = scheduler(max_num_seqs=5)
     for uid in range(5):
-        logic.handle(admit([uid], 1, uid))
-    logic.handle(credited(matched=range(5)))
+        turn = turn_of(logic.handle(admit([uid], 1, uid)))
+    logic.handle(answered(turn, range(5)))
     one, two, three, four, five = logic._running
     budget = logic.budget
     budget._fenced_blocks.append((1_000, 9))  # so nobody is preempted
@@ -64,17 +105,22 @@ def test_who_starves_longest_is_fed_first():
 
 def test_a_step_in_which_nothing_changes_is_small():
     logic = scheduler(max_num_seqs=8, block_size=64, blocks=64, depth=1)
-    manager = BlockManager(64, 64, 8, 64, SALT)
+    manager, turns, steps = BlockManager(64, 64, 8, 64, SALT), [], []
+
+    def heard(event):
+        for turn in of_kind(logic.handle(event), Turn):
+            turns.append(turn)
+            if (step := manager.take(turn)) is not None:
+                steps.append((turn.plan, step))
+
     for uid in range(8):
-        (match,) = of_kind(logic.handle(admit([uid, 1, 2], 1, uid)), Match)
-        manager.match(match)
-    (plan,) = of_kind(logic.handle(manager.take_credits()), Plan)
-    for token in range(2):
-        manager.bind_blocks(plan)
-        sent = logic.handle(done(plan, [token] * 8))
-        (known,), (plan,) = of_kind(sent, SampledTokens), of_kind(sent, Plan)
-        manager.record_tokens(known)
-    assert len(encode(manager.bind_blocks(plan)).meta) < 120
+        heard(admit([uid, 1, 2], 1, uid))
+    heard(manager.take_answer())
+    for _ in range(4):
+        planned = logic._in_flight[0]
+        heard(done(steps[-1][0], [1] * planned.sampling, planned.counts.tolist()))
+    assert logic._in_flight[0].sampling == 8
+    assert len(encode(steps[-1][1]).meta) < 120
 
 
 @given(st.permutations(range(50)))
@@ -132,9 +178,9 @@ def test_an_answer_that_goes_on_behind_its_end_ends_at_once(output, reason, stop
 
 def test_the_plan_leaves_before_the_tokens_are_forwarded():
     logic = scheduler(depth=1)
-    out = logic.handle(done(begun(logic, [1, 2], 1), [5]))
+    out = logic.handle(done(begun(logic, [1, 2], 1).plan, [5]))
     kinds = [type(message) for _, message in out]
-    assert kinds.index(Plan) < kinds.index(Tokens)
+    assert kinds.index(Turn) < kinds.index(Tokens)
 
 
 def test_requests_that_end_while_they_wait_are_forgotten():
@@ -149,6 +195,19 @@ def test_requests_that_end_while_they_wait_are_forgotten():
 
 def test_a_result_that_was_not_due_tells_the_story_of_its_sequences():
     logic = scheduler(depth=1)
-    plan = begun(logic, [1, 2, 3], 1)
-    with pytest.raises(ProtocolBug, match=r"was due with 1: request 0 \(running, slot 0\)"):
+    plan = begun(logic, [1, 2, 3], 1).plan
+    with pytest.raises(ProtocolBug, match=r"was due with 1 of \[\]: request 0 \(running, slot 0\)"):
         logic.handle(done(plan, [0, 0]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "counts"), [([5], [1, 0, 0]), ([5, 6], ()), ([5], [1]), ([5, 6], [1, 1])]
+)
+def test_results_that_lack_a_row_are_refused(tokens, counts):
+    """One that decodes, and one whose prompt goes on in the next step."""
+    logic = scheduler(max_num_batched_tokens=10, depth=1)
+    plan = turn_of(logic.handle(done(begun(logic, range(3), 1).plan, [5]))).plan
+    logic.handle(answered(turn_of(logic.handle(admit(range(10, 60), 1, uid=1))), [1]))
+    plan = turn_of(logic.handle(done(plan, [5]))).plan
+    with pytest.raises(ProtocolBug, match=r"was due with 1 of \[1, 0\]"):
+        logic.handle(done(plan, tokens, counts))

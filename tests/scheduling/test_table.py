@@ -1,5 +1,6 @@
 """The table of counters against plain ones: most steps write no row, and nobody can tell."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -177,7 +178,7 @@ def test_a_batch_is_not_steady_while_somebody_starves():
 def test_constrained_slots_come_go_and_grow_without_a_look_at_the_decode_batch():
     table = RunningTable(SLOTS, LENGTH, BLOCK)
 
-    def enter(slot, constrained):
+    def enter(slot, stepwise):
         tokens = np.zeros(2, np.int32)
         table.enter(
             slot,
@@ -186,18 +187,18 @@ def test_constrained_slots_come_go_and_grow_without_a_look_at_the_decode_batch()
             limit=LENGTH,
             tokens=tokens,
             blocks=5,
-            constrained=constrained,
+            stepwise=stepwise,
         )
         table.start(slot, 0)
         table.prefill(slot, 2)
 
     for slot in (0, 1):
-        enter(slot, constrained=False)
+        enter(slot, stepwise=False)
     assert table.decode_again() is None
     batch = table.decode(np.array([0, 1]), all_fed=True)
     table.append(batch, np.array([5, 6], np.int32))
     columns = table._columns
-    enter(3, constrained=True)
+    enter(3, stepwise=True)
     assert table.decode_again() is batch
     table.append_one(3, 7)
     assert table.targets[3] == table.known[3] == 3
@@ -210,3 +211,56 @@ def test_constrained_slots_come_go_and_grow_without_a_look_at_the_decode_batch()
     assert table.decode_again() is batch
     assert table._columns is columns
     assert table.scheduled[:2].tolist() == [6, 6]
+
+
+def test_what_is_planned_too_far_is_lowered_by_a_result():
+    """Three tokens are planned ahead, one of them was right: the next step goes on behind it."""
+    table = RunningTable(2, 64, 4)
+    for slot in range(2):
+        table.enter(
+            slot, uid=slot, prompt_length=3, limit=40, tokens=np.arange(3, dtype=np.int32), blocks=3
+        )
+        table.start(slot, 3)
+    slots = np.arange(2)
+    batch = table.decode(slots, all_fed=True)
+    for _ in range(2):
+        assert table.decode_again() is batch
+    assert table.scheduled.tolist() == [6, 6]
+    table.append(batch, np.array([7, 8], np.int32))
+    table.lower(0, 3, stepwise=False)
+    assert table.scheduled.tolist() == [3, 6]
+    assert table.decode_again() is None
+    ready, starving = table.demand()
+    assert (ready.tolist(), starving.tolist()) == ([False, True], [False, False])
+    table.prefill(0, 1)  # the position of the one that was right
+    ready, _ = table.demand()
+    assert ready.tolist() == [True, True]
+    assert table.decode(slots, all_fed=True) is batch
+    assert table.scheduled.tolist() == [5, 7]
+
+
+def test_a_step_of_a_thousand_rows_takes_a_few_array_operations():
+    """And a steady one none: counted, not timed."""
+    table = RunningTable(1024, 64, 16)
+    for slot in range(1024):
+        tokens = np.arange(3, dtype=np.int32)
+        table.enter(slot, uid=slot, prompt_length=3, limit=40, tokens=tokens, blocks=4)
+        table.start(slot, 3)
+    calls = []
+
+    def counted(frame, event, argument):
+        if event == "c_call" and getattr(argument, "__module__", "") in ("numpy", None):
+            calls.append(argument)
+
+    sys.setprofile(counted)
+    try:
+        ready, starving = table.demand()
+        batch = table.decode(np.flatnonzero(ready), all_fed=not starving.any())
+        changed = len(calls)
+        assert table.decode_again() is batch
+        steady = len(calls) - changed
+        table.append(batch, np.zeros(1024, np.int32))
+    finally:
+        sys.setprofile(None)
+    assert steady == 0
+    assert len(calls) < 60

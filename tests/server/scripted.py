@@ -57,8 +57,9 @@ class Script:
         self._tokenizer = load_tokenizer(DEMO)
         self._tokens = [END]
         self._begins = {}
-        monkeypatch.setattr(simulated.SimulatedExecutor, "_tokens", self._sampled)
-        monkeypatch.setattr(simulated.SimulatedExecutor, "_masked", self._masked())
+        device = simulated.SimulatedExecutor
+        monkeypatch.setattr(device, "_tokens", lambda _, *rows: self._sampled(*rows))
+        monkeypatch.setattr(device, "_masked", lambda _, *rows: self._masked(*rows))
         self.refused = []
         """Tokens of scripts that a mask did not allow; another is taken in their place."""
 
@@ -68,17 +69,14 @@ class Script:
         self._tokens = [token for tokens in found for token in tokens] + [END]
         self._begins = {}
 
-    def _masked(self):
-        def masked(device, rows):
-            tokens = device._sampled(rows)
-            for row, (token, mask) in enumerate(zip(tokens.tolist(), rows.masks, strict=True)):
-                allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-                if token not in allowed:
-                    self.refused.append(token)
-                    tokens[row] = allowed[0]
-            return tokens
-
-        return masked
+    def _masked(self, masks, positions, seeds):
+        tokens = self._sampled(positions, seeds)
+        for row, (token, mask) in enumerate(zip(tokens.tolist(), masks, strict=True)):
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            if token not in allowed:
+                self.refused.append(token)
+                tokens[row] = allowed[0]
+        return tokens
 
     def _sampled(self, positions, seeds):
         tokens = []

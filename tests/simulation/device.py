@@ -126,9 +126,10 @@ class SimulatedRunner(RunnerActor):
 
     def _encode(self, inputs: StepInputs) -> None:
         """Write the rows of pictures whose last unit is in the step."""
-        for number in inputs.vision.dropped if inputs.vision else ():
+        work = inputs.update.encoding
+        for number in work.dropped if work else ():
             self._half.pop(number, None)
-        for task in inputs.vision.tasks if inputs.vision else ():
+        for task in work.tasks if work else ():
             picture = picture_of(task.pixels)
             parts = self._parts(picture)
             for unit in range(task.first, task.first + task.count):
@@ -171,22 +172,26 @@ class SimulatedRunner(RunnerActor):
         self._busy = False
         end = round(self.context.now() * 1e9)
         begin = end - round(seconds * 1e9)
-        self._done(inputs.step, Computed(ids, begin, end, end, end, scores=scores))
+        order = inputs.update.order
+        told = ids if order is None else ids[order]
+        times = {"begin": begin, "forwarded": end, "sampled": end, "end": end}
+        self._done(inputs.step, Computed(inputs.update.counts, told, **times, scores=scores))
         self._pump()
 
     # -- the forward pass -----------------------------------------------------------------
 
     def _run(self, inputs: StepInputs) -> Any:
-        """All prefill rows, then all decode rows; in this order they sample."""
+        """Copy blocks, then compute all chunks and all decode rows, and sample."""
         oracle = self._world.oracle
+        self._copy(inputs)
         self._encode(inputs)
         self._look(inputs)
-        owners = oracle.owners(inputs.step)
-        free = inputs.sampling_slots[: len(inputs.sampling_slots) - inputs.deferred]
+        free = inputs.sampling_slots[: len(inputs.sampling_slots) - inputs.choices]
         self._samplers = set(oracle.owners_of_slots(inputs.step, free))
         decoding = oracle.owners_of_slots(inputs.step, inputs.decode_slots.tolist())
-        assert sorted({*owners[len(inputs.prefills) :]}) == sorted({*decoding})
-        for row, uid in zip(inputs.prefills, owners, strict=False):
+        chunks = self._owners_of_chunks(inputs)
+        assert sorted({*oracle.owners(inputs.step)}) == sorted({*chunks, *decoding})
+        for row, uid in zip(inputs.prefills, chunks, strict=True):
             at = slice(row.first, row.first + row.tokens)
             ids = inputs.token_ids[at]
             self._row(uid, row.context, row.blocks, ids, inputs.slot_mapping[at])
@@ -218,6 +223,12 @@ class SimulatedRunner(RunnerActor):
         self._fork(inputs)
         self._keep(inputs)
         return self._sample(inputs)
+
+    def _owners_of_chunks(self, inputs: StepInputs) -> list[int]:
+        if inputs.update.prefill is None:
+            return []
+        slots = inputs.update.prefill.rows[0].tolist()
+        return self._world.oracle.owners_of_slots(inputs.step, slots)
 
     def _goes_astray(self, uid: int, context: int, mapping: Any) -> bool:
         """Whether a row decodes behind the end of free text: nobody may read what it writes."""
@@ -256,12 +267,14 @@ class SimulatedRunner(RunnerActor):
         self._ends[uid] = end
         return self._token(uid, masked=True)
 
+    def _copy(self, inputs: StepInputs) -> None:
+        """Copy blocks, all as they are before."""
+        blocks = self.kv.reshape(-1, self._world.scenario.block_size)
+        sources, targets = zip(*inputs.copies, strict=True) if inputs.copies else ((), ())
+        blocks[list(targets)] = blocks[list(sources)]
+
     def _fork(self, inputs: StepInputs) -> None:
-        """Copy blocks; who begins as a copy has what its source has."""
-        size = self._world.scenario.block_size
-        blocks = self.kv.reshape(-1, size)
-        for source, copy in inputs.copies:
-            blocks[copy] = blocks[source]
+        """A sequence that begins as a copy has what its source has."""
         oracle = self._world.oracle
         ends = {self._last[uid]: uid for uid in oracle.owners(inputs.step)}
         free = len(inputs.token_index)
@@ -273,14 +286,15 @@ class SimulatedRunner(RunnerActor):
                 self._ends[uid], self._last[uid] = self._ends[source], self._last[source]
                 self._spoilt |= {uid} if source in self._spoilt else set()
 
-    def _score(self, inputs: StepInputs, ids: Any) -> tuple[StepScores, ...]:
+    def _score(self, inputs: StepInputs, ids: Any) -> StepScores | None:
         """What is said of the prompts' tokens, then of those that were sampled."""
-        if (wanted := inputs.scores) is None:
-            return ()
+        wanted, results = inputs.update.inputs.scored, inputs.update.scored
+        if wanted is None or results is None:
+            return None
         oracle, rows = self._world.oracle, []
         firsts = {
             row.first + index: (uid, row.context - row.tokens + index)
-            for row, uid in zip(inputs.prefills, oracle.owners(inputs.step), strict=False)
+            for row, uid in zip(inputs.prefills, self._owners_of_chunks(inputs), strict=True)
             for index in range(row.tokens)
         }
         for token, target in zip(wanted.prompt_rows.tolist(), wanted.targets.tolist(), strict=True):
@@ -288,23 +302,23 @@ class SimulatedRunner(RunnerActor):
             assert oracle.token_after(uid, position + 1) == target, f"request {uid}: {position}"
             rows.append((uid, position, target))
         sampling = oracle.owners_of_slots(inputs.step, inputs.sampling_slots)
-        for row in wanted.rows.tolist():
+        for row in wanted.samplers.tolist():
             rows.append((sampling[row], self._ends[sampling[row]] - 1, int(ids[row])))
-        table = np.zeros((len(rows), 2 + 2 * wanted.most), np.int32)
+        table = np.zeros((len(rows), 2 + 2 * results.most), np.int32)
         for line, (uid, position, token) in zip(table, rows, strict=True):
             answer = oracle.answers[uid]
             assert answer is not None
-            found = score(int(answer.states[position]), token, wanted.most)
-            line[1], line[2 : 2 + wanted.most] = found.rank, found.top_ids
+            found = score(int(answer.states[position]), token, results.most)
+            line[1], line[2 : 2 + results.most] = found.rank, found.top_ids
             values = np.array([found.logprob, *found.top_logprobs], np.float32).view(np.int32)
-            line[0], line[2 + wanted.most :] = values[0], values[1:]
-        return (wanted.message(table),)
+            line[0], line[2 + results.most :] = values[0], values[1:]
+        return results.message(table)
 
     def _look(self, inputs: StepInputs) -> None:
         """Read the rows that the step's tokens stand for."""
         self._seen: dict[int, int] = {}
-        if inputs.vision is not None:
-            rows = inputs.vision.rows
+        if inputs.update.inputs.seen is not None:
+            rows = inputs.update.inputs.seen.rows
             (tokens,) = np.nonzero(rows >= 0)
             found = self.features[rows[tokens]].tolist()
             self._seen = dict(zip(tokens.tolist(), found, strict=True))
@@ -347,7 +361,7 @@ class SimulatedRunner(RunnerActor):
 
     def _sample(self, inputs: StepInputs) -> Any:
         owners = self._world.oracle.owners_of_slots(inputs.step, inputs.sampling_slots)
-        free = len(owners) - inputs.deferred
+        free = len(owners) - inputs.choices
         ids = [self._token(uid) for uid in owners[:free]]
         late = zip(owners[free:], inputs.sampling_slots[free:], inputs.masks, strict=True)
         ids += [self._choose(*row) for row in late]

@@ -13,7 +13,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from tests.simulation.mutations import MUTATIONS, Mutation, planted
+from tests.simulation.mutations import MUTATIONS, Planted, planted
 from tests.simulation.scenario import draw
 from tests.simulation.world import World
 
@@ -29,13 +29,13 @@ def remembered() -> dict[str, int]:
     return found
 
 
-def kills(mutation: Mutation, seed: int) -> bool:
+def kills(mutation: Planted, seed: int) -> bool:
     """Whether a seed finds a bug."""
     with planted(mutation):
         return _tokens(seed) is None
 
 
-def search(mutation: Mutation) -> int | None:
+def search(mutation: Planted) -> int | None:
     """The first seed that finds a bug."""
     tokens = 0
     with planted(mutation):
@@ -59,7 +59,7 @@ def _tokens(seed: int) -> int | None:
     return world.oracle.counts["tokens"]
 
 
-def _renewed(mutation: Mutation, seed: int | None) -> int | None:
+def _renewed(mutation: Planted, seed: int | None) -> int | None:
     return seed if seed is not None and kills(mutation, seed) else search(mutation)
 
 

@@ -1,7 +1,9 @@
-"""Bugs that we planted: each a change of source code that the simulation must find.
+"""Bugs that we planted, which the simulation must find.
 
-A mutation replaces a piece of a module's source; the functions of the running module get the
-code of the changed ones, in place, so that every object and every import sees them.
+A *seam* wraps a method: it drops, doubles or reorders what passes there, whatever is inside.
+A *mutation* replaces a piece of a module's source, where a bug has no seam; the functions of the
+running module get the code of the changed ones, in place, so that every object and every import
+sees them.
 """
 
 from __future__ import annotations
@@ -10,9 +12,18 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
+
+import numpy as np
+
+from nanoactor.actors.blocks import BlockManagerActor
+from nanoactor.actors.scheduler import SchedulerActor
+from nanoactor.kv.manager import BlockManager
+from nanoactor.messages import Answer, Plan, Turn
+from nanoactor.rows import Want
+from nanoactor.scheduling.turns import TurnBuilder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +35,18 @@ class Mutation:
     old: str
     new: str
 
+
+@dataclasses.dataclass(frozen=True)
+class Seam:
+    """A planted bug at a seam: a method that is wrapped."""
+
+    what: str
+    owner: type
+    method: str
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+Planted = Mutation | Seam
 
 SCHEDULER = "nanoactor.scheduling.scheduler"
 ADMISSION = "nanoactor.admission"
@@ -43,7 +66,8 @@ HOLDING = "nanoactor.scheduling.holding"
 BUDGET = "nanoactor.scheduling.budget"
 QUEUES = "nanoactor.scheduling.queues"
 TABLE = "nanoactor.scheduling.table"
-PLAN_BUILDER = "nanoactor.scheduling.plan_builder"
+TURNS = "nanoactor.scheduling.turns"
+PLANNED = "nanoactor.scheduling.planned"
 OUTPUT = "nanoactor.scheduling.output"
 MANAGER = "nanoactor.kv.manager"
 POOL = "nanoactor.kv.pool"
@@ -64,15 +88,15 @@ WORKER = "nanoactor.actors.vision"
 PIXELS = "nanoactor.runner.pixels"
 RESULTS = "nanoactor.scheduling.results"
 FORKING = "nanoactor.scheduling.forking"
-FAMILY = "nanoactor.scheduling.family"
 SEQUENCE = "nanoactor.scheduling.sequence"
 CONSTRAINTS = "nanoactor.scheduling.constraints"
 MASKS = "nanoactor.runner.masks"
-CONTINUED = "nanoactor.runner.continued_rows"
+LAYOUT = "nanoactor.runner.row_layout"
+SCORING = "nanoactor.runner.score_table"
 
 CONTROL = "nanoactor.actors.control"
 
-MUTATIONS = [
+_PATCHES = [
     Mutation(
         "steps are planned though none are to be",
         DEPTH,
@@ -131,14 +155,14 @@ MUTATIONS = [
     Mutation(
         "blocks are freed without a fence",
         MANAGER,
-        "self.pool.release(holding.table[::-1], event.fence)",
-        "self.pool.release(holding.table[::-1], 0)",
+        "self.pool.release(table[::-1], fence)",
+        "self.pool.release(table[::-1], 0)",
     ),
     Mutation(
         "freed credits count at once",
         BUDGET,
-        "self._fenced_blocks.append((fence, freed))",
-        "self._credits += freed",
+        "            self._fenced_blocks.append((fence, blocks))\n",
+        "            self._credits += blocks\n",
     ),
     Mutation(
         "a slot is given away while steps have rows in it",
@@ -149,22 +173,22 @@ MUTATIONS = [
     Mutation(
         "abort and finish both free",
         SCHEDULER,
-        "        self._to_free.append(sequence.slot)\n",
-        "        self._to_free.append(sequence.slot)\n"
+        "        self._turn.free(sequence.slot)\n",
+        "        self._turn.free(sequence.slot)\n"
         "        if any(p.has_row(sequence.slot) for p in self._in_flight):\n"
-        "            self._to_free.append(sequence.slot)\n",
+        "            self._turn.free(sequence.slot)\n",
     ),
     Mutation(
         "a block of overrun tokens is indexed",
         MANAGER,
-        "= np.minimum(self._known[slots], self._planned[slots])",
-        "= np.minimum(self._known[slots] + 1, self._planned[slots])",
+        "self._to_index += zip(slots[full].tolist(), known[full].tolist(), strict=True)",
+        "self._to_index += zip(slots[full].tolist(), (known[full] + 2).tolist(), strict=True)",
     ),
     Mutation(
         "a block is indexed before it is computed",
         MANAGER,
-        "= np.minimum(self._known[slots], self._planned[slots])",
-        "= self._known[slots]",
+        "            self._index_full_blocks(slot, end)\n",
+        "            self._index_full_blocks(slot, int(self._known[slot]))\n",
     ),
     Mutation(
         "a refund is forgotten",
@@ -203,20 +227,15 @@ MUTATIONS = [
     Mutation(
         "a result is dropped for a preempted sequence",
         OUTPUT,
-        "            if not sequence.takes(token):\n",
-        "            if sequence.phase is Phase.WAITING or not sequence.takes(token):\n",
-    ),
-    Mutation(
-        "a preempted sequence comes back before its results are in",
-        SCHEDULER,
-        "head.last_step > self._completed or self.budget",
-        "self.budget",
+        "            if not sequence.takes(token, self._step):\n",
+        "            waits = sequence.phase is Phase.WAITING\n"
+        "            if waits or not sequence.takes(token, self._step):\n",
     ),
     Mutation(
         "the result of an ended sequence is taken",
         SEQUENCE,
-        "        if self.phase is Phase.FINISHED or self.drops:\n",
-        "        if self.drops:\n",
+        "        if self.phase is Phase.FINISHED or step <= self.void_until:\n",
+        "        if step <= self.void_until:\n",
     ),
     Mutation(
         "a hash takes its grandparent for its parent",
@@ -245,8 +264,8 @@ MUTATIONS = [
     Mutation(
         "children are evicted after their parents",
         MANAGER,
-        "self.pool.release(holding.table[::-1], event.fence)",
-        "self.pool.release(holding.table, event.fence)",
+        "self.pool.release(table[::-1], fence)",
+        "self.pool.release(table, fence)",
     ),
     Mutation(
         "a block that a hit took out of quarantine is handed out",
@@ -275,8 +294,8 @@ MUTATIONS = [
     Mutation(
         "more is planned than the token budget",
         SCHEDULER,
-        "choose_chunks(self.config.max_num_batched_tokens - decodes)",
-        "choose_chunks(self.config.max_num_batched_tokens)",
+        "choose_rows(self.config.max_num_batched_tokens - decodes, turn)",
+        "choose_rows(self.config.max_num_batched_tokens, turn)",
     ),
     Mutation(
         "what the frontend admits goes to a tokenizer too",
@@ -345,12 +364,6 @@ MUTATIONS = [
         "if steps < self._least:\n            return True\n",
     ),
     Mutation(
-        "a slot that leaves the decode batch stays in it",
-        PLAN_BUILDER,
-        "return changed[joins], changed[~joins]",
-        "return changed[joins], changed[~joins][1:]",
-    ),
-    Mutation(
         "the queue is served last come, first served",
         QUEUES,
         "        heapq.heappush(self._heap, (sequence.priority_key, sequence))",
@@ -377,8 +390,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a sequence that comes back is not introduced to the runners",
-        QUEUES,
-        "        sequence.introduced = False\n",
+        TURNS,
+        "        self._introduced.discard(slot)\n",
         "",
     ),
     Mutation(
@@ -414,8 +427,8 @@ MUTATIONS = [
     Mutation(
         "a credits message is sent although its edge is full",
         BLOCKS,
-        "if self._scheduler.ready:",
-        "if True:",
+        "if self._scheduler.ready and (answer",
+        "if (answer",
     ),
     Mutation(
         "the rules of a slot's last request stay",
@@ -432,32 +445,32 @@ MUTATIONS = [
     Mutation(
         "a request without a choice goes on",
         SCHEDULER,
-        "in (s for s in results.choiceless if not s.drops):\n",
+        "in (s for s in results.choiceless if event.step > s.void_until):\n",
         "in []:\n",
     ),
     Mutation(
         "what a request without a choice computed is not trusted",
-        SCHEDULER,
-        "self._unsettled += bool(results.failed)",
-        "self._unsettled += 1",
+        RESULTS,
+        "if code == NO_TOKEN],",
+        "if code < 0],",
     ),
     Mutation(
         "a preempted request comes back without its rules",
-        PLAN_BUILDER,
+        TURNS,
         "rules=tuple(s.spec.rules for s in sequences if s.spec.rules)",
         "rules=tuple(s.spec.rules for s in sequences if s.spec.rules and not s.preemptions)",
     ),
     Mutation(
         "output is thought to begin where a preempted request comes back",
-        PLAN_BUILDER,
+        TURNS,
         "prompt_lengths=as_int32(s.prompt_length for s in sequences)",
         "prompt_lengths=as_int32(s.length for s in sequences)",
     ),
     Mutation(
         "a request begins anew with each chunk of its prompt",
-        PLAN_BUILDER,
-        "if chunk.sequence.began < 0:",
-        "if True:",
+        SEQUENCE,
+        "        if self.began < 0:\n",
+        "        if True:\n",
     ),
     Mutation(
         "the detokenizer takes tokens past a stop string",
@@ -493,8 +506,8 @@ MUTATIONS = [
     Mutation(
         "a row samples after its first token",
         BATCH,
-        "(firsts + counts - 1)[step.samples], step",
-        "firsts[step.samples], step",
+        "ends=(firsts + counts - 1)[ends].astype(np.int32)",
+        "ends=firsts[ends].astype(np.int32)",
     ),
     Mutation(
         "a steady decode batch stays one step too long",
@@ -558,27 +571,21 @@ MUTATIONS = [
     ),
     Mutation(
         "results are told before it is known whom a failure concerns",
-        SCHEDULER,
-        "        if self._unsettled and type(event) is StepDone:",
-        "        if self._held_back and type(event) is StepDone:",
+        "nanoactor.scheduling.unanswered",
+        "        if self._doubted > self._answered:\n            return True\n",
+        "",
     ),
     Mutation(
         "a failing row's token is taken",
         RESULTS,
-        "    if not len(event.failed) and not len(event.choiceless):\n",
+        "    if event.token_ids.min(initial=0) >= 0:\n",
         "    if True:\n",
     ),
     Mutation(
         "a failure is blamed on whoever has the slot now",
         MANAGER,
-        "            holding = next(left, None) or self._of(slot, event.step)",
-        "            holding = self._of(slot, event.step)",
-    ),
-    Mutation(
-        "a decode row's length is counted one step late",
-        BATCH,
-        "        self.lengths[decode] += 1\n",
-        "        self.lengths[decode[1:]] += 1\n",
+        "holding = next(left, None) or self._of(slot)",
+        "holding = self._of(slot)",
     ),
     Mutation(
         "pages of pictures are freed without a fence",
@@ -589,12 +596,12 @@ MUTATIONS = [
     Mutation(
         "a picture is encoded before its pixels are there",
         ITEMS,
-        "if work.is_complete or len(work.ready) < limits.ranks:",
+        "if work.is_complete or not self._is_ready(work):",
         "if work.is_complete or not work.pixels:",
     ),
     Mutation(
         "a chunk reads a picture before it is encoded",
-        ITEMS,
+        "nanoactor.scheduling.item_state",
         "return min(at, target) if at - start > self.short else start",
         "return target",
     ),
@@ -613,8 +620,9 @@ MUTATIONS = [
     Mutation(
         "pixels that nobody wants any more are kept",
         ITEMS,
-        "            self.drops.append((work.pixels, work.number))\n            del self._by",
-        "            del self._by",
+        "            self.drops.append((work.pixels, work.number))\n"
+        "            self._no_longer_wanted(work)\n            work.planned",
+        "            self._no_longer_wanted(work)\n            work.planned",
     ),
     Mutation(
         "a worker does not say that pixels will not come",
@@ -654,7 +662,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what follows a picture is not told its rotary positions",
-        PLAN_BUILDER,
+        TURNS,
         "s.items.message.rope_delta if s.items else 0",
         "0",
     ),
@@ -691,40 +699,46 @@ MUTATIONS = [
     Mutation(
         "a victim's blocks count although another answer holds them",
         SEQUENCE,
-        "self.blocks - max(self.shared, self.family.held_by_others(self))",
-        "self.blocks - self.shared",
+        "return self.blocks - int(self.table.shared[self.slot])",
+        "return self.blocks",
     ),
     Mutation(
         "a copy shares the last block, which is not full",
         MANAGER,
-        "                table.append(self.pool.allocate())\n                sources",
-        "                self.pool.allocate()\n"
-        "                table.append(source.table[full])\n"
-        "                self.pool.share(table[full])\n                sources",
+        "        if rest or spare:\n"
+        "            table.append(self.pool.allocate())\n"
+        "        if rest:",
+        "        if rest:\n"
+        "            self.pool.allocate()\n"
+        "            table.append(source.table[full])\n"
+        "            self.pool.share(table[full])\n"
+        "        elif spare:\n"
+        "            table.append(self.pool.allocate())\n"
+        "        if False:",
     ),
     Mutation(
         "a copy's references are not counted",
         MANAGER,
-        "            for block in table:\n                self.pool.share(block)\n",
-        "            for block in table:\n                self.pool.find(bytes(block))\n",
+        "        for block in table:\n            self.pool.share(block)\n",
+        "        for block in table:\n            self.pool.is_held(block)\n",
     ),
     Mutation(
         "the last block of a copy stays empty",
         MANAGER,
-        "sources.append(source.table[full])",
-        "sources.append(table[full])",
+        "self._copies.append((pending.get(last, last), table[full]))",
+        "self._copies.append((table[full], table[full]))",
     ),
     Mutation(
         "the copy of a block costs no credit",
         FORKING,
-        "        self._budget.debit(need)\n",
+        "        budget.debit(need)\n",
         "",
     ),
     Mutation(
         "a copy begins while an elder waits",
         FORKING,
-        "return first and self._budget.free_slots > 0",
-        "return self._budget.free_slots > 0",
+        "return first and self._room.budget.free_slots > 0",
+        "return self._room.budget.free_slots > 0",
     ),
     Mutation(
         "copies of one prompt begin before those of a more urgent one",
@@ -734,15 +748,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a copy samples from the step's first prompt",
-        BATCH,
-        "ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows[free]]))",
-        "ends = np.concatenate((ends, (firsts + counts - 1)[forks.rows[free] * 0]))",
-    ),
-    Mutation(
-        "who followed is forgotten when the first ends",
-        FORKING,
-        "        if followers:\n            self._wait(followers.pop(0))\n",
-        "        followers.clear()\n",
+        LAYOUT,
+        "    return np.array([by_slot[slot] for slot in sources], np.int64)",
+        "    return np.array([[*by_slot.values()][0] for slot in sources], np.int64)",
     ),
     Mutation(
         "of a refused request the first answer alone gets an end",
@@ -752,51 +760,51 @@ MUTATIONS = [
     ),
     Mutation(
         "what follows a scored position is taken to be that position",
-        MANAGER,
-        "self._tokens[slot, at + 1 : at + 1 + count]",
-        "self._tokens[slot, at : at + count]",
+        SCORING,
+        "token_ids[counted_up(ids + 1, counts)]",
+        "token_ids[counted_up(ids, counts)]",
     ),
     Mutation(
         "a prefix hit skips what is to be scored",
         MANAGER,
-        "enumerate(hashes[: event.most_hits // self._block_size])",
-        "enumerate(hashes)",
+        "        hashes = hashes[: event.most_hits // self._block_size]\n",
+        "        hashes = hashes[:]\n",
     ),
     Mutation(
         "a prompt is scored again after a preemption",
         SCHEDULER,
-        "        victim.preemptions += 1\n",
-        "        victim.preemptions += 1\n"
-        "        victim.scored = min(victim.scored, 0 if victim.prompt_logprobs >= 0 else 10**9)\n",
+        "        is_computed = victim.is_computed\n",
+        "        is_computed = victim.is_computed\n"
+        "        if victim.scores is not None:\n            victim.scores.scored = 0\n",
     ),
     Mutation(
         "scores of decodes are those of prompts that end",
         BATCH,
-        "np.concatenate((self._scores.asking(first), asking + len(first)))",
-        "np.concatenate((self._scores.asking(first), asking))",
+        "np.concatenate((parts[0], asking + first, parts[1] + late))",
+        "np.concatenate((parts[0], asking, parts[1] + late))",
     ),
     Mutation(
         "scores of an output that goes on are those of the decode row in its place",
-        "nanoactor.runner.row_order",
-        "        return np.where(behind < 0, results, moved)",
-        "        return results",
+        BATCH,
+        "np.concatenate((parts[0], asking + first, parts[1] + late))",
+        "np.concatenate((parts[0], asking + first, parts[1] + first))",
     ),
     Mutation(
         "an output that goes on has the rules of a decode row",
-        BATCH,
-        "self._cut(resumed) + behind",
-        "self._cut(resumed) + len(ended)",
+        LAYOUT,
+        "np.concatenate((slots[self.sampled], decode, slots[late]))",
+        "np.concatenate((slots[self.sampled], slots[late], decode))",
     ),
     Mutation(
         "a chunk that goes on comes before prompts' tokens",
-        CONTINUED,
-        "token_ids[order], len(choosing), last)",
-        "token_ids[order], 0, last)",
+        LAYOUT,
+        "token_ids[tokens], np.array(resumed",
+        "token_ids[: len(tokens)], np.array(resumed",
     ),
     Mutation(
         "the runner remembers of whom scores were wanted",
-        "nanoactor.runner.scored_rows",
-        "        self._output[slots] = self._prompt[slots] = _NOT_ASKED\n",
+        SCORING,
+        "        self.output[slots] = self._prompt[slots] = _NOT_ASKED\n",
         "",
     ),
     Mutation(
@@ -808,7 +816,7 @@ MUTATIONS = [
     Mutation(
         "a choice is planned before its mask is there",
         CONSTRAINTS,
-        "            if awaited.is_held_by(self._ranks):",
+        "            if self._masks.is_ready(sequence.uid):",
         "            if True:",
     ),
     Mutation(
@@ -820,14 +828,14 @@ MUTATIONS = [
     Mutation(
         "a token is chosen once more while the first choice is under way",
         CONSTRAINTS,
-        "                sequence.asked = sequence.length\n",
+        "                grammar.asked = sequence.length\n",
         "",
     ),
     Mutation(
         "the runners are not told which masks nobody wants any more",
         CONSTRAINTS,
-        "out += [(BLOCKS, DropMasks(over)), (GRAMMAR, CloseGrammars(over))]",
-        "out += [(GRAMMAR, CloseGrammars(over))]",
+        "        turn.drop_masks(DropMasks(over))\n",
+        "",
     ),
     Mutation(
         "forced tokens are known while a step that is not planned yet would compute those before",
@@ -838,38 +846,31 @@ MUTATIONS = [
     Mutation(
         "the mask behind forced tokens is awaited one position too early",
         CONSTRAINTS,
-        "        awaited.position += len(awaited.run)\n",
-        "        awaited.position += len(awaited.run) - 1\n",
-    ),
-    Mutation(
-        "the mask of a token that is forced is awaited",
-        CONSTRAINTS,
-        "        return self.run is None and not self.is_held_by(ranks)\n",
-        "        return not self.is_held_by(ranks)\n",
+        "self._want(sequence, sequence.length + len(run))",
+        "self._want(sequence, sequence.length + len(run) - 1)",
     ),
     Mutation(
         "what was computed behind free text is taken",
         SEQUENCE,
-        "        if self.phase is Phase.FINISHED or self.drops:\n",
+        "        if self.phase is Phase.FINISHED or step <= self.void_until:\n",
         "        if self.phase is Phase.FINISHED:\n",
     ),
     Mutation(
         "a sequence whose free text is over goes on where it is",
-        "nanoactor.scheduling.turning",
-        "        if sequence.slot >= 0:\n",
-        "        if False:\n",
+        SCHEDULER,
+        "        if sequence.slot >= 0:\n            self._running.lower(sequence)\n",
+        "        if sequence.slot >= 0:\n            self._running.resume(sequence)\n",
     ),
     Mutation(
         "the grammar is not told what ended the free text",
-        "nanoactor.scheduling.turning",
-        "            self._constraints.begin(sequence, [token])\n",
-        "            self._constraints.begin(sequence, [])\n",
+        CONSTRAINTS,
+        "            self._begin(sequence, grammar, [token])\n",
+        "            self._begin(sequence, grammar, [])\n",
     ),
     Mutation(
         "thoughts may end an answer whose form is to come",
         SEQUENCE,
-        "        if not must_go_on(self.free, self.gate) or "
-        "token not in self.spec.stopping.eos_ids:\n",
+        "        if not must_go_on or token not in self.spec.stopping.eos_ids:\n",
         "        if True:\n",
     ),
     Mutation(
@@ -879,10 +880,22 @@ MUTATIONS = [
         "gate != NO_GATE",
     ),
     Mutation(
+        "of what was computed too far only the latest step is dropped",
+        OUTPUT,
+        "        if self._step <= self._void_until or not self._table.all_held(batch):\n",
+        "        if self._step == self._void_until or not self._table.all_held(batch):\n",
+    ),
+    Mutation(
+        "a length is lowered by one position too few",
+        QUEUES,
+        "self.table.lower(sequence.slot, sequence.length - 1, stepwise=stepwise)",
+        "self.table.lower(sequence.slot, sequence.length, stepwise=stepwise)",
+    ),
+    Mutation(
         "an answer that comes back from free text drops all that follows",
-        SCHEDULER,
-        "        sequence.drops = False\n",
-        "",
+        OUTPUT,
+        "        sequence.void(step)\n",
+        "        sequence.void(step + 1000)\n",
     ),
     Mutation(
         "who wants log-probabilities is forced",
@@ -905,55 +918,60 @@ MUTATIONS = [
     Mutation(
         "the first of a chunk's states is kept, not the last",
         BATCH,
-        "        lasts = (np.cumsum(step.counts) - 1).astype(np.int64)",
-        "        lasts = (np.cumsum(step.counts) - step.counts).astype(np.int64)",
+        "ends=(firsts + counts - 1)[ends].astype(np.int32)",
+        "ends=np.concatenate(\n"
+        "                (\n"
+        "                    (firsts + counts - 1)[ends[: len(layout.sampled)]],\n"
+        "                    firsts[ends[len(layout.sampled) :]],\n"
+        "                )\n"
+        "            ).astype(np.int32)",
     ),
     Mutation(
         "a copy that is constrained keeps no state",
-        BATCH,
-        "            slots.append(forks.slots[rows])\n",
-        "            slots.append(forks.slots[rows])\n            tokens.pop(), slots.pop()\n",
+        FORKING,
+        "        wants = row.wants & (Want.SAMPLE | Want.KEEP)\n        return",
+        "        wants = row.wants & Want.SAMPLE\n        return",
     ),
     Mutation(
         "rows that continue an output are not told their tokens",
         BATCH,
-        "pairs.append((layout.row_token_ids + own, continued.token_ids.astype(np.int64)))",
+        "pairs.append((layout.row_token_ids + own, behind.token_ids.astype(np.int64)))",
         "pass",
     ),
     Mutation(
         "rows that continue an output go on where their slot's last owner was",
         BATCH,
-        "            positions[decodes:known] = continued.positions\n",
+        "            positions[decodes:known] = behind.positions\n",
         "",
     ),
     Mutation(
         "rows that decode again have the position of whoever continued an output there",
         BATCH,
-        "        if len(continued.slots) or self._continued:\n            positions",
-        "        if len(continued.slots):\n            positions",
+        "        if len(behind.slots) or self._continued:\n            positions",
+        "        if len(behind.slots):\n            positions",
     ),
     Mutation(
         "of a run the first state is kept",
-        CONTINUED,
-        "            silent += rows[:-1]\n",
-        "            silent += rows[1:]\n            rows = rows[:1]\n",
+        LAYOUT,
+        "        silent += each[:-1]\n",
+        "        silent += each[1:]\n        each = each[:1]\n",
     ),
     Mutation(
         "runs have more rows than there are",
-        CONTINUED,
-        " and rows + counts[first - 1] <= self._max_num_seqs",
+        LAYOUT,
+        "        runs &= ends <= room\n",
         "",
     ),
     Mutation(
         "the end of a prompt is taken to continue an output",
-        CONTINUED,
-        "continues = step.starts >= self._outputs[step.slots]",
-        "continues = step.starts >= 0",
+        LAYOUT,
+        "(others.starts >= outputs[others.slots])",
+        "(others.starts >= 0)",
     ),
     Mutation(
         "constrained sequences decode",
         TABLE,
-        "        able &= ~self.constrained\n",
+        "        able &= ~self.stepwise\n",
         "        able &= True\n",
     ),
     Mutation(
@@ -965,8 +983,8 @@ MUTATIONS = [
     Mutation(
         "constrained outputs that need a block are not given one",
         SCHEDULER,
-        "        constrained = self._running.starving\n",
-        "        constrained = self._running.starving[:0]\n",
+        "        others = self._running.starving\n",
+        "        others = self._running.starving[:0]\n",
     ),
     Mutation(
         "forced tokens go on behind a sequence's end",
@@ -991,58 +1009,47 @@ MUTATIONS = [
     Mutation(
         "a copy of an answer without blocks takes its tokens after they were appended to",
         HOLDING,
-        "self._leave(sequence, before[parent], give_up)",
-        "self._leave(sequence, living[parent].tokens.copy(), give_up)",
+        "self._become(sequence, before[parent])",
+        "self._become(sequence, living[parent].tokens.copy())",
     ),
     Mutation(
         "a fork that follows another takes what that one has become",
         MANAGER,
-        "        copies = [self._copy(self._of(s, -1).uid, at)"
-        " for s, at in zip(slots, sources, strict=True)]\n",
-        "        copies = []\n"
-        "        for s, at in zip(slots, sources, strict=True):\n"
-        "            copies.append(self._copy(self._of(s, -1).uid, at))\n"
-        "            old = self._holdings[s]\n"
-        "            self._holdings[s] = copies[-1]\n"
-        "            copies[-1].table += old.table[len(copies[-1].table):]\n",
+        "        for slot, (copy, tokens) in zip(slots, copies, strict=True):\n"
+        "            self._let_go(slot, fence)\n",
+        "        for slot, source in zip(slots, event.sources.tolist(), strict=True):\n"
+        "            copy, tokens = self._copy(self._of(slot).uid, source, spare=True)\n"
+        "            self._let_go(slot, fence)\n",
     ),
     Mutation(
         "a fork shares the last block, which its parent goes on to write",
         MANAGER,
-        "        table = source.table[: known // self._block_size]\n",
-        "        table = source.table[: -(-known // self._block_size)]\n",
+        "        table = source.table[:full]\n",
+        "        table = source.table[: full + (spare and rest > 0)]\n",
     ),
     Mutation(
-        "a fork is taken to have computed all that its parent has",
-        HOLDING,
-        "full + 1, full * self._block_size)",
-        "full + 1, len(tokens))",
+        "a fork's last block stays empty",
+        MANAGER,
+        "        if rest:  # of a block",
+        "        if rest and not spare:  # of a block",
     ),
     Mutation(
         "what a fork gives up is not fenced by the steps of those it shared with",
-        HOLDING,
-        "as_int32(s.slot for _, s in moves), fence\n",
-        "as_int32(s.slot for _, s in moves), 0\n",
-    ),
-    Mutation(
-        "forks leave behind what their parents give up",
-        SCHEDULER,
-        "        self._out += out\n        for sequence in over:\n"
-        '            self._end(sequence, End("stop"))\n',
-        '        for sequence in over:\n            self._end(sequence, End("stop"))\n'
-        "        self._flush_frees()\n        self._out += out\n",
+        MANAGER,
+        "            self._let_go(slot, fence)\n            self._take_slot",
+        "            self._let_go(slot, 0)\n            self._take_slot",
     ),
     Mutation(
         "a fork's block costs no credit",
         HOLDING,
-        "        self._budget.debit(len(moves))\n",
+        "        self._room.budget.debit(len(moves))\n",
         "",
     ),
     Mutation(
         "a caller's silence ends all of its answers but one",
         HOLDING,
-        "                over += family\n",
-        "                over += family[: max(1, len(family) - 1)]\n",
+        "                over += group\n",
+        "                over += group[: max(1, len(family) - 1)]\n",
     ),
     Mutation(
         "a caller's time is short by a tick",
@@ -1059,14 +1066,14 @@ MUTATIONS = [
     Mutation(
         "who has given up its place while held waits in the queue",
         SCHEDULER,
-        "            held.phase = Phase.HELD\n",
-        "            held.phase = Phase.WAITING\n            self._waiting.push(held)\n",
+        "            held.hold()\n",
+        "            self._waiting.push(held)\n",
     ),
     Mutation(
         "a preempted answer whose token is under way waits in the queue",
         SCHEDULER,
-        "Phase.HELD if sequence.is_computed else Phase.WAITING",
-        "Phase.WAITING",
+        "        is_computed = victim.is_computed\n",
+        "        is_computed = False\n",
     ),
     Mutation(
         "a caller is heard before all answers have told",
@@ -1083,8 +1090,9 @@ MUTATIONS = [
     Mutation(
         "the block manager is not told what held answers go on with",
         HOLDING,
-        "                known.append((sequence.slot, token))\n",
-        "                known[:0] = [(sequence.slot, token)] if sequence.preemptions else []\n",
+        "                self._turn.know(as_int32([sequence.slot]), as_int32([token]))\n",
+        "                if sequence.history.preemptions:\n"
+        "                    self._turn.know(as_int32([sequence.slot]), as_int32([token]))\n",
     ),
     # -- deaths: everybody begins anew --
     Mutation(
@@ -1173,12 +1181,6 @@ MUTATIONS = [
         "        self._media._workers = vision\n",
     ),
     Mutation(
-        "a runner keeps masks and pixels from before a death",
-        RUNNING,
-        "        self._pixels = PixelStore()\n",
-        "        self._pixels = getattr(self, '_pixels', None) or PixelStore()\n",
-    ),
-    Mutation(
         "a call from before a death is made behind it",
         CONTEXT,
         "        if self.retired:\n            return\n",
@@ -1189,12 +1191,6 @@ MUTATIONS = [
         FRONTEND,
         "        if not self._paused and not self._readmission.keep(entry):\n",
         "        if not self._readmission.keep(entry):\n",
-    ),
-    Mutation(
-        "requests that come during a trial are forgotten",
-        READMISSION,
-        "            self._kept[_uid(entry)] = entry\n",
-        "            pass\n",
     ),
     Mutation(
         "who waits for a trial to end waits for ever",
@@ -1278,8 +1274,8 @@ MUTATIONS = [
     Mutation(
         "one position more is left than was computed",
         MANAGER,
-        "self._known[slots], self._computed[slots] = known + 1, known",
-        "self._known[slots], self._computed[slots] = known + 1, known + 1",
+        "            self._computed[slots] = ends\n",
+        "            self._computed[slots] = ends + 1\n",
     ),
     Mutation(
         "who goes on writes in a block that others hold",
@@ -1313,7 +1309,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the places of pictures are kept where their message is",
-        ITEMS,
+        "nanoactor.scheduling.item_state",
         "        message = copied(message)\n",
         "",
     ),
@@ -1326,8 +1322,8 @@ MUTATIONS = [
     Mutation(
         "tokens of a constrained answer are kept where their message is",
         CONSTRAINTS,
-        "np.split(event.token_ids.copy(), ends[:-1])",
-        "np.split(event.token_ids, ends[:-1])",
+        "np.split(event.token_ids.copy(), stops[:-1])",
+        "np.split(event.token_ids, stops[:-1])",
     ),
     Mutation(
         "the detokenizer keeps a prompt where its message is",
@@ -1338,9 +1334,210 @@ MUTATIONS = [
 ]
 
 
+PARTS: dict[str, Any] = {
+    "failures": None,
+    "forks": None,
+    "known": None,
+    "frees": np.empty(0, np.int32),
+    "drop_pixels": None,
+    "forget_index": 0,
+    "admissions": (),
+    "plan": None,
+    "drop_masks": None,
+}
+"""The parts of a turn, in their order, with their empty values."""
+_Take = Callable[[Any, Turn], Any]
+
+
+def _has(turn: Turn, part: str) -> bool:
+    value = getattr(turn, part)
+    return len(value) > 0 if isinstance(value, np.ndarray | tuple) else bool(value)
+
+
+def _only(turn: Turn, parts: set[str]) -> Turn:
+    return dataclasses.replace(turn, **{p: v for p, v in PARTS.items() if p not in parts})
+
+
+def _dropped(part: str) -> Callable[[_Take], _Take]:
+    return lambda take: lambda self, turn: take(self, _only(turn, PARTS.keys() - {part}))
+
+
+def _split(part: str, *, first: bool) -> Callable[[_Take], _Take]:
+    """Take one part of a turn before all others, or after them."""
+
+    def wrap(take: _Take) -> _Take:
+        def taken(self: Any, turn: Turn) -> Any:
+            if not _has(turn, part):
+                return take(self, turn)
+            parts = [{part}, PARTS.keys() - {part}]
+            steps = []
+            for each in parts if first else parts[::-1]:
+                self._turn = turn.number - 1
+                steps.append(take(self, _only(turn, set(each))))
+            return steps[0] or steps[1]
+
+        return taken
+
+    return wrap
+
+
+def _doubled(part: str) -> Callable[[_Take], _Take]:
+    def wrap(take: _Take) -> _Take:
+        def taken(self: Any, turn: Turn) -> Any:
+            if _has(turn, part):
+                take(self, _only(turn, {part}))
+                self._turn = turn.number - 1
+            return take(self, turn)
+
+        return taken
+
+    return wrap
+
+
+def _lost(take: _Take) -> _Take:
+    """Lose turns that have no plan, now and then."""
+    return lambda self, turn: (
+        None if turn.plan is None and turn.number % 3 == 0 else take(self, turn)
+    )
+
+
+def _planned(change: Callable[[Plan], Plan]) -> Callable[[Callable[..., None]], Any]:
+    """Change each plan before it is sent."""
+
+    def wrap(plan: Callable[..., None]) -> Callable[..., None]:
+        def planned(self: Any, *parts: Any) -> None:
+            plan(self, *parts)
+            self._plan = change(self._plan)
+
+        return planned
+
+    return wrap
+
+
+def _one_further(plan: Plan) -> Plan:
+    decodes = (plan.rows.wants & Want.DECODE > 0).astype(np.int32)
+    return dataclasses.replace(
+        plan, rows=dataclasses.replace(plan.rows, starts=plan.rows.starts + decodes)
+    )
+
+
+_PATCHES.append(
+    Mutation(
+        "a copy of a copy takes what that block held before",
+        MANAGER,
+        "pending.get(last, last)",
+        "last",
+    )
+)
+SEAMS = [
+    Seam(
+        "a slot that leaves the decode batch stays in it",
+        TurnBuilder,
+        "plan",
+        _planned(lambda plan: dataclasses.replace(plan, leaves=plan.leaves[1:])),
+    ),
+    Seam(
+        "a row that decodes begins one position too far",
+        TurnBuilder,
+        "plan",
+        _planned(_one_further),
+    ),
+    *(
+        Seam(f"of a turn its part {part} is dropped", BlockManagerActor, "_take", _dropped(part))
+        for part in PARTS
+    ),
+    *(
+        Seam(f"of a turn its part {part} is done twice", BlockManager, "take", _doubled(part))
+        for part in ("forks", "known", "frees", "admissions", "plan")
+    ),
+    *(
+        Seam(
+            f"of a turn its part {part} is done first",
+            BlockManager,
+            "take",
+            _split(part, first=True),
+        )
+        for part in ("known", "frees", "admissions", "plan")
+    ),
+    *(
+        Seam(
+            f"of a turn its part {part} is done last",
+            BlockManager,
+            "take",
+            _split(part, first=False),
+        )
+        for part in ("known", "admissions")
+    ),
+    Seam("a turn is lost", BlockManager, "take", _lost),
+    Seam(
+        "an answer is lost",
+        SchedulerActor,
+        "_handle",
+        lambda handle: (
+            lambda self, event: (
+                None if type(event) is Answer and event.turn % 5 == 0 else handle(self, event)
+            )
+        ),
+    ),
+    Seam(
+        "an answer says that a turn more was seen",
+        SchedulerActor,
+        "_handle",
+        lambda handle: (
+            lambda self, event: handle(
+                self,
+                dataclasses.replace(event, turn=event.turn + 1) if type(event) is Answer else event,
+            )
+        ),
+    ),
+]
+RARE = [
+    Mutation(
+        "a runner keeps masks and pixels from before a death",
+        RUNNING,
+        "        self._pixels = PixelStore()\n",
+        "        self._pixels = getattr(self, '_pixels', None) or PixelStore()\n",
+    ),
+    Mutation(
+        "a preempted sequence comes back before its results are in",
+        SCHEDULER,
+        "head.last_step > self._completed or self.budget",
+        "self.budget",
+    ),
+    Mutation(
+        "who followed is forgotten when the first ends",
+        FORKING,
+        "            self._room.waiting.push(followers.pop(0))\n",
+        "            followers.clear()\n",
+    ),
+    Mutation(
+        "the mask of a token that is forced is awaited",
+        CONSTRAINTS,
+        "            self._masks.withdraw(uid)\n",
+        "",
+    ),
+    Mutation(
+        "requests that come during a trial are forgotten",
+        READMISSION,
+        "            self._kept[_uid(entry)] = entry\n",
+        "            pass\n",
+    ),
+]
+"""Bugs that the simulation meets too seldom: `tests/scheduling/test_rare_bugs.py` finds them."""
+MUTATIONS: list[Planted] = [*_PATCHES, *SEAMS]
+
+
 @contextlib.contextmanager
-def planted(mutation: Mutation) -> Iterator[None]:
+def planted(mutation: Planted) -> Iterator[None]:
     """The engine with the bug, until the context ends."""
+    if isinstance(mutation, Seam):
+        original = getattr(mutation.owner, mutation.method)
+        setattr(mutation.owner, mutation.method, mutation.wrap(original))
+        try:
+            yield
+        finally:
+            setattr(mutation.owner, mutation.method, original)
+        return
     module = importlib.import_module(mutation.module)
     source = inspect.getsource(module)
     assert source.count(mutation.old) == 1, f"{mutation.what}: the source has changed"

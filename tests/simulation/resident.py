@@ -9,12 +9,14 @@ import numpy as np
 
 from nanoactor.models.columns import columns_of
 from nanoactor.models.limits import CANDIDATES
-from nanoactor.runner.batch import BatchTraits, HostBatch, Prefill, Update, VisionUpdate
+from nanoactor.runner.batch import BatchTraits, HostBatch
+from nanoactor.runner.inputs import Prefill, Update
 from nanoactor.runner.pixels import with_vision
-from nanoactor.runner.scored_rows import ScoredRows
+from nanoactor.runner.staging import words_of
 from tests.simulation.scenario import rules_of
 
 _TOKENS_PER_PROGRAM = 3
+_NONE = np.empty(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,31 +38,36 @@ class StepInputs:
     positions: Any
     rope_positions: Any
     """(3, tokens)."""
-    vision: VisionUpdate | None
+    update: Update
     slot_mapping: Any
     prefills: list[Row]
     decode_slots: Any
     decode_tables: Any
     decode_contexts: Any
     sampling_slots: list[int]
+    """Those of the step's samplers, in their order."""
     token_index: list[int]
-    """After which token of the step each of these samples, ..."""
+    """The token of the step after which each of these samples, but for choices."""
     sampling_positions: list[int]
-    """... the position that the sampled token will have, ..."""
+    """The position that each sampled token will have."""
     seeds: list[int]
     masked: list[tuple[int, int]]
-    """... and (row, id) of each logit that must not be chosen."""
-    deferred: int
-    """How many of the last of these sample under ..."""
+    """(sampler, id) of each logit that must not be chosen."""
+    choices: int
+    """The number of the last samplers, which choose under masks."""
     masks: Any
-    """... these masks, (rows, words)."""
+    """These masks, (rows, words)."""
     kept: list[tuple[int, int]]
     """Which token's state is kept in which slot."""
     continued: int
-    """How many of the last decode rows have a token of the host's."""
-    scores: ScoredRows | None
+    """The number of the last decode rows, which have a token of the host's."""
     copies: list[tuple[int, int]]
-    """Blocks: from where, and to where."""
+    """Blocks: sources and targets."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens that go through the layers."""
+        return self.update.rows
 
 
 class ResidentState:
@@ -87,18 +94,18 @@ class ResidentState:
         """Apply a step's deltas; what it runs on then."""
         update = with_vision(self._fused.update(step, masks), step, pixels, dropped)
         plain = self._plain.update(step, masks)
-        assert len(np.unique(update.indices)) == len(update.indices), "one place written twice"
-        assert update.indices.tolist() == plain.indices.tolist()
-        assert update.values.tolist() == plain.values.tolist()
-        assert update.words >= self._words(update)
-        assert plain.words >= self._words(plain)
-        assert str(update.scores) == str(plain.scores)
-        self._state[update.indices] = update.values
+        changes, same = (one.inputs.changes or (_NONE, _NONE) for one in (update, plain))
+        assert len(np.unique(changes[0])) == len(changes[0]), "one place written twice"
+        assert [part.tolist() for part in changes] == [part.tolist() for part in same]
+        assert str(update.inputs.scored) == str(plain.inputs.scored)
+        assert str(update.scored) == str(plain.scored)
+        assert words_of(update.inputs) >= sum(part.nbytes // 4 for part in changes)
+        self._state[changes[0]] = changes[1]
         return self._inputs(update, plain)
 
     def _inputs(self, update: Update, plain: Update) -> StepInputs:
         decodes, positions, contexts = self._advance(update)
-        prefill = update.prefill
+        prefill, kept_rows = update.prefill, update.inputs.kept
         token_ids, places = np.empty(0, np.int32), np.empty(0, np.int64)
         rows, ends, slots = [], [], []
         own_positions = token_ids
@@ -110,41 +117,33 @@ class ResidentState:
                 prefill.ends.tolist(),
                 prefill.sampling.tolist(),
             )
-        first = len(token_ids)
+        first, known = len(token_ids), update.decodes + update.resumed
         self._check_lengths(update, rows, contexts)
-        # Rows that resume an output stand behind the decode batch; their tokens come before its.
-        free, known = update.decodes, update.decodes + update.resumed
-        standing = [*slots, *decodes[:known].tolist()]
-        order = [*range(len(slots)), *(len(slots) + n for n in (*range(free, known), *range(free)))]
-        result = {place: row for row, place in enumerate(order)}
-        masked = [(result[r], t) for r, t in self._check_fallback(update, plain, standing)]
-        slots = [standing[place] for place in order]
-        rest = update.deferred
-        late = rest.slots.tolist() if rest is not None else []
+        slots += decodes[:known].tolist()
+        masked = self._check_fallback(update, plain, slots)
+        late = [slot for part in update.inputs.choices for slot in part.slots.tolist()]
         masked += self._check_choices(update, plain, len(slots))
-        order += [*range(len(slots), len(slots) + len(late))]
-        if (scores := update.scores) is not None:
-            assert scores.places.tolist() == [order[row] for row in scores.rows.tolist()]
         slots += late
         lengths = self._column(self._layout.lengths)[slots]
+        assert lengths.tolist() == update.positions.tolist()
         kept: list[tuple[int, int]] = []
-        if rest is not None:
-            last = ends[len(ends) - len(rest.prompt_slots) :]
-            kept = list(zip(last, rest.prompt_slots.tolist(), strict=True))
+        if kept_rows is not None:
+            last = ends[len(ends) - len(kept_rows.prompts) :]
+            kept = list(zip(last, kept_rows.prompts.tolist(), strict=True))
             ends = ends[: len(ends) - len(last)]
-            last = update.decode_rows - len(rest.continued_slots)
-            behind = range(first + last, first + update.decode_rows)
-            kept += zip(behind, rest.continued_slots.tolist(), strict=True)
-            assert last >= known
-            assert rest.continued_slots.tolist() == decodes[last:].tolist()
-        ends += [first + n for n in (*range(free, known), *range(free))]
+            behind = update.decode_rows - len(kept_rows.continued)
+            tokens = range(first + behind, first + update.decode_rows)
+            kept += zip(tokens, kept_rows.continued.tolist(), strict=True)
+            assert behind >= known
+            assert kept_rows.continued.tolist() == decodes[behind:].tolist()
+        ends += [first + n for n in range(known)]
         own = self._column(self._layout.row_token_ids)[update.decodes : update.decode_rows]
         return StepInputs(
             update.step,
             token_ids=np.concatenate((token_ids, np.zeros(update.decodes, np.int32), own)),
             positions=np.concatenate((own_positions, positions)),
             rope_positions=self._rope_positions(update, own_positions, decodes, positions),
-            vision=update.vision,
+            update=update,
             slot_mapping=np.concatenate((places, self._places(decodes, positions))),
             prefills=rows,
             decode_slots=decodes,
@@ -155,10 +154,9 @@ class ResidentState:
             sampling_positions=lengths.tolist(),
             seeds=self._seeds(slots),
             masked=masked,
-            scores=update.scores,
-            copies=list(zip(*(blocks.tolist() for blocks in update.copies), strict=True)),
-            deferred=len(late),
-            masks=np.concatenate([part.masks for part in rest.choices]) if late and rest else (),
+            copies=list(zip(*(blocks.tolist() for blocks in update.inputs.copies), strict=True)),
+            choices=len(late),
+            masks=np.concatenate([part.masks for part in update.inputs.choices]) if late else (),
             kept=kept,
             continued=update.continued,
         )
@@ -168,7 +166,7 @@ class ResidentState:
         same. Returns (row, id) of each logit that must not be chosen; rows count from `first`."""
         found = []
         for one in (update, plain):
-            choices = one.deferred.choices if one.deferred is not None else ()
+            choices = one.inputs.choices
             assert all((part.index == part.slots).all() for part in choices)
             ends = np.cumsum([0, *(len(part.slots) for part in choices)])
             parts = [
@@ -187,31 +185,10 @@ class ResidentState:
         self, update: Update, own: Any, decodes: Any, positions: Any
     ) -> np.ndarray[Any, Any]:
         prompts = np.tile(own, (3, 1))
-        if update.vision is not None and update.vision.sees:
-            prompts = update.vision.positions
+        if update.inputs.seen is not None:
+            prompts = update.inputs.seen.positions
         turned = positions + self._column(self._layout.rope_deltas)[decodes]
         return np.concatenate((prompts, np.tile(turned, (3, 1))), axis=1)
-
-    def _words(self, update: Update) -> int:
-        words = 3 * len(update.indices)
-        if update.prefill:
-            prefill = update.prefill
-            arrays = (prefill.token_ids, prefill.positions, prefill.slots, prefill.rows)
-            words += sum(array.size for array in arrays) + prefill.tiles.size
-            words += 2 * len(prefill.ends)
-        choices = update.deferred.choices if update.deferred else ()
-        for part in (*update.fallback, *choices):
-            for fields in filter(None, (part, part.rules)):
-                values = [getattr(fields, name) for name in fields.__dataclass_fields__]
-                arrays = [value for value in values if isinstance(value, np.ndarray)]
-                words += sum(array.nbytes // 4 + 3 for array in arrays)
-        if scores := update.scores:
-            words += 2 * (len(scores.prompt_rows) + len(scores.targets) + len(scores.rows)) + 9
-        words += sum(2 * len(blocks) + 3 for blocks in update.copies)
-        if rest := update.deferred:
-            arrays = (rest.prompt_slots, rest.continued_slots)
-            words += sum(2 * array.size + 3 for array in arrays)
-        return words + 3 * (2 + 7)  # each is aligned to 4 words
 
     def _column(self, start: int) -> Any:
         return self._state[start : start + self._layout.slots]
@@ -247,7 +224,7 @@ class ResidentState:
         lengths[rows[own < 0]] += 1
         return rows, positions, positions + 1
 
-    def _rows(self, prefill: Prefill) -> list[Row]:
+    def _rows(self, prefill: Prefill[Any]) -> list[Row]:
         rows, tiles, ends = [], set(), []
         for number, (slot, first, tokens, context) in enumerate(prefill.rows.T.tolist()):
             rows.append(Row(first, tokens, context, self._tables[slot]))
@@ -273,23 +250,24 @@ class ResidentState:
     ) -> list[tuple[int, int]]:
         """Without a fused sampler all rows are listed, each in one group; else those that it does
         not do. Returns (row, id) of each logit that must not be chosen."""
-        masked = self._masked(plain.fallback)
-        assert [s for part in plain.fallback for s in part.slots.tolist()] == slots
-        assert [i for part in plain.fallback for i in part.index] == [*range(len(slots))]
-        assert set(self._masked(update.fallback)) == set(masked)
+        masked = self._masked(plain.inputs.fallback)
+        assert [s for part in plain.inputs.fallback for s in part.slots.tolist()] == slots
+        assert [i for part in plain.inputs.fallback for i in part.index] == [*range(len(slots))]
+        assert set(self._masked(update.inputs.fallback)) == set(masked)
         columns = self._columns
-        fallback = {row for row, _ in masked} | self._check_rules(plain.fallback, slots)
+        fallback = {row for row, _ in masked} | self._check_rules(plain.inputs.fallback, slots)
         greedy = set()
         for row, slot in enumerate(slots):
             if columns.temperature[slot] == 0:
                 greedy.add(row)
             elif columns.top_k[slot] > CANDIDATES:
                 fallback.add(row)
-        assert [i for part in update.fallback for i in part.index] == sorted(fallback)
-        found = [part.index[part.greedy].tolist() for part in plain.fallback]
+        assert [i for part in update.inputs.fallback for i in part.index] == sorted(fallback)
+        found = [part.index[part.groups.greedy].tolist() for part in plain.inputs.fallback]
         assert {row for rows in found for row in rows} == greedy
-        for part in (*update.fallback, *plain.fallback):
-            groups = (part.greedy, part.plain, part.limited, part.unlimited, part.nucleus)
+        for part in (*update.inputs.fallback, *plain.inputs.fallback):
+            found = part.groups
+            groups = (found.greedy, found.plain, found.limited, found.unlimited, found.nucleus)
             assert sorted(np.concatenate(groups)) == [*range(len(part.slots))]
         return masked
 
@@ -314,5 +292,5 @@ class ResidentState:
         return [
             (int(part.index[row]), int(token))
             for part in parts
-            for row, token in zip(part.masked_rows, part.masked_ids, strict=True)
+            for row, token in zip(part.groups.masked_rows, part.groups.masked_ids, strict=True)
         ]

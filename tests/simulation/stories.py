@@ -8,16 +8,14 @@ from typing import Any
 from nanoactor.messages import (
     Abort,
     Admit,
-    Credits,
-    Free,
-    Match,
+    Answer,
     OutputDelta,
-    Plan,
     Reject,
     Step,
     StepDone,
     Stop,
     Tokens,
+    Turn,
 )
 from tests.simulation.scenario import Ask
 
@@ -43,12 +41,12 @@ class Stories:
         """A step was stamped; `owners` are the requests by slot."""
         if not self._record:
             return
-        spans = zip(step.starts.tolist(), step.counts.tolist(), strict=True)
-        chunks = dict(zip(step.slots.tolist(), spans, strict=True))
+        spans = zip(step.rows.starts.tolist(), step.rows.counts.tolist(), strict=True)
+        chunks = dict(zip(step.rows.slots.tolist(), spans, strict=True))
         for slot, uid in owners.items():
             if slot in chunks:
                 start, count = chunks[slot]
-                self._add(uid, f"step {step.step}: prefills {start} to {start + count - 1}")
+                self._add(uid, f"step {step.step}: row {start}+{count}")
             else:
                 self._add(uid, f"step {step.step}: decodes")
 
@@ -62,18 +60,9 @@ class Stories:
         match message:
             case Admit() | Reject() | Abort():
                 self._add(message.uid, f"{type(message).__name__} by the {source}")
-            case Match():
-                self._slots[message.slot] = message.uid
-                self._add(message.uid, f"matched: slot {message.slot}, {message.blocks} blocks")
-            case Plan():
-                for forks in message.forks:
-                    pairs = zip(forks.slots.tolist(), forks.uids.tolist(), strict=True)
-                    self._slots |= dict(pairs)
-            case Free():
-                for slot in message.slots.tolist():
-                    uid = self._slots[slot]
-                    self._add(uid, f"gives up slot {slot}, fenced by step {message.fence}")
-            case Credits():
+            case Turn():
+                self._turn(message)
+            case Answer():
                 answers = zip(message.uids, message.hits, message.refunds, strict=True)
                 for uid, hit, refund in answers:
                     self._add(int(uid), f"hit of {hit} tokens, {refund} blocks refunded")
@@ -83,14 +72,25 @@ class Stories:
                 for finish in message.finishes:
                     self._add(finish.uid, f"finish: {finish.reason}")
             case StepDone():
-                for row in message.failed.tolist():
-                    self._add(-1, f"row {row} of step {message.step} fails")
+                if message.token_ids.min(initial=0) < 0:
+                    self._add(-1, f"step {message.step} brings {message.token_ids.tolist()}")
             case Stop():
                 for uid in message.uids.tolist():
                     self._add(uid, "a stop string is found")
             case OutputDelta():
                 for terminal in message.terminals:
                     self._add(terminal.uid, f"terminal: {terminal.reason} {terminal.error}")
+
+    def _turn(self, turn: Turn) -> None:
+        for slot in turn.frees.tolist():
+            uid, fence = self._slots[slot], turn.fence
+            self._add(uid, f"turn {turn.number}: gives up slot {slot}, fenced by step {fence}")
+        for one in turn.admissions:
+            self._slots[one.slot] = one.uid
+            self._add(one.uid, f"turn {turn.number}: gets slot {one.slot}, {one.blocks} blocks")
+        if turn.plan is not None:
+            new = turn.plan.admissions
+            self._slots |= dict(zip(new.slots.tolist(), new.uids.tolist(), strict=True))
 
     def __str__(self) -> str:
         """All stories."""

@@ -34,7 +34,7 @@ from nanoactor.runtime.codec import copied, decode, encode
 from nanoactor.runtime.errors import OutboxOverflow, PeerBroken
 from nanoactor.runtime.recovery import Death as NodeDeath
 from nanoactor.runtime.topology import EdgeSpec
-from nanoactor.scheduling.plan_builder import as_int32
+from nanoactor.scheduling.planned import as_int32
 from nanoactor.topology import engine_topology
 from tests.simulation.callers import Callers
 from tests.simulation.device import SimulatedRunner

@@ -115,8 +115,8 @@ async def traced(tmp_path, **options):
 
 
 TRACKS = {"frontend", "tokenizer.0", "scheduler", "blocks", "detokenizer", "runner.0"}
-WORK = {"submit", "tokenize", "admit", "match", "schedule", "bind", "prepare", "forward"}
-WORK |= {"report", "detokenize", "deliver", "index"}
+WORK = {"submit", "tokenize", "admit", "schedule", "bind", "prepare", "forward"}
+WORK |= {"report", "detokenize", "deliver"}
 
 
 @pytest.mark.parametrize("placement", ["default", "single"])

@@ -34,6 +34,7 @@ from tests.npu.constrained import (
 )
 from tests.npu.recorder import Recorder
 from tests.npu.wheel.support import emulate, without_cann
+from tests.runner.steps import step_of
 
 LAYOUTS = ["tnd", "bnsd"]
 MODES = ["max-autotune", "reduce-overhead"]
@@ -130,7 +131,7 @@ def test_nothing_is_compiled_while_sequences_grow(model, monkeypatch, tmp_path, 
         assert compiled >= 2, "one for each size"
         for number in range(100):
             submit(runs, following(number, joined)).wait()
-        assert runs._batch.lengths.tolist() == [131, 131]
+        assert runs._tables.lengths[:2].tolist() == [131, 131]
         assert counters["stats"]["unique_graphs"] == compiled
 
 
@@ -157,15 +158,12 @@ def test_continued_rows_replay_the_compiled_decode_steps(
 
 def following(number, joined):
     """One more token for both; after 98 of them each needs a second block."""
-    none = np.empty(0, np.int32)
-    grown = number == 97
-    slots = joined.joins if grown else none
-    table = [slots, slots * 0 + 1, slots * 0 + 1, slots + 2] if grown else [none] * 4
-    empty = type(joined.admissions)(
-        *(v if v is None else v[:0] for v in vars_of(joined.admissions))
-    )
-    flags = np.empty(0, np.bool_)
-    return type(joined)(number + 3, none, none, none, flags, none, none, none, *table, empty)
+    if number != 97:
+        return step_of(number=number + 3)
+    slots = joined.rows.slots
+    names = ("table_slots", "table_starts", "table_counts", "table_blocks")
+    tables = dict(zip(names, (slots, slots * 0 + 1, slots * 0 + 1, slots + 2), strict=True))
+    return step_of(number=number + 3, **tables)
 
 
 def greedily(step):
@@ -174,10 +172,6 @@ def greedily(step):
     words = np.frombuffer(pack({"temperature": 0.0}) * len(admissions.slots), np.int32)
     cold = dataclasses.replace(admissions, sampling=words.reshape(len(admissions.slots), -1))
     return dataclasses.replace(step, admissions=cold)
-
-
-def vars_of(struct):
-    return [getattr(struct, name) for name in struct.__dataclass_fields__]
 
 
 # -- the cache of compiled graphs -------------------------------------------------------------

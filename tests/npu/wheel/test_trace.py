@@ -15,7 +15,6 @@ from nanoactor.models.batch import (
     KVCache,
     RowBuffers,
     SamplingBatch,
-    SamplingGroups,
     SlotTables,
 )
 from nanoactor.models.columns import WORDS, columns_of
@@ -25,13 +24,14 @@ from nanoactor.models.devices import npu_sampling
 from nanoactor.models.devices.npu import NPUDevice
 from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.options import DeviceOptions
+from nanoactor.models.sampling_rows import SamplingGroups
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.models.vision_config import parse_vision
 from nanoactor.models.vision_tower import Grid, VisionTower
 from nanoactor.models.weights import RandomWeights
 from nanoactor.runner.choosing import TokenChooser
-from nanoactor.runner.deferring import DeferredChoices
-from nanoactor.runner.staging import DeviceDeferred, DeviceRows
+from nanoactor.runner.inputs import KeptRows, SampledRows
+from nanoactor.runner.step_choices import StepChoices
 from tests.npu.wheel.contract import RULES, ContractBroken, ContractChecker, check
 from tests.npu.wheel.soft_device import AscendRuntime
 
@@ -255,21 +255,19 @@ def test_states_are_kept_and_choices_made_under_masks_without_values(fused):
         chooser = TokenChooser(
             model, traced.device.fused_sampling, tokens, max_num_seqs=8, debug=True
         )
-        deferred = DeferredChoices(model, chooser, 9)
+        choices = StepChoices(model, chooser, 9)
 
         def slots(count):
             return whole(count, dtype=torch.int64)
 
         groups = SamplingGroups(*map(slots, (1, 1, 2, 0, 0, 0, 0)))
-        choices = DeviceRows(slots(4), slots(4), groups, None, whole(4, 151936 // 32), fused)
-        rows = DeviceDeferred(slots(2), slots(2), [choices])
+        rows = SampledRows(slots(4), slots(4), groups, None, whole(4, 151936 // 32), fused)
         hidden = traced.step(*STEPS["mixed"])
         with ContractChecker() as checker:
-            deferred.keep(rows.prompt_slots, hidden, 0)
-            deferred.keep(rows.continued_slots, hidden, 137)
-            chosen = deferred.choose(rows)
-    assert deferred.kept.states.shape == (9, 1024)
-    assert deferred.kept.states.dtype == HALF
+            choices._keep(KeptRows(slots(2), slots(2)), hidden, 0, 139)
+            chosen = chooser.choose_from(choices.kept, rows)
+    assert choices.kept.states.shape == (9, 1024)
+    assert choices.kept.states.dtype == HALF
     assert chosen.shape == (4,)
     assert chosen.dtype == torch.int32
     assert chosen.device == traced.device.torch_device

@@ -1,0 +1,211 @@
+"""The inputs of a step: as NumPy arrays where they are laid out, as tensors on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.messages import Int32, Int64
+from nanoactor.models.sampling_rows import LogitRules, SamplingGroups
+from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
+from nanoactor.scores import StepScores, TokenScores
+
+T = TypeVar("T")
+Array = NDArray[Any]
+Long = NDArray[np.int64]
+NONE: Long = np.empty(0, np.int64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prefill(Generic[T]):
+    """Rows that are computed as chunks of tokens."""
+
+    token_ids: T
+    positions: T
+    slots: T
+    """(tokens,): the slot of each token."""
+    rows: T
+    """(4, rows): slot, first token, tokens, context at the end of the chunk."""
+    tiles: T
+    """(2, programs): row, and which of its groups of tokens."""
+    ends: T
+    """Tokens whose hidden states are read: those after which one is sampled, then those whose
+    states are kept."""
+    sampling: T
+    """The slots of those after which one is sampled."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampledRows(Generic[T]):
+    """Rows that choose their tokens together, outside the fused sampler unless `fused`."""
+
+    slots: T
+    index: T
+    """The place of each among the step's samplers, see `Update.positions`; its slot if it chooses
+    from the state that the slot keeps."""
+    groups: SamplingGroups[T]
+    rules: LogitRules[T] | None = None
+    masks: T | None = None
+    """(rows, words): the ids that each may choose, a bit for each id."""
+    fused: bool = False
+    """Whether the fused sampler does them all, once they are masked."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScoredRows(Generic[T]):
+    """Tokens that get log-probabilities: of prompts first, then of samplers."""
+
+    prompt_rows: T
+    """Tokens of the step's chunks."""
+    targets: T
+    """The successor of each."""
+    samplers: T
+    """Which of the step's samplers; what they choose is scored."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeptRows(Generic[T]):
+    """Slots that keep the state of a row for a later choice."""
+
+    prompts: T
+    """Slots of the last of `Prefill.ends`."""
+    continued: T
+    """Slots of the last rows behind the decode batch."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SeenPictures(Generic[T]):
+    """What the tokens of a step's chunks see of pictures."""
+
+    rows: T
+    """int32 (tokens,): the row of the encoder cache that each stands for; -1 for text."""
+    positions: T
+    """int32 (3, tokens): rotary."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inputs(Generic[T]):
+    """All arrays that a step takes to the device."""
+
+    changes: tuple[T, ...]
+    """Indices and values to be written into the state before anything runs, or nothing."""
+    prefill: Prefill[T] | None
+    fallback: tuple[SampledRows[T], ...]
+    """Samplers that the fused sampler does not do, a few at a time."""
+    copies: tuple[T, ...] = ()
+    """Blocks that are copied before the layers: sources and destinations, or nothing."""
+    kept: KeptRows[T] | None = None
+    choices: tuple[SampledRows[T], ...] = ()
+    """Rows that choose from the states that their slots keep, a few at a time."""
+    scored: ScoredRows[T] | None = None
+    seen: SeenPictures[T] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncodeTask:
+    """Units of one item that a step encodes."""
+
+    pixels: NDArray[np.uint8]
+    """(frames, height, width, channels): of the whole item."""
+    number: int
+    """Of the pixels: what is half encoded goes by it."""
+    first: int
+    count: int
+    places: Int64
+    """Where all rows of the item lie in the encoder cache."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Encoding:
+    """The work of a step for the vision tower."""
+
+    tasks: tuple[EncodeTask, ...]
+    dropped: tuple[int, ...] = ()
+    """Pixels of which no later step encodes anything."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScoredResults:
+    """How the scores of a step are read on the host."""
+
+    rows: Int32
+    """The row of each sampler that is scored."""
+    counts: Int32
+    """How many of the likeliest tokens are reported beside each scored token."""
+
+    @property
+    def most(self) -> int:
+        """The largest of `counts`."""
+        return int(self.counts.max(initial=0))
+
+    def message(self, table: Int32) -> StepScores:
+        """Read the table that `nanoactor.models.token_scores.TokenScorer` returns."""
+        most = (table.shape[1] - 2) // 2
+        counts = np.minimum(self.counts, np.int32(most))
+        told = np.arange(most) < counts[:, None]
+        return StepScores(
+            self.rows,
+            TokenScores(
+                logprobs=table[:, 0].copy().view(np.float32),
+                ranks=table[:, 1].copy(),
+                counts=counts,
+                top_ids=table[:, 2 : 2 + most][told],
+                top_logprobs=table[:, 2 + most :][told].view(np.float32),
+            ),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Update:
+    """A step as it is launched. Its samplers stand in this order: chunks and their copies, the
+    decode batch, rows behind it that sample, choices."""
+
+    step: int
+    inputs: Inputs[Array]
+    positions: Long
+    """Of each sampler: the position of the token that it chooses."""
+    decodes: int
+    """Rows of the decode batch."""
+    lengths: HostSeqLens
+    """Where the device asks for them."""
+    continued: int = 0
+    """Rows behind the decode batch, with a position and a token of their own."""
+    resumed: int = 0
+    """The first of these, which sample."""
+    order: Long | None = None
+    """The samplers in the order of the step's rows; None if that is their own."""
+    counts: Int32 = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
+    """See `StepDone.counts`."""
+    scored: ScoredResults | None = None
+    encoding: Encoding | None = None
+
+    @property
+    def prefill(self) -> Prefill[Array] | None:
+        """The chunks of the step."""
+        return self.inputs.prefill
+
+    @property
+    def decode_rows(self) -> int:
+        """Rows that attend as those of the decode batch do."""
+        return self.decodes + self.continued
+
+    @property
+    def rows(self) -> int:
+        """Tokens that go through the layers."""
+        return self.decode_rows + (len(self.prefill.token_ids) if self.prefill else 0)
+
+    @property
+    def final_lengths(self) -> HostSeqLens | None:
+        """Rows whose hidden states are read, as decode rows; None if other tokens' are read too, or
+        if these are hardly fewer."""
+        if (prefill := self.prefill) is None or 2 * len(prefill.ends) > len(prefill.token_ids):
+            return None
+        if self.inputs.scored is not None and len(self.inputs.scored.prompt_rows):
+            return None
+        if self.lengths is NO_SEQ_LENS:
+            return NO_SEQ_LENS
+        contexts = (prefill.positions[prefill.ends] + 1).tolist()
+        return HostSeqLens([], [], contexts + self.lengths.decode_contexts)

@@ -1,0 +1,58 @@
+"""Where an answer with a grammar is: in free text, or under its grammar."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from nanoactor.messages import FreeText, Int32
+from nanoactor.scheduling.free_text import (
+    NO_GATE,
+    must_go_on,
+    next_gate,
+    restored,
+    watched_ids,
+)
+
+
+@dataclasses.dataclass(slots=True)
+class GrammarState:
+    """Of an answer with a grammar: what is free of it, and what its grammar awaits."""
+
+    free: FreeText | None
+    """What of its output is free before the grammar holds."""
+    gate: int
+    """The id that ends the free text at hand; `NO_GATE` under the grammar."""
+    told: list[int]
+    """Tokens that the grammar is to be told when it is opened, or begins to hold."""
+    run: Int32 | None = None
+    """Forced tokens, which are known once all positions before them are planned."""
+    asked: int = -1
+    """The last position for which a planned step chooses under a mask."""
+    due: int = 0
+    """The first step that would have used the mask at hand; 0 before there is one."""
+
+    @classmethod
+    def restore(cls, free: FreeText | None, output: Iterable[int]) -> GrammarState:
+        """Return the state behind an output."""
+        gate, told = restored(free, output)
+        return cls(free, gate, told)
+
+    @property
+    def holds(self) -> bool:
+        """Tell whether the next token is chosen under a mask."""
+        return self.gate == NO_GATE
+
+    @property
+    def must_go_on(self) -> bool:
+        """Tell whether the text at hand may not end the answer."""
+        return must_go_on(self.free, self.gate)
+
+    @property
+    def watched_ids(self) -> tuple[int, ...]:
+        """The ids that may change the gate."""
+        return watched_ids(self.free)
+
+    def gate_behind(self, index: int, token: int) -> int:
+        """Return the gate behind the newest token, which is at an index of the output."""
+        return NO_GATE if self.free is None else next_gate(self.free, self.gate, index, token)

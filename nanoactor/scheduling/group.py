@@ -1,0 +1,16 @@
+"""The answers of one request."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+M = TypeVar("M")
+
+
+class SequenceGroup(Generic[M]):
+    """The answers of a request, and those of them that wait for another to compute the prompt."""
+
+    def __init__(self, uids: range) -> None:
+        self.uids = uids
+        self.followers: list[M] = []
+        """By uid."""

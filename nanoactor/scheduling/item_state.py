@@ -1,0 +1,81 @@
+"""The pictures and videos of one sequence, and the objects of the encoder cache that they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from nanoactor.runtime.codec import copied
+from nanoactor.vision.messages import Items
+from nanoactor.vision.units import EncoderLimits, EncodeUnits
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ItemWork:
+    """An object of the encoder cache that sequences here need."""
+
+    number: int
+    key: bytes
+    worker: int
+    units: EncodeUnits
+    planned: int
+    """Units that the steps planned so far encode."""
+    users: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
+    """By request: the sequence, and which of its items this is."""
+    pixels: int = 0
+    """The number under which its pixels are wanted; 0 where they are not."""
+    source: int = -1
+    """The request from whose bytes they are made."""
+    retired_at: int = 0
+    """The last turn that admitted anything when its last user left."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether the steps planned so far encode all of it."""
+        return self.planned == self.units.count
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SequenceItems:
+    """The items of one sequence."""
+
+    message: Items
+    keys: list[bytes]
+    units: list[EncodeUnits]
+    spans: list[tuple[int, int, int, int]]
+    """(item, its first row, first token, the index behind the last)."""
+    stops: list[int]
+    """By item: the index behind its last token."""
+    pages: int
+    short: int = 0
+    """See `EncoderLimits`."""
+    works: list[ItemWork | None] = dataclasses.field(default_factory=list)
+    """Empty until its match is answered; None for what it needs no more."""
+
+    @classmethod
+    def of(cls, message: Items, limits: EncoderLimits) -> SequenceItems:
+        """Read them from the message, of which they keep a copy."""
+        message = copied(message)
+        grids = [tuple(grid) for grid in message.grids.tolist()]
+        units = [EncodeUnits.of(grid, limits.budget, limits.depth) for grid in grids]
+        spans = [
+            (item, row, start, start + units[item].rows)
+            for item, row, start in message.spans.tolist()
+        ]
+        stops = [max(stop for of, _, _, stop in spans if of == n) for n in range(len(units))]
+        pages = sum(-(-each.all_rows // limits.page_rows) for each in units)
+        keys = [bytes(key) for key in message.keys]
+        return cls(message, keys, units, spans=spans, stops=stops, pages=pages, short=limits.short)
+
+    def reach(self, start: int, target: int) -> int:
+        """Return up to where positions from `start` on can be computed, at most `target`: all rows
+        of a span are planned before any of its tokens."""
+        if not self.works:
+            return target
+        for item, first_row, at, stop in self.spans:
+            work = self.works[item]
+            if stop <= start or work is None:
+                continue
+            if work.units.rows_after(work.planned) < first_row + (stop - at):
+                return min(at, target) if at - start > self.short else start
+        return target

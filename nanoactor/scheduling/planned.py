@@ -1,0 +1,119 @@
+"""A planned step, until its results are in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from nanoactor.messages import Int32, Int64
+from nanoactor.rows import Rows, Want
+from nanoactor.scheduling.sequence import Sequence
+from nanoactor.scheduling.table import DecodeBatch
+
+
+def as_int32(values: Iterable[int]) -> Int32:
+    """Return an int32 array of its own."""
+    return np.array(list(values), np.int32)
+
+
+def as_int64(values: Iterable[int]) -> Int64:
+    """Return an int64 array of its own."""
+    return np.array(list(values), np.int64)
+
+
+class PlannedRow(NamedTuple):
+    """A row that does not decode."""
+
+    sequence: Sequence
+    slot: int
+    """Its slot when the step is planned."""
+    start: int
+    length: int
+    wants: int
+    """Flags of `Want`."""
+    source: int = -1
+    """The slot whose row this one copies."""
+
+    @property
+    def samples(self) -> bool:
+        """Return whether it brings a token."""
+        return self.wants & Want.SAMPLE > 0
+
+    @property
+    def is_choice(self) -> bool:
+        """Return whether it chooses from the state that its slot keeps."""
+        return not self.length and self.source < 0
+
+    @property
+    def scores(self) -> int:
+        """Positions of it whose successors are scored."""
+        last = self.sequence.prompt_length - 1
+        return min(self.length, last - self.start) if self.wants & Want.SCORE else 0
+
+    @property
+    def may_decode(self) -> bool:
+        """Return whether the runners may compute it as rows that decode."""
+        short = self.length <= 1 or self.wants & Want.KEEP > 0
+        return short and self.start >= self.sequence.prompt_length
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """The rows of a step: one for each slot that decodes, by slot, then the others."""
+
+    step: int
+    decode_batch: DecodeBatch
+    rows: list[PlannedRow]
+    encodes: bool = False
+    """Whether it encodes anything of a picture."""
+
+    @property
+    def is_decode_step(self) -> bool:
+        """Return whether it has rows that decode, computes nothing of prompts and encodes
+        nothing."""
+        if not len(self.decode_batch.slots) or self.encodes:
+            return False
+        return all(row.may_decode for row in self.rows)
+
+    @property
+    def counts(self) -> Int32:
+        """Tokens that each row brings; empty if that is one for each."""
+        if all(row.samples for row in self.rows):
+            return np.empty(0, np.int32)
+        return as_int32([*[1] * len(self.decode_batch.slots), *(row.samples for row in self.rows)])
+
+    @property
+    def sampling(self) -> int:
+        """Return how many tokens it brings."""
+        return len(self.decode_batch.slots) + sum(row.samples for row in self.rows)
+
+    @property
+    def positions(self) -> int:
+        """Positions that it computes of rows that do not decode."""
+        return sum(row.length for row in self.rows)
+
+    def note_begin(self, at: int) -> None:
+        """Remember when it began, of those sequences whose first step it was."""
+        for row in self.rows:
+            row.sequence.history.note_begin(at)
+
+    def has_row(self, slot: int) -> bool:
+        """Return whether it has a row of the sequence that had this slot then."""
+        return bool(self.decode_batch.members[slot]) or any(row.slot == slot for row in self.rows)
+
+
+def as_rows(planned: list[PlannedRow]) -> Rows:
+    """Return the columns of rows."""
+    columns = list(zip(*(row[1:] for row in planned), strict=True)) or [()] * 5
+    slots, starts, counts, wants, sources = columns
+    has_copies = any(source >= 0 for source in sources)
+    return Rows(
+        as_int32(slots),
+        as_int32(starts),
+        as_int32(counts),
+        np.array(wants, np.uint8),
+        as_int32(sources if has_copies else ()),
+    )

@@ -1,0 +1,46 @@
+"""Planted bugs that the simulation meets too seldom: a test of one situation finds each."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from nanoactor.actors.readmission import Readmission
+from tests.runner import test_renewal
+from tests.scheduling import test_constraints, test_forking, test_schedules
+from tests.simulation.mutations import RARE, planted
+
+
+def keeps_what_comes_during_a_trial():
+    """A request that comes while one is tried alone goes on when the trial is over."""
+    readmission = Readmission(most_at_work=4)
+    entry = SimpleNamespace(submit=SimpleNamespace(uid=7), answers=[SimpleNamespace(token_ids=[])])
+    entry.over = False
+    readmission._suspects = SimpleNamespace(is_alone=True, admit=lambda told, now: None)
+    assert readmission.keep(entry)
+    assert readmission.waiting == 1
+    assert readmission.admit_next(now=0.0) == [entry]
+
+
+FINDERS = {
+    "a preempted sequence comes back before its results are in": (
+        test_schedules.test_who_is_preempted_comes_back_when_its_results_are_in
+    ),
+    "who followed is forgotten when the first ends": (
+        test_forking.test_an_answer_follows_the_next_when_the_first_ends
+    ),
+    "the mask of a token that is forced is awaited": (
+        test_constraints.test_who_waits_with_forced_tokens_has_its_answer_and_may_wait_for_long
+    ),
+    "a runner keeps masks and pixels from before a death": (
+        test_renewal.test_pixels_and_masks_from_before_are_forgotten
+    ),
+    "requests that come during a trial are forgotten": keeps_what_comes_during_a_trial,
+}
+
+
+@pytest.mark.parametrize("bug", RARE, ids=lambda bug: bug.what)
+def test_a_bug_is_found(bug):
+    finder = FINDERS[bug.what]
+    finder()
+    with planted(bug), pytest.raises((AssertionError, IndexError)):
+        finder()

@@ -1,0 +1,51 @@
+"""State has one owner: few fields a class, each assigned in one module."""
+
+import ast
+import dataclasses
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from nanoactor.scheduling.sequence import Sequence
+
+ROOT = Path(__file__).parent.parent
+MOST = 25
+LARGER = {"BlockManager": 28, "VisionActor": 29, "RunnerActor": 30, "DeviceExecutor": 46}
+"""Classes that are still to be divided."""
+
+
+def stores(tree):
+    """All attributes that a piece of code assigns."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node
+
+
+def is_own(node):
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def test_a_sequence_has_at_most_twenty_fields_beside_its_specification():
+    names = [field.name for field in dataclasses.fields(Sequence)]
+    assert "spec" in names
+    assert len(names) - 1 <= 20, names
+
+
+def test_what_a_class_lets_others_assign_is_assigned_in_one_module():
+    places = defaultdict(set)
+    for path in sorted((ROOT / "nanoactor/scheduling").glob("*.py")):
+        for node in stores(ast.parse(path.read_text())):
+            if not is_own(node):
+                places[node.attr].add(path.name)
+    assert "run" in places, "a grammar's run is assigned by constraints"
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("room", ["nanoactor", "models", "runtime"])
+def test_no_class_assigns_more_fields_than_one_can_keep_in_mind(room):
+    for path in sorted((ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                fields = {store.attr for store in stores(node) if is_own(store)}
+                assert len(fields) <= LARGER.get(node.name, MOST), (node.name, sorted(fields))
