@@ -107,10 +107,10 @@ class BlockManagerActor(Actor):
             "available": manager.pool.available,
             "held_slots": manager.held,
             "evictions": manager.pool.evictions,
-            "prompt_tokens": manager.prompt_tokens,
-            "hit_tokens": manager.hit_tokens,
+            "prompt_tokens": manager.hits.prompt_tokens,
+            "hit_tokens": manager.hits.hit_tokens,
             "encoder_hits": manager.items.cache.hits,
             "encoder_evictions": manager.items.cache.evictions,
-            "hit_ratio": manager.hit_tokens / max(1, manager.prompt_tokens),
+            "hit_ratio": manager.hits.hit_tokens / max(1, manager.hits.prompt_tokens),
             "step_at": self._step_at,
         }

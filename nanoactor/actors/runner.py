@@ -21,6 +21,7 @@ from nanoactor.rows import Want
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.deadline import StepDeadline
 from nanoactor.runner.masks import MaskStore
+from nanoactor.runner.pace import DeviceTime, StepRequests
 from nanoactor.runner.pixels import PixelStore
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 from nanoactor.vision.messages import DropPixels, ItemsReady, NoPixels, Pixels
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 DEVICE = "device"
 """The track that shows what the device computes, and when it does not."""
 
-# How much earlier than measured the next step is asked for, to absorb a slow wake-up.
-_LEAD_MARGIN = 0.0005
 _LOOK = 0.1
 """Seconds between two looks whether a device's thread that is waited for has failed."""
 
@@ -63,10 +62,7 @@ class RunnerActor(Actor):
         self._cache = secrets.randbits(62)
         self._ahead = 0
         """Steps that were laid out while one before was computed or waited to be."""
-        self._lead = 0.001
-        """Seconds from asking for a step to having it prepared: a running average."""
-        self._step_seconds = 0.0
-        self._busy_ns = self._idle_ns = self._device_free_at = 0
+        self._requests, self._time = StepRequests(), DeviceTime()
         self._forget()
 
     def _forget(self) -> None:
@@ -76,8 +72,7 @@ class RunnerActor(Actor):
         self._queued: deque[int] = deque()
         """Tokens of each step that is queued or running."""
         self._received = self._completed = 0
-        self._asked_at = 0.0
-        self._asked_for = 0
+        self._requests.forget()
         self._pixels = PixelStore()
         self._ready: list[int] = []
         """Pixels that are there, and of which the scheduler is not told."""
@@ -185,8 +180,7 @@ class RunnerActor(Actor):
         pixels, masks = self._pixels.take(step, self._units_of), self._masks.take(step)
         prepared = self._executor.prepare(step, pixels, masks)
         self._received = step.step
-        if step.step == self._asked_for:
-            self._lead += 0.2 * (self.context.now() - self._asked_at - self._lead)
+        self._requests.note_prepared(step.step, self.context.now())
         encodes = step.vision is not None and len(step.vision.slices.counts)
         budget = self._config.engine.max_num_batched_tokens if encodes else 0
         self._queued.append(prepared.rows + budget)
@@ -313,15 +307,13 @@ class RunnerActor(Actor):
 
     def _begun(self, step: int) -> None:
         """A step runs: ask for the next one shortly before this one will have ended."""
-        wait = self._step_seconds - self._lead - _LEAD_MARGIN
-        if wait > 0:
+        if (wait := self._requests.wait) > 0:
             self.context.call_later(wait, lambda: self._ask(step + 1))
         else:
             self._ask(step + 1)
 
     def _ask(self, step: int) -> None:
-        if step > max(self._received, self._asked_for):
-            self._asked_for, self._asked_at = step, self.context.now()
+        if self._requests.ask(step, self._received, self.context.now()):
             self.context.outbox("scheduler").send(StepWanted(step))
 
     def _done(self, step: int, computed: Computed) -> None:
@@ -332,11 +324,8 @@ class RunnerActor(Actor):
         self._trace_device(step, computed)
         tokens = self._queued.popleft()
         self._completed = step
-        if self._device_free_at:
-            self._idle_ns += computed.begin - self._device_free_at
-        self._device_free_at = computed.end
-        self._busy_ns += computed.end - computed.begin
-        self._step_seconds += 0.2 * (seconds - self._step_seconds)
+        self._time.note(computed.begin, computed.end)
+        self._requests.note_done(seconds)
         self._deadline.note(tokens, seconds)
         self.context.track.add(self._report, step, begin, time.monotonic_ns())
 
@@ -406,7 +395,7 @@ class RunnerActor(Actor):
             "pixels": len(self._pixels),
             "pixel_bytes": self._pixels.nbytes,
             "masks": len(self._masks),
-            "busy_seconds": self._busy_ns * 1e-9,
-            "idle_seconds": self._idle_ns * 1e-9,
-            "step_at": self._device_free_at,
+            "busy_seconds": self._time.busy * 1e-9,
+            "idle_seconds": self._time.idle * 1e-9,
+            "step_at": self._time.free_at,
         }

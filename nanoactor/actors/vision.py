@@ -7,7 +7,7 @@ import functools
 import queue
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from nanoactor.vision.messages import (
     ResendMedia,
     WantPixels,
 )
+from nanoactor.vision.store import MediaStore
 
 T = TypeVar("T")
 
@@ -52,14 +53,22 @@ class _BrokenOff(Exception):
     """Nobody wants what is being decoded any more."""
 
 
+@dataclasses.dataclass(slots=True)
+class _Counts:
+    """Since the start."""
+
+    items: int = 0
+    decoded: int = 0
+    decode_seconds: float = 0.0
+
+
 class VisionActor(Actor):
     """Owns nothing: whatever it loses can be sent to it again."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._arriving: dict[tuple[int, int], _Arriving] = {}
-        self._store: OrderedDict[bytes, Media] = OrderedDict()
-        self._stored, self._store_bytes = 0, STORE_BYTES
+        self._store = MediaStore(STORE_BYTES)
         self._wants: dict[int, WantPixels] = {}
         """Of which the runners have not heard the last, by number."""
         self._waiting: dict[tuple[int, int], list[int]] = {}
@@ -80,8 +89,7 @@ class VisionActor(Actor):
         """That were looked at, or that the thread has begun to decode."""
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self.items = self.decoded = 0
-        self.decode_seconds = 0.0
+        self._counts = _Counts()
 
     def setup(self) -> None:
         """Import Pillow, and start the thread that decodes."""
@@ -157,22 +165,13 @@ class VisionActor(Actor):
         self, place: tuple[int, int], first: MediaPiece, media: Media, found: ReadItem | Unusable
     ) -> None:
         if isinstance(found, ReadItem):
-            self._keep(found.key, media)
+            self._store.add(found.key, media)
         if first.tokenizer >= 0:
-            self.items += 1
+            self._counts.items += 1
             self._read.setdefault(first.tokenizer, []).append((*place, found))
         for number in self._waiting.pop(place, ()):
             self._start(number, media)
         self._report()
-
-    def _keep(self, key: bytes, media: Media) -> None:
-        if key not in self._store:
-            self._store[key] = media
-            self._stored += len(media.data)
-        self._store.move_to_end(key)
-        while self._stored > self._store_bytes:
-            _, gone = self._store.popitem(last=False)
-            self._stored -= len(gone.data)
 
     # -- pixels are wanted ----------------------------------------------------------------
 
@@ -180,7 +179,6 @@ class VisionActor(Actor):
         self._wants[event.pixels] = event
         media = self._store.get(event.key)
         if media is not None:
-            self._store.move_to_end(event.key)
             self._start(event.pixels, media)
             return
         place = event.uid, event.item
@@ -228,7 +226,7 @@ class VisionActor(Actor):
         self._frames += 1
 
     def _note_decoded(self, number: int, begin: int, end: int) -> None:
-        self.decode_seconds += (end - begin) * 1e-9
+        self._counts.decode_seconds += (end - begin) * 1e-9
         self._decode_track.add(self._decode_kind, number, begin, end)
 
     def _unwant(self, event: CancelPixels) -> None:
@@ -250,7 +248,7 @@ class VisionActor(Actor):
     def _decoded(self, number: int, result: NDArray[np.uint8] | Unusable) -> None:
         if number not in self._wants:
             return
-        self.decoded += 1
+        self._counts.decoded += 1
         if isinstance(result, Unusable):
             del self._wants[number]
             self._failed.append((number, result))
@@ -311,7 +309,7 @@ class VisionActor(Actor):
 
     def progress(self) -> Progress | None:
         """Pictures and frames decoded, while some are wanted; a large one takes seconds."""
-        done = self.decoded + self._frames + self.items
+        done = self._counts.decoded + self._frames + self._counts.items
         return (done, _LONGEST_DECODE) if self._wants or self._naming else None
 
     def stop(self) -> None:
@@ -324,11 +322,11 @@ class VisionActor(Actor):
     def statistics(self) -> dict[str, Any]:
         """Items that came and that were decoded; bytes kept, wants that are not answered."""
         return {
-            "items": self.items,
-            "decoded": self.decoded,
+            "items": self._counts.items,
+            "decoded": self._counts.decoded,
             "frames": self._frames,
-            "decode_seconds": self.decode_seconds,
-            "stored_bytes": self._stored,
+            "decode_seconds": self._counts.decode_seconds,
+            "stored_bytes": self._store.nbytes,
             "wants": len(self._wants),
             "unread": sum(map(len, self._read.values())) + len(self._arriving),
             "waiting": len(self._waiting) + self._naming,

@@ -66,7 +66,7 @@ class ItemKeeper:
     """Holds items for sequences, and says where their rows lie."""
 
     def __init__(self, limits: EncoderLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self.cache = EncoderCache(limits.pages, limits.page_rows)
         self._answers: list[list[int]] = [[], [], [], [], [], []]
         """The columns of the next `EncoderCredits`."""
@@ -105,7 +105,7 @@ class ItemKeeper:
         refund, numbers, progress = 0, [], []
         for index, stop in enumerate(held.stops):
             grid = tuple(items.grids[index].tolist())
-            units = EncodeUnits.of(grid, self._limits.budget, self._limits.depth)
+            units = EncodeUnits.of(grid, self.limits.budget, self.limits.depth)
             if stop <= computed:
                 held.encoded.append(None)
                 refund += self.cache.pages_of(units.all_rows)
@@ -159,7 +159,7 @@ class ItemKeeper:
                 assert held is not None
                 if item is not None and index not in held.released:
                     counts[item] = counts.get(item, 0) + 1
-        self.cache.check(self._limits.pages, counts)
+        self.cache.check(self.limits.pages, counts)
 
     # -- steps ----------------------------------------------------------------------------
 

@@ -38,6 +38,21 @@ _NOTHING_HELD = -1
 _NO_EXTRAS: Mapping[int, bytes] = {}
 
 
+@dataclasses.dataclass(slots=True)
+class PrefixHits:
+    """Counts since the start."""
+
+    prompt_tokens: int = 0
+    """Of all sequences admitted; a preempted one's count again each time it comes back."""
+    hit_tokens: int = 0
+    """How many of them were in the cache."""
+
+    def note(self, prompt_tokens: int, hit_tokens: int) -> None:
+        """A sequence of so many tokens is admitted, of which some are computed already."""
+        self.prompt_tokens += prompt_tokens
+        self.hit_tokens += hit_tokens
+
+
 class BlockManager:
     """Owns block tables, reference counts, the prefix index and the order of eviction."""
 
@@ -52,7 +67,7 @@ class BlockManager:
         encoder: EncoderLimits = NO_ENCODER,
     ) -> None:
         self.pool = BlockPool(blocks)
-        self.items, self._encoder = ItemKeeper(encoder), encoder
+        self.items = ItemKeeper(encoder)
         self._leftovers = Leftovers(self.pool, block_size)
         self._sharing = Sharing(blocks, max_seqs)
         self._rows = RowExpander(max_seqs)
@@ -60,7 +75,7 @@ class BlockManager:
         """The last turn taken, and the last step planned."""
         self._fresh: deque[tuple[int, int]] = deque()
         """(step, block) of what was indexed since the last step that is known to be done."""
-        self._blocks, self._block_size = blocks, block_size
+        self._block_size = block_size
         self._salt = salt
         self._prefix_caching = prefix_caching
         self._holdings: dict[int, Holding] = {}
@@ -88,10 +103,7 @@ class BlockManager:
         self._answers = Answers()
         self._forgotten = 0
         """The number of the latest order to forget the index."""
-        self.prompt_tokens = 0
-        """Tokens of all sequences admitted, a preempted one's again each time it comes back."""
-        self.hit_tokens = 0
-        """How many of them were in the cache."""
+        self.hits = PrefixHits()
 
     def take(self, turn: Turn) -> Step | None:
         """Do what a turn says, part by part; return its step, if it has one.
@@ -155,8 +167,7 @@ class BlockManager:
             assert event.items is not None
             self.items.match(items, event.items, computed)
         self._take_slot(slot, holding, tokens, indexed=hits)
-        self.prompt_tokens += len(tokens)
-        self.hit_tokens += computed
+        self.hits.note(len(tokens), computed)
         self._answers.uids.append(event.uid)
         self._answers.hits.append(computed)
         self._answers.refunds.append(refund)
@@ -479,13 +490,13 @@ class BlockManager:
                 self._leftovers.leave(holding, tokens)
             self.pool.release(holding.table[::-1], fence=0)
         self.pool.begin_anew()
-        self.items = ItemKeeper(self._encoder)
+        self.items = ItemKeeper(self.items.limits)
         for queue in (self._fresh, self._left, self._to_index, self._holdings, self._copies):
             queue.clear()
         self._in_flight.clear()
         self._known[:], self._room[:], self._computed[:] = _NOTHING_HELD, 0, 0
         self._turn = self._step = 0
-        blocks, slots = self._blocks, len(self._known)
+        blocks, slots = self.pool.blocks, len(self._known)
         self._sharing, self._rows = Sharing(blocks, slots), RowExpander(slots)
         self._answers = Answers()
 

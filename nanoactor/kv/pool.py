@@ -37,6 +37,11 @@ class BlockPool:
         """What is to be told of the index, where somebody is."""
 
     @property
+    def blocks(self) -> int:
+        """Return how many blocks there are."""
+        return len(self._references)
+
+    @property
     def available(self) -> int:
         """Return how many blocks can be handed out now."""
         return len(self._free) + len(self._cached)

@@ -389,7 +389,7 @@ def test_an_abort_is_done_and_its_memory_back_within_the_steps_in_flight(checkpo
             for _ in range(4):
                 await end_one(waiting)
             await b.end(*occupant, way)
-            assert b.manager.hit_tokens >= 12 * len(STEM)
+            assert b.manager.hits.hit_tokens >= 12 * len(STEM)
 
     asyncio.run(main())
 

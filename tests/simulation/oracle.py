@@ -1206,7 +1206,7 @@ class Oracle:
         assert computed == self.counts["tokens"] or self._world.cuts
         for name in ("preemptions", "overruns", "mixed_steps"):
             self.counts[name] += getattr(statistics, name)
-        self.counts["hits"] += self.manager.hit_tokens
+        self.counts["hits"] += self.manager.hits.hit_tokens
         self.counts["pictures encoded"] += self.scheduler.items.encoded
         self.counts["encoder hits"] += self.manager.items.cache.hits
         self.counts["encoder evictions"] += self.manager.items.cache.evictions

@@ -15,6 +15,7 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.models.image_config import ImageConfig
 from nanoactor.models.vision_config import VisionConfig, parse_vision
 from nanoactor.vision.media import Media, ReadItem, Unusable
+from nanoactor.vision.store import MediaStore
 from tests.simulation.reference import key_of
 from tests.simulation.scenario import END, IMAGE, START, VIDEO, Picture, encode_text
 
@@ -93,7 +94,7 @@ class SimulatedVision(VisionActor):
     def setup(self) -> None:
         """No Pillow, and no thread."""
         self._reader: Any = _Reader()
-        self._store_bytes = self._world.scenario.vision_store
+        self._store = MediaStore(self._world.scenario.vision_store)
 
     def _decode(self, number: int, media: Media) -> None:
         scenario, loop = self._world.scenario, self._world.loop
