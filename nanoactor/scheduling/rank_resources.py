@@ -1,4 +1,4 @@
-"""What work needs on every rank before it is planned: masks, pixels."""
+"""Resources that every rank must hold before work that needs them is planned: masks, pixels."""
 
 from __future__ import annotations
 
@@ -9,42 +9,44 @@ from nanoactor.errors import ProtocolBug
 
 @dataclasses.dataclass(slots=True)
 class _Resource:
-    """What one owner needs."""
+    """The resource of one owner."""
 
     version: int
     since: int
-    """How often the clock had ticked when this version was wanted."""
+    """Ticks of the clock when this version was requested."""
     is_wanted: bool = True
     held: dict[int, int] = dataclasses.field(default_factory=dict)
     """By rank: the newest version that it holds."""
 
 
 class RankResources:
-    """Knows which resources every rank holds. An owner wants one version at a time, each later
-    than the one before; a rank may hold a version before it is wanted."""
+    """Tracks resources by owner and rank.
+
+    An owner wants one version at a time, from 0 on, each later than the one before it. A rank may
+    hold a version before the owner wants it.
+    """
 
     def __init__(self, name: str, ranks: int, periods: int = 0) -> None:
-        """Without `periods`, nothing is ever overdue."""
+        """Create an empty set. `name` is for error messages. A version is overdue after `periods`
+        ticks; with 0, none ever is."""
         self._name, self._ranks, self._periods = name, ranks, periods
         self._resources: dict[int, _Resource] = {}
         self._ticks = 0
         self.missing = 0
-        """How many owners want a version that some rank does not hold."""
+        """Number of owners that want a version that some rank does not hold."""
 
     def __contains__(self, owner: int) -> bool:
-        """Tell whether an owner has wanted something, and not dropped it."""
+        """Return True if the owner has wanted a version and was not dropped."""
         return owner in self._resources
 
-    def __len__(self) -> int:
-        """Return how many owners there are."""
-        return len(self._resources)
-
     def want(self, owner: int, version: int = 0) -> None:
-        """An owner needs a version from now on, and none before it any more. Raises `ProtocolBug`
-        where that was wanted before."""
+        """Request a version; the ones before it are no longer wanted.
+
+        Raises `ProtocolBug` if this version or a later one was wanted before.
+        """
         resource = self._resources.get(owner)
         if resource is None:
-            resource = self._resources[owner] = _Resource(version, self._ticks)
+            self._resources[owner] = _Resource(version, self._ticks)
         else:
             if version <= resource.version:
                 raise ProtocolBug(f"{self._name} {version} of {owner} is wanted twice")
@@ -53,47 +55,49 @@ class RankResources:
         self.missing += not self.is_ready(owner)
 
     def note_ready(self, rank: int, owner: int, version: int = 0) -> None:
-        """A rank holds a version. What nobody owns any more does not count. Raises `ProtocolBug`
-        where it held that, or a later one, before."""
+        """Record that a rank holds a version; ignored if the owner was dropped.
+
+        Raises `ProtocolBug` if the rank held this version or a later one before, if the version is
+        older than the one that was wanted last, or if it replaces one that is still wanted.
+        """
         resource = self._resources.get(owner)
         if resource is None:
             return
-        held = resource.held.get(rank, resource.version - 1)
-        if version <= held:
+        held = resource.held.get(rank, -1)
+        replaces = resource.is_wanted and held == resource.version
+        if version <= held or version < resource.version or replaces:
             raise ProtocolBug(
-                f"rank {rank} holds {self._name} {version} of {owner}; it held {held} before, or "
-                f"none is due before {resource.version}"
+                f"rank {rank} reports {self._name} {version} of {owner}; it holds {held}, and "
+                f"{resource.version} was wanted last"
             )
         resource.held[rank] = version
         self.missing -= resource.is_wanted and version == resource.version and self.is_ready(owner)
 
     def is_ready(self, owner: int) -> bool:
-        """Tell whether every rank holds what an owner wants."""
+        """Return True if every rank holds the version that the owner wants."""
         resource = self._resources[owner]
         held = list(resource.held.values())
         return resource.is_wanted and held.count(resource.version) == self._ranks
 
     def wanted(self, owner: int) -> int | None:
-        """Return the version that an owner wants; None where it wants none at the moment."""
+        """Return the version that the owner wants; None if its request was withdrawn."""
         resource = self._resources[owner]
         return resource.version if resource.is_wanted else None
 
     def withdraw(self, owner: int) -> None:
-        """What an owner wants will not come, or was used; it may want a later version."""
+        """Cancel a request: the version was used or will not come. A later one may follow."""
         resource = self._resources[owner]
         self.missing -= resource.is_wanted and not self.is_ready(owner)
         resource.is_wanted = False
 
-    def drop(self, owner: int) -> bool:
-        """Forget an owner; return whether there was one."""
-        if owner not in self._resources:
-            return False
-        self.withdraw(owner)
-        del self._resources[owner]
-        return True
+    def drop(self, owner: int) -> None:
+        """Forget an owner, if there is such a one."""
+        if owner in self._resources:
+            self.withdraw(owner)
+            del self._resources[owner]
 
     def tick(self) -> list[int]:
-        """The clock ticks: return the owners whose resource was missing for so many periods."""
+        """Advance the clock; return the owners whose version is overdue."""
         self._ticks += 1
         return [
             owner
@@ -105,6 +109,6 @@ class RankResources:
         ]
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` if anybody owns anything."""
+        """Raise `ProtocolBug` if an owner is left."""
         if self._resources or self.missing:
-            raise ProtocolBug(f"{self._name} of {[*self._resources]} are wanted, though none lives")
+            raise ProtocolBug(f"{self._name} of {[*self._resources]} are wanted after their end")

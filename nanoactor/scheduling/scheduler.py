@@ -65,7 +65,6 @@ class Scheduler:
         self.statistics = SchedulerStatistics()
         self.budget = BlockBudget(config.blocks, config.max_num_seqs)
         self.live: dict[int, Sequence] = {}
-        self._waiting = WaitingLine()
         self._running = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size)
         self._output = OutputBuffer(self._running, self.statistics)
         self._turn = TurnBuilder(self._running.table)
@@ -73,9 +72,8 @@ class Scheduler:
         self.constraints = Constraints(
             self._running, self._lower, ranks=config.ranks, jumps=config.jump_forward
         )
-        self._room = Room(
-            self.budget, self._running, self._waiting, self._pages, self._reserve, config.block_size
-        )
+        places = self.budget, self._running, WaitingLine()
+        self._room = Room(*places, self._pages, self._reserve, config.block_size)
         self.holds = HeldAnswers(self.live, self._room, self._turn, self._give_up_slot)
         forking = Forking(self._room, self._note_admission)
         self._features: tuple[Feature, ...] = (self.items, self.constraints, self.holds, forking)
@@ -87,8 +85,6 @@ class Scheduler:
         self._in_flight: deque[PlannedStep] = deque()
         self._depth = PipelineDepth(config.depth, config.max_depth)
         self._unanswered = Unanswered()
-        self._may_go_on = False
-        """Whether one more step may be planned."""
         self._turns: list[Send] = []
         self._out: list[Send] = []
 
@@ -96,16 +92,17 @@ class Scheduler:
         """Take one event; the turn it leads to leaves before the tokens it brought."""
         if type(event) is StepDone and self._unanswered.hold_back(event):
             return []
-        self._process(event)
+        may_go_on = self._process(event)
         for results in self._unanswered.release():
-            self._process(results)
-        while self._may_go_on:  # each further step is an event, and a turn, of its own
-            self._process(None)
+            may_go_on = self._process(results)
+        while may_go_on:  # each further step is an event, and a turn, of its own
+            may_go_on = self._process(None)
         turns, out = self._turns, self._out
         self._turns, self._out = [], []
         return [*turns, *out]
 
-    def _process(self, event: Any) -> None:
+    def _process(self, event: Any) -> bool:
+        """Take one event, or none; return True if one more step may be planned."""
         before = self._planned
         if event is not None:
             self._handle(event)
@@ -116,10 +113,11 @@ class Scheduler:
         else:
             self._admit_waiting()
         self._make_way()
-        self._may_go_on = self._planned > before and self._may_plan()
+        may_go_on = self._planned > before and self._may_plan()
         self._send_turn(fence=before)
         if (tokens := self._output.flush(self._completed)) is not None:
             self._out.append((TEXT, tokens))
+        return may_go_on
 
     def _handle(self, event: Any) -> None:
         feature = self._owners.get(type(event))
@@ -180,7 +178,7 @@ class Scheduler:
         sequence.finish()
         del self.live[sequence.uid]
         if waits:
-            self._waiting.note_end(sequence)
+            self._room.waiting.note_end(sequence)
         elif sequence.slot >= 0:
             self._give_up_slot(sequence)
         for feature in self._features:
@@ -230,7 +228,7 @@ class Scheduler:
 
     def _admit_waiting(self) -> None:
         """Admit the head of the queue, as far as the next step has tokens for it."""
-        if not self._waiting:
+        if not self._room.waiting:
             return
         tokens = self.config.max_num_batched_tokens - self._running.left_to_prefill
         while self.budget.free_slots and tokens > 0:
@@ -244,7 +242,7 @@ class Scheduler:
             hits = self.config.prefix_caching and head.is_scored
             if hits and self._running.is_about_to_compute_for(head):
                 return
-            self._waiting.pop(head)
+            self._room.waiting.pop(head)
             self._admit(head, need)
             tokens -= head.target
 
@@ -331,7 +329,7 @@ class Scheduler:
         if is_computed:
             victim.hold()
         else:
-            self._waiting.push(victim)
+            self._room.waiting.push(victim)
 
     def _lower(self, sequence: Sequence) -> None:
         self._output.void(sequence, self._planned)
@@ -457,7 +455,7 @@ class Scheduler:
         """Return what was counted since the start, and what waits, runs and is held now."""
         return {
             **dataclasses.asdict(self.statistics),
-            "waiting": len(self._waiting),
+            "waiting": len(self._room.waiting),
             "running": len(self._running),
             "live": len(self.live),
             "tombstones": len(self.arrivals.tombstones),

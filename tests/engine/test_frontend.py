@@ -81,9 +81,12 @@ def started(answers, text=None, **asked):
     return frontend, frontend.submit(make), outboxes
 
 
-def delivered(frontend, *terminals, opened=(), scores=None):
-    none, uids = np.empty(0, np.int32), np.empty(0, np.int64)
-    frontend._deliver(OutputDelta(1, opened, uids, [], none, none, terminals, scores))
+def delivered(frontend, *terminals, opened=(), scores=None, tokens=()):
+    """Have news arrive; `tokens` are (uid, text, token) of one token each."""
+    uids, texts, ids = zip(*tokens, strict=True) if tokens else ((), (), ())
+    counts = np.ones(len(ids), np.int32)
+    new = np.array(uids, np.int64), list(texts), counts, np.array(ids, np.int32)
+    frontend._deliver(OutputDelta(1, opened, *new, terminals, scores))
 
 
 def terminal(uid, reason):
@@ -107,6 +110,20 @@ def test_the_error_of_one_answer_ends_the_others():
     assert not frontend.has_work
     assert frontend.statistics()["waiting_requests"] == frontend.statistics()["waiting_tokens"] == 0
     assert len(outboxes["scheduler"].sent) == 3
+
+
+def test_what_is_told_of_an_answer_counts_until_its_own_end():
+    """Its sibling has failed, and the request with it: the answer goes on until it is aborted."""
+    frontend, entry, _ = started(2, prompt_logprobs=0)
+    delivered(frontend, opened=(Opened(0, np.array([1, 2, 3], np.int32)),))
+    delivered(frontend, terminal(1, "error"))
+    assert entry.error is not None
+    delivered(frontend, scores=prompt_scores(0, 2), tokens=[(0, "x", 9), (1, "y", 8)])
+    assert [list(answer.token_ids) for answer in entry.answers] == [[9], []]
+    assert len(entry._prompt_logprobs) == 3
+    delivered(frontend, terminal(0, "abort"), tokens=[(0, "z", 7)])
+    assert list(entry.answers[0].token_ids) == [9, 7]
+    assert not frontend.has_work
 
 
 def test_a_request_ends_with_its_last_answer():

@@ -190,7 +190,7 @@ def test_requests_that_end_while_they_wait_are_forgotten():
     for uid in range(2, 500):
         logic.handle(admit(range(40), 1, uid, priority=1))
         logic.handle(Abort(uid))
-    assert len(logic._waiting._ready._heap) < 10
+    assert len(logic._room.waiting._ready._heap) < 10
 
 
 def test_a_result_that_was_not_due_tells_the_story_of_its_sequences():

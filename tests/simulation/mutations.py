@@ -1067,7 +1067,7 @@ _PATCHES = [
         "who has given up its place while held waits in the queue",
         SCHEDULER,
         "            held.hold()\n",
-        "            self._waiting.push(held)\n",
+        "            self._room.waiting.push(held)\n",
     ),
     Mutation(
         "a preempted answer whose token is under way waits in the queue",

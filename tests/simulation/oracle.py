@@ -509,7 +509,7 @@ class Oracle:
         """Nobody is overtaken by more than the bound of docs/scheduling.md."""
         mine = self._place(sequence.uid)
         for other in self.scheduler.live.values():
-            passed = self.scheduler._waiting.is_parked(other) and not sequence.pages
+            passed = self.scheduler._room.waiting.is_parked(other) and not sequence.pages
             if other.phase is Phase.WAITING and other is not sequence and not passed:
                 assert mine < self._place(other.uid), f"{sequence.uid} overtakes {other.uid}"
         budget = self._scenario.max_num_batched_tokens
@@ -586,7 +586,7 @@ class Oracle:
         for copy in (row for row in planned.rows if row.source >= 0):
             mine = self._place(copy.sequence.uid)
             for other in self.scheduler.live.values():
-                parked = self.scheduler._waiting.is_parked(other)
+                parked = self.scheduler._room.waiting.is_parked(other)
                 if other.phase is Phase.WAITING and not parked:
                     assert mine < self._place(other.uid), f"a copy overtakes {other.uid}"
 
@@ -632,7 +632,7 @@ class Oracle:
         """The head of the queue waits at most as long as those that run have tokens left."""
         scheduler = self.scheduler
         steps = scheduler.statistics.steps
-        head = scheduler._waiting._ready.head
+        head = scheduler._room.waiting._ready.head
         key = None if head is None else (head.uid, self._matches)
         if key != self._head[0]:
             left = sum(_positions_left(s) for s in scheduler._running)
@@ -1168,8 +1168,8 @@ class Oracle:
         del journal["step_at"]  # a time, not something held
         held = {
             "live": len(scheduler.live),
-            "waiting": len(scheduler._waiting._ready._heap),
-            "parked": len(scheduler._waiting._parked._heap),
+            "waiting": len(scheduler._room.waiting._ready._heap),
+            "parked": len(scheduler._room.waiting._parked._heap),
             "running": len(scheduler._running),
             "tombstones": len(scheduler.arrivals.tombstones),
             "slots": self._scenario.max_num_seqs - scheduler.budget.free_slots,
