@@ -1,4 +1,4 @@
-"""When a device's steps begin and end, and when the next one is to be asked for."""
+"""Timing of steps: the time that a device is busy, and when to request the next step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WEIGHT = 0.2
 
 
 class DeviceTime:
-    """How long a device was busy, and idle between steps; in ns."""
+    """Time that a device was busy, and idle between steps, in ns."""
 
     def __init__(self) -> None:
         self.busy = self.idle = 0
@@ -17,7 +17,7 @@ class DeviceTime:
         """When the latest step ended, in ns of the monotonic clock; 0 before there is one."""
 
     def note(self, begin: int, end: int) -> None:
-        """A step ran from `begin` to `end`, in ns of the monotonic clock."""
+        """Record a step that ran from `begin` to `end`, in ns of the monotonic clock."""
         if self.free_at:
             self.idle += begin - self.free_at
         self.free_at = end
@@ -25,8 +25,8 @@ class DeviceTime:
 
 
 class StepRequests:
-    """Where the scheduler waits to be asked for steps: each is asked for once, so that it is
-    prepared shortly before the one before it ends. All times are in seconds."""
+    """Requests steps from a scheduler that plans late: each once, early enough to be prepared when
+    the step before it ends. All times are in seconds."""
 
     def __init__(self) -> None:
         self._lead = 0.001
@@ -36,26 +36,26 @@ class StepRequests:
         self.forget()
 
     def forget(self) -> None:
-        """Begin with no step asked for."""
+        """Forget the latest request; keep the averages."""
         self._asked_for, self._asked_at = 0, 0.0
 
     @property
     def wait(self) -> float:
-        """Return how long after the begin of a step the next one is to be asked for."""
+        """Return the time from the begin of a step to the request for the next one."""
         return self._step_seconds - self._lead - _LEAD_MARGIN
 
     def ask(self, step: int, received: int, now: float) -> bool:
-        """Return whether a step is to be asked for now; `received` is the last one that came."""
+        """Return True if a step is to be requested now; `received` is the latest step received."""
         if step <= max(received, self._asked_for):
             return False
         self._asked_for, self._asked_at = step, now
         return True
 
     def note_prepared(self, step: int, now: float) -> None:
-        """A step is prepared."""
+        """Record that a step is prepared."""
         if step == self._asked_for:
             self._lead += _WEIGHT * (now - self._asked_at - self._lead)
 
     def note_done(self, seconds: float) -> None:
-        """A step took so long."""
+        """Record the time that a step took."""
         self._step_seconds += _WEIGHT * (seconds - self._step_seconds)

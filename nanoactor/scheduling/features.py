@@ -1,4 +1,4 @@
-"""What kinds of requests add to the scheduler: pictures, grammars, several answers, held ones."""
+"""Features: the parts of the scheduler that only some requests need."""
 
 from __future__ import annotations
 
@@ -19,51 +19,56 @@ Handlers = Mapping[type, Callable[[Any, Any], Iterable[Ending]]]
 
 
 class Feature:
-    """One kind of request's part in scheduling, with its own state. The hooks stand in the order in
-    which they are called; each does nothing unless a feature overrides it."""
+    """The base of all features: pictures, grammars, held answers, copies.
+
+    A feature owns its state. The scheduler calls the hooks of every feature; a hook does nothing
+    unless the feature overrides it.
+    """
 
     HANDLERS: ClassVar[Handlers] = {}
-    """The events that are the feature's; each method returns what it ends."""
+    """The feature's own events. A handler returns the sequences that end, and how."""
 
     @property
     def waits(self) -> bool:
-        """Tell whether something that sequences need is under way to a rank."""
+        """Return True if progress depends on a message from another actor or a caller."""
         return False
 
     def arrive(self, answers: list[Sequence]) -> None:
-        """The answers of one request arrive."""
+        """Take the answers of a new request."""
 
     def admit(self, sequence: Sequence, turn: int) -> None:
-        """A sequence gets a slot in a turn; it is `MATCHING`, unless it begins as a copy."""
+        """Note that a sequence gets a slot in this turn. It is `MATCHING`, or begins as a copy."""
 
     def answer(self, event: Answer, admitted: list[Sequence | None]) -> None:
-        """The block manager answers; `admitted` are those of its `uids` that it lets run now."""
+        """Take an answer of the block manager. `admitted` has an entry for each of its `uids`: the
+        sequence that starts to run; None if it gave up its slot meanwhile, or runs already."""
 
     def encode(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
-        """Return what the step at hand encodes, before its rows are chosen; `prefilling` have
-        positions left to prefill, by priority."""
+        """Return the slices that the next step encodes, before its rows are chosen. `prefilling`
+        are the sequences with positions left to prefill, by priority."""
         return None
 
     def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Return rows for the step at hand beside these, which compute positions."""
+        """Return more rows for this step. `rows` are the rows that compute positions."""
         return []
 
     def note_done(self, step: int) -> None:
-        """A step is done."""
+        """Note that a step is done."""
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence gives up its slot."""
+        """Note that a sequence is about to give up its slot."""
 
     def close(self, sequence: Sequence) -> None:
-        """A sequence is over."""
+        """Note that a sequence is finished."""
 
     def flush(self, turn: TurnBuilder) -> list[Send]:
-        """Return what to send behind a turn; add to that what the runners may forget."""
+        """Return the messages to send after this turn, to which masks or pixels that the runners
+        may drop are added."""
         return []
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` if anything is held although no request lives."""
+        """Raise `ProtocolBug` if a resource is held although no request is left."""
 
     def figures(self) -> dict[str, int]:
-        """Return what was counted since the start, and what is held now."""
+        """Return the feature's counters and gauges."""
         return {}

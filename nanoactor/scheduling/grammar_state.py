@@ -1,4 +1,4 @@
-"""Where an answer with a grammar is: in free text, or under its grammar."""
+"""The state of an answer with a grammar: in free text, or under the grammar."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from nanoactor.scheduling.free_text import (
 
 @dataclasses.dataclass(slots=True)
 class GrammarState:
-    """Of an answer with a grammar: what is free of it, and what its grammar awaits."""
+    """The state of one answer's grammar; `Constraints` changes it."""
 
     free: FreeText | None
-    """What of its output is free before the grammar holds."""
+    """Description of the free text before the grammar; None if the grammar holds from the start."""
     gate: int
     """The id that ends the free text at hand; `NO_GATE` under the grammar."""
     told: list[int]
@@ -40,12 +40,12 @@ class GrammarState:
 
     @property
     def holds(self) -> bool:
-        """Tell whether the next token is chosen under a mask."""
+        """Return True if the next token is chosen under a mask."""
         return self.gate == NO_GATE
 
     @property
     def must_go_on(self) -> bool:
-        """Tell whether the text at hand may not end the answer."""
+        """Return True if an end-of-sequence token may not end the answer here."""
         return must_go_on(self.free, self.gate)
 
     @property

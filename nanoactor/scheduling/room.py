@@ -1,4 +1,4 @@
-"""What sequences go on with: slots, blocks, and places in the queue."""
+"""The supply of slots and blocks, with the sequences that hold some or wait for some."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from nanoactor.scheduling.sequence import Sequence
 
 
 class Room(NamedTuple):
-    """The supply of slots and blocks, and those who have or want some."""
+    """The parts of the scheduler that features need to place a sequence."""
 
     budget: BlockBudget
     running: RunningBatch
     waiting: WaitingLine
     pages: Callable[[], int]
-    """Counts the pages of the encoder cache that the queue may spend."""
+    """Returns the number of pages of the encoder cache that admissions may spend."""
     reserve: Callable[[], int]
-    """Counts the blocks that are left for those that run."""
+    """Returns the number of blocks to leave for running sequences."""
     block_size: int
 
     @property
     def credits(self) -> int:
-        """Return how many blocks may be spent on copies."""
+        """Return the number of blocks that copies may spend."""
         return self.budget.credits - self.reserve()
 
     @property
     def head(self) -> Sequence | None:
-        """Return who comes next in the queue; None where nobody may."""
+        """Return the sequence that is admitted next; None if there is none."""
         return self.waiting.head(self.pages())

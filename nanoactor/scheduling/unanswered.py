@@ -1,4 +1,4 @@
-"""What the block manager has yet to answer, and the results that wait for it."""
+"""Turns that the block manager has not answered, and the results that wait for an answer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ class Admitted:
 
 
 class Unanswered:
-    """Knows which turns are not answered. Results wait for the block manager where it is to say
-    what a failure has spoilt, or what an admission has found whose first row is among them."""
+    """Tracks unanswered turns.
+
+    Results wait for the answer to a turn with a failure, which may taint other sequences, and for
+    the answer to an admission whose first row is among them.
+    """
 
     def __init__(self) -> None:
         self._answered = 0
@@ -36,41 +39,41 @@ class Unanswered:
         self.held_back: deque[StepDone] = deque()
 
     def admit(self, turn: int, sequence: Sequence) -> None:
-        """A sequence is admitted in a turn."""
+        """Record an admission."""
         self._admitted.append(Admitted(turn, sequence))
 
     def ride(self, turn: int, step: int, uids: set[int]) -> None:
-        """Of those admitted in a turn, these have their first row in its step."""
+        """Record that these sequences, admitted in this turn, have their first row in its step."""
         for entry in self._admitted:
             if entry.turn == turn and entry.sequence.uid in uids:
                 entry.step = step
 
     def doubt(self, turn: int) -> None:
-        """A turn tells of a failure."""
+        """Record that a turn reports a failure."""
         self._doubted = turn
 
     def note_answer(self, turn: int) -> None:
-        """All turns up to one are answered."""
+        """Record that all turns up to this one are answered."""
         self._answered = turn
 
     def pop(self, uid: int) -> Admitted:
-        """Return the oldest admission, which is answered. Raises `ProtocolBug` if it is another's
-        than the answer says."""
+        """Remove and return the oldest admission. Raises `ProtocolBug` if it is not this
+        sequence's."""
         entry = self._admitted.popleft()
         if entry.sequence.uid != uid:
             raise ProtocolBug(f"request {uid} is answered, due was {entry.sequence.describe()}")
         return entry
 
     def hold_back(self, event: StepDone) -> bool:
-        """Keep results that must wait; return whether they must."""
+        """Keep a copy of results that must wait; return True if they must."""
         if not self.held_back and not self._must_wait(event):
             return False
         self.held_back.append(copied(event))  # it outlives its handler
         return True
 
     def release(self) -> Iterator[StepDone]:
-        """Go through the results that need not wait any more, each after what the one before it has
-        led to."""
+        """Yield results that need not wait any longer. The next one is looked at after the one
+        before it was processed."""
         while self.held_back and not self._must_wait(self.held_back[0]):
             yield self.held_back.popleft()
 

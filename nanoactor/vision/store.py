@@ -1,4 +1,4 @@
-"""Bytes of pictures and videos that may be wanted again."""
+"""A cache of the encoded bytes of pictures and videos."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nanoactor.vision.media import Media
 
 
 class MediaStore:
-    """Keeps what was used last, up to so many bytes."""
+    """An LRU cache, limited in bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -16,14 +16,14 @@ class MediaStore:
         self.nbytes = 0
 
     def get(self, key: bytes) -> Media | None:
-        """Return what has this key, which is used thereby; None where it is not kept."""
+        """Return the entry of a key and mark it as used; None if it is not cached."""
         media = self._kept.get(key)
         if media is not None:
             self._kept.move_to_end(key)
         return media
 
     def add(self, key: bytes, media: Media) -> None:
-        """Keep something; what was used longest ago goes where there is no room."""
+        """Add an entry; evict the least recently used ones if there is no room."""
         if self.get(key) is None:
             self._kept[key] = media
             self.nbytes += len(media.data)

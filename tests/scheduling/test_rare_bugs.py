@@ -6,7 +6,7 @@ import pytest
 
 from nanoactor.actors.readmission import Readmission
 from tests.runner import test_renewal
-from tests.scheduling import test_constraints, test_forking, test_schedules
+from tests.scheduling import test_constraints, test_forking, test_schedules, test_table
 from tests.simulation.mutations import RARE, planted
 
 
@@ -33,6 +33,9 @@ FINDERS = {
     ),
     "a runner keeps masks and pixels from before a death": (
         test_renewal.test_pixels_and_masks_from_before_are_forgotten
+    ),
+    "what others share of a slot's blocks is told of the sequence that has the slot now": (
+        test_table.test_what_others_share_is_told_of_the_sequence_that_had_the_slot
     ),
     "requests that come during a trial are forgotten": keeps_what_comes_during_a_trial,
 }

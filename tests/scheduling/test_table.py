@@ -239,6 +239,19 @@ def test_what_is_planned_too_far_is_lowered_by_a_result():
     assert table.scheduled.tolist() == [5, 7]
 
 
+def test_what_others_share_is_told_of_the_sequence_that_had_the_slot():
+    """An answer that is under way while a slot is given anew says nothing of its new sequence."""
+    table, tokens = RunningTable(3, 64, 4), np.arange(3, dtype=np.int32)
+    for slot in (0, 1):
+        table.enter(slot, uid=slot, prompt_length=3, limit=40, tokens=tokens, blocks=3)
+        table.admitted[slot] = 5 + slot
+    everyone = np.arange(3, dtype=np.int32)
+    table.share(everyone, everyone + np.int32(1), turn=5)
+    assert table.shared.tolist() == [1, 0, 0]
+    table.share(everyone, everyone + np.int32(2), turn=6)
+    assert table.shared.tolist() == [2, 3, 0]
+
+
 def test_a_step_of_a_thousand_rows_takes_a_few_array_operations():
     """And a steady one none: counted, not timed."""
     table = RunningTable(1024, 64, 16)

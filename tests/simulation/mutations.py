@@ -1491,7 +1491,21 @@ SEAMS = [
         ),
     ),
 ]
+_PATCHES.append(
+    Mutation(
+        "results of a prompt that rides do not wait for what was found of it",
+        "nanoactor.scheduling.unanswered",
+        "        return any(0 < entry.step <= event.step for entry in self._admitted)\n",
+        "        return False\n",
+    )
+)
 RARE = [
+    Mutation(
+        "what others share of a slot's blocks is told of the sequence that has the slot now",
+        TABLE,
+        "self.held[slots] & (self.admitted[slots] <= turn)",
+        "self.held[slots]",
+    ),
     Mutation(
         "a runner keeps masks and pixels from before a death",
         RUNNING,
