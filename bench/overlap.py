@@ -208,6 +208,8 @@ class InProcessLoop:
     def handle(self, event) -> None:
         """One event of the scheduler and all that follows from it at once, but for the device."""
         from nanoactor.messages import Open, Turn
+        from nanoactor.runner.batch import NO_MASKS
+        from nanoactor.runner.pixels import NO_PIXELS
 
         events = [event]
         while events:
@@ -215,7 +217,10 @@ class InProcessLoop:
                 match message:
                     case Turn():
                         if (step := self.manager.take(message)) is not None:
-                            self.pending = step.step, self.executor.prepare(step)
+                            self.pending = (
+                                step.step,
+                                self.executor.prepare(step, NO_PIXELS, NO_MASKS),
+                            )
                     case Open():
                         self.detokenizer.open(message)
                     case _:

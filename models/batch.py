@@ -57,10 +57,14 @@ class AttentionBatch:
     decode_contexts: torch.Tensor
     """int32 (decode rows,): each row's length, its new token included."""
     lengths: HostSeqLens
-    """What the host knows of the same, where the device asks for it."""
+    """What the host knows of the same, where the device asks for it; it takes frozen rows for
+    longer than they are."""
     plan: Any = None
     """The device's own, which `Device.plan` makes: what the attention of all layers shares."""
     visual: VisualTokens | None = None
+    frozen: torch.Tensor | None = None
+    """int32 (slots,): 1 where a decode row must not change what its slot keeps. The place of its
+    key and value is the dummy's already. None: no slot is frozen."""
     final: FinalRows | None = None
     """None where all tokens' hidden states are wanted."""
 
@@ -95,6 +99,7 @@ def decode_batch(
         decode_slots=slots,
         decode_contexts=buffers.contexts,
         lengths=lengths,
+        frozen=tables.frozen,
     )
 
 
@@ -140,10 +145,15 @@ class SlotTables:
     """int32 (slots,): rotary position of the next token, less its position in the sequence; None
     where the model sees no pictures, so that there is no difference."""
     words: torch.Tensor
-    """int32 (columns.WORDS, slots): how each slot samples, ..."""
+    """int32 (columns.WORDS, slots): how each slot samples."""
     block_size: int
+    frozen: torch.Tensor
+    """int32 (slots,): 1 where decode rows change nothing that lasts, as the token chosen before
+    them is one of ..."""
+    freeze_ids: torch.Tensor
+    """... int32 (limits.FREEZE_IDS, slots), padded with -1."""
     sampling: SamplingColumns[torch.Tensor] = dataclasses.field(init=False)
-    """... by column, (slots,) each."""
+    """The words by column, (slots,) each."""
 
     def __post_init__(self) -> None:
         """Look at the words by column."""

@@ -281,7 +281,10 @@ class Device(Protocol):
     ) -> None:
         """Lay out the token of each row, and note it at its place in `ids`, int32 (places,). Those
         of rows that have no position of their own are counted in their slots' lengths, but for the
-        dummy's."""
+        dummy's.
+
+        Such a row freezes its slot if the slot's last token is one of its `freeze_ids`. The rows of
+        frozen slots get the dummy's place, and are not counted."""
 
     def locate(
         self,
@@ -305,7 +308,8 @@ class Device(Protocol):
     ) -> None:
         """Choose by each row's slot, int32 (rows,), as `fused_sampling` says: greedily, from the
         whole vocabulary, or with a top-k of at most `limits.CANDIDATES`; what is chosen for other
-        rows does not matter. Ids go to `chosen` int32 (rows,) and to the table of last tokens."""
+        rows does not matter. Ids go to `chosen` int32 (rows,) and to the table of last tokens; of
+        frozen slots, `limits.FROZEN` goes to `chosen`."""
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
         """Write ids, int32 (rows,), to the next place of `ring`, int32 (places, 1 + most rows),

@@ -223,6 +223,9 @@ class Admissions:
     masked_ids: Int32
     masked_counts: Int32
     """How many of `masked_ids` belong to each row."""
+    freeze_ids: Int32
+    """(rows, limits.FREEZE_IDS): tokens behind which a sequence does not go on decoding, as far as
+    there is room for them; padded with -1."""
     rope_deltas: Int32
     """Rotary position less index of what follows the prompt: below 0 after a picture."""
     prompt_lengths: Int32
@@ -352,8 +355,8 @@ class StepDone:
     counts: Int32
     """Tokens of each row; empty: one each."""
     token_ids: Int32
-    """Those of one row after the other. A negative one says why there is none: `NO_TOKEN` or
-    `NOTHING_ALLOWED` of `nanoactor.models.limits`."""
+    """Those of one row after the other. A negative one says why there is none: `NO_TOKEN`,
+    `NOTHING_ALLOWED` or `FROZEN` of `nanoactor.models.limits`."""
     seconds: float
     """How long the device took."""
     began: int

@@ -18,20 +18,22 @@ Int32 = NDArray[np.int32]
 Long = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 _NOT_DECODING = -1
+# NumPy is five times as fast with plain numbers as with an `IntFlag`.
+SAMPLE, KEEP, SCORE, DECODE = 1, 2, 4, 8
 
 
 class Want(enum.IntFlag):
     """Flags of a row."""
 
-    SAMPLE = 1
+    SAMPLE = SAMPLE
     """Choose the token after its last position; without positions of its own, from the state that
     its slot keeps, under a mask."""
-    KEEP = 2
+    KEEP = KEEP
     """Keep the state of its last position in its slot, for a later choice."""
-    SCORE = 4
+    SCORE = SCORE
     """Score the successors of its positions, but not that of the prompt's last. The successor of
     its own last position is sent after its tokens."""
-    DECODE = 8
+    DECODE = DECODE
     """Compute the token that an earlier step chose, which the host may not know yet. The row is
     repeated one position further in every later step until its slot leaves."""
 
@@ -70,8 +72,9 @@ class Rows:
     @property
     def ids(self) -> Int32:
         """Token ids that are sent for each row."""
-        sent = self.counts + (self.wants & Want.SCORE > 0)
-        return np.where(self.wants & Want.DECODE, 0, sent).astype(np.int32)
+        sent = self.counts + (self.wants & SCORE > 0)
+        sent *= self.wants & DECODE == 0
+        return sent
 
     def take(self, index: NDArray[np.integer] | Flags) -> Rows:
         """Return some of the rows."""
@@ -101,9 +104,11 @@ class StepRows(NamedTuple):
     @property
     def counts(self) -> Int32:
         """Tokens that each row brings; empty if that is one for each."""
-        samples = self.others.wants & Want.SAMPLE > 0
+        if not len(self.others):
+            return _NOTHING
+        samples = self.others.wants & SAMPLE > 0
         if samples.all():
-            return np.empty(0, np.int32)
+            return _NOTHING
         decodes = np.ones(len(self.decode_slots), np.int32)
         return np.concatenate((decodes, samples.astype(np.int32)))
 
@@ -122,7 +127,7 @@ class RowExpander:
 
     def expand(self, rows: Rows, leaves: Int32) -> StepRows:
         """Return the rows of the next step; a steady one takes a single array operation."""
-        joins = (rows.wants & Want.DECODE) > 0 if len(rows) else None
+        joins = rows.wants & DECODE > 0 if len(rows) else None
         if joins is not None and joins.any():
             self._change(leaves, rows.take(joins))
             rows = rows.take(~joins)
@@ -172,6 +177,10 @@ def compressed(
 
 def counted_up(begins: NDArray[np.integer], counts: NDArray[np.integer]) -> Long:
     """Count up from each of these, `counts` times."""
-    ends = np.cumsum(counts)
+    if len(counts) == 1:
+        begin = int(begins[0])
+        return np.arange(begin, begin + int(counts[0]))
+    ends = counts.cumsum()
     total = int(ends[-1]) if len(ends) else 0
-    return (np.repeat(begins - (ends - counts), counts) + np.arange(total)).astype(np.int64)
+    found: Long = ((begins - (ends - counts)).repeat(counts) + np.arange(total)).astype(np.int64)
+    return found

@@ -8,13 +8,16 @@ from nanoactor.models.batch import DecodeRows, RowBuffers, SlotTables
 from nanoactor.models.cpu_kernels.elements import FLOAT, INT32, INT64, kernel, view
 
 
-@kernel("aaaaaaaaaaaannnnn")
+@kernel("aaaaaaaaaaaaaannnnnn")
 def _advance(
-    tables, lengths, last_tokens, deltas, row_slots, row_positions, row_ids, token_ids, positions,
-    slot_mapping, contexts, written, count, slots, width, block_size, room, like
+    tables, lengths, last_tokens, deltas, frozen_slots, freeze_ids, row_slots, row_positions,
+    row_ids, token_ids, positions, slot_mapping, contexts, written, count, slots, width,
+    block_size, watched, room, like
 ):  # fmt: skip
     """Lay out the token of each of `count` rows, and note it at its place in `written`; the last
     slot is a dummy, whose length stays 0. Deltas at 0 are none."""
+    frozen = view(frozen_slots, (slots,), INT32)
+    watching = view(freeze_ids, (watched, slots), INT32)
     blocks, known = view(tables, (slots, width), INT32), view(lengths, (slots,), INT32)
     last, turned = view(last_tokens, (slots,), INT32), view(deltas, (slots,), INT32)
     slot_of, ids = view(row_slots, (count,), INT32), view(token_ids, (count,), INT32)
@@ -28,12 +31,19 @@ def _advance(
         token = last[slot] if follows else own_ids[row]
         ids[row] = token
         rotary[row] = position + turned[slot] if deltas else position
-        place = blocks[slot, position // block_size] * block_size + position % block_size
+        ends[row] = position + 1
+        if follows:
+            for number in range(watched):
+                if watching[number, slot] == token:
+                    frozen[slot] = 1
+        if follows and frozen[slot]:
+            place = blocks[slots - 1, 0] * block_size
+        else:
+            place = blocks[slot, position // block_size] * block_size + position % block_size
+            if follows and slot < slots - 1:
+                known[slot] = position + 1
         places[row] = place
         noted[place] = token
-        ends[row] = position + 1
-        if follows and slot < slots - 1:
-            known[slot] = position + 1
 
 
 @kernel("aaaannnn")
@@ -54,6 +64,8 @@ def advance(tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.T
         tables.lengths.data_ptr(),
         tables.last_tokens.data_ptr(),
         0 if deltas is None else deltas.data_ptr(),
+        tables.frozen.data_ptr(),
+        tables.freeze_ids.data_ptr(),
         *(column.data_ptr() for column in rows),
         into.token_ids.data_ptr(),
         into.positions.data_ptr(),
@@ -63,6 +75,7 @@ def advance(tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.T
         rows.slots.numel(),
         *tables.blocks.shape,
         tables.block_size,
+        len(tables.freeze_ids),
         ids.numel(),
         FLOAT,
     )

@@ -23,7 +23,7 @@ from nanoactor.models.cpu_kernels.elements import (
     view,
     wide,
 )
-from nanoactor.models.limits import NO_TOKEN
+from nanoactor.models.limits import FROZEN, NO_TOKEN
 
 _INFINITY = np.uint32(0x7F800000)
 _LOWEST = np.int32(-(1 << 31))
@@ -201,29 +201,34 @@ def _choose(given, row, temperature, top_k, top_p, min_p, low, high, position):
     return _from_some(scores, top_k, top_p, min_p, position, low, high)
 
 
-@both("aaaaaaaaaannn", of_logits=True)
+@both("aaaaaaaaaaannn", of_logits=True)
 def _sample_rows(
-    logits, slots, temperatures, top_ks, top_ps, min_ps, seeds, lengths, last_tokens, chosen,
-    rows, vocabulary, columns, like
+    logits, slots, temperatures, top_ks, top_ps, min_ps, seeds, lengths, last_tokens, frozen_slots,
+    chosen, rows, vocabulary, columns, like
 ):  # fmt: skip
     """Choose an id for each row of logits (rows, vocabulary), by its slot's parameters.
 
     Parameters are (columns,) by slot, the seeds' low words before their high ones. Ids go to
-    `chosen` int32 (rows,), `NO_TOKEN` where the highest logit is not finite, and to
-    `last_tokens`; `lengths` are the positions that the sampled tokens will have.
+    `chosen` int32 (rows,), `NO_TOKEN` where the highest logit is not finite and `FROZEN` where the
+    slot is frozen, and to `last_tokens`; `lengths` are the positions that the sampled tokens will
+    have.
     """
     given, slot_of = view(logits, (rows, vocabulary), like), view(slots, (rows,), INT32)
     temperature, top_p = view(temperatures, (columns,), FLOAT), view(top_ps, (columns,), FLOAT)
     top_k, min_p = view(top_ks, (columns,), INT32), view(min_ps, (columns,), FLOAT)
     seed, positions = view(seeds, (2, columns), INT32), view(lengths, (columns,), INT32)
     ids, last = view(chosen, (rows,), INT32), view(last_tokens, (columns,), INT32)
+    frozen = view(frozen_slots, (columns,), INT32)
     for row in prange(rows):
         slot = slot_of[row]
-        ids[row] = _choose(
-            given, row, temperature[slot], top_k[slot], top_p[slot], min_p[slot], seed[0, slot],
-            seed[1, slot], positions[slot],
-        )  # fmt: skip
-        last[slot] = max(ids[row], 0)
+        if frozen[slot]:
+            ids[row] = FROZEN
+        else:
+            ids[row] = _choose(
+                given, row, temperature[slot], top_k[slot], top_p[slot], min_p[slot],
+                seed[0, slot], seed[1, slot], positions[slot],
+            )  # fmt: skip
+            last[slot] = max(ids[row], 0)
 
 
 def sample_rows(
@@ -250,6 +255,7 @@ def sample_rows(
         by.seed.data_ptr(),
         tables.lengths.data_ptr(),
         tables.last_tokens.data_ptr(),
+        tables.frozen.data_ptr(),
         chosen.data_ptr(),
         rows,
         vocabulary,

@@ -38,6 +38,7 @@ from nanoactor.models.devices.npu_graphs import CompiledStep, NativeCapture, gra
 from nanoactor.models.devices.npu_runtime import AscendRuntime
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.limits import FROZEN
 from nanoactor.models.options import DeviceOptions, FusedSampling
 from nanoactor.models.seq_lens import HostSeqLens
 
@@ -188,11 +189,11 @@ class NPUDevice(PortableOperators):
     def advance(
         self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """The dummy's rows stand at position 0 of its table, each with a place of its own behind
-        that."""
-        super().advance(tables, rows, into, ids)
-        apart = torch.arange(len(rows.slots), device=self.torch_device)
-        into.slot_mapping.add_(apart.mul_(rows.slots == len(tables.lengths) - 1))
+        """The dummy's rows, and those of frozen slots, stand at position 0 of its table, each with
+        a place of its own behind that."""
+        placed = self._advance(tables, rows, into, ids)
+        apart = torch.arange(len(placed), device=self.torch_device)
+        into.slot_mapping.add_(apart.mul_(placed == len(tables.lengths) - 1))
 
     def plan(self, scratch: None, batch: AttentionBatch) -> AttentionBatch:
         """The block tables of the step's rows, gathered once for all layers."""
@@ -220,8 +221,10 @@ class NPUDevice(PortableOperators):
     ) -> None:
         """The likeliest of all; rows that draw are chosen behind the graph."""
         if len(slots):
-            chosen.copy_(logits.argmax(-1))
-            tables.last_tokens.index_copy_(0, slots.long(), chosen)
+            likeliest = logits.argmax(-1).int()
+            tables.last_tokens.index_copy_(0, slots.long(), likeliest)
+            frozen = tables.frozen.index_select(0, slots) > 0
+            chosen.copy_(torch.where(frozen, FROZEN, likeliest))
 
     # -- operators ------------------------------------------------------------------------
 

@@ -129,20 +129,33 @@ class PortableOperators:
         self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
         """Some small operators; none reads anything back."""
+        self._advance(tables, rows, into, ids)
+
+    def _advance(
+        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the slot, int32 (rows,), whose place each row has: the dummy if it is frozen."""
         slots, follows = rows.slots, rows.positions < 0
         if not len(slots):
-            return
+            return slots
         lengths = tables.lengths.index_select(0, slots)
         last_tokens = tables.last_tokens.index_select(0, slots)
         torch.where(follows, lengths, rows.positions, out=into.positions)
         torch.where(follows, last_tokens, rows.token_ids, out=into.token_ids)
         torch.add(into.positions, 1, out=into.contexts)
-        self.locate(tables, slots, into.positions, into.slot_mapping)
+        frozen = (tables.freeze_ids.index_select(1, slots) == last_tokens).any(0)
+        frozen = follows & (frozen | (tables.frozen.index_select(0, slots) > 0))
+        placed = torch.where(frozen, len(tables.lengths) - 1, slots)
+        positions = torch.where(frozen, 0, into.positions)
+        self.locate(tables, placed, positions, into.slot_mapping)
         ids.index_copy_(0, into.slot_mapping, into.token_ids)
-        tables.lengths.index_copy_(0, slots.long(), lengths + follows)
+        every = slots.long()
+        tables.frozen.index_copy_(0, every, frozen.int())
+        tables.lengths.index_copy_(0, every, lengths + (follows ^ frozen))
         if tables.rope_deltas is not None:
             into.positions.add_(tables.rope_deltas.index_select(0, slots))
         tables.lengths[-1:].zero_()  # the dummy's
+        return placed
 
     def locate(
         self,

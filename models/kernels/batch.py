@@ -17,6 +17,8 @@ def advance(tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.T
             tables.lengths,
             tables.last_tokens,
             tables.lengths if tables.rope_deltas is None else tables.rope_deltas,
+            tables.frozen,
+            tables.freeze_ids,
             *rows,
             into.token_ids,
             into.positions,
@@ -28,6 +30,7 @@ def advance(tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.T
             tables.blocks.stride(0),
             block_size=tables.block_size,
             turns=tables.rope_deltas is not None,
+            watched=len(tables.freeze_ids),
             width=128,
             num_warps=4,
         )
@@ -39,6 +42,8 @@ def _advance(
     lengths,
     last_tokens,
     rope_deltas,
+    all_frozen,
+    freeze_ids,
     slots,
     own_positions,
     own_token_ids,
@@ -52,6 +57,7 @@ def _advance(
     stride,
     block_size: tl.constexpr,
     turns: tl.constexpr,
+    watched: tl.constexpr,
     width: tl.constexpr,
 ):
     row = tl.program_id(0) * width + tl.arange(0, width)
@@ -68,12 +74,18 @@ def _advance(
         turned += tl.load(rope_deltas + slot, mask=there, other=0)
     tl.store(positions + row, turned, mask=there)
     tl.store(contexts + row, length + 1, mask=there)
-    at = slot.to(tl.int64) * stride + length // block_size
+    frozen = tl.load(all_frozen + slot, mask=follows, other=0) > 0
+    for number in tl.static_range(watched):
+        watched_id = tl.load(freeze_ids + number * (dummy + 1) + slot, mask=follows, other=-1)
+        frozen |= follows & (watched_id == token)
+    tl.store(all_frozen + slot, 1, mask=frozen)
+    kept_at = tl.where(frozen, 0, length)
+    at = tl.where(frozen, dummy, slot).to(tl.int64) * stride + kept_at // block_size
     block = tl.load(blocks + at, mask=there, other=0).to(tl.int64)
-    place = block * block_size + length % block_size
+    place = block * block_size + kept_at % block_size
     tl.store(slot_mapping + row, place, mask=there)
     tl.store(ids + place, token, mask=there)
-    tl.store(lengths + slot, length + 1, mask=follows & (slot != dummy))
+    tl.store(lengths + slot, length + 1, mask=follows & (slot != dummy) & (frozen == 0))
 
 
 def locate(

@@ -20,6 +20,7 @@ from nanoactor.models.kernels.philox import gumbel_of_part
 from nanoactor.models.kernels.truncated_sampling import GROUP, room, sample_truncated
 
 NO_TOKEN = tl.constexpr(limits.NO_TOKEN)
+FROZEN = tl.constexpr(limits.FROZEN)
 _PART = 4096
 """Token ids that a program looks at."""
 
@@ -69,8 +70,9 @@ def sample_rows(
 ) -> None:
     """Choose a token for each row of logits (rows, vocabulary), whose slot is in `slots` int32.
 
-    Ids go to `chosen` int32 (rows,), `limits.NO_TOKEN` where the highest logit is not finite, and
-    to the table of last tokens; lengths are the positions that the sampled tokens will have.
+    Ids go to `chosen` int32 (rows,), `limits.NO_TOKEN` where the highest logit is not finite and
+    `limits.FROZEN` where the slot is frozen, and to the table of last tokens; lengths are the
+    positions that the sampled tokens will have.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, _PART)
@@ -112,6 +114,7 @@ def sample_rows(
         partials.score_ids,
         chosen,
         tables.last_tokens,
+        tables.frozen,
         vocabulary,
         parts,
         padded=padded,
@@ -203,6 +206,7 @@ def _winners(
     score_ids,
     chosen,
     last_tokens,
+    frozen,
     vocabulary,
     parts,
     padded: tl.constexpr,
@@ -225,5 +229,6 @@ def _winners(
     winner = tl.argmax(score, 0)
     token = tl.sum(tl.where(column == winner, ids, 0), 0)
     token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # whatever the logits are
-    tl.store(chosen + row, tl.where(finite, token, NO_TOKEN))
+    told = tl.where(finite, token, NO_TOKEN)
+    tl.store(chosen + row, tl.where(tl.load(frozen + slot) > 0, FROZEN, told))
     tl.store(last_tokens + slot, token)

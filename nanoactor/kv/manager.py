@@ -30,12 +30,14 @@ from nanoactor.messages import (
     Step,
     Turn,
 )
-from nanoactor.rows import Long, RowExpander, Rows, StepRows, counted_up
+from nanoactor.rows import NO_ROWS, Long, RowExpander, Rows, StepRows, counted_up
 from nanoactor.vision.messages import VisionStep
 from nanoactor.vision.units import NO_ENCODER, EncoderLimits
 
 _NOTHING_HELD = -1
 _NO_EXTRAS: Mapping[int, bytes] = {}
+_NOTHING: Int32 = np.empty(0, np.int32)
+_UNCHANGED = {f"table_{name}": _NOTHING for name in ("slots", "starts", "counts", "blocks")}
 
 
 @dataclasses.dataclass(slots=True)
@@ -228,20 +230,22 @@ class BlockManager:
         copies, self._copies = self._copies, []
         sent = self._behind_hits(plan.rows) if self._admitted else plan.rows
         rows = self._rows.expand(sent, plan.leaves)
-        computing = rows.others.take(rows.others.counts > 0)
+        computing, token_ids = NO_ROWS, _NOTHING
+        if len(others := rows.others):
+            computing = others.take(others.counts > 0)
+            token_ids = self._bind_tokens(computing)
+            if len(copying := others.take(others.copies)):
+                self._bind_copies(plan, copying)
         self._note_ends(rows, computing)
-        slots = computing.slots.tolist()
-        token_ids = self._bind_tokens(computing)
-        if len(copying := rows.others.take(rows.others.copies)):
-            self._bind_copies(plan, copying)
         vision = self._bind_items(plan, computing)
-        changed = [*dict.fromkeys((*slots, *plan.admissions.slots.tolist(), *plan.grows.tolist()))]
+        slots = computing.slots, plan.admissions.slots, plan.grows
+        changed = dict.fromkeys(slot for part in slots if len(part) for slot in part.tolist())
         return Step(
             plan.step,
             sent,
             plan.leaves,
             token_ids,
-            **self._announce(changed),
+            **(self._announce(changed) if changed else _UNCHANGED),
             admissions=plan.admissions,
             copies=BlockCopies(*map(_int32, zip(*copies, strict=True))) if copies else None,
             vision=vision,
@@ -285,7 +289,7 @@ class BlockManager:
             chunks.append(chunk)
             self._holdings[slot].filled = end
             self._index_full_blocks(slot, end)
-        return np.concatenate(chunks) if chunks else _int32([])
+        return np.concatenate(chunks) if chunks else _NOTHING
 
     def _bind_copies(self, plan: Plan, rows: Rows) -> None:
         """Let slots begin as copies of those that this step has computed to the end."""
@@ -321,6 +325,8 @@ class BlockManager:
         return copy, self._tokens[slot, :known].copy()
 
     def _bind_items(self, plan: Plan, rows: Rows) -> VisionStep | None:
+        if plan.slices is None and not len(rows):
+            return None
         held = [self._holdings[slot].items for slot in rows.slots.tolist()]
         chunks = list(zip(held, rows.starts.tolist(), rows.counts.tolist(), strict=True))
         bound = self.items.bind(plan.slices, chunks)
@@ -329,7 +335,7 @@ class BlockManager:
                 self.items.advance(items, start + count, plan.step)
         return bound
 
-    def _announce(self, slots: list[int]) -> dict[str, Int32]:
+    def _announce(self, slots: Iterable[int]) -> dict[str, Int32]:
         """Return the changes of these slots' block tables since the runners last heard of them."""
         changed, starts, counts = [], [], []
         blocks: list[int] = []

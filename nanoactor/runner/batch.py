@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from nanoactor.messages import Admissions, BlockCopies, Int32, Int64, Step
 from nanoactor.models.columns import WORDS
+from nanoactor.models.limits import FREEZE_IDS
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 from nanoactor.rows import RowExpander, counted_up
@@ -63,9 +64,15 @@ class StateLayout:
         return self.lengths + self.slots
 
     @property
-    def rope_deltas(self) -> int:
-        """By slot: rotary position less index, of what follows a prompt."""
+    def frozen(self) -> int:
+        """By slot: 1 where its decode rows change nothing that lasts."""
         return self.last_tokens + self.slots
+
+    @property
+    def rope_deltas(self) -> int:
+        """By slot: rotary position less index, of what follows a prompt. From here to `rows`:
+        what a sequence brings when it is admitted."""
+        return self.frozen + self.slots
 
     @property
     def prompt_lengths(self) -> int:
@@ -73,9 +80,14 @@ class StateLayout:
         return self.rope_deltas + self.slots
 
     @property
+    def freeze_ids(self) -> int:
+        """By slot: a column after the other of ids that freeze it."""
+        return self.prompt_lengths + self.slots
+
+    @property
     def sampling(self) -> int:
         """Sampling parameters by slot: a column after the other, see `nanoactor.models.columns`."""
-        return self.prompt_lengths + self.slots
+        return self.freeze_ids + FREEZE_IDS * self.slots
 
     @property
     def rows(self) -> int:
@@ -152,11 +164,12 @@ class HostBatch:
         if len(moved := layout.moved):
             slots = rows.others.slots[moved].astype(np.int64)
             pairs.append((self.layout.lengths + slots, layout.lengths[moved]))
+            pairs.append((self.layout.frozen + slots, np.zeros(len(slots), np.int64)))
         if rows.decode_slots is not self._decode or len(behind.slots) or self._continued:
             pairs += self._change_rows(rows.decode_slots, behind)
         slots, positions, numbers = layout.samplers
         fallback = self._fallback_rows(layout, slots, positions)
-        scored, results = self._scored(step.token_ids, layout)
+        scored, results = self._scored(step.token_ids, layout, slots, numbers)
         return Update(
             step.step,
             Inputs(
@@ -183,13 +196,9 @@ class HostBatch:
         self.sampling.admit(new)
         self._scores.admit(new.slots, new.prompt_lengths, new.scores)
         self._outputs[new.slots] = new.prompt_lengths
-        layout, slots = self.layout, new.slots.astype(np.int64)
-        columns = layout.sampling + np.arange(WORDS)[:, None] * layout.slots
-        return [
-            ((columns + new.slots).ravel(), self.sampling.words[:, new.slots].ravel()),
-            (layout.rope_deltas + slots, new.rope_deltas.copy()),
-            (layout.prompt_lengths + slots, new.prompt_lengths.copy()),
-        ]
+        columns = np.arange(self.layout.rope_deltas, self.layout.rows, self.layout.slots)
+        rows = new.rope_deltas[:, None], new.prompt_lengths[:, None], new.freeze_ids, new.sampling
+        return [((columns + new.slots[:, None]).ravel(), np.concatenate(rows, axis=1).ravel())]
 
     def _table_indices(self, step: Step) -> Int64:
         firsts = step.table_slots.astype(np.int64) * self.layout.max_blocks + step.table_starts
@@ -219,18 +228,23 @@ class HostBatch:
     def _prefill(self, token_ids: Int32, layout: StepLayout) -> Prefill[Array]:
         rows = layout.rows.others.take(layout.chunks)
         counts, contexts = rows.counts, rows.starts + rows.counts
-        firsts = (np.cumsum(counts) - counts).astype(np.int32)
-        row_of = np.repeat(np.arange(len(counts)), counts)
+        ends_at = counts.cumsum()
+        firsts = (ends_at - counts).astype(np.int32)
+        row_of = np.arange(len(counts)).repeat(counts)
         per_program = self._traits.tokens_per_program
         groups = -(-counts // per_program)
-        tile_rows = np.repeat(np.arange(len(groups), dtype=np.int32), groups)
+        tile_rows = np.arange(len(groups), dtype=np.int32).repeat(groups)
         tile_numbers = counted_up(np.zeros(len(groups), np.int64), groups)
         # The longest first, which a device that is nearly done should not wait for.
         ends_in_row = np.minimum(counts[tile_rows], (tile_numbers + 1) * per_program)
         longest_first = np.argsort(-(rows.starts[tile_rows] + ends_in_row), kind="stable")
-        ends = np.searchsorted(layout.chunks, layout.ends)
+        ends = layout.chunks.searchsorted(layout.ends)
+        if len(token_ids) == ends_at[-1]:
+            own_ids = token_ids.copy()  # it outlives the message
+        else:  # some belong to other rows, or are successors
+            own_ids = token_ids[counted_up(layout.firsts[layout.chunks], counts)]
         return Prefill(
-            token_ids[counted_up(layout.firsts[layout.chunks], counts)],
+            own_ids,
             positions=counted_up(rows.starts, counts).astype(np.int32),
             slots=rows.slots[row_of],
             rows=np.stack((rows.slots, firsts, counts, contexts)).astype(np.int32),
@@ -309,10 +323,10 @@ class HostBatch:
         return np.flatnonzero(masking), True
 
     def _scored(
-        self, token_ids: Int32, layout: StepLayout
+        self, token_ids: Int32, layout: StepLayout, slots: Long, numbers: Long
     ) -> tuple[ScoredRows[Array] | None, ScoredResults | None]:
-        """Return what the step scores; what of the decode batch asks is known by now."""
-        slots, _, numbers = layout.samplers
+        """Return what the step scores, of samplers in these slots and rows; what of the decode
+        batch asks is known by now."""
         asking, first = self._asking, len(layout.sampled)
         if len(slots) > len(layout.rows.decode_slots):
             late = first + len(layout.rows.decode_slots)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanoactor.models.batch import SamplingBatch, SlotTables
-from nanoactor.models.limits import NO_TOKEN, NOTHING_ALLOWED
+from nanoactor.models.limits import FROZEN, NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.models.logit_rules import TokenIds, apply_rules
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.token_masks import BITS, TokenMasks
@@ -89,9 +89,10 @@ class TokenChooser:
         """
         index, slots = place(rows.index, prompts), rows.slots
         logits = self._model.network.logits(hidden.index_select(0, index))
-        chosen = self._sample(logits, rows)
-        self.chosen[index] = chosen.int()
-        self._tables.last_tokens[slots] = chosen.int().clamp_min(0)
+        chosen = self._sample(logits, rows).int()
+        frozen = self._tables.frozen.index_select(0, slots) > 0
+        self.chosen[index] = torch.where(frozen, FROZEN, chosen)
+        self._tables.last_tokens[slots] = chosen.clamp_min(0)
 
     def choose_from(self, kept: Kept, rows: SampledRows[torch.Tensor]) -> torch.Tensor:
         """Choose for rows from what is kept in the slots that `rows.index` names; int32 (rows,)."""

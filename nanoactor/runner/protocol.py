@@ -49,17 +49,8 @@ class Executor(Protocol):
     """A device with a model on it; made on the thread that will call `launch`."""
 
     num_blocks: int
-    block_size: int
-    dtype_name: str
-    device_name: str
-    asynchronous: bool
-    """Whether `launch` returns before the step is done: then another thread calls `wait`."""
     any_thread: bool
     """Whether `launch` may be called on other threads too, one call at a time."""
-    too_large: int
-    """Steps with prompts launched operator by operator as no captured one holds as much, and ..."""
-    uncaptured: int
-    """... steps launched so because they could not be captured."""
     max_depth: int
     """Steps that may be in flight at once."""
     warmed_up: tuple[tuple[int, float], ...]
@@ -67,6 +58,30 @@ class Executor(Protocol):
 
     encoder_pages: int
     """Of the encoder cache; 0 where the model sees nothing."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+
+    @property
+    def dtype_name(self) -> str:
+        """The type that the model computes in."""
+
+    @property
+    def device_name(self) -> str:
+        """The device, for people."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether `launch` returns before the step is done: then another thread calls `wait`."""
+
+    @property
+    def too_large(self) -> int:
+        """Steps with prompts launched operator by operator as no captured one holds as much."""
+
+    @property
+    def uncaptured(self) -> int:
+        """Steps launched operator by operator because they could not be captured."""
 
     def prepare(self, step: Step, pixels: PixelsOf, masks: Int32) -> Prepared:
         """Lay a step out, in the order of steps, on the node's loop while the device is busy.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Int32
-from nanoactor.rows import Rows, StepRows, Want
+from nanoactor.rows import KEEP, SAMPLE, SCORE, Rows, StepRows
 from nanoactor.runner.inputs import NONE, Long
 
 # Each row reads the whole context, which a chunk reads once: longer runs stay chunks.
@@ -61,7 +61,7 @@ class StepLayout:
     def moved(self) -> Long:
         """Rows after which a slot has another length."""
         others = self.rows.others
-        return np.flatnonzero((others.counts > 0) | others.copies) if len(others) else NONE
+        return ((others.counts > 0) | others.copies).nonzero()[0] if len(others) else NONE
 
     @classmethod
     def of(
@@ -76,27 +76,29 @@ class StepLayout:
         others = rows.others
         if not len(others):
             return cls(rows, *(NONE,) * 7, NO_CONTINUED)
-        copies = others.copies
         single = _singles(others, len(rows.decode_slots), outputs, room, runs_from)
-        chunks = np.flatnonzero((others.counts > 0) & ~single)
-        sources = _sources(others, np.flatnonzero(copies), chunks)
+        chunks = ((others.counts > 0) & ~single).nonzero()[0]
         lengths = (others.starts + others.counts).astype(np.int64)
-        lengths[copies] = lengths[sources]
+        every = read = chunks
+        if len(others.sources):
+            copies = others.copies.nonzero()[0]
+            sources = _sources(others, copies, chunks)
+            lengths[copies] = lengths[sources]
+            every, read = np.concatenate((chunks, copies)), np.concatenate((chunks, sources))
         ids = others.ids
-        firsts = np.cumsum(ids) - ids
-        every = np.concatenate((chunks, np.flatnonzero(copies)))
-        read = np.concatenate((chunks, sources))
-        samples, keeps = (others.wants[every] & want > 0 for want in (Want.SAMPLE, Want.KEEP))
+        firsts = (ids.cumsum() - ids).astype(np.int64)
+        wants = others.wants[every]
+        samples, keeps = wants & SAMPLE > 0, wants & KEEP > 0
         return cls(
             rows,
             chunks,
-            choices=np.flatnonzero(others.choices),
+            choices=others.choices.nonzero()[0],
             firsts=firsts,
             lengths=lengths,
             sampled=every[samples],
             kept=every[keeps],
             ends=np.concatenate((read[samples], read[keeps])),
-            behind=_continued(others, np.flatnonzero(single), token_ids, firsts),
+            behind=_continued(others, single.nonzero()[0], token_ids, firsts),
         )
 
     @property
@@ -118,19 +120,19 @@ class StepLayout:
 def _sources(others: Rows, copies: Long, chunks: Long) -> Long:
     """Return the chunk that each copy reads."""
     by_slot = dict(zip(others.slots[chunks].tolist(), chunks.tolist(), strict=True))
-    sources = others.sources[copies].tolist() if len(copies) else []
-    return np.array([by_slot[slot] for slot in sources], np.int64)
+    return np.array([by_slot[slot] for slot in others.sources[copies].tolist()], np.int64)
 
 
 def _singles(
     others: Rows, decodes: int, outputs: Int32, room: int, runs_from: int
 ) -> NDArray[np.bool_]:
     counts, wants = others.counts, others.wants
-    continues = (counts > 0) & (others.starts >= outputs[others.slots]) & (wants & Want.SCORE == 0)
-    if not room or not continues.any():
+    continues = others.starts >= outputs[others.slots]
+    if not room or not continues.any():  # as of most prompts
         return np.zeros(len(others), np.bool_)
+    continues &= (counts > 0) & (wants & SCORE == 0)
     single: NDArray[np.bool_] = continues & (counts == 1)
-    runs = continues & (wants & Want.KEEP > 0) & (counts > 1) & (counts <= LONGEST_RUN)
+    runs = continues & (wants & KEEP > 0) & (counts > 1) & (counts <= LONGEST_RUN)
     if runs.any():
         first = decodes + int(single.sum())
         ends = first + np.cumsum(counts * runs)
@@ -157,11 +159,11 @@ def _continued(others: Rows, places: Long, token_ids: Int32, firsts: Long) -> Co
     for place, slot, start, count, wants, token in zip(*(c.tolist() for c in columns), strict=True):
         each = [(slot, start + offset, token + offset) for offset in range(count)]
         silent += each[:-1]
-        if wants & Want.SAMPLE:
+        if wants & SAMPLE:
             sampling.append(each[-1])
             resumed.append(place)
         else:
-            (kept if wants & Want.KEEP else silent).append(each[-1])
+            (kept if wants & KEEP else silent).append(each[-1])
     slots, positions, tokens = np.array(sampling + silent + kept, np.int64).T.copy()
     last = slots[len(slots) - len(kept) :]
     return Continued(slots, positions, token_ids[tokens], np.array(resumed, np.int64), last)

@@ -64,7 +64,9 @@ class StepChoices:
             every, most = torch.cat((chosen[:rows], *late)), update.scored.most
             table = self._scorer.score(of_prompts, hidden, inputs.scored, places, every, most=most)
             buffers.take_scores(self._device, update.scored, table)
-        return [part for part in (chosen[:prompts], chosen[padded:rows], *late) if len(part)]
+        parts = [part for part in (chosen[:prompts], chosen[padded:rows], *late) if len(part)]
+        self._chooser.compare(update.step, *parts)
+        return parts
 
     def _keep(
         self, kept: KeptRows[torch.Tensor], hidden: torch.Tensor, first: int, end: int

@@ -8,6 +8,7 @@ import numpy as np
 
 from nanoactor.messages import Admissions, Int32, Step
 from nanoactor.models.columns import WORDS, pack
+from nanoactor.models.limits import FREEZE_IDS
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.rows import Rows, Want
 from nanoactor.runner.batch import BatchTraits
@@ -28,6 +29,7 @@ def admissions(slots: Int32, **sampling: float) -> Admissions:
         unmasked_from=whole,
         masked_ids=_NONE,
         masked_counts=whole,
+        freeze_ids=np.full((len(slots), FREEZE_IDS), -1, np.int32),
         rope_deltas=whole,
         prompt_lengths=whole,
         rule_rows=_NONE,

@@ -107,13 +107,13 @@ class Constraints(Feature):
             return
         token, before = int(sequence.tokens[-1]), grammar.gate
         grammar.gate = grammar.gate_behind(sequence.length - sequence.prompt_length - 1, token)
-        if grammar.gate == before:
-            return
-        if grammar.holds:
+        if grammar.holds and before != NO_GATE:
             self._begin(sequence, grammar, [token])
-        elif before == NO_GATE:
+        elif not grammar.holds and before == NO_GATE:
             self._masks.drop(sequence.uid)
             grammar.told = [token]
+            self._lower(sequence)
+        elif not grammar.holds and token in grammar.last_gates:  # the device has frozen it
             self._lower(sequence)
 
     def refuse(self, sequences: Iterable[Sequence]) -> None:
@@ -176,13 +176,13 @@ class Constraints(Feature):
             self._forced += 1
         return ()
 
-    def take_runs(self, running: Iterable[Sequence]) -> list[tuple[Sequence, Int32]]:
+    def take_runs(self) -> list[tuple[Sequence, Int32]]:
         """Return forced tokens of sequences all of whose positions are planned; they are known
         from now on."""
         if not self._forced:
             return []
         found = []
-        for sequence in running:
+        for sequence in self._running.constrained:
             assert sequence.grammar is not None
             run = sequence.grammar.run
             computed = sequence.phase is Phase.RUNNING and sequence.scheduled == sequence.length

@@ -45,11 +45,12 @@ class Feature:
 
     def encode(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
         """Return the slices that the next step encodes, before its rows are chosen. `prefilling`
-        are the sequences with positions left to prefill, by priority."""
+        are the sequences with positions left to prefill, by priority; there are some."""
         return None
 
     def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Return more rows for this step. `rows` are the rows that compute positions."""
+        """Return more rows for this step. `rows` are the rows that compute positions. Called where
+        there are some, or sequences that never decode."""
         return []
 
     def note_done(self, step: int) -> None:
@@ -72,3 +73,13 @@ class Feature:
     def figures(self) -> dict[str, int]:
         """Return the feature's counters and gauges."""
         return {}
+
+
+def overriding(features: Iterable[Feature], hook: str) -> list[Callable[..., Any]]:
+    """Return the methods of this name of the features that override it.
+
+    Most steps only decode: a call of each feature that does nothing would cost them more than all
+    else that is new since the step before.
+    """
+    default = getattr(Feature, hook)
+    return [getattr(f, hook) for f in features if getattr(type(f), hook) is not default]

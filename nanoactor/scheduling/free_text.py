@@ -22,6 +22,11 @@ def first_gate(free: FreeText | None) -> int:
     return free.close_id if free.thinks else free.call_id
 
 
+def last_gate(free: FreeText) -> int:
+    """Return the id behind which the grammar holds."""
+    return free.close_id if free.call_id == NO_GATE else free.call_id
+
+
 def next_gate(free: FreeText, gate: int, index: int, token: int) -> int:
     """Return the gate behind a token, which is at an index of the output."""
     if index == 0 and not free.thinks and token == free.think_id >= 0:

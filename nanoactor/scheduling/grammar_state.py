@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from nanoactor.messages import FreeText, Int32
 from nanoactor.scheduling.free_text import (
     NO_GATE,
+    last_gate,
     must_go_on,
     next_gate,
     restored,
@@ -52,6 +53,11 @@ class GrammarState:
     def watched_ids(self) -> tuple[int, ...]:
         """The ids that may change the gate."""
         return watched_ids(self.free)
+
+    @property
+    def last_gates(self) -> tuple[int, ...]:
+        """The id behind which the grammar holds; empty if it holds from the start."""
+        return () if self.free is None else (last_gate(self.free),)
 
     def gate_behind(self, index: int, token: int) -> int:
         """Return the gate behind the newest token, which is at an index of the output."""

@@ -12,7 +12,7 @@ from nanoactor.scheduling.ids import StopIds
 from nanoactor.scheduling.planned import PlannedStep, as_int32, as_int64
 from nanoactor.scheduling.queues import RunningBatch
 from nanoactor.scheduling.results import Results
-from nanoactor.scheduling.sequence import History, Phase, Sequence
+from nanoactor.scheduling.sequence import History, Sequence
 from nanoactor.scheduling.statistics import SchedulerStatistics
 from nanoactor.scheduling.table import DecodeBatch, Slots
 from nanoactor.scores import RequestScores, TokenScores
@@ -68,6 +68,7 @@ class OutputBuffer:
         Returns (slots, tokens) of the sequences that still hold a slot, and those sequences whose
         new token may end them, or their free text.
         """
+        self._statistics.count_overrun(results.frozen)
         singly = self._take_singly(
             [row.sequence for row, _ in results.singles], [token for _, token in results.singles]
         )
@@ -98,7 +99,7 @@ class OutputBuffer:
     def _drop(self, sequence: Sequence, token: int) -> None:
         """Drop a token that a step has sampled."""
         self._statistics.count_overrun()
-        if self._step > sequence.void_until and sequence.phase is not Phase.FINISHED:
+        if sequence.counts(self._step):
             self._refusing.append(sequence)
 
     def _tell(self, sequence: Sequence, token: int) -> None:
@@ -127,7 +128,7 @@ class OutputBuffer:
         if self._step <= self._void_until or not self._table.all_held(batch):
             owners = self._running.owners(batch.slots)
             held = self._table.held[batch.slots]
-            held &= np.array([self._step > owner.void_until for owner in owners], np.bool_)
+            held &= np.array([owner.counts(self._step) for owner in owners], np.bool_)
             gone = [owner for owner, stays in zip(owners, held.tolist(), strict=True) if not stays]
             due = [s for s, _ in self._take_singly(gone, tokens[~held].tolist())]
             batch, tokens = self._table.batch_of(batch.slots[held]), tokens[held]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanoactor.messages import Int32, Int64
-from nanoactor.rows import Rows, Want
+from nanoactor.rows import NO_ROWS, Rows, Want
 from nanoactor.scheduling.sequence import Sequence
 from nanoactor.scheduling.table import DecodeBatch
 
@@ -82,7 +82,7 @@ class PlannedStep:
     def counts(self) -> Int32:
         """Tokens that each row brings; empty if that is one for each."""
         if all(row.samples for row in self.rows):
-            return np.empty(0, np.int32)
+            return NO_ROWS.slots
         return as_int32([*[1] * len(self.decode_batch.slots), *(row.samples for row in self.rows)])
 
     @property
@@ -107,8 +107,9 @@ class PlannedStep:
 
 def as_rows(planned: list[PlannedRow]) -> Rows:
     """Return the columns of rows."""
-    columns = list(zip(*(row[1:] for row in planned), strict=True)) or [()] * 5
-    slots, starts, counts, wants, sources = columns
+    if not planned:
+        return NO_ROWS
+    slots, starts, counts, wants, sources = zip(*(row[1:] for row in planned), strict=True)
     has_copies = any(source >= 0 for source in sources)
     return Rows(
         as_int32(slots),

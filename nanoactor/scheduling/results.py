@@ -8,7 +8,7 @@ import numpy as np
 
 from nanoactor.errors import ProtocolBug
 from nanoactor.messages import Int32, StepDone
-from nanoactor.models.limits import NO_TOKEN
+from nanoactor.models.limits import FROZEN, NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.scheduling.planned import PlannedRow, PlannedStep
 from nanoactor.scheduling.queues import RunningBatch
 from nanoactor.scheduling.sequence import Sequence
@@ -27,14 +27,18 @@ class Results(NamedTuple):
     """Rows whose logits were not finite: (sequence, slot, first position)."""
     choiceless: list[Sequence]
     """Sequences whose own rules leave no token."""
+    frozen: int = 0
+    """Decode rows of slots that the device had frozen."""
 
 
 def check_due(due: PlannedStep | None, event: StepDone, running: RunningBatch) -> PlannedStep:
     """Return the oldest step in flight. Raises `ProtocolBug` where it is not the one done, or has
     other rows than the results."""
     right = due is not None and due.step == event.step and due.sampling == len(event.token_ids)
-    if due is not None and right and np.array_equal(due.counts, event.counts):
-        return due
+    if due is not None and right:
+        told = not due.rows and not len(event.counts)
+        if told or np.array_equal(due.counts, event.counts):
+            return due
     rows = running.rows(due) if due else []
     raise ProtocolBug(
         f"step {event.step} is reported done with {len(event.token_ids)} tokens of rows "
@@ -46,27 +50,32 @@ def check_due(due: PlannedStep | None, event: StepDone, running: RunningBatch) -
 
 
 def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Results:
-    """Sort the rows by what became of them."""
+    """Sort the rows by what became of them. Raises `ProtocolBug` where a slot is frozen although
+    its sequence goes on decoding."""
     batch, decodes = done.decode_batch, len(done.decode_batch.slots)
     tokens = event.token_ids[:decodes].copy()
     sampling = [row for row in done.rows if row.samples]
     singles = list(zip(sampling, event.token_ids[decodes:].tolist(), strict=True))
     if event.token_ids.min(initial=0) >= 0:
         return Results(batch, tokens, singles, [], [])
-    owners = running.owners(batch.slots)
-    rows = [
-        (sequence, slot, sequence.length - 1)
-        for sequence, slot in zip(owners, batch.slots.tolist(), strict=True)
-    ]
-    rows += [(row.sequence, row.slot, row.start - row.is_choice) for row in sampling]
-    codes = event.token_ids.tolist()
     kept = tokens >= 0
+    slots, codes = batch.slots[~kept], tokens[~kept].tolist()
+    owners = zip(running.owners(slots), slots.tolist(), codes, strict=True)
+    coded = [((sequence, slot, sequence.length - 1), code) for sequence, slot, code in owners]
+    coded += [
+        ((row.sequence, row.slot, row.start - row.is_choice), code)
+        for row, code in singles
+        if code < 0
+    ]
+    frozen = [sequence for (sequence, _, _), code in coded if code == FROZEN]
+    for sequence in frozen:
+        if sequence.counts(done.step):
+            raise ProtocolBug(f"step {done.step}: the slot is frozen of {sequence.describe()}")
     return Results(
         running.table.batch_of(batch.slots[kept]),
         tokens[kept],
         [(row, token) for row, token in singles if token >= 0],
-        failed=[row for row, code in zip(rows, codes, strict=True) if code == NO_TOKEN],
-        choiceless=[
-            row[0] for row, code in zip(rows, codes, strict=True) if code < 0 and code != NO_TOKEN
-        ],
+        failed=[row for row, code in coded if code == NO_TOKEN],
+        choiceless=[row[0] for row, code in coded if code == NOTHING_ALLOWED],
+        frozen=len(frozen),
     )

@@ -41,12 +41,12 @@ from nanoactor.scheduling.constraints import Constraints
 from nanoactor.scheduling.depth import PipelineDepth
 from nanoactor.scheduling.edges import BLOCKS, TEXT, Send
 from nanoactor.scheduling.ends import End
-from nanoactor.scheduling.features import Feature
+from nanoactor.scheduling.features import Feature, overriding
 from nanoactor.scheduling.forking import Forking
 from nanoactor.scheduling.holding import HeldAnswers
 from nanoactor.scheduling.items import Pictures
 from nanoactor.scheduling.output import OutputBuffer
-from nanoactor.scheduling.planned import PlannedStep
+from nanoactor.scheduling.planned import PlannedRow, PlannedStep
 from nanoactor.scheduling.queues import RunningBatch, WaitingLine
 from nanoactor.scheduling.results import check_due, split_rows
 from nanoactor.scheduling.room import Room
@@ -55,6 +55,9 @@ from nanoactor.scheduling.statistics import SchedulerStatistics
 from nanoactor.scheduling.table import DecodeBatch
 from nanoactor.scheduling.turns import TurnBuilder
 from nanoactor.scheduling.unanswered import Unanswered
+
+
+_NO_SLOTS = np.empty(0, np.int64)
 
 
 class Scheduler:
@@ -77,6 +80,8 @@ class Scheduler:
         self.holds = HeldAnswers(self.live, self._room, self._turn, self._give_up_slot)
         forking = Forking(self._room, self._note_admission)
         self._features: tuple[Feature, ...] = (self.items, self.constraints, self.holds, forking)
+        self._flushes = overriding(self._features, "flush")
+        self._note_done = overriding(self._features, "note_done")
         self._owners = {kind: part for part in self._features for kind in part.HANDLERS}
         """By event: the feature whose it is."""
         self.arrivals = Arrivals(self._output, self.statistics)
@@ -93,8 +98,9 @@ class Scheduler:
         if type(event) is StepDone and self._unanswered.hold_back(event):
             return []
         may_go_on = self._process(event)
-        for results in self._unanswered.release():
-            may_go_on = self._process(results)
+        if self._unanswered.held_back:
+            for results in self._unanswered.release():
+                may_go_on = self._process(results)
         while may_go_on:  # each further step is an event, and a turn, of its own
             may_go_on = self._process(None)
         turns, out = self._turns, self._out
@@ -106,7 +112,7 @@ class Scheduler:
         before = self._planned
         if event is not None:
             self._handle(event)
-        for sequence, run in self.constraints.take_runs(self._running.constrained):
+        for sequence, run in self.constraints.take_runs():
             self._jump(sequence, run)
         if self._may_plan():
             self._plan()
@@ -129,8 +135,8 @@ class Scheduler:
 
     def _send_turn(self, fence: int) -> None:
         """Send what follows from an event, to the block manager first: a step may wait for it."""
-        for feature in self._features:
-            self._out += feature.flush(self._turn)
+        for flush in self._flushes:
+            self._out += flush(self._turn)
         if self._turn.gives_up:
             self.budget.expect(self._turn.number, fence)
         turn = self._turn.take(self._completed, fence, may_wait=bool(self._in_flight))
@@ -252,6 +258,8 @@ class Scheduler:
         Without them a preempted sequence would take back what it had to give up. A few more,
         up to one for each running sequence, keep the next preemption from following at once.
         """
+        if not len(self._running):
+            return 0
         _, starving = self._running.table.demand()
         needed = int(np.count_nonzero(starving)) + len(self._running.starving)
         return needed + min(len(self._running), self.config.blocks // 64)
@@ -358,14 +366,17 @@ class Scheduler:
         self._admit_waiting()
         decodes, turn = len(decode_batch.slots), self._turn.number
         prefilling = self._running.prefilling
-        found = [feature.encode(prefilling) for feature in self._features]
+        found = [feature.encode(prefilling) for feature in self._features if prefilling]
         slices = next((slices for slices in found if slices is not None), None)
         rows = self._running.choose_rows(self.config.max_num_batched_tokens - decodes, turn)
-        others = [row for f in self._features for row in f.choose(self._planned + 1, rows)]
+        others: list[PlannedRow] = []
+        if rows or self._running.stepwise:
+            others = [row for f in self._features for row in f.choose(self._planned + 1, rows)]
         if not decodes and not rows and slices is None and not others:
             return
         self._planned += 1
-        self._unanswered.ride(turn, self._planned, {row.sequence.uid for row in rows})
+        if rows:
+            self._unanswered.ride(turn, self._planned, {row.sequence.uid for row in rows})
         rows += others
         planned = PlannedStep(self._planned, decode_batch, rows, encodes=slices is not None)
         self._in_flight.append(planned)
@@ -375,6 +386,8 @@ class Scheduler:
     def _choose_decodes(self) -> tuple[DecodeBatch, list[Sequence], int]:
         """Return what decodes, who of it gets one more block, and how many sit this step out."""
         table = self._running.table
+        if not len(self._running):
+            return table.decode(_NO_SLOTS, all_fed=True), [], 0
         others = self._running.starving
         if others:
             table.interrupt()
@@ -398,8 +411,8 @@ class Scheduler:
         self._depth.note(planned, event.seconds)
         self._completed = event.step
         self.budget.complete(event.step)
-        for feature in self._features:
-            feature.note_done(event.step)
+        for note_done in self._note_done:
+            note_done(event.step)
         self.statistics.device_seconds += event.seconds
         results = split_rows(planned, event, self._running)
         for sequence, slot, start in results.failed:

@@ -263,12 +263,20 @@ class Sequence:
         """The tokens behind which it may not go on as it did."""
         return (*self.end_ids, *(self.grammar.watched_ids if self.grammar else ()))
 
+    @property
+    def freeze_ids(self) -> tuple[int, ...]:
+        """The tokens behind which it does not go on decoding: it ends, or chooses under masks."""
+        return (*(self.grammar.last_gates if self.grammar else ()), *self.end_ids)
+
     def takes(self, token: int, step: int) -> bool:
-        """Tell whether a token that a step has sampled counts: not when it has ended, not behind
-        the end of free text, and not where the token would end what must go on."""
-        if self.phase is Phase.FINISHED or step <= self.void_until:
-            return False
-        return not self.refuses(token)
+        """Tell whether a token that a step has sampled is appended: not where the step does not
+        count, and not where the token would end what must go on."""
+        return self.counts(step) and not self.refuses(token)
+
+    def counts(self, step: int) -> bool:
+        """Tell whether what a step brings it counts: not when it has ended, and not behind the end
+        of free text."""
+        return self.phase is not Phase.FINISHED and step > self.void_until
 
     def refuses(self, token: int) -> bool:
         """Tell whether a token would end it in its thoughts, where its form is to come."""

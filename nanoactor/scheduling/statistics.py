@@ -42,6 +42,6 @@ class SchedulerStatistics:
         """Count a request that was aborted."""
         self.aborted += 1
 
-    def count_overrun(self) -> None:
-        """Count a token that is dropped."""
-        self.overruns += 1
+    def count_overrun(self, tokens: int = 1) -> None:
+        """Count tokens that are dropped."""
+        self.overruns += tokens

@@ -19,6 +19,7 @@ from nanoactor.messages import (
     Turn,
 )
 from nanoactor.models.columns import WORDS
+from nanoactor.models.limits import FREEZE_IDS
 from nanoactor.rows import compressed
 from nanoactor.scheduling.planned import PlannedStep, as_int32, as_int64, as_rows
 from nanoactor.scheduling.sequence import Sequence
@@ -129,6 +130,8 @@ class TurnBuilder:
 
     def _introduce(self, planned: PlannedStep) -> Admissions:
         """Describe the sequences that are new to their slots to the runners."""
+        if not planned.rows:
+            return _NO_ADMISSIONS
         new = {row.slot: row.sequence for row in planned.rows if row.slot not in self._introduced}
         self._introduced |= new.keys()
         return _admissions([*new.values()]) if new else _NO_ADMISSIONS
@@ -190,6 +193,7 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[Int32, Int32]:
 
 def _admissions(sequences: Sequence_[Sequence]) -> Admissions:
     masked = [s.end_ids if s.spec.stopping.min_tokens else () for s in sequences]
+    watched = [i for s in sequences for i in (*s.freeze_ids, *[-1] * FREEZE_IDS)[:FREEZE_IDS]]
     sampling = np.frombuffer(b"".join(s.sampling for s in sequences), np.int32)
     return Admissions(
         slots=as_int32(s.slot for s in sequences),
@@ -198,6 +202,7 @@ def _admissions(sequences: Sequence_[Sequence]) -> Admissions:
         unmasked_from=as_int32(s.prompt_length + s.spec.stopping.min_tokens for s in sequences),
         masked_ids=as_int32(token for ids in masked for token in ids),
         masked_counts=as_int32(map(len, masked)),
+        freeze_ids=as_int32(watched).reshape(-1, FREEZE_IDS),
         rope_deltas=as_int32(s.items.message.rope_delta if s.items else 0 for s in sequences),
         prompt_lengths=as_int32(s.prompt_length for s in sequences),
         rule_rows=as_int32(row for row, s in enumerate(sequences) if s.spec.rules),

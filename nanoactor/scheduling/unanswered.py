@@ -80,4 +80,5 @@ class Unanswered:
     def _must_wait(self, event: StepDone) -> bool:
         if self._doubted > self._answered:
             return True
-        return any(0 < entry.step <= event.step for entry in self._admitted)
+        riding = self._admitted  # most of the time there is none
+        return bool(riding) and any(0 < entry.step <= event.step for entry in riding)

@@ -51,6 +51,7 @@ from nanoactor.messages import (
 )
 from nanoactor.model_files import max_prompt_bytes, read_model_files
 from nanoactor.models import columns
+from nanoactor.models.limits import FREEZE_IDS
 from nanoactor.params import (
     MAX_ANSWERS,
     MAX_BAD_WORD_LENGTH,
@@ -98,6 +99,7 @@ def worst_messages(config, files):
         unmasked_from=rows,
         masked_ids=masked,
         masked_counts=rows,
+        freeze_ids=i32(seqs, FREEZE_IDS),
         rope_deltas=rows,
         prompt_lengths=rows,
         rule_rows=rows,

@@ -19,7 +19,7 @@ from nanoactor.models.batch import (
 )
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.portable import PortableOperators
-from nanoactor.models.limits import CANDIDATES, NO_TOKEN, NOTHING_ALLOWED
+from nanoactor.models.limits import CANDIDATES, FREEZE_IDS, FROZEN, NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.models.sampling import sample
 from nanoactor.models.sampling_rows import SamplingGroups
 from tests.models.batches import attention_batch, words_of
@@ -47,16 +47,21 @@ def poisoned(device, *shape, dtype=torch.int32):
     return torch.full(shape, -99, dtype=dtype, device=device.torch_device)
 
 
-def make_tables(device, rows=None):
-    """Tables whose slots sample as `rows` say, greedily if they do not."""
+def make_tables(device, rows=None, freezing=()):
+    """Tables whose slots sample as `rows` say, greedily if they do not; the last tokens of those of
+    `freezing` freeze them."""
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randperm(SLOTS * 6, generator=generator).int().view(SLOTS, 6)
     lengths = torch.arange(SLOTS).int() * 2
     last = torch.arange(SLOTS).int() + 100
     deltas = -torch.arange(SLOTS).int().flip(0) % 4
     words = words_of(rows or [dict(temperature=0.0)] * SLOTS)
-    columns = (blocks, lengths, last, deltas, words)
-    return SlotTables(*(x.to(device.torch_device) for x in columns), SIZE)
+    frozen, freeze_ids = torch.zeros(SLOTS).int(), torch.full((FREEZE_IDS, SLOTS), -1).int()
+    for number, slot in enumerate(freezing):
+        freeze_ids[number % FREEZE_IDS, slot] = last[slot]
+    columns = (blocks, lengths, last, deltas, words, frozen, freeze_ids)
+    *state, frozen, freeze_ids = (x.to(device.torch_device) for x in columns)
+    return SlotTables(*state, SIZE, frozen, freeze_ids)
 
 
 def by_slot(temperature, top_k=(0,) * SLOTS, top_p=(1.0,) * SLOTS, min_p=(0.0,) * SLOTS):
@@ -104,6 +109,41 @@ def test_advance_lays_out_a_token_for_each_row(device, rows, own):
     assert {at: token for at, token in enumerate(ids.tolist()) if token != -99} == noted
     expected = lengths + torch.tensor([slot in rows and slot != dummy for slot in range(SLOTS)])
     assert torch.equal(tables.lengths.cpu(), expected.int())
+
+
+def advance(device, tables, rows, own=()):
+    """Advance rows of these slots, and others at positions of their own; return what is laid out,
+    and the ids at their places."""
+    count = len(rows) + len(own)
+    into = RowBuffers.zeros(device.zeros, count, count)
+    ids = poisoned(device, tables.blocks.numel() * SIZE)
+    slots, positions, tokens = zip(*((slot, -1, -5) for slot in rows), *own, strict=True)
+    asked = DecodeRows(*(int32(device, column) for column in (slots, positions, tokens)))
+    device.advance(tables, asked, into, ids)
+    return into, ids
+
+
+def test_a_slot_whose_last_token_is_watched_is_frozen_until_it_is_told_a_position(device):
+    freezing = range(2, 7)
+    tables, dummy = make_tables(device, freezing=freezing), SLOTS - 1
+    lengths, last = tables.lengths.clone(), tables.last_tokens.clone()
+    for _ in range(3):  # a frozen slot stays so, whatever is chosen for it
+        into, ids = advance(device, tables, [1, *freezing, 7], [(0, 9, 77)])
+        assert tables.frozen.tolist() == [int(slot in freezing) for slot in range(SLOTS)]
+        places = [int(tables.blocks[dummy, 0]) * SIZE] * len(freezing)
+        assert into.slot_mapping[1:6].tolist() == places
+        written = {at for at, token in enumerate(ids.tolist()) if token != -99}
+        assert written == {*places, *into.slot_mapping[[0, 6, 7]].tolist()}
+        assert into.token_ids.min() >= 0
+        assert into.positions[1:6].tolist() == (lengths + tables.rope_deltas)[2:7].tolist()
+        tables.last_tokens.copy_(last + 50)
+    grown = [lengths[slot] + 3 * (slot in (1, 7)) for slot in range(SLOTS)]
+    assert tables.lengths.tolist() == grown
+    tables.frozen[3] = 0  # as the host writes with another length
+    into, _ = advance(device, tables, [3, 4])
+    assert tables.frozen.tolist() == [0, 0, 1, 0, 1, 1, 1, 0, 0]
+    assert tables.lengths[3] == lengths[3] + 1
+    assert tables.lengths[4] == lengths[4]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 700])
@@ -209,6 +249,22 @@ def check_sampling(device, tables, logits, slots=ROWS):
     assert int(chosen[-1]) == -99
     last = tables.last_tokens.cpu()
     assert all(int(last[slot]) in chosen[:-1][slots == slot].tolist() for slot in slots)
+
+
+@pytest.mark.parametrize("rows", [None, by_slot([1.0] * SLOTS, [0, 5, 0] * 3, [1.0, 1.0, 0.5] * 3)])
+def test_frozen_slots_bring_no_token(device, rows):
+    tables = make_tables(device, rows)
+    logits = torch.randn(SLOTS, 211, generator=torch.Generator().manual_seed(3))
+    slots, scratch = int32(device, range(SLOTS)), device.scratch(SLOTS, 4, 2, 24, 211)
+    free, chosen = poisoned(device, SLOTS), poisoned(device, SLOTS)
+    there = logits.to(device.torch_device)
+    device.sample_rows(there, slots, tables, scratch, free)
+    tables.frozen[1:5] = 1
+    device.sample_rows(there, slots, tables, scratch, chosen)
+    expected = free.clone()
+    expected[1:5] = FROZEN
+    assert chosen.tolist() == expected.tolist()
+    assert tables.last_tokens.min() >= 0
 
 
 @pytest.mark.parametrize("vocabulary", [3, 211, 4096, 9001])

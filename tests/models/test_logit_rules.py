@@ -81,7 +81,7 @@ def _placed(cases, slots):
     blocks = blocks.view(SLOTS, 10)
     lengths, prompts = torch.zeros(SLOTS).int(), torch.zeros(SLOTS).int()
     columns = torch.zeros(WORDS, SLOTS).int()
-    tables = SlotTables(blocks, lengths, lengths.clone(), None, columns, BLOCK)
+    tables = SlotTables(blocks, lengths, lengths.clone(), None, columns, BLOCK, lengths, columns)
     placed = TokenIds(torch.randint(0, VOCABULARY, (SLOTS * 10 * BLOCK,)).int(), prompts, tables)
     for (prompt, output, _), slot in zip(cases, slots.tolist(), strict=True):
         positions = torch.arange(len(prompt) + len(output))

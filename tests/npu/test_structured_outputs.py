@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from nanoactor.runner.executor import DeviceExecutor
+from nanoactor.runner.graph_runner import GraphRunner
 from tests.engine.test_structured_outputs import answers
 from tests.npu.emulation import emulate, relaxed
 
@@ -15,18 +15,23 @@ def continued(monkeypatch):
     another. Asserts that the lengths which the host tells attention are those that the device
     counts."""
     found = []
-    compute = DeviceExecutor._compute
+    run = GraphRunner.run
 
     def checked(self, update, staged, fits):
-        hidden = compute(self, update, staged, fits)
+        states = run(self, update, staged, fits)
         if self._device.needs_host_seq_lens:
-            counted = self._buffers.contexts[: update.decode_rows].tolist()
-            assert update.lengths.decode_contexts == counted
-            slots = self._rows.slots[: update.decode_rows].tolist()
+            batch = self._forward._resident
+            slots = batch.rows.slots[: update.decode_rows].tolist()
+            counted = self._forward._buffers.contexts[: update.decode_rows].tolist()
+            frozen = batch.tables.frozen[slots].tolist()
+            for told, context, is_frozen in zip(
+                update.lengths.decode_contexts, counted, frozen, strict=True
+            ):
+                assert told > context if is_frozen and told != context else told == context
             found.append((update.continued, len(slots) - len({*slots})))
-        return hidden
+        return states
 
-    monkeypatch.setattr(DeviceExecutor, "_compute", checked)
+    monkeypatch.setattr(GraphRunner, "run", checked)
     return found
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from nanoactor.actors.config import ENCODER_PAGE_ROWS, RunnerReady
 from nanoactor.actors.runner import RunnerActor
-from nanoactor.models.limits import NO_TOKEN, NOTHING_ALLOWED
+from nanoactor.models.limits import FROZEN, NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.protocol import Computed
 from nanoactor.runtime.actor import Actor, Context
@@ -66,6 +66,8 @@ class SimulatedRunner(RunnerActor):
         """By slot: whose last state is kept, and behind how many tokens."""
         self._astray: set[int] = set()
         """Requests whose row is behind the end of their free text: it may be anything."""
+        self._frozen: set[int] = set()
+        """Slots whose decode rows change nothing."""
         self._last: dict[int, int] = {}
         """By request: which token of the step is the last of its row."""
 
@@ -107,7 +109,7 @@ class SimulatedRunner(RunnerActor):
         self._busy, self.done, self.dropped, self._half = False, 0, [], {}
         self._next_token[:] = -1
         self._kept, self._ends, self._last = {}, {}, {}
-        self._spoilt, self._astray = set(), set()
+        self._spoilt, self._astray, self._frozen = set(), set(), set()
         self._life += 1
         return self._what_is_ready()
 
@@ -183,6 +185,7 @@ class SimulatedRunner(RunnerActor):
     def _run(self, inputs: StepInputs) -> Any:
         """Copy blocks, then compute all chunks and all decode rows, and sample."""
         oracle = self._world.oracle
+        self._frozen -= {*inputs.thawed}
         self._copy(inputs)
         self._encode(inputs)
         self._look(inputs)
@@ -211,7 +214,10 @@ class SimulatedRunner(RunnerActor):
             ids, mapping = self._next_token[slot : slot + 1], inputs.slot_mapping[at]
             if index >= free:
                 ids = inputs.token_ids[at]
-            elif self._goes_astray(uid, context, mapping):
+                assert slot not in self._frozen, f"request {uid} is computed in a frozen slot"
+            elif self._freezes(uid, slot, context, inputs.freeze_ids[index]) or (
+                self._goes_astray(uid, context, mapping)
+            ):
                 self._last[uid], self._ends[uid] = first + index, context
                 continue
             self._row(uid, context, inputs.decode_tables[index], ids, mapping)
@@ -229,6 +235,20 @@ class SimulatedRunner(RunnerActor):
             return []
         slots = inputs.update.prefill.rows[0].tolist()
         return self._world.oracle.owners_of_slots(inputs.step, slots)
+
+    def _freezes(self, uid: int, slot: int, context: int, watched: Any) -> bool:
+        """Whether the slot of a decode row is frozen, as `Device.advance` has it."""
+        oracle, token = self._world.oracle, int(self._next_token[slot])
+        if not self._world.scenario.freezes:
+            return False
+        # Here a token may be one that a real device would have masked.
+        if slot not in self._frozen and token not in oracle.masked(uid, context - 1):
+            freezes = token >= 0 and bool((watched == token).any())
+            due = oracle.freeze_ids(uid)
+            assert freezes is (token in due), f"request {uid}: {watched} where {due} freeze it"
+            self._frozen |= {slot} if freezes else set()
+        oracle.counts["frozen rows"] += slot in self._frozen
+        return slot in self._frozen
 
     def _goes_astray(self, uid: int, context: int, mapping: Any) -> bool:
         """Whether a row decodes behind the end of free text: nobody may read what it writes."""
@@ -362,7 +382,10 @@ class SimulatedRunner(RunnerActor):
     def _sample(self, inputs: StepInputs) -> Any:
         owners = self._world.oracle.owners_of_slots(inputs.step, inputs.sampling_slots)
         free = len(owners) - inputs.choices
-        ids = [self._token(uid) for uid in owners[:free]]
+        ids = [
+            FROZEN if slot in self._frozen else self._token(uid)
+            for uid, slot in zip(owners[:free], inputs.sampling_slots, strict=False)
+        ]
         late = zip(owners[free:], inputs.sampling_slots[free:], inputs.masks, strict=True)
         ids += [self._choose(*row) for row in late]
         assert inputs.sampling_positions == [self._ends[uid] for uid in owners]

@@ -234,8 +234,8 @@ _PATCHES = [
     Mutation(
         "the result of an ended sequence is taken",
         SEQUENCE,
-        "        if self.phase is Phase.FINISHED or step <= self.void_until:\n",
-        "        if step <= self.void_until:\n",
+        "return self.phase is not Phase.FINISHED and step > self.void_until\n",
+        "return step > self.void_until\n",
     ),
     Mutation(
         "a hash takes its grandparent for its parent",
@@ -749,8 +749,8 @@ _PATCHES = [
     Mutation(
         "a copy samples from the step's first prompt",
         LAYOUT,
-        "    return np.array([by_slot[slot] for slot in sources], np.int64)",
-        "    return np.array([[*by_slot.values()][0] for slot in sources], np.int64)",
+        "return np.array([by_slot[slot] for slot in others",
+        "return np.array([[*by_slot.values()][0] for slot in others",
     ),
     Mutation(
         "of a refused request the first answer alone gets an end",
@@ -852,8 +852,8 @@ _PATCHES = [
     Mutation(
         "what was computed behind free text is taken",
         SEQUENCE,
-        "        if self.phase is Phase.FINISHED or step <= self.void_until:\n",
-        "        if self.phase is Phase.FINISHED:\n",
+        "return self.phase is not Phase.FINISHED and step > self.void_until\n",
+        "return self.phase is not Phase.FINISHED\n",
     ),
     Mutation(
         "a sequence whose free text is over goes on where it is",
@@ -965,8 +965,8 @@ _PATCHES = [
     Mutation(
         "the end of a prompt is taken to continue an output",
         LAYOUT,
-        "(others.starts >= outputs[others.slots])",
-        "(others.starts >= 0)",
+        "others.starts >= outputs[others.slots]",
+        "others.starts >= 0",
     ),
     Mutation(
         "constrained sequences decode",
@@ -1491,11 +1491,43 @@ SEAMS = [
         ),
     ),
 ]
+_PATCHES += [
+    Mutation(
+        "a slot stays frozen while its sequence goes on",
+        BATCH,
+        "            pairs.append((self.layout.frozen + slots, np.zeros(len(slots), np.int64)))\n",
+        "",
+    ),
+    Mutation(
+        "the end of free text does not freeze a slot",
+        "nanoactor.scheduling.grammar_state",
+        "return () if self.free is None else (last_gate(self.free),)",
+        "return ()",
+    ),
+    Mutation(
+        "text goes on decoding behind the token that would have ended it",
+        CONSTRAINTS,
+        "elif not grammar.holds and token in grammar.last_gates:",
+        "elif False:",
+    ),
+    Mutation(
+        "slots are frozen by the ids of others",
+        TURNS,
+        "watched = [i for s in sequences for i in",
+        "watched = [i for s in sequences[::-1] for i in",
+    ),
+    Mutation(
+        "the rows of frozen slots are taken for tokens",
+        "nanoactor.scheduling.results",
+        "    kept = tokens >= 0\n",
+        "    kept = tokens != NO_TOKEN\n",
+    ),
+]
 _PATCHES.append(
     Mutation(
         "results of a prompt that rides do not wait for what was found of it",
         "nanoactor.scheduling.unanswered",
-        "        return any(0 < entry.step <= event.step for entry in self._admitted)\n",
+        "        return bool(riding) and any(0 < entry.step <= event.step for entry in riding)\n",
         "        return False\n",
     )
 )

@@ -442,6 +442,24 @@ class Oracle:
         for slot, uid in by_slot.items():
             assert self._introduced.get(slot) == uid, f"{uid} in slot {slot} is not introduced"
 
+    def freeze_ids(self, uid: int) -> set[int]:
+        """The tokens behind which a request does not go on decoding."""
+        ask = self._scenario.asks[self.positions[uid]]
+        return {*ask.eos_ids, *ask.stop_ids, *self._last_gate(uid)}
+
+    def _last_gate(self, uid: int) -> tuple[int, ...]:
+        """The token that ends a request's free text."""
+        grammar = self._scenario.asks[self.positions[uid]].grammar
+        if grammar is None or grammar.free is None:
+            return ()
+        _, _, close, call = grammar.free
+        return (close if call < 0 else call,)
+
+    def _is_behind_gate(self, sequence: Sequence) -> bool:
+        """Whether the newest token is a last gate, even if the text before goes on: the next one
+        follows a row of its own."""
+        return int(sequence.tokens[-1]) in self._last_gate(sequence.uid)
+
     def _check_wants(self, rows: Rows, by_slot: dict[int, int]) -> None:
         """A row that ends what is known samples, or keeps its state where a mask is needed."""
         for slot, wants in zip(rows.slots.tolist(), rows.wants.tolist(), strict=True):
@@ -752,7 +770,8 @@ class Oracle:
                 due = self.scheduler._in_flight[len(self.scheduler._unanswered.held_back)]
                 rows = [row for row in due.rows if row.samples]
                 free = [row.sequence for row in rows if not row.is_choice]
-                free += self.scheduler._running.owners(due.decode_batch.slots)
+                decoding = self.scheduler._running.owners(due.decode_batch.slots)
+                free += [s for s in decoding if not self._is_behind_gate(s)]
                 samplers = {s.uid for s in free if not self._is_behind_free_text(s)}
                 samplers |= {row.sequence.uid for row in rows if row.is_choice}
                 live = samplers & self.scheduler.live.keys()

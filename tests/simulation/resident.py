@@ -61,6 +61,10 @@ class StepInputs:
     """Which token's state is kept in which slot."""
     continued: int
     """The number of the last decode rows, which have a token of the host's."""
+    thawed: list[int]
+    """Slots that are not frozen from this step on."""
+    freeze_ids: Any
+    """(decode rows, ids): which ids freeze the slot of each."""
     copies: list[tuple[int, int]]
     """Blocks: sources and targets."""
 
@@ -101,9 +105,12 @@ class ResidentState:
         assert str(update.scored) == str(plain.scored)
         assert words_of(update.inputs) >= sum(part.nbytes // 4 for part in changes)
         self._state[changes[0]] = changes[1]
-        return self._inputs(update, plain)
+        thawed = changes[0] - self._layout.frozen
+        thawed = thawed[(thawed >= 0) & (thawed < self._layout.slots)].tolist()
+        assert not self._column(self._layout.frozen).any()
+        return self._inputs(update, plain, thawed)
 
-    def _inputs(self, update: Update, plain: Update) -> StepInputs:
+    def _inputs(self, update: Update, plain: Update, thawed: list[int]) -> StepInputs:
         decodes, positions, contexts = self._advance(update)
         prefill, kept_rows = update.prefill, update.inputs.kept
         token_ids, places = np.empty(0, np.int32), np.empty(0, np.int64)
@@ -159,6 +166,8 @@ class ResidentState:
             masks=np.concatenate([part.masks for part in update.inputs.choices]) if late else (),
             kept=kept,
             continued=update.continued,
+            thawed=thawed,
+            freeze_ids=self._freeze_ids[:, decodes].T.copy(),
         )
 
     def _check_choices(self, update: Update, plain: Update, first: int) -> list[tuple[int, int]]:
@@ -196,6 +205,11 @@ class ResidentState:
     @property
     def _tables(self) -> Any:
         return self._state[: self._layout.lengths].reshape(self._layout.slots, -1)
+
+    @property
+    def _freeze_ids(self) -> Any:
+        ids = self._state[self._layout.freeze_ids : self._layout.sampling]
+        return ids.reshape(-1, self._layout.slots)
 
     @property
     def _columns(self) -> Any:

@@ -221,6 +221,8 @@ class Scenario:
     """Whether there is an actor for them."""
     runs_from: int = 1 << 30
     """Steps of so many decode rows may have several of one constrained answer."""
+    freezes: bool = True
+    """Whether the device freezes slots behind watched tokens."""
     compile_steps: float = 1.0
     """Mean time to compile a grammar, in steps."""
     hold_seconds: float = 1.0
@@ -321,6 +323,7 @@ def draw(seed: int) -> Scenario:
         failures=random.Random(f"{seed} failures").choice([0, 0, 0, 0, 0.01, 0.05]),
         choiceless=random.Random(f"{seed} choiceless").choice([0, 0, 0, 0.02]),
         runs_from=random.Random(f"{seed} runs").choice([1, 1, 3, 1 << 30]),
+        freezes=random.Random(f"{seed} freezes").random() < 0.8,
     )
     scenario = dataclasses.replace(scenario, asks=_draw_asks(rng, scenario, traffic))
     scenario = _with_pictures(random.Random(f"{seed} pictures"), scenario)

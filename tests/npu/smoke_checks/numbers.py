@@ -208,15 +208,17 @@ def sampling(rig: Rig) -> str:
 
 def bookkeeping(rig: Rig) -> str:
     """`advance`: positions, places and lengths of the next step's rows, two of them at positions of
-    their own, the dummy's twice."""
+    their own, the dummy's twice; then of the same, of which one slot is frozen."""
     slots, width, dummy = 5, 4, 4
     blocks = torch.arange(slots * width, dtype=torch.int32).view(slots, width).flip(1)
     lengths = torch.tensor([0, 127, 128, 300, 0], dtype=torch.int32)
     last = torch.arange(100, 100 + slots, dtype=torch.int32)
     deltas = torch.tensor([0, -3, 0, -100, 0], dtype=torch.int32)
     words = torch.zeros(WORDS, slots, dtype=torch.int32)
-    moved = map(rig.to, (blocks, lengths, last, deltas, words))
-    tables = SlotTables(*moved, 128)
+    frozen, freeze_ids = torch.zeros(slots, dtype=torch.int32), torch.full((8, slots), -1).int()
+    columns = (blocks, lengths, last, deltas, words, frozen, freeze_ids)
+    *moved, frozen, freeze_ids = map(rig.to, columns)
+    tables = SlotTables(*moved, 128, frozen, freeze_ids)
     rows = torch.tensor([3, 1, 2, 0, 0, dummy, dummy], dtype=torch.int32)
     own = torch.tensor([-1, -1, -1, 7, 8, -1, -1], dtype=torch.int32)
     own_ids = torch.tensor([0, 0, 0, 11, 12, 0, 0], dtype=torch.int32)
@@ -243,6 +245,16 @@ def bookkeeping(rig: Rig) -> str:
         raise Failed(f"the dummy's rows are at {found[5:].tolist()}")
     expected = torch.tensor([0, 128, 129, 301, 0], dtype=torch.int32)
     same("lengths", tables.lengths, expected)
+    with rig.device.stream():
+        freeze_ids[5, 1] = int(last[1])
+        rig.device.advance(tables, asked, into, ids)
+        rig.device.synchronize()
+    found = into.slot_mapping.cpu()
+    if len({*found[[1, 5, 6]].tolist()}) < 3 or int(found[1]) // 128 != int(blocks[dummy, 0]):
+        raise Failed(f"the row of a frozen slot is at {int(found[1])}")
+    same("frozen slots", tables.frozen, torch.tensor([0, 1, 0, 0, 0], dtype=torch.int32))
+    expected = torch.tensor([0, 128, 130, 302, 0], dtype=torch.int32)
+    same("lengths of slots that are not frozen", tables.lengths, expected)
     return ""
 
 

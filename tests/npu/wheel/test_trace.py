@@ -22,6 +22,7 @@ from nanoactor.models.config import parse_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import npu_sampling
 from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.limits import FREEZE_IDS
 from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.options import DeviceOptions
 from nanoactor.models.sampling_rows import SamplingGroups
@@ -76,6 +77,8 @@ class Traced:
             None,
             self.whole(WORDS, slots),
             SIZE,
+            self.whole(slots),
+            self.whole(FREEZE_IDS, slots),
         )
 
     def step(self, prompts, decodes):
@@ -107,6 +110,7 @@ class Traced:
             decode_slots=slots,
             decode_contexts=buffers.contexts,
             lengths=lengths,
+            frozen=tables.frozen,
         )
         batch = self.device.plan(None, batch)
         forward = self.network.forward
