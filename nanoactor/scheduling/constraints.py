@@ -10,7 +10,7 @@ known token as what it has become, and what steps in flight bring it does not co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -101,7 +101,7 @@ class Constraints(Feature):
 
     # -- between free text and the grammar ------------------------------------------------
 
-    def look(self, sequence: Sequence) -> None:
+    def go_on(self, sequence: Sequence) -> None:
         """One kind of free text may follow another, or the grammar begin to hold, or cease to."""
         if (grammar := sequence.grammar) is None:
             return
@@ -116,7 +116,7 @@ class Constraints(Feature):
         elif not grammar.holds and token in grammar.last_gates:  # the device has frozen it
             self._lower(sequence)
 
-    def refuse(self, sequences: Iterable[Sequence]) -> None:
+    def note_refused(self, sequences: list[Sequence]) -> None:
         """These would have ended in their thoughts: their grammars end these."""
         for sequence in sequences:
             assert sequence.grammar is not None
@@ -133,9 +133,14 @@ class Constraints(Feature):
 
     # -- masks and forced tokens ----------------------------------------------------------
 
-    def note_tokens(self, sequences: Iterable[Sequence]) -> None:
-        """Pass the newest token of each of these on, and ask for their next masks."""
-        living = [sequence for sequence in sequences if sequence.uid in self._masks]
+    def note_results(self, rows: list[PlannedRow]) -> None:
+        """Have the positions of chosen tokens be computed, pass the tokens on, and ask for the next
+        masks."""
+        chosen = (row.sequence for row in rows if row.is_choice)
+        living = [s for s in chosen if s.phase is not Phase.FINISHED and s.is_constrained]
+        for sequence in living:
+            self._running.resume(sequence)
+        living = [sequence for sequence in living if sequence.uid in self._masks]
         if not living:
             return
         message = GrammarTokens(
@@ -176,7 +181,7 @@ class Constraints(Feature):
             self._forced += 1
         return ()
 
-    def take_runs(self) -> list[tuple[Sequence, Int32]]:
+    def forced(self) -> list[tuple[Sequence, Int32]]:
         """Return forced tokens of sequences all of whose positions are planned; they are known
         from now on."""
         if not self._forced:

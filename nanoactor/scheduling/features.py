@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from nanoactor.messages import Answer
+from nanoactor.messages import Answer, Int32
 from nanoactor.scheduling.edges import Send
 from nanoactor.scheduling.ends import End
 from nanoactor.scheduling.planned import PlannedRow
@@ -56,6 +56,25 @@ class Feature:
     def note_done(self, step: int) -> None:
         """Note that a step is done."""
 
+    def forced(self) -> list[tuple[Sequence, Int32]]:
+        """Return sequences with the tokens that follow without a choice. They are known from now
+        on."""
+        return []
+
+    def go_on(self, sequence: Sequence) -> None:
+        """Note that a sequence does not end with its newest token, which is one of its watched ids
+        or was sampled by a row that does not decode."""
+
+    def note_refused(self, sequences: list[Sequence]) -> None:
+        """Note that the newest results of these would have ended what must go on."""
+
+    def note_results(self, rows: list[PlannedRow]) -> None:
+        """Note that these rows, which do not decode, have brought their tokens."""
+
+    def yielding(self) -> Sequence | None:
+        """Return a sequence to give up its slot where another waits and nothing is under way."""
+        return None
+
     def leave(self, sequence: Sequence) -> None:
         """Note that a sequence is about to give up its slot."""
 
@@ -75,11 +94,24 @@ class Feature:
         return {}
 
 
-def overriding(features: Iterable[Feature], hook: str) -> list[Callable[..., Any]]:
-    """Return the methods of this name of the features that override it.
+_FREQUENT = "flush", "forced", "go_on", "note_done", "note_refused", "note_results", "yielding"
 
-    Most steps only decode: a call of each feature that does nothing would cost them more than all
-    else that is new since the step before.
-    """
-    default = getattr(Feature, hook)
-    return [getattr(f, hook) for f in features if getattr(type(f), hook) is not default]
+
+class Features:
+    """All features of a scheduler, in the order in which their hooks are called."""
+
+    def __init__(self, *features: Feature) -> None:
+        self._every = features
+        self.owners = {kind: feature for feature in features for kind in feature.HANDLERS}
+        """By class of event: the feature that handles it."""
+        self.frequent: dict[str, list[Callable[..., Any]]] = {}
+        """Of the hooks that are called for most events, the methods that override them. To call
+        those that do nothing would cost a step that only decodes more than all else in it."""
+        for hook in _FREQUENT:
+            default = getattr(Feature, hook)
+            overriding = [f for f in features if getattr(type(f), hook) is not default]
+            self.frequent[hook] = [getattr(feature, hook) for feature in overriding]
+
+    def __iter__(self) -> Iterator[Feature]:
+        """Go through them."""
+        return iter(self._every)

@@ -16,7 +16,7 @@ from nanoactor.messages import Continue, HoldClock, Int32
 from nanoactor.scheduling import ends
 from nanoactor.scheduling.ends import End
 from nanoactor.scheduling.features import Ending, Feature, Handlers
-from nanoactor.scheduling.planned import as_int32
+from nanoactor.scheduling.planned import PlannedRow, as_int32
 from nanoactor.scheduling.room import Room
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.scheduling.turns import TurnBuilder
@@ -47,10 +47,11 @@ class HeldAnswers(Feature):
         """Return how many sequences are held."""
         return len(self._since)
 
-    def note_told(self, sequence: Sequence) -> None:
-        """Where a sequence is held, a token has just been told to its caller."""
-        if sequence.is_held and sequence.phase is not Phase.FINISHED:
-            self._since[sequence.uid] = self._ticks
+    def note_results(self, rows: list[PlannedRow]) -> None:
+        """Note which of these have just been told a token, and are held."""
+        for sequence in (row.sequence for row in rows):
+            if sequence.is_held and sequence.phase is not Phase.FINISHED:
+                self._since[sequence.uid] = self._ticks
 
     def close(self, sequence: Sequence) -> None:
         """A sequence is over."""
@@ -136,8 +137,8 @@ class HeldAnswers(Feature):
         """Tell whether it is a caller's turn."""
         return bool(self._complete())
 
-    def who_yields(self) -> Sequence | None:
-        """Return who gives up its place where nobody else can go on: the youngest that is held.
+    def yielding(self) -> Sequence | None:
+        """Return the youngest that is held.
 
         Nobody who waits may depend on a caller; the other answers to a request least of all, as
         the caller waits for them.

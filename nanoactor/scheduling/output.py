@@ -125,13 +125,13 @@ class OutputBuffer:
     ) -> tuple[Int32, Int32, list[Sequence]]:
         """Append the tokens of a decode batch; returns as `take` does."""
         due: list[Sequence] = []
-        if self._step <= self._void_until or not self._table.all_held(batch):
+        if self._step <= self._void_until or not self._table.all_occupied(batch):
             owners = self._running.owners(batch.slots)
-            held = self._table.held[batch.slots]
-            held &= np.array([owner.counts(self._step) for owner in owners], np.bool_)
-            gone = [owner for owner, stays in zip(owners, held.tolist(), strict=True) if not stays]
-            due = [s for s, _ in self._take_singly(gone, tokens[~held].tolist())]
-            batch, tokens = self._table.batch_of(batch.slots[held]), tokens[held]
+            stays = self._table.occupied[batch.slots]
+            stays &= np.array([owner.counts(self._step) for owner in owners], np.bool_)
+            gone = [owners[row] for row in np.flatnonzero(~stays)]
+            due = [s for s, _ in self._take_singly(gone, tokens[~stays].tolist())]
+            batch, tokens = self._table.batch_of(batch.slots[stays]), tokens[stays]
         watched = self.stop_ids.among(tokens)
         if watched.any():
             refused = watched & self._refused(batch.slots, tokens, watched)

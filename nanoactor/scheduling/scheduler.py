@@ -41,21 +41,20 @@ from nanoactor.scheduling.constraints import Constraints
 from nanoactor.scheduling.depth import PipelineDepth
 from nanoactor.scheduling.edges import BLOCKS, TEXT, Send
 from nanoactor.scheduling.ends import End
-from nanoactor.scheduling.features import Feature, overriding
+from nanoactor.scheduling.features import Features
 from nanoactor.scheduling.forking import Forking
 from nanoactor.scheduling.holding import HeldAnswers
 from nanoactor.scheduling.items import Pictures
 from nanoactor.scheduling.output import OutputBuffer
 from nanoactor.scheduling.planned import PlannedRow, PlannedStep
 from nanoactor.scheduling.queues import RunningBatch, WaitingLine
-from nanoactor.scheduling.results import check_due, split_rows
+from nanoactor.scheduling.results import Results, check_due, split_rows
 from nanoactor.scheduling.room import Room
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.scheduling.statistics import SchedulerStatistics
 from nanoactor.scheduling.table import DecodeBatch
 from nanoactor.scheduling.turns import TurnBuilder
 from nanoactor.scheduling.unanswered import Unanswered
-
 
 _NO_SLOTS = np.empty(0, np.int64)
 
@@ -79,11 +78,7 @@ class Scheduler:
         self._room = Room(*places, self._pages, self._reserve, config.block_size)
         self.holds = HeldAnswers(self.live, self._room, self._turn, self._give_up_slot)
         forking = Forking(self._room, self._note_admission)
-        self._features: tuple[Feature, ...] = (self.items, self.constraints, self.holds, forking)
-        self._flushes = overriding(self._features, "flush")
-        self._note_done = overriding(self._features, "note_done")
-        self._owners = {kind: part for part in self._features for kind in part.HANDLERS}
-        """By event: the feature whose it is."""
+        self._features = Features(self.items, self.constraints, self.holds, forking)
         self.arrivals = Arrivals(self._output, self.statistics)
         self._planned = self._completed = self._preempted_at = self._wanted = 0
         """The last steps planned, done, with somebody preempted for them, and asked for."""
@@ -112,8 +107,9 @@ class Scheduler:
         before = self._planned
         if event is not None:
             self._handle(event)
-        for sequence, run in self.constraints.take_runs():
-            self._jump(sequence, run)
+        for forced in self._features.frequent["forced"]:
+            for sequence, run in forced():
+                self._jump(sequence, run)
         if self._may_plan():
             self._plan()
         else:
@@ -126,7 +122,7 @@ class Scheduler:
         return may_go_on
 
     def _handle(self, event: Any) -> None:
-        feature = self._owners.get(type(event))
+        feature = self._features.owners.get(type(event))
         if feature is None:
             self.HANDLERS[type(event)](self, event)
         else:
@@ -135,7 +131,7 @@ class Scheduler:
 
     def _send_turn(self, fence: int) -> None:
         """Send what follows from an event, to the block manager first: a step may wait for it."""
-        for flush in self._flushes:
+        for flush in self._features.frequent["flush"]:
             self._out += flush(self._turn)
         if self._turn.gives_up:
             self.budget.expect(self._turn.number, fence)
@@ -269,14 +265,15 @@ class Scheduler:
         return self.items.budget.credits
 
     def _make_way(self) -> None:
-        """Have one that is held give up its place, where somebody waits and nothing is under way;
-        what comes back is known before the next one does."""
+        """Have a sequence give up its slot, where another waits and nothing is under way; what
+        comes back is known before the next one does."""
         under_way = self._in_flight or self.budget.oldest_unanswered is not None
         if under_way or self._room.head is None:
             return
-        if (held := self.holds.who_yields()) is not None:
-            self._give_up_slot(held)
-            held.hold()
+        found = [yielding() for yielding in self._features.frequent["yielding"]]
+        if (sequence := next(filter(None, found), None)) is not None:
+            self._give_up_slot(sequence)
+            sequence.hold()
 
     def _admit(self, sequence: Sequence, need: int) -> None:
         self.budget.debit(need)
@@ -411,7 +408,7 @@ class Scheduler:
         self._depth.note(planned, event.seconds)
         self._completed = event.step
         self.budget.complete(event.step)
-        for note_done in self._note_done:
+        for note_done in self._features.frequent["note_done"]:
             note_done(event.step)
         self.statistics.device_seconds += event.seconds
         results = split_rows(planned, event, self._running)
@@ -422,25 +419,24 @@ class Scheduler:
         for sequence in (s for s in results.choiceless if event.step > s.void_until):
             self._fail(sequence, ends.choiceless(sequence.is_constrained))
         self._output.take_scores(planned, event)
+        self._take_tokens(results)
+
+    def _take_tokens(self, results: Results) -> None:
         known, candidates = self._output.take(results)
-        for row, _ in results.singles:
-            self.holds.note_told(row.sequence)
         for sequence in candidates:
             if (end := sequence.end_reached()) is not None:
                 self._end(sequence, end)
-            else:
-                self.constraints.look(sequence)
-        self.constraints.refuse(self._output.take_refused())
-        self._go_on([row.sequence for row, _ in results.singles if row.is_choice])
+                continue
+            for go_on in self._features.frequent["go_on"]:
+                go_on(sequence)
+        if refused := self._output.take_refused():
+            for note_refused in self._features.frequent["note_refused"]:
+                note_refused(refused)
+        if rows := [row for row, _ in results.singles]:
+            for note_results in self._features.frequent["note_results"]:
+                note_results(rows)
         for slots, tokens in known:
             self._turn.know(slots, tokens)
-
-    def _go_on(self, chosen: list[Sequence]) -> None:
-        """Have the next position of each of these be computed, and its mask be made."""
-        living = [s for s in chosen if s.phase is not Phase.FINISHED and s.is_constrained]
-        for sequence in living:
-            self._running.resume(sequence)
-        self.constraints.note_tokens(living)
 
     def _jump(self, sequence: Sequence, run: Int32) -> None:
         """Append tokens that are forced, as far as they do not end it."""

@@ -28,7 +28,7 @@ class RunningTable:
 
     def __init__(self, slots: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
-        self.held = np.zeros(slots, np.bool_)
+        self.occupied = np.zeros(slots, np.bool_)
         self.running = np.zeros(slots, np.bool_)
         """Held, and its match is answered."""
         self.stepwise = np.zeros(slots, np.bool_)
@@ -77,7 +77,7 @@ class RunningTable:
         `tokens` are the known ones (int32), `limit` is how many it may have in all, and `blocks`
         is how many blocks it holds.
         """
-        self.held[slot], self.running[slot] = True, False
+        self.occupied[slot], self.running[slot] = True, False
         self.stepwise[slot] = stepwise
         self.uids[slot], self.prompts[slot], self.limits[slot] = uid, prompt_length, limit
         self.targets[slot] = self.known[slot] = len(tokens)
@@ -97,17 +97,17 @@ class RunningTable:
     def share(self, slots: Int32, shared: Int32, turn: int) -> None:
         """Note how many blocks of these slots others hold too, as it is behind a turn; not of slots
         that were given anew since."""
-        known = self.held[slots] & (self.admitted[slots] <= turn)
+        known = self.occupied[slots] & (self.admitted[slots] <= turn)
         self.shared[slots[known]] = shared[known]
 
     def leave(self, slot: int) -> None:
         """Take a slot back from its sequence."""
         if self.stepwise[slot]:  # no decode batch has it
-            self.held[slot] = self.running[slot] = False
+            self.occupied[slot] = self.running[slot] = False
             return
         self._catch_up()
         self._steady = 0
-        self.held[slot] = self.running[slot] = False
+        self.occupied[slot] = self.running[slot] = False
         self._columns = None
 
     def lower(self, slot: int, length: int, *, stepwise: bool) -> None:
@@ -195,7 +195,7 @@ class RunningTable:
     def batch_of(self, slots: Slots) -> DecodeBatch:
         """Return a batch of these slots, with a version of its own."""
         self._versions += 1
-        members = np.zeros(len(self.held), np.bool_)
+        members = np.zeros(len(self.occupied), np.bool_)
         members[slots] = True
         return DecodeBatch(self._versions, slots, members)
 
@@ -206,11 +206,11 @@ class RunningTable:
 
     # -- what is known --------------------------------------------------------------------
 
-    def all_held(self, batch: DecodeBatch) -> bool:
+    def all_occupied(self, batch: DecodeBatch) -> bool:
         """Tell whether all slots of a batch still belong to whom they did when it was planned."""
         if self._columns is not None and self._columns.version == batch.version:
             return True
-        return bool(self.held[batch.slots].all())
+        return bool(self.occupied[batch.slots].all())
 
     def append(self, batch: DecodeBatch, tokens: Int32) -> BatchColumns:
         """Append a token to each slot of a batch, all held; return what is known of them then."""

@@ -40,7 +40,7 @@ class TurnBuilder:
         self._table = table
         self._done = 0
         """The last step done that was told."""
-        self._sent = DecodeBatch(0, np.empty(0, np.int64), np.zeros(len(table.held), np.bool_))
+        self._sent = DecodeBatch(0, np.empty(0, np.int64), np.zeros(len(table.occupied), np.bool_))
         self._introduced: set[int] = set()
         """Slots whose sampling parameters the runners know."""
         self._clear()

@@ -117,10 +117,10 @@ def test_forced_tokens_are_counted_when_they_are_taken():
     answer = Answer(0, np.zeros(1, np.int32))
     constraints, _ = constraints_of(answer)
     handle(constraints, forced(7, 8, 9))
-    assert constraints.take_runs([answer]) == []  # its prompt is not planned
+    assert constraints.forced() == []  # its prompt is not planned
     assert constraints.figures()["forced_tokens"] == 0
     answer.scheduled = 1
-    [(sequence, tokens)] = constraints.take_runs([answer])
+    [(sequence, tokens)] = constraints.forced()
     assert sequence is answer
     assert tokens.tolist() == [7, 8, 9]
     assert constraints.figures()["forced_tokens"] == 3
@@ -140,7 +140,7 @@ def test_who_waits_with_forced_tokens_has_its_answer_and_may_wait_for_long():
     assert not constraints.waits
     assert [tick(constraints) for _ in range(5)] == [[]] * 5
     answer.scheduled = 1
-    assert constraints.take_runs([answer])
+    assert constraints.forced()
     assert constraints.waits
     assert tick(constraints) == []  # the mask behind them is due within a period of its own
     assert tick(constraints) == [0]
@@ -157,7 +157,7 @@ def test_nothing_is_awaited_while_text_is_free():
     assert [tick(constraints) for _ in range(5)] == [[]] * 5
     assert (constraints.figures()["constrained"], constraints.waits) == (1, False)
     answer.tokens = np.array([0, 1, 2, 7], np.int32)
-    constraints.look(answer)
+    constraints.go_on(answer)
     [begun] = sent(constraints)
     assert type(begun) is BeginGrammar
     assert (begun.uid, begun.position, begun.token_ids.tolist()) == (3, 4, [7])
@@ -172,10 +172,10 @@ def test_thoughts_may_begin_behind_the_first_token_and_the_grammar_is_told_of_it
     constraints, lowered = constraints_of(answer)
     sent(constraints)
     answer.tokens = np.array([0, 5], np.int32)
-    constraints.look(answer)
+    constraints.go_on(answer)
     assert (sent(constraints), constraints.waits, lowered) == ([], False, [answer])
     answer.tokens = np.array([0, 5, 1, 6], np.int32)
-    constraints.look(answer)
+    constraints.go_on(answer)
     [begun] = sent(constraints)
     assert (begun.position, begun.token_ids.tolist()) == (4, [5, 6])
     assert lowered == [answer, answer]
@@ -198,3 +198,19 @@ def test_the_grammar_is_told_where_an_answer_ends():
     constraints, _ = constraints_of(Answer(7, np.arange(1), limit=13))
     (message,) = sent(constraints)
     assert message.end == 13
+
+
+def test_a_last_gate_in_text_that_goes_on_lowers_it_as_the_device_has_frozen_it():
+    free = FreeText(True, -1, close_id=6, call_id=7)
+    answer = Answer(3, np.zeros(4, np.int32), free=free)
+    constraints, lowered = constraints_of(answer)
+    sent(constraints)
+    for token, expected in ((5, 0), (7, 1), (6, 1)):  # a call in thoughts, and their end
+        answer.tokens = np.append(answer.tokens, np.int32(token))
+        constraints.go_on(answer)
+        assert len(lowered) == expected
+    assert sent(constraints) == []
+    answer.tokens = np.append(answer.tokens, np.int32(7))
+    constraints.go_on(answer)
+    assert len(lowered) == 2
+    assert [type(message) for message in sent(constraints)] == [BeginGrammar]

@@ -90,7 +90,7 @@ class TableMachine(RuleBasedStateMachine):
     def tokens_come(self, token):
         batch, rows = self.in_flight.pop(0)
         held = np.array([row in self.rows.values() for row in rows], np.bool_)
-        assert self.table.all_held(batch) == held.all()
+        assert self.table.all_occupied(batch) == held.all()
         if not held.all():
             batch = self.table.batch_of(batch.slots[held])
         tokens = np.arange(token, token + len(batch.slots), dtype=np.int32)
@@ -122,7 +122,7 @@ class TableMachine(RuleBasedStateMachine):
         assert (table._scheduled.tolist(), table._ahead, table._steady) == before
 
     def check_rows(self):
-        assert np.flatnonzero(self.table.held).tolist() == sorted(self.rows)
+        assert np.flatnonzero(self.table.occupied).tolist() == sorted(self.rows)
         for slot, row in self.rows.items():
             assert self.table.scheduled[slot] == self.table.scheduled_at(slot) == row.scheduled
             known = self.table.known[slot]

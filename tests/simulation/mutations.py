@@ -518,8 +518,8 @@ _PATCHES = [
     Mutation(
         "a decode batch stays the same although one of it has left",
         TABLE,
-        "        self._steady = 0\n        self.held[slot]",
-        "        self.held[slot]",
+        "        self._steady = 0\n        self.occupied[slot]",
+        "        self.occupied[slot]",
     ),
     Mutation(
         "a decode batch stays the same although a prompt is through",
@@ -536,8 +536,8 @@ _PATCHES = [
     Mutation(
         "columns of slots are kept although a sequence has left one",
         TABLE,
-        "        self.held[slot] = self.running[slot] = False\n        self._columns = None",
-        "        self.held[slot] = self.running[slot] = False",
+        "        self.occupied[slot] = self.running[slot] = False\n        self._columns = None",
+        "        self.occupied[slot] = self.running[slot] = False",
     ),
     Mutation(
         "text is taken from the table although a character is unfinished",
@@ -882,8 +882,8 @@ _PATCHES = [
     Mutation(
         "of what was computed too far only the latest step is dropped",
         OUTPUT,
-        "        if self._step <= self._void_until or not self._table.all_held(batch):\n",
-        "        if self._step == self._void_until or not self._table.all_held(batch):\n",
+        "        if self._step <= self._void_until or not",
+        "        if self._step == self._void_until or not",
     ),
     Mutation(
         "a length is lowered by one position too few",
@@ -1066,8 +1066,8 @@ _PATCHES = [
     Mutation(
         "who has given up its place while held waits in the queue",
         SCHEDULER,
-        "            held.hold()\n",
-        "            self._room.waiting.push(held)\n",
+        "            sequence.hold()\n",
+        "            self._room.waiting.push(sequence)\n",
     ),
     Mutation(
         "a preempted answer whose token is under way waits in the queue",
@@ -1535,8 +1535,8 @@ RARE = [
     Mutation(
         "what others share of a slot's blocks is told of the sequence that has the slot now",
         TABLE,
-        "self.held[slots] & (self.admitted[slots] <= turn)",
-        "self.held[slots]",
+        "self.occupied[slots] & (self.admitted[slots] <= turn)",
+        "self.occupied[slots]",
     ),
     Mutation(
         "a runner keeps masks and pixels from before a death",
