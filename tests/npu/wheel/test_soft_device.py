@@ -224,7 +224,7 @@ def test_constrained_rows_choose_what_the_cpus_do(model, opened, layout, mode):
     assert found == on_the_cpu(model[0], 5)
 
 
-CONTINUED_LAUNCHES, MASKED_LAUNCHES = 2, 19
+CONTINUED_LAUNCHES, MASKED_LAUNCHES = 2, 23
 """More than in a step without constrained rows: where some continue an output, and where some
 greedy ones choose under masks; one more in the step behind those that continued, as the list of
 rows is what it was before."""
