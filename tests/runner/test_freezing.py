@@ -49,20 +49,26 @@ class SummingLayer(DecoderLayer):
         return super().__call__(x, residual, rotation, cache, batch, final)
 
 
-@pytest.fixture(params=["cpu", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
-def executor(request, tmp_path, monkeypatch):
+@pytest.fixture(
+    scope="module", params=["cpu", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def executor(request, tmp_path_factory):
     """A rank whose first layer has a state."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield open_rank(request.param, tmp_path_factory.mktemp("model"), patch)
+
+
+def open_rank(name, directory, patch):
     heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
-    make_checkpoint(tmp_path, **CONFIGURATIONS["untied"], **heads)
-    if request.param == "interpreted":
-        monkeypatch.setattr(devices, "open_device", lambda *_: InterpretedDevice())
-    monkeypatch.setattr(decoder, "DecoderLayer", SummingLayer)
-    on_gpu = request.param == "cuda"
-    where = "cuda" if on_gpu else "cpu"
+    make_checkpoint(directory, **CONFIGURATIONS["untied"], **heads)
+    if name == "interpreted":
+        patch.setattr(devices, "open_device", lambda *_: InterpretedDevice())
+    patch.setattr(decoder, "DecoderLayer", SummingLayer)
+    where = "cuda" if name == "cuda" else "cpu"
     SummingLayer.sums = torch.zeros(SLOTS + 1, HIDDEN, device=where)
     # A layer that asks the host for its prompts' rows is not captured.
     config = rank_config(
-        tmp_path,
+        directory,
         device=where,
         dtype="float32",
         num_kv_blocks=SLOTS * BLOCKS_EACH,
