@@ -24,17 +24,17 @@ class Controlled(abc.ABC):
         """
         if mode != "keep":
             raise InvalidRequest(f'mode must be "keep": requests wait, got {mode!r:.100}')
-        self._running().control.freeze(True)
+        self._running().control.pause(True)
 
     @public
     async def resume_generation(self) -> None:
         """Plan steps again."""
-        self._running().control.freeze(False)
+        self._running().control.pause(False)
 
     @public
     async def is_paused(self) -> bool:
         """Tell whether no steps are planned."""
-        return self._running().control.is_frozen
+        return self._running().control.is_paused
 
     @public
     async def reset_prefix_cache(self) -> bool:

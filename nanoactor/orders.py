@@ -6,10 +6,10 @@ from nanoactor.runtime.codec import message
 
 
 @message(17)
-class Freeze:
+class Pause:
     """Frontend to scheduler: plan no steps, until another says otherwise. Steps under way end."""
 
-    frozen: bool
+    paused: bool
 
 
 @message(18)

@@ -18,24 +18,26 @@ Int32 = NDArray[np.int32]
 Long = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 _NOT_DECODING = -1
-# NumPy is five times as fast with plain numbers as with an `IntFlag`.
-SAMPLE, KEEP, SCORE, DECODE = 1, 2, 4, 8
 
 
 class Want(enum.IntFlag):
     """Flags of a row."""
 
-    SAMPLE = SAMPLE
+    SAMPLE = 1
     """Choose the token after its last position; without positions of its own, from the state that
     its slot keeps, under a mask."""
-    KEEP = KEEP
+    KEEP = 2
     """Keep the state of its last position in its slot, for a later choice."""
-    SCORE = SCORE
+    SCORE = 4
     """Score the successors of its positions, but not that of the prompt's last. The successor of
     its own last position is sent after its tokens."""
-    DECODE = DECODE
+    DECODE = 8
     """Compute the token that an earlier step chose, which the host may not know yet. The row is
     repeated one position further in every later step until its slot leaves."""
+
+
+# NumPy is five times as fast with plain numbers as with an `IntFlag`.
+SAMPLE, KEEP, SCORE, DECODE = (int(want) for want in Want)
 
 
 @message(19)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanoactor.orders import ForgetIndex, Freeze
+from nanoactor.orders import ForgetIndex, Pause
 
 
 class EngineControl:
     """Sends orders at once, or when all processes run again."""
 
     def __init__(self) -> None:
-        self.is_frozen = False
+        self.is_paused = False
         """Whether no steps are planned, so that requests wait where they are."""
         self._forgotten = 0
         """How often the index was to be forgotten."""
         self._scheduler: Any = None
 
-    def freeze(self, frozen: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """Have no step be planned, or steps again."""
-        self.is_frozen = frozen
+        self.is_paused = paused
         if self._scheduler is not None:
-            self._scheduler.send(Freeze(frozen))
+            self._scheduler.send(Pause(paused))
 
     def forget_index(self) -> None:
         """Have later requests find nothing of what was computed so far."""
@@ -36,7 +36,7 @@ class EngineControl:
     def begin(self, scheduler: Any) -> None:
         """Send what holds to a scheduler that begins anew, before any request."""
         self._scheduler = scheduler
-        if self.is_frozen:
-            scheduler.send(Freeze(True))
+        if self.is_paused:
+            scheduler.send(Pause(True))
         if self._forgotten:  # it may have been under way when a process died
             scheduler.send(ForgetIndex(self._forgotten))

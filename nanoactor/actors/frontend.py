@@ -371,7 +371,7 @@ class FrontendActor(Actor):
     @property
     def has_work(self) -> bool:
         """Tell whether a request lives, and is to get on."""
-        return bool(self._entries) and not self.control.is_frozen
+        return bool(self._entries) and not self.control.is_paused
 
     # -- from the detokenizer -------------------------------------------------------------
 

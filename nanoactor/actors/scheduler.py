@@ -10,7 +10,7 @@ from typing import Any
 from nanoactor import messages as m
 from nanoactor.actors.config import ActorConfig, RunnerReady, encoder_limits
 from nanoactor.grammar.messages import MaskClock
-from nanoactor.orders import Freeze
+from nanoactor.orders import Pause
 from nanoactor.rehearsal import Rehearsal
 from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 from nanoactor.scheduling.config import SchedulerConfig
@@ -61,7 +61,7 @@ class SchedulerActor(Actor):
             self._clock_runs = False
         elif type(event) is m.HoldClock:
             self._hold_clock_runs = False
-        elif type(event) is Freeze and self._live_since:
+        elif type(event) is Pause and self._live_since:
             self._live_since = time.monotonic_ns()  # nothing was late meanwhile
         for edge, message in self._scheduler.handle(event):
             self._link_requests(message)

@@ -91,7 +91,7 @@ class DeviceExecutor:
             self.num_blocks = self._model.size_cache(*self._warm_up(constrains))
             self.encoder_pages = self._model.encoder.pages if self._model.encoder else 0
             self._make_state(self.num_blocks, constrains)
-            if device.captures_graphs and engine.device_options.graph_mode != "eager":
+            if self._captures:
                 self._capture()
             device.synchronize()
 
@@ -170,6 +170,10 @@ class DeviceExecutor:
             if self._model.encoder is not None:
                 self._model.encoder.forget()
 
+    @property
+    def _captures(self) -> bool:
+        return self._device.captures_graphs and self._config.device_options.graph_mode != "eager"
+
     def _capture(self) -> None:
         limits = self.num_blocks, self.block_size, self._longest
         each, dummy = self._traits.tokens_per_program, self._resident.dummy
@@ -209,7 +213,7 @@ class DeviceExecutor:
         captured = max(captured, peak)
         peak = max(peak * most // tokens, captured, cut, ruled, scored)
         peak += self._warm_up_encoder()  # half encoded pictures stay while prompts are computed
-        if device.captures_graphs and config.device_options.graph_mode != "eager":
+        if self._captures:
             peak += captured + _GRAPH_BYTES * len(self._graphs)
         log.info("warm-up took %.1f s", time.monotonic() - begin)
         self._resident.caches.clear()

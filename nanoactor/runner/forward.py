@@ -74,7 +74,7 @@ class StepForward:
     ) -> torch.Tensor:
         """A step with prompt chunks; returns the hidden states of the rows that sample: prompts
         that end here, then the decode batch. Those of all prompts' tokens are left in `kept`, if
-        there is one, else in `prompts`; with `final` nobody wants them."""
+        there is one, else in `prompts`; with `final` they are not kept."""
         device, batch, first = self._device, self._resident, len(prefill.token_ids)
         every, decodes = self._sliced(0, first + rows), batch.rows.slots[:rows]
         every.token_ids[:first] = prefill.token_ids

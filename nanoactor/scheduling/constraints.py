@@ -113,7 +113,7 @@ class Constraints(Feature):
             self._masks.drop(sequence.uid)
             grammar.told = [token]
             self._lower(sequence)
-        elif not grammar.holds and token in grammar.last_gates:  # the device has frozen it
+        elif not grammar.holds and token == grammar.last_gate:  # the device has frozen it
             self._lower(sequence)
 
     def note_refused(self, sequences: list[Sequence]) -> None:

@@ -33,12 +33,12 @@ class PipelineDepth:
         """`least` steps may always be in flight; no more than `most` ever are."""
         self._least, self._most = least, most
         self._seconds = math.inf
-        self.is_frozen = False
+        self.is_paused = False
         """Whether no step may be planned."""
 
-    def freeze(self, frozen: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """Have no step be planned from now on, or steps again."""
-        self.is_frozen = frozen
+        self.is_paused = paused
 
     def note(self, planned: _Planned, seconds: float) -> None:
         """Remember how long a step took that is done."""
@@ -51,7 +51,7 @@ class PipelineDepth:
     def has_room(self, in_flight: Collection[_Planned], *, stepwise: bool) -> bool:
         """Tell whether one more may be planned behind these; `stepwise`: some sequence never
         decodes, so that the host takes longer for a step."""
-        if self.is_frozen:
+        if self.is_paused:
             return False
         steps = len(in_flight)
         if steps < self._least or steps >= self._most:

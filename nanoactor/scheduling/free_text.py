@@ -22,8 +22,10 @@ def first_gate(free: FreeText | None) -> int:
     return free.close_id if free.thinks else free.call_id
 
 
-def last_gate(free: FreeText) -> int:
+def last_gate(free: FreeText | None) -> int:
     """Return the id behind which the grammar holds."""
+    if free is None:
+        return NO_GATE
     return free.close_id if free.call_id == NO_GATE else free.call_id
 
 

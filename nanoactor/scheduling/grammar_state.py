@@ -55,9 +55,9 @@ class GrammarState:
         return watched_ids(self.free)
 
     @property
-    def last_gates(self) -> tuple[int, ...]:
-        """The id behind which the grammar holds; empty if it holds from the start."""
-        return () if self.free is None else (last_gate(self.free),)
+    def last_gate(self) -> int:
+        """The id behind which the grammar holds; `NO_GATE` if it holds from the start."""
+        return last_gate(self.free)
 
     def gate_behind(self, index: int, token: int) -> int:
         """Return the gate behind the newest token, which is at an index of the output."""

@@ -138,10 +138,10 @@ class HeldAnswers(Feature):
         return bool(self._complete())
 
     def yielding(self) -> Sequence | None:
-        """Return the youngest that is held.
+        """Return the youngest held answer.
 
-        Nobody who waits may depend on a caller; the other answers to a request least of all, as
-        the caller waits for them.
+        A waiting sequence must not depend on a caller, least of all another answer to the same
+        request, as the caller waits for that one.
         """
         if any(sequence.phase is Phase.MATCHING for sequence in self._room.running):
             return None

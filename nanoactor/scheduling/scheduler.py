@@ -32,7 +32,7 @@ from nanoactor.messages import (
     StepWanted,
     Stop,
 )
-from nanoactor.orders import ForgetIndex, Freeze
+from nanoactor.orders import ForgetIndex, Pause
 from nanoactor.scheduling import ends
 from nanoactor.scheduling.arrivals import Arrivals
 from nanoactor.scheduling.budget import BlockBudget
@@ -457,7 +457,7 @@ class Scheduler:
     def is_waiting(self) -> bool:
         """Tell whether there are sequences, and nothing that they need is under way: no step, and
         nothing that a feature awaits."""
-        idle = bool(self.live) and not self._in_flight and not self._depth.is_frozen
+        idle = bool(self.live) and not self._in_flight and not self._depth.is_paused
         return idle and not any(feature.waits for feature in self._features)
 
     def figures(self) -> dict[str, Any]:
@@ -470,7 +470,7 @@ class Scheduler:
             "tombstones": len(self.arrivals.tombstones),
             "credits": self.budget.credits,
             "blocks": self.config.blocks,
-            "frozen": int(self._depth.is_frozen),
+            "paused": int(self._depth.is_paused),
             **{name: n for part in self._features for name, n in part.figures().items()},
         }
 
@@ -486,7 +486,7 @@ class Scheduler:
         Reject: lambda self, event: self.arrivals.reject(event),
         Resume: lambda self, event: self.arrivals.resume(event),
         Abort: _on_abort,
-        Freeze: lambda self, event: self._depth.freeze(event.frozen),
+        Pause: lambda self, event: self._depth.pause(event.paused),
         ForgetIndex: lambda self, event: self._turn.forget_index(event.number),
         Stop: _on_stop,
         Answer: _on_answer,

@@ -13,6 +13,7 @@ from nanoactor.models.columns import rows_of
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.ends import End
+from nanoactor.scheduling.free_text import NO_GATE
 from nanoactor.scheduling.grammar_state import GrammarState
 from nanoactor.scheduling.group import SequenceGroup
 from nanoactor.scheduling.item_state import SequenceItems
@@ -266,7 +267,8 @@ class Sequence:
     @property
     def freeze_ids(self) -> tuple[int, ...]:
         """The tokens behind which it does not go on decoding: it ends, or chooses under masks."""
-        return (*(self.grammar.last_gates if self.grammar else ()), *self.end_ids)
+        gate = self.grammar.last_gate if self.grammar else NO_GATE
+        return self.end_ids if gate == NO_GATE else (gate, *self.end_ids)
 
     def takes(self, token: int, step: int) -> bool:
         """Tell whether a token that a step has sampled is appended: not where the step does not

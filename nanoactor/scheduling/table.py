@@ -24,13 +24,13 @@ class DecodeBatch:
 
 
 class RunningTable:
-    """One row for each slot. A row means something while its slot is held."""
+    """One row for each slot. A row means something while its slot is occupied."""
 
     def __init__(self, slots: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
         self.occupied = np.zeros(slots, np.bool_)
         self.running = np.zeros(slots, np.bool_)
-        """Held, and its match is answered."""
+        """Occupied, and the admission is answered."""
         self.stepwise = np.zeros(slots, np.bool_)
         """Never in a decode batch."""
         self.uids = np.zeros(slots, np.int64)
@@ -207,13 +207,13 @@ class RunningTable:
     # -- what is known --------------------------------------------------------------------
 
     def all_occupied(self, batch: DecodeBatch) -> bool:
-        """Tell whether all slots of a batch still belong to whom they did when it was planned."""
+        """Return True if the sequences of a batch still have their slots."""
         if self._columns is not None and self._columns.version == batch.version:
             return True
         return bool(self.occupied[batch.slots].all())
 
     def append(self, batch: DecodeBatch, tokens: Int32) -> BatchColumns:
-        """Append a token to each slot of a batch, all held; return what is known of them then."""
+        """Append a token to each slot of a batch, all occupied; return their columns."""
         columns = self._columns
         if columns is None or columns.version != batch.version:
             columns = self._columns = BatchColumns.of(self, batch)
@@ -236,7 +236,7 @@ class RunningTable:
 class BatchColumns:
     """Columns of the batch that got tokens last, kept because the next step mostly has the same.
 
-    All of its slots are held; when a sequence leaves one, the columns are forgotten.
+    All of its slots are occupied; when a sequence leaves one, the columns are forgotten.
     """
 
     version: int

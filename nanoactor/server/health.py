@@ -46,7 +46,7 @@ def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float
     scheduler = figures.get("scheduler", {})
     since, told_at = (int(scheduler.get(name, 0)) for name in ("live_since", "tokens_at"))
     pending = bool(since) or bool(figures.get("frontend", {}).get("entries", 0))
-    if scheduler.get("frozen"):  # nothing is late that is not to happen
+    if scheduler.get("paused"):  # nothing is late that is not to happen
         since, pending = 0, False
     actors: dict[str, dict[str, float | None]] = {}
     lags: dict[str, float] = {}

@@ -100,13 +100,13 @@ _PATCHES = [
     Mutation(
         "steps are planned though none are to be",
         DEPTH,
-        "        if self.is_frozen:\n            return False\n",
+        "        if self.is_paused:\n            return False\n",
         "",
     ),
     Mutation(
         "who begins anew does not know that no steps are to be planned",
         CONTROL,
-        "        if self.is_frozen:\n            scheduler.send(Freeze(True))\n",
+        "        if self.is_paused:\n            scheduler.send(Pause(True))\n",
         "",
     ),
     Mutation(
@@ -1501,13 +1501,13 @@ _PATCHES += [
     Mutation(
         "the end of free text does not freeze a slot",
         "nanoactor.scheduling.grammar_state",
-        "return () if self.free is None else (last_gate(self.free),)",
-        "return ()",
+        "        return last_gate(self.free)\n",
+        "        return -1\n",
     ),
     Mutation(
         "text goes on decoding behind the token that would have ended it",
         CONSTRAINTS,
-        "elif not grammar.holds and token in grammar.last_gates:",
+        "elif not grammar.holds and token == grammar.last_gate:",
         "elif False:",
     ),
     Mutation(

@@ -34,7 +34,7 @@ from nanoactor.messages import (
 from nanoactor.messages import (
     Answer as Answered,
 )
-from nanoactor.orders import Freeze
+from nanoactor.orders import Pause
 from nanoactor.rows import RowExpander, Rows, Want
 from nanoactor.scheduling.depth import AHEAD_SECONDS, STEPWISE_SECONDS
 from nanoactor.scheduling.planned import PlannedStep
@@ -479,7 +479,7 @@ class Oracle:
         assert not len(used), f"blocks {used} may be rewritten while steps in flight use them"
 
     def _planned(self, plan: Plan) -> None:
-        assert not self._is_frozen(), f"step {plan.step} is planned, though no step is to be"
+        assert not self._is_paused(), f"step {plan.step} is planned, though no step is to be"
         self._decode_slots -= set(plan.leaves.tolist())
         self._decode_slots |= set(plan.rows.slots[plan.rows.wants & Want.DECODE > 0].tolist())
         copies = set(plan.rows.slots[plan.rows.copies].tolist())
@@ -492,12 +492,12 @@ class Oracle:
         if in_flight > self._scenario.depth:
             self._check_short(list(self.scheduler._in_flight)[: in_flight - 1])
 
-    def _is_frozen(self) -> bool:
+    def _is_paused(self) -> bool:
         """Whether no step is to be planned, and the scheduler has been told."""
         frontend: Any = self._world.actors["frontend"]
         under_way = self._world.edges["frontend", "scheduler"].messages
-        told = not frontend._paused and not any(isinstance(one, Freeze) for one in under_way)
-        return bool(frontend.control.is_frozen) and told
+        told = not frontend._paused and not any(isinstance(one, Pause) for one in under_way)
+        return bool(frontend.control.is_paused) and told
 
     def _check_short(self, before: list[PlannedStep]) -> None:
         """One more than usual is planned only behind steps that decode, without prompts, and are

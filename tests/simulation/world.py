@@ -229,8 +229,8 @@ class World:
         for death in scenario.deaths:
             self.loop.call_at(death.at, self._die, death)
         for pause in scenario.pauses:
-            self.loop.call_at(pause.at, self._control, "freeze", True)
-            self.loop.call_at(pause.at + pause.seconds, self._control, "freeze", False)
+            self.loop.call_at(pause.at, self._control, "pause", True)
+            self.loop.call_at(pause.at + pause.seconds, self._control, "pause", False)
         for moment in scenario.resets:
             self.loop.call_at(moment, self._control, "forget_index")
         for position, ask in enumerate(scenario.asks):
