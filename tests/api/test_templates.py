@@ -81,7 +81,8 @@ def test_an_automatic_length_is_what_the_cache_holds(caplog):
     async def main():
         async with AsyncLLM("demo", **FAST, max_model_len="auto", num_kv_blocks=8) as llm:
             assert llm.files.max_model_len == 8 * 16
-            (request,) = llm.submit([{"prompt_token_ids": [5] * 100}], SamplingParams.for_model())
+            params = SamplingParams.for_model(ignore_eos=True)
+            (request,) = llm.submit([{"prompt_token_ids": [5] * 100}], params)
             async for output in request:
                 last = output
             assert len(last.outputs[0].token_ids) == 28, "as many as fit"

@@ -208,8 +208,8 @@ NAMES = "tokenizer.0", "control", "detokenizer", "grammar", "runner.0"
 
 @pytest.mark.timeout(300)
 def test_a_torturer_on_a_simulated_device():
-    tortured = run(NAMES, 20, 1, (0.0, 0.01, 0.03, 0.1), device="simulated:1")
-    assert tortured.kills >= 40
+    tortured = run(NAMES, 10, 1, (0.0, 0.01, 0.03, 0.1), device="simulated:1")
+    assert tortured.kills >= 20
     assert tortured.busy > 0.5 * tortured.kills
 
 
