@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from nanoactor.actors.config import RunnerReady
 from nanoactor.grammar.messages import DropMasks, Masks, MasksReady
 from nanoactor.messages import Step, StepDone, StepWanted
-from nanoactor.rows import Want
+from nanoactor.rows import DECODE, SAMPLE
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.deadline import StepDeadline
 from nanoactor.runner.masks import MaskStore
@@ -185,7 +185,7 @@ class RunnerActor(Actor):
         budget = self._config.engine.max_num_batched_tokens if encodes else 0
         self._queued.append(prepared.rows + budget)
         rows = step.rows
-        first = ((rows.wants & (Want.SAMPLE | Want.DECODE)) == Want.SAMPLE) & (rows.counts > 0)
+        first = ((rows.wants & (SAMPLE | DECODE)) == SAMPLE) & (rows.counts > 0)
         if self._config.rank == 0 and first.any():
             self._beginning.add(step.step)
         self.context.rest()  # from here on other threads want the interpreter

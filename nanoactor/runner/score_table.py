@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nanoactor.messages import Int32
-from nanoactor.rows import Want, counted_up
+from nanoactor.rows import SCORE, counted_up
 from nanoactor.runner.inputs import NONE, Long
 from nanoactor.runner.row_layout import StepLayout
 from nanoactor.scores import ScoreRequests
@@ -46,7 +46,7 @@ class ScoreTable:
         if not self._asked or not len(layout.chunks):
             return NONE, NONE, _NO_COUNTS
         rows = layout.rows.others.take(layout.chunks)
-        scored = np.flatnonzero(rows.wants & Want.SCORE)
+        scored = np.flatnonzero(rows.wants & SCORE)
         firsts = (np.cumsum(rows.counts) - rows.counts)[scored]
         slots, ids = rows.slots[scored], layout.firsts[layout.chunks[scored]]
         counts = np.minimum(rows.counts[scored], self._last[slots] - rows.starts[scored])

@@ -28,7 +28,7 @@ from nanoactor.grammar.messages import (
     OpenGrammar,
 )
 from nanoactor.messages import Int32
-from nanoactor.rows import Want
+from nanoactor.rows import SAMPLE
 from nanoactor.scheduling import ends
 from nanoactor.scheduling.edges import GRAMMAR, Send
 from nanoactor.scheduling.features import Ending, Feature, Handlers
@@ -211,7 +211,7 @@ class Constraints(Feature):
                 grammar.asked = sequence.length
                 self._used[min(step - grammar.due, 2)] += 1
                 row = sequence, sequence.slot, sequence.length, 0
-                chosen.append(PlannedRow(*row, wants=Want.SAMPLE))
+                chosen.append(PlannedRow(*row, wants=SAMPLE))
         return chosen
 
     # -- failures and figures -------------------------------------------------------------

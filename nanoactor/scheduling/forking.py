@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nanoactor.rows import Want
+from nanoactor.rows import KEEP, SAMPLE
 from nanoactor.scheduling.features import Feature
 from nanoactor.scheduling.planned import PlannedRow
 from nanoactor.scheduling.room import Room
@@ -38,7 +38,7 @@ class Forking(Feature):
         are slots and blocks, and nobody before them waits. The others wait for themselves."""
         followers: list[tuple[Sequence, PlannedRow]] = []
         for row in rows:
-            ends = row.wants & (Want.SAMPLE | Want.KEEP)
+            ends = row.wants & (SAMPLE | KEEP)
             if ends and row.length and (due := row.sequence.group.followers):
                 followers += [(follower, row) for follower in due]
                 due.clear()
@@ -64,5 +64,5 @@ class Forking(Feature):
         follower.run()
         follower.history.note_match(length)
         self._admit(follower)
-        wants = row.wants & (Want.SAMPLE | Want.KEEP)
+        wants = row.wants & (SAMPLE | KEEP)
         return PlannedRow(follower, slot, row.start, 0, wants, source=row.slot)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanoactor.messages import Int32, Int64
-from nanoactor.rows import NO_ROWS, Rows, Want
+from nanoactor.rows import KEEP, NO_ROWS, SAMPLE, SCORE, Rows
 from nanoactor.scheduling.sequence import Sequence
 from nanoactor.scheduling.table import DecodeBatch
 
@@ -33,14 +33,14 @@ class PlannedRow(NamedTuple):
     start: int
     length: int
     wants: int
-    """Flags of `Want`."""
+    """Flags of `nanoactor.rows.Want`, as a plain number."""
     source: int = -1
     """The slot whose row this one copies."""
 
     @property
     def samples(self) -> bool:
         """Return whether it brings a token."""
-        return self.wants & Want.SAMPLE > 0
+        return self.wants & SAMPLE > 0
 
     @property
     def is_choice(self) -> bool:
@@ -51,12 +51,12 @@ class PlannedRow(NamedTuple):
     def scores(self) -> int:
         """Positions of it whose successors are scored."""
         last = self.sequence.prompt_length - 1
-        return min(self.length, last - self.start) if self.wants & Want.SCORE else 0
+        return min(self.length, last - self.start) if self.wants & SCORE else 0
 
     @property
     def may_decode(self) -> bool:
         """Return whether the runners may compute it as rows that decode."""
-        short = self.length <= 1 or self.wants & Want.KEEP > 0
+        short = self.length <= 1 or self.wants & KEEP > 0
         return short and self.start >= self.sequence.prompt_length
 
 

@@ -6,7 +6,7 @@ import bisect
 import heapq
 from collections.abc import Iterator
 
-from nanoactor.rows import Want
+from nanoactor.rows import KEEP, SAMPLE, SCORE
 from nanoactor.scheduling.planned import PlannedRow, PlannedStep
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.scheduling.table import RunningTable, Slots
@@ -251,9 +251,9 @@ class RunningBatch:
             return []
         self.table.prefill(slot, length)
         scored = scores is not None and scores.score(start, start + length)
-        wants = Want.SCORE if scored else Want(0)
+        wants = SCORE if scored else 0
         if start + length == sequence.target:
-            wants |= Want.KEEP if sequence.is_constrained else Want.SAMPLE
+            wants |= KEEP if sequence.is_constrained else SAMPLE
         return [PlannedRow(sequence, slot, start, length, wants)]
 
     def _at_once(self, sequence: Sequence, start: int) -> int:

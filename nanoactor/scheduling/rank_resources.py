@@ -76,8 +76,9 @@ class RankResources:
     def is_ready(self, owner: int) -> bool:
         """Return True if every rank holds the version that the owner wants."""
         resource = self._resources[owner]
-        held = list(resource.held.values())
-        return resource.is_wanted and held.count(resource.version) == self._ranks
+        if not resource.is_wanted:
+            return False
+        return list(resource.held.values()).count(resource.version) == self._ranks
 
     def wanted(self, owner: int) -> int | None:
         """Return the version that the owner wants; None if its request was withdrawn."""

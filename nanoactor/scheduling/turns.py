@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 
@@ -179,11 +181,15 @@ class TurnBuilder:
         singles = [(slots, tokens) for slots, tokens in self._known]
         runs = [(as_int32([slot] * len(run)), run) for slot, run in self._runs]
         owners, tokens = map(np.concatenate, zip(*singles, *runs, strict=True))
-        slots, counts = np.unique(owners, return_counts=True)
-        if len(slots) == len(owners):
+        every = owners.tolist()
+        counts = collections.Counter(every)
+        if len(counts) == len(every):
             return KnownTokens(owners, _NOTHING, tokens)
-        order = np.argsort(owners, kind="stable")
-        return KnownTokens(slots, counts.astype(np.int32), tokens[order])
+        named = [slot for slot, _ in itertools.groupby(every)]
+        if len(named) > len(counts):  # the tokens of a slot do not stand together
+            order = np.argsort(owners, kind="stable")
+            named, tokens = sorted(counts), tokens[order]
+        return KnownTokens(as_int32(named), as_int32(counts[slot] for slot in named), tokens)
 
 
 def _columns(pairs: list[tuple[int, int]]) -> tuple[Int32, Int32]:

@@ -929,8 +929,8 @@ _PATCHES = [
     Mutation(
         "a copy that is constrained keeps no state",
         FORKING,
-        "        wants = row.wants & (Want.SAMPLE | Want.KEEP)\n        return",
-        "        wants = row.wants & Want.SAMPLE\n        return",
+        "        wants = row.wants & (SAMPLE | KEEP)\n        return",
+        "        wants = row.wants & SAMPLE\n        return",
     ),
     Mutation(
         "rows that continue an output are not told their tokens",
