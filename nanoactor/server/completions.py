@@ -15,6 +15,7 @@ from aiohttp import web
 from nanoactor.engine import Prompt
 from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.spec import CallForm, Thoughts
+from nanoactor.params import SamplingParams
 from nanoactor.request import Request
 from nanoactor.server.answer import Answer, AnswerWriter, CompletionWriter, Echoed
 from nanoactor.server.call_forms import WITH_SPECIAL_TOKENS, call_finder, call_form
@@ -268,7 +269,9 @@ class Completions:
     ) -> web.StreamResponse:
         """Queue the prompts first: whether there is room shows at once, and what the answer still
         needs to know of them is found out while they wait."""
-        with self._shares.hold(self._http.client_of(request), len(wanted) * (body.n or 1)):
+        # What is no number of answers is refused as that, not as too many.
+        each = SamplingParams(n=1 if body.n is None else body.n).n
+        with self._shares.hold(self._http.client_of(request), len(wanted) * each):
             return await self._answered(request, body, wanted, make_choices, how)
 
     async def _answered(

@@ -56,3 +56,18 @@ def test_one_key_that_asks_for_everything_leaves_room_for_another():
                 await client.close()
 
     asyncio.run(main())
+
+
+def test_what_is_no_number_of_answers_is_refused_as_that():
+    async def main():
+        async with (
+            here(config=dict(max_answers_per_client=4)) as server,
+            openai.AsyncOpenAI(base_url=f"{url(server)}/v1", api_key="x", max_retries=0) as client,
+        ):
+            for wrong in (0, -1, 129, 5000):
+                with pytest.raises(openai.BadRequestError, match="n must be"):
+                    await client.completions.create(model="demo", prompt="a", n=wrong)
+            with pytest.raises(openai.RateLimitError, match="at most 4 may be"):
+                await client.completions.create(model="demo", prompt="a", n=5)
+
+    asyncio.run(main())
