@@ -15,7 +15,7 @@ from nanoactor.models.family import Family, Option
 from nanoactor.models.fields import at_least_0, flag, number, positive, positive_number
 from nanoactor.models.known_keys import check_keys
 from nanoactor.models.qwen3 import QWEN3
-from nanoactor.models.registry import family_of
+from nanoactor.models.registry import BARE, family_of
 from nanoactor.models.vision_config import VisionConfig, parse_vision
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -72,6 +72,11 @@ class ModelConfig:
     """The data type in which the weights are stored, as the configuration says."""
     eos_token_ids: tuple[int, ...]
     vision: VisionConfig | None = None
+
+    @property
+    def has_head(self) -> bool:
+        """Return False for a decoder alone, which can pool, but choose no tokens."""
+        return self.architecture not in BARE
 
     @property
     def longest(self) -> int:

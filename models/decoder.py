@@ -18,7 +18,16 @@ from nanoactor.models.rope import RotaryEmbedding
 from nanoactor.models.weights import Weights
 
 _HEAD = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
 log = logging.getLogger("nanoactor.runner")
+
+
+def _prefix(family: str, weights: Weights) -> str:
+    """Return what the names of the decoder's weights begin with, dot included: nothing in a
+    checkpoint of the decoder alone, as `AutoModel` saves it."""
+    named = f"{family}."
+    bare = f"{named}{_EMBEDDING}" not in weights and _EMBEDDING in weights
+    return "" if bare else named
 
 
 class Decoder:
@@ -31,10 +40,13 @@ class Decoder:
         device: Device,
         max_positions: int,
         group: Group | None = None,
+        *,
+        headless: bool = False,
     ) -> None:
-        """Take all weights, or one rank's part. Raises `WeightsError` for the first that does not
-        fit, `UnsupportedModel` for a family that is not known."""
-        prefix = family_of(config.architecture).text_prefix  # a file may have named none
+        """Take all weights, or one rank's part. A `headless` model chooses no tokens. Raises
+        `WeightsError` for the first that does not fit, `UnsupportedModel` for a family that is not
+        known."""
+        prefix = _prefix(family_of(config.architecture).text_prefix, weights)
         self.group = group or SingleRank()
         self.config = config
         self._device = device
@@ -42,22 +54,23 @@ class Decoder:
         self.shard = shard_of(config, self.group.rank, self.group.size)
         context = LayerContext(config, weights, device, self.shard, self.group)
         self._embedding = Embedding(
-            weights, f"{prefix}.embed_tokens.weight", self.shard, config, self.group
+            weights, f"{prefix}{_EMBEDDING}", self.shard, config, self.group
         )
         self._layers = [
-            DecoderLayer(context, f"{prefix}.layers.{index}") for index in range(config.num_layers)
+            DecoderLayer(context, f"{prefix}layers.{index}") for index in range(config.num_layers)
         ]
         size = config.hidden_size
-        self._norm = RMSNorm(weights, f"{prefix}.norm", size, config.rms_norm_eps, device)
-        self._head = device.linear(self._head_weight(weights), None)
+        self._norm = RMSNorm(weights, f"{prefix}norm", size, config.rms_norm_eps, device)
+        self._head = device.linear(self._head_weight(weights, headless), None)
         rope = RotaryEmbedding(config.rope, config.head_dim, max_positions)
         self._rope = rope.to(weights.device, weights.dtype)
 
-    def _head_weight(self, weights: Weights) -> torch.Tensor:
-        """The embedding, where they are tied, unless the file has another head: that one counts, as
-        in transformers 5."""
+    def _head_weight(self, weights: Weights, headless: bool = False) -> torch.Tensor:
+        """Return the embedding where they are tied, unless the file has another head: that one
+        counts, as in transformers 5. The embedding stands in for a head that is not there and
+        not used."""
         tied = self.config.tie_embeddings
-        if tied and _HEAD not in weights:
+        if (tied or headless) and _HEAD not in weights:
             return self._embedding.weight
         rows = self.shard.vocabulary if self.group.size > 1 else None
         shape = self.config.vocab_size, self.config.hidden_size

@@ -19,10 +19,20 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+_HEAD = "ForCausalLM"
+BARE: dict[str, Family] = {
+    f"{name.removesuffix(_HEAD)}Model": family
+    for name, family in FAMILIES.items()
+    if name.endswith(_HEAD)
+}
+"""The same by the names of decoders without a head, as `AutoModel` saves them."""
+
 
 def family_of(architecture: str) -> Family:
     """Return the family of an architecture's name; `UnsupportedModel`, with the list of known
     ones, for another."""
+    if architecture in BARE:
+        return BARE[architecture]
     if architecture not in FAMILIES:
         raise UnsupportedModel(
             f"architecture {architecture!r} is not supported; known are {', '.join(FAMILIES)}"
