@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         OutOfResources,
         PoisonRequest,
         ProtocolBug,
+        RequestAborted,
         StartupFailed,
         UnsupportedModel,
         UnsupportedPlatform,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
         RequestOutputKind,
     )
     from nanoactor.params import BeamSearchParams, SamplingParams
+    from nanoactor.pooling.outputs import EmbeddingRequestOutput, ScoringRequestOutput
+    from nanoactor.pooling.params import PoolingParams
     from nanoactor.structured_outputs import StructuredOutputsParams
     from nanoactor.vision.video import Video
 
@@ -55,6 +58,7 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "ComputationFailed",
+    "EmbeddingRequestOutput",
     "EngineClosed",
     "EngineConfig",
     "EngineDead",
@@ -71,10 +75,13 @@ __all__ = [
     "OutOfResources",
     "OutputSoFar",
     "PoisonRequest",
+    "PoolingParams",
     "ProtocolBug",
+    "RequestAborted",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StartupFailed",
     "StructuredOutputsParams",
     "UnsupportedModel",
@@ -88,6 +95,7 @@ _HOMES = {
     "UnsupportedPlatform": "nanoactor.errors",
     "UnsupportedModel": "nanoactor.errors",
     "StartupFailed": "nanoactor.errors",
+    "RequestAborted": "nanoactor.errors",
     "ProtocolBug": "nanoactor.errors",
     "PoisonRequest": "nanoactor.errors",
     "OutOfResources": "nanoactor.errors",
@@ -109,12 +117,15 @@ _HOMES = {
     "BeamSearchParams": "nanoactor.params",
     "BeamSearchSequence": "nanoactor.outputs",
     "CompletionOutput": "nanoactor.outputs",
+    "EmbeddingRequestOutput": "nanoactor.pooling.outputs",
     "EngineConfig": "nanoactor.config",
     "LLM": "nanoactor.llm",
     "OutputSoFar": "nanoactor.outputs",
+    "PoolingParams": "nanoactor.pooling.params",
     "RequestOutput": "nanoactor.outputs",
     "RequestOutputKind": "nanoactor.outputs",
     "SamplingParams": "nanoactor.params",
+    "ScoringRequestOutput": "nanoactor.pooling.outputs",
     "StructuredOutputsParams": "nanoactor.structured_outputs",
     "Video": "nanoactor.vision.video",
 }

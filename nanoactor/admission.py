@@ -72,17 +72,15 @@ class Admission:
         limit, stopping = self._limit, submit.spec.stopping
         if not len(tokens):
             raise InvalidRequest("the prompt is empty: it must have at least one token")
-        if len(tokens) >= limit:
-            raise InvalidRequest(
-                f"the prompt has {len(tokens)} tokens, but max_model_len is {limit}: at most "
-                f"{limit - 1} leave room for one token of output"
-            )
+        check_length(len(tokens), limit, pools=submit.spec.pools)
         if tokens.min() < 0 or tokens.max() >= self._vocabulary:
             wrong = int(tokens[(tokens < 0) | (tokens >= self._vocabulary)][0])
             raise InvalidRequest(
                 f"token id {wrong} is outside the vocabulary of {self._vocabulary} ids (0 to "
                 f"{self._vocabulary - 1})"
             )
+        if submit.spec.pools:
+            return submit.spec
         room = limit - len(tokens)
         if stopping.fewer_will_do:
             stopping = dataclasses.replace(stopping, max_tokens=min(stopping.max_tokens, room))
@@ -100,6 +98,16 @@ class Admission:
             )
         stopping = dataclasses.replace(stopping, max_tokens=most)
         return dataclasses.replace(submit.spec, stopping=stopping)
+
+
+def check_length(tokens: int, limit: int, *, pools: bool) -> None:
+    """Raise `InvalidRequest` for a prompt that is too long. One that `pools` has no output."""
+    if tokens + (not pools) <= limit:
+        return
+    most = f"{limit} fit" if pools else f"{limit - 1} leave room for one token of output"
+    raise InvalidRequest(
+        f"the prompt has {tokens} tokens, but max_model_len is {limit}: at most {most}"
+    )
 
 
 def _told(submit: Submit) -> Int32:

@@ -16,6 +16,7 @@ from nanoactor.models.options import (
     DeviceOptions,
 )
 from nanoactor.params import make_numbers_plain
+from nanoactor.pooling.config import POOLINGS
 
 _LEAST_STALL_TIMEOUT = 1.0
 _SHORT_STEPS = 4
@@ -121,6 +122,10 @@ class EngineConfig:
     of priority between them, so nobody waits for ever."""
     max_logprobs: int = 20
     """The most of the likeliest tokens that a request may have told beside each of its own."""
+    pooling: str = "auto"
+    """How texts become vectors: "auto" is as the checkpoint's `modules.json` says, if it has one.
+    "last", "mean" and "cls" take these positions' states; "yes_no" makes scores of pairs, as
+    Qwen3-Reranker does; "none": only text is generated."""
     num_tokenizers: int = 1
     """Processes that tokenize prompts."""
     template_timeout: float = 5.0
@@ -222,6 +227,7 @@ class EngineConfig:
         self._check_model_options()
         self._check_salt()
         self._check_choice("plan_lead", ("eager", "late"))
+        self._check_choice("pooling", POOLINGS)
         self._check_choice("placement", get_args(Placement))
         self._check_choice("transport", ("ring", "queue"))
         self._check_choice("graph_mode", GRAPH_MODES)

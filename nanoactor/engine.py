@@ -37,8 +37,10 @@ from nanoactor.errors import (
 from nanoactor.file_prints import FilePrints
 from nanoactor.kv.index_events import IndexEvents
 from nanoactor.model_files import read_model_files
-from nanoactor.outputs import BeamSearchOutput, OutputSoFar, RequestOutput
+from nanoactor.outputs import BeamSearchOutput, OutputSoFar, RequestOutput, RequestOutputKind
 from nanoactor.params import BeamSearchParams, SamplingParams
+from nanoactor.pooling.calls import Pooled
+from nanoactor.pooling.params import PoolingParams
 from nanoactor.rendezvous import Rendezvous
 from nanoactor.request import Request
 from nanoactor.request_builder import RequestBuilder, check_name, check_numbers, held
@@ -61,7 +63,7 @@ Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 have `"multi_modal_data": {"image": [...]}`, a message content parts with pictures."""
 
 
-class AsyncLLM(Controlled):
+class AsyncLLM(Controlled, Pooled):
     """An engine in processes of its own, used from one event loop.
 
     async with AsyncLLM("demo") as llm:
@@ -360,6 +362,29 @@ class AsyncLLM(Controlled):
         built = held(sampling_params, submit, media), media
         entry = frontend.submit(entry_maker(built, sampling_params, None, self._ids))
         return Request(frontend, entry, self)
+
+    @public
+    def submit_pooled(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        scores: bool = False,
+    ) -> Request:
+        """Queue a text for its vector, see `Pooled.submit_pooled`."""
+        frontend = self._running()
+        self._check_name(frontend, request_id)
+        frontend.announce()
+        submit = self._requests.build_pooled(prompt, pooling_params, priority, scores=scores)
+
+        def make(uid: int) -> Entry:
+            name = request_id or f"{self._ids}-{uid}"
+            numbered = dataclasses.replace(submit, uid=uid)
+            return Entry(name, numbered, RequestOutputKind.FINAL_ONLY)
+
+        return Request(frontend, frontend.submit(make), self)
 
     @public
     async def beam_search(

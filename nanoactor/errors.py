@@ -31,6 +31,10 @@ class InvalidConfig(NanoactorError, ValueError):
     """An engine option, or a combination of options, that cannot work."""
 
 
+class RequestAborted(NanoactorError):
+    """The request was ended by `abort`, and has no result."""
+
+
 class EngineOverloaded(NanoactorError):
     """The waiting queue is full: try again later, or raise its bound."""
 

@@ -21,12 +21,18 @@ from nanoactor.errors import (
 )
 from nanoactor.outputs import BeamSearchOutput, RequestOutput, RequestOutputKind
 from nanoactor.params import BeamSearchParams, SamplingParams
+from nanoactor.pooling.concurrent import run_all
+from nanoactor.pooling.outputs import EmbeddingRequestOutput, ScoringRequestOutput
+from nanoactor.pooling.params import PoolingParams
 from nanoactor.progress import Progress
 
 if TYPE_CHECKING:
     from nanoactor.text.huggingface import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+P = TypeVar("P", EmbeddingRequestOutput, ScoringRequestOutput)
+_AT_ONCE = 4096
+"""Texts that are pooled at once."""
 
 
 class LLM:
@@ -209,6 +215,47 @@ class LLM:
         return self._call(self._search(wanted, params, use_tqdm, limit))
 
     @public
+    def embed(
+        self,
+        prompts: Any,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vectors of one text or of several, in their order; see `AsyncLLM.embed`.
+
+        The first invalid text raises, and ends the others.
+        """
+        wanted = _several(prompts, "prompts", "a text, a dict, or a list of them")
+        calls = (functools.partial(self._llm.embed, one, pooling_params) for one in wanted)
+        return self._call(self._pool(list(calls), use_tqdm))
+
+    @public
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well documents match queries; see `AsyncLLM.score`.
+
+        There is a query for each document, or one for all.
+        """
+        asked = _several(queries, "queries", "a text, or a list of them")
+        given = _several(documents, "documents", "a text, or a list of them")
+        if len(asked) == 1:
+            asked *= len(given)
+        if len(asked) != len(given):
+            raise InvalidRequest(f"{len(asked)} queries but {len(given)} documents")
+        one = functools.partial(
+            self._llm.score, instruction=instruction, pooling_params=pooling_params
+        )
+        calls = [functools.partial(one, *pair) for pair in zip(asked, given, strict=True)]
+        return self._call(self._pool(calls, use_tqdm))
+
+    @public
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of requests without any: what the model recommends."""
         return SamplingParams.for_model()
@@ -243,6 +290,19 @@ class LLM:
                 )
                 for prompt, its in zip(prompts, params, strict=True)
             )
+        finally:
+            progress.close()
+
+    async def _pool(self, calls: Sequence[Callable[[], Awaitable[P]]], use_tqdm: bool) -> list[P]:
+        progress = Progress(len(calls), enabled=use_tqdm)
+
+        async def one(call: Callable[[], Awaitable[P]]) -> P:
+            output = await self._when_accepted(call)
+            progress.request()
+            return output
+
+        try:
+            return await run_all([functools.partial(one, call) for call in calls], _AT_ONCE)
         finally:
             progress.close()
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from nanoactor.continuing import ToldTokens
 from nanoactor.grammar.messages import DropMasks
+from nanoactor.pooling.messages import RequestVectors, StepVectors
 from nanoactor.rows import Rows
 from nanoactor.runtime.codec import message
 from nanoactor.scores import RequestScores, ScoreRequests, StepScores, ToldScores
@@ -102,6 +103,8 @@ class RequestSpec:
     """Likewise of the prompt."""
     grammar: str = ""
     """What the answers must look like, as `GrammarSpec.to_text` writes it; empty: anything."""
+    pools: bool = False
+    """Whether the answer is a vector of the prompt instead of tokens."""
     held: bool = False
     """Whether each answer is held behind every token: `Continue` says what they go on with."""
 
@@ -362,6 +365,7 @@ class StepDone:
     began: int
     """When it took the step up, in ns of the monotonic clock."""
     scores: StepScores | None = None
+    vectors: StepVectors | None = None
 
 
 @message(32, by="step")
@@ -441,6 +445,7 @@ class Tokens:
     token_ids: Int32
     finishes: tuple[Finish, ...]
     scores: RequestScores | None = None
+    vectors: RequestVectors | None = None
 
 
 @message(60)
@@ -482,6 +487,7 @@ class OutputDelta:
     token_ids: Int32
     terminals: tuple[Terminal, ...]
     scores: ToldScores | None = None
+    vectors: RequestVectors | None = None
 
 
 @message(63)

@@ -18,6 +18,7 @@ from nanoactor.models.image_config import ImageConfig, read_image_config
 from nanoactor.models.parallel import check_parallel
 from nanoactor.models.registry import family_of
 from nanoactor.models.video_config import VideoConfig, read_video_config
+from nanoactor.pooling.config import JUDGEMENTS, PoolingConfig, describes_pooling, read_pooling
 from nanoactor.text.end_token import end_token
 from nanoactor.text.huggingface import find_tokenizer
 
@@ -56,6 +57,10 @@ class ModelFiles:
     """Whether `max_model_len` is lowered to what the KV cache holds."""
     chat_template: str | None = None
     """The source of the template in place of the model's own."""
+    pooling: PoolingConfig | None = None
+    """How texts become vectors or scores; None for a model that generates text alone."""
+    generates: bool = True
+    """Whether it generates text."""
     prints: Mapping[Path, FilePrint] = dataclasses.field(default_factory=dict)
     """Of all files that processes read, when the engine was made."""
 
@@ -90,6 +95,13 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     images = None if model.vision is None else read_image_config(directory, model.vision)
     given = _tokenizers(config, directory)
     tokenizer = None if skips else find_tokenizer(given, limit)
+    pooling = _pooling(config, directory, tokenizer)
+    generates = model.has_head and not (pooling and describes_pooling(directory))
+    if not generates and pooling is None:
+        raise ModelError(
+            f"{directory}: {model.architecture} has no head, so it generates no text: say how it "
+            "pools (pooling), or take a checkpoint for causal language modelling"
+        )
     return ModelFiles(
         directory=directory,
         config=model,
@@ -103,7 +115,33 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
         prints=_prints({directory, tokenizer or directory}),
         lowers_length=config.max_model_len == "auto",
         chat_template=_chat_template(config.chat_template),
+        pooling=pooling,
+        generates=generates,
     )
+
+
+def _pooling(config: EngineConfig, directory: Path, tokenizer: Path | None) -> PoolingConfig | None:
+    """Return how the model pools, with the ids of the tokens whose logits make scores."""
+    found = read_pooling(directory, config.pooling)
+    if found is None or not found.scores:
+        return found
+    return dataclasses.replace(found, token_ids=_judgements(directory, tokenizer))
+
+
+def _judgements(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
+    """Return the ids of the words that a reranker judges with."""
+    if tokenizer is None:
+        raise InvalidConfig('pooling "yes_no" needs the tokenizer (skip_tokenizer_init)')
+    from nanoactor.text.tokenizer import load_tokenizer  # control processes stay light
+
+    known = load_tokenizer(tokenizer)
+    ids = [token for word in JUDGEMENTS if (token := known.token_to_id(word)) is not None]
+    if len(ids) < len(JUDGEMENTS):
+        raise InvalidConfig(
+            f'pooling "yes_no": {directory} has no tokens {" and ".join(JUDGEMENTS)}: is it a '
+            "reranker?"
+        )
+    return tuple(ids)
 
 
 def _generation(config: EngineConfig, directory: Path) -> GenerationConfig:

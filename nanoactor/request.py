@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from nanoactor.actors.journal import Entry
+from nanoactor.errors import RequestAborted
 from nanoactor.outputs import Logprobs, RequestMetrics, RequestOutput
 from nanoactor.params import DefaultTokens
+from nanoactor.pooling.messages import Float32
 
 log = logging.getLogger("nanoactor.engine")
 
@@ -36,6 +38,17 @@ class Request:
         self._frontend = frontend
         self._entry = entry
         self._read = False
+
+    @property
+    def request_id(self) -> str:
+        """Its name, as its caller or the engine has given it."""
+        return self._entry.request_id
+
+    @property
+    def cached_tokens(self) -> int:
+        """Return how many tokens of its prompt the prefix cache held; known at the end."""
+        terminal = self._entry.answers[0].terminal
+        return terminal.cached_tokens if terminal else 0
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -95,6 +108,20 @@ class Request:
         error that ended the request."""
         await self._entry.held()
         return [answer.logprobs[-1] for answer in self._entry.answers if answer.logprobs]
+
+    async def vector(self) -> Float32:
+        """Wait for the vector that answers a request that pools, as the device has brought it.
+        Raises what ended the request instead, `RequestAborted` after an abort."""
+        await self._entry.ended.wait()
+        self._entry.raise_error()
+        if (vector := self._entry.answers[0].vector) is None:
+            raise RequestAborted(f"request {self.request_id} was aborted")
+        return vector
+
+    @property
+    def vector_so_far(self) -> Float32 | None:
+        """The same, if it is there."""
+        return self._entry.answers[0].vector
 
     def go_on(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Have each held answer become a copy of another, or stay itself, and go on with a token;

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from nanoactor.actors.config import encoder_pages
+from nanoactor.admission import check_length
 from nanoactor.config import EngineConfig
 from nanoactor.continuing import ToldTokens
 from nanoactor.errors import InvalidRequest
@@ -24,6 +25,7 @@ from nanoactor.model_files import ModelFiles, max_prompt_bytes
 from nanoactor.models import columns
 from nanoactor.outputs import OutputSoFar
 from nanoactor.params import DefaultTokens, SamplingParams, TokenCap, derived_seed, plain_number
+from nanoactor.pooling.requests import check_pooling, kept_tokens, with_prompt
 from nanoactor.structured_outputs import StructuredOutputsParams
 from nanoactor.text.conversation import check_messages
 from nanoactor.vision.media import Media
@@ -105,6 +107,11 @@ class RequestBuilder:
         answer."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}")
+        if not self._files.generates:
+            raise InvalidRequest(
+                "this model makes vectors or scores, and generates no text: load a model for text "
+                "generation"
+            )
         priority = _check_priority(priority)
         if media is None:
             prompt, media = self.take_media(prompt)
@@ -138,6 +145,27 @@ class RequestBuilder:
         if so_far is not None:
             submit = self._moved(submit, params, so_far)
         return submit, media
+
+    def build_pooled(
+        self, prompt: Any, params: Any, priority: Any = 0, *, scores: bool = False
+    ) -> Submit:
+        """Return a request for a vector, or, if it `scores`, for a judgement; its uid is 0."""
+        files = self._files
+        pooling = check_pooling(params, files.pooling, files.config.hidden_size)
+        if pooling.scores is not scores:
+            makes = "scores of pairs, and no vectors" if pooling.scores else "vectors"
+            raise InvalidRequest(f"this model makes {makes}")
+        keep_last = kept_tokens(params, files.max_model_len)
+        behind = with_prompt(prompt, params, pooling)
+        text, _, token_ids = self._read_prompt(behind, keep_last, pools=True)
+        spec = RequestSpec(
+            priority=_check_priority(priority),
+            sampling=columns.pack({}),
+            stopping=Stopping(max_tokens=0, min_tokens=0, eos_ids=(), stop_ids=()),
+            text_options=_NO_TEXT,
+            pools=True,
+        )
+        return Submit(0, spec, text, None, "{}", token_ids, keep_last=keep_last)
 
     def _moved(self, submit: Submit, params: SamplingParams, so_far: Any) -> Submit:
         """Return what goes on behind `so_far`, ahead of all that begins here."""
@@ -203,13 +231,15 @@ class RequestBuilder:
         room = max(1, params.max_tokens or params.min_tokens)
         return asked if asked > 0 else max(1, limit - room)
 
-    def _read_prompt(self, prompt: Any, keep_last: int) -> tuple[str | None, str | None, Int32]:
+    def _read_prompt(
+        self, prompt: Any, keep_last: int, *, pools: bool = False
+    ) -> tuple[str | None, str | None, Int32]:
         """Return (text, messages, token ids), of which one is given."""
         if isinstance(prompt, Mapping):
             keys = set(prompt)
             if keys == {"prompt_token_ids"}:
                 ids = _token_ids(prompt["prompt_token_ids"])
-                return None, None, self._check_ids(ids[-keep_last:])
+                return None, None, self._check_ids(ids[-keep_last:], pools)
             if keys != {"prompt"}:
                 raise InvalidRequest(
                     "a prompt's keys must be 'prompt' or 'prompt_token_ids', and perhaps "
@@ -231,13 +261,8 @@ class RequestBuilder:
             f"got {type(prompt).__name__}"
         )
 
-    def _check_ids(self, ids: Int32) -> Int32:
-        limit = self._files.max_model_len
-        if len(ids) >= limit:
-            raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens, but max_model_len is {limit}: at most "
-                f"{limit - 1} leave room for one token of output"
-            )
+    def _check_ids(self, ids: Int32, pools: bool) -> Int32:
+        check_length(len(ids), self._files.max_model_len, pools=pools)
         return ids
 
     def _check_text(self, text: str) -> str:
@@ -323,6 +348,9 @@ class RequestBuilder:
             eos_ids=() if params.ignore_eos else self._files.eos_token_ids,
             stop_ids=tuple(params.stop_token_ids or ()),
         )
+
+
+_NO_TEXT = TextOptions((), include_stop=False, skip_special=False, min_tokens=0, detokenize=False)
 
 
 @functools.lru_cache(maxsize=8)  # all prompts of a batch have the same

@@ -34,10 +34,16 @@ class Want(enum.IntFlag):
     DECODE = 8
     """Compute the token that an earlier step chose, which the host may not know yet. The row is
     repeated one position further in every later step until its slot leaves."""
+    POOL = 16
+    """Bring a vector of its positions, as the model pools."""
 
 
 # NumPy is five times as fast with plain numbers as with an `IntFlag`.
-SAMPLE, KEEP, SCORE, DECODE = (int(want) for want in Want)
+SAMPLE, KEEP, SCORE, DECODE, POOL = (int(want) for want in Want)
+
+
+# NumPy is five times as fast with plain numbers as with an `IntFlag`.
+SAMPLE, KEEP, SCORE, DECODE, POOL = (int(want) for want in Want)
 
 
 @message(19)

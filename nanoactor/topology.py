@@ -206,7 +206,8 @@ def _edges(
     # As many sequences as a step has tokens for are admitted, and the last may be as long as any.
     turn = ring_capacity(each * (length + config.max_num_batched_tokens) + stepped)
     scores = (seqs + config.max_num_batched_tokens) * (32 + 8 * config.max_logprobs)
-    tokens = ring_capacity((512 + 16 * MAX_RUN) * seqs + scores + 64 * 1024)
+    vectors = 4 * files.pooling.width(files.config.hidden_size) * seqs if files.pooling else 0
+    tokens = ring_capacity((512 + 16 * MAX_RUN) * seqs + scores + vectors + 64 * 1024)
     # A budget of bytes, but one token's log-probabilities at least.
     told = (config.max_logprobs + 1) * (MAX_PIECE + 32)
     chunk = ring_capacity(4 * DELTA_BYTES + 4 * length + told)

@@ -391,6 +391,12 @@ class FrontendActor(Actor):
         ):
             self._delta(uid, text, ids[at : at + count], logprobs.get(uid))
             at += count
+        if chunk.vectors is not None:
+            for uid, vector in zip(
+                chunk.vectors.uids.tolist(), chunk.vectors.values.copy(), strict=True
+            ):
+                if (entry := self._read_entry(uid)) is not None:
+                    entry.answer(uid).vector = vector
         for terminal in chunk.terminals:
             self._terminal(terminal)
         if self._readmission.is_trial:

@@ -23,6 +23,7 @@ from nanoactor.outputs import (
     RequestOutputKind,
 )
 from nanoactor.params import SamplingParams
+from nanoactor.pooling.messages import Float32
 from nanoactor.text.scores import ToldRun
 from nanoactor.vision.media import Media
 
@@ -260,6 +261,8 @@ class Answer:
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] | None = [] if scored else None
         self.offsets: list[int] = []
+        self.vector: Float32 | None = None
+        """What answers a request that pools."""
         self.terminal: Terminal | None = None
         self._sum = 0.0
         self._told = (0, 0)

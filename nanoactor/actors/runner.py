@@ -337,6 +337,7 @@ class RunnerActor(Actor):
             seconds,
             began=computed.begin,
             scores=computed.scores,
+            vectors=computed.vectors,
         )
         self.context.outbox("scheduler").send(done)
 

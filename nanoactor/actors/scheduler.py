@@ -162,4 +162,5 @@ def _limits(config: ActorConfig, cache: RunnerReady) -> SchedulerConfig:
         encoder=encoder_limits(config, cache),
         ranks=engine.tensor_parallel_size,
         jump_forward=engine.jump_forward,
+        pooling=config.files.pooling.kind if config.files.pooling else "",
     )

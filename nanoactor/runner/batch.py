@@ -24,6 +24,7 @@ from nanoactor.runner.inputs import (
     Inputs,
     KeptRows,
     Long,
+    PooledRows,
     Prefill,
     SampledRows,
     ScoredResults,
@@ -126,8 +127,11 @@ class BatchTraits:
 class HostBatch:
     """The host's side: how slots sample, and what of that holds for the decode batch at hand."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, traits: BatchTraits) -> None:
-        self._traits = traits
+    def __init__(
+        self, max_num_seqs: int, max_blocks: int, traits: BatchTraits, pooling: str = ""
+    ) -> None:
+        """`pooling` is how the model pools, as `PoolingConfig.kind`."""
+        self._traits, self._pooling = traits, pooling
         self.layout = StateLayout(max_num_seqs + 1, max_blocks)
         self.sampling = SamplingTable(max_num_seqs)
         self._scores = ScoreTable(max_num_seqs)
@@ -189,6 +193,7 @@ class HostBatch:
             order=np.argsort(numbers) if len(numbers) > decodes else None,
             counts=rows.counts,
             scored=results,
+            pooled=self._pooled(layout) if len(layout.pooled) else None,
         )
 
     def _admit(self, new: Admissions) -> list[_Pair]:
@@ -249,9 +254,25 @@ class HostBatch:
             slots=rows.slots[row_of],
             rows=np.stack((rows.slots, firsts, counts, contexts)).astype(np.int32),
             tiles=np.stack((tile_rows, tile_numbers))[:, longest_first].astype(np.int32),
-            ends=(firsts + counts - 1)[ends].astype(np.int32),
+            ends=self._read_tokens(firsts, counts, ends, len(layout.pooled)),
             sampling=layout.rows.others.slots[layout.sampled],
         )
+
+    def _read_tokens(self, firsts: Int32, counts: Int32, ends: Long, pooled: int) -> Int32:
+        """Return the token of each of these chunks whose state is read; the last ones pool."""
+        read: Int32 = (firsts + counts - 1)[ends].astype(np.int32)
+        if pooled and self._pooling == "cls":
+            read[-pooled:] = firsts[ends[-pooled:]]
+        return read
+
+    def _pooled(self, layout: StepLayout) -> PooledRows:
+        """Return the rows that pool."""
+        numbers = (layout.pooled + len(layout.rows.decode_slots)).astype(np.int32)
+        if self._pooling != "mean":
+            return PooledRows(numbers, (), ())
+        counts = layout.rows.others.counts[layout.chunks]
+        firsts, mine = counts.cumsum() - counts, layout.chunks.searchsorted(layout.pooled)
+        return PooledRows(numbers, tuple(map(int, firsts[mine])), tuple(map(int, counts[mine])))
 
     def _host_seq_lens(self, layout: StepLayout) -> HostSeqLens:
         if not self._traits.needs_host_seq_lens:

@@ -160,7 +160,8 @@ class DeviceExecutor:
 
     def _empty_batch(self) -> HostBatch:
         most = -(-self._longest // self.block_size)
-        return HostBatch(self._config.max_num_seqs, most, self._traits)
+        pooling = self._model.pooling.kind if self._model.pooling else ""
+        return HostBatch(self._config.max_num_seqs, most, self._traits, pooling)
 
     def renew(self) -> None:
         """Forget all sequences; nothing is under way."""

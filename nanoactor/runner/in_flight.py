@@ -7,8 +7,9 @@ import dataclasses
 import torch
 
 from nanoactor.models.device import Device, TimedEvent
+from nanoactor.pooling.messages import StepVectors
 from nanoactor.runner.clock import DeviceClock
-from nanoactor.runner.inputs import ScoredResults, Update
+from nanoactor.runner.inputs import PooledRows, ScoredResults, Update
 from nanoactor.runner.protocol import Computed
 from nanoactor.runner.published import Published
 from nanoactor.scores import StepScores
@@ -36,6 +37,11 @@ class InFlight:
     scores: torch.Tensor | None = None
     """int32, page-locked, as large as has been needed."""
     _shape: tuple[int, ...] = (0, 0)
+    _width: int = 0
+    pooled: PooledRows | None = None
+    """How `vectors` are read; None where there are none."""
+    vectors: torch.Tensor | None = None
+    """float32, page-locked, as large as has been needed."""
 
     @classmethod
     def make(cls, device: Device, rows: int) -> InFlight:
@@ -70,6 +76,21 @@ class InFlight:
         self.scored = None
         return message
 
+    def take_vectors(self, device: Device, pooled: PooledRows, values: torch.Tensor) -> None:
+        """Queue the copy of what a step's rows bring that pool, float32 (rows, width)."""
+        if self.vectors is None or len(self.vectors) < values.numel():
+            self.vectors = device.pinned(1 << values.numel().bit_length(), dtype=torch.float32)
+        self.pooled, self._width = pooled, values.shape[1]
+        self.vectors[: values.numel()].copy_(values.flatten(), non_blocking=True)
+
+    def _vector_message(self) -> StepVectors | None:
+        if self.pooled is None or self.vectors is None:
+            return None
+        pooled, self.pooled = self.pooled, None
+        rows = len(pooled.numbers)
+        width = self._width
+        return pooled.message(self.vectors[: rows * width].view(rows, width).numpy().copy())
+
     def collect(self, clock: DeviceClock, split: bool) -> Computed:
         """Wait for the step; `split`: events were recorded within it."""
         self.end.wait()
@@ -90,4 +111,5 @@ class InFlight:
             end=end,
             encoded=when(self.encoded) if encodes else 0,
             scores=self._score_message(),
+            vectors=self._vector_message(),
         )

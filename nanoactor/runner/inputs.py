@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from nanoactor.messages import Int32, Int64
 from nanoactor.models.sampling_rows import LogitRules, SamplingGroups
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
+from nanoactor.pooling.messages import StepVectors
 from nanoactor.scores import StepScores, TokenScores
 
 T = TypeVar("T")
@@ -32,8 +33,8 @@ class Prefill(Generic[T]):
     tiles: T
     """(2, programs): row, and which of its groups of tokens."""
     ends: T
-    """Tokens whose hidden states are read: those after which one is sampled, then those whose
-    states are kept."""
+    """Tokens whose hidden states are read: those after which one is sampled, those whose states are
+    kept, then one for each row that pools."""
     sampling: T
     """The slots of those after which one is sampled."""
 
@@ -128,6 +129,23 @@ class Encoding:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PooledRows:
+    """The rows of a step that pool. Their states are the last of those that `Prefill.ends` names;
+    means take the states of all tokens of their chunks."""
+
+    numbers: Int32
+    """Which rows of the step."""
+    firsts: tuple[int, ...]
+    """The first token of each, among those of the step's chunks; empty unless means are wanted."""
+    counts: tuple[int, ...]
+    """The tokens of each, likewise."""
+
+    def message(self, values: NDArray[np.float32]) -> StepVectors:
+        """Return the result of the step's rows."""
+        return StepVectors(self.numbers, values)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ScoredResults:
     """How the scores of a step are read on the host."""
 
@@ -180,6 +198,7 @@ class Update:
     counts: Int32 = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
     """See `StepDone.counts`."""
     scored: ScoredResults | None = None
+    pooled: PooledRows | None = None
     encoding: Encoding | None = None
 
     @property
@@ -204,6 +223,8 @@ class Update:
         if (prefill := self.prefill) is None or 2 * len(prefill.ends) > len(prefill.token_ids):
             return None
         if self.inputs.scored is not None and len(self.inputs.scored.prompt_rows):
+            return None
+        if self.pooled is not None and self.pooled.counts:
             return None
         if self.lengths is NO_SEQ_LENS:
             return NO_SEQ_LENS

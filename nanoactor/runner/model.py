@@ -43,6 +43,8 @@ class LoadedModel:
         self.threads = engine.threads or max(1, usable_cores() // engine.tensor_parallel_size)
         device.prepare_thread(self.threads)
         self.config: ModelConfig = files.config
+        self.pooling = files.pooling
+        """How it pools; None if it does not."""
         self.dtype = self._choose_dtype()
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.block_size = engine.block_size or device.default_block_size
@@ -52,7 +54,14 @@ class LoadedModel:
         """Bytes, before anything was loaded."""
         self.group = self._meet()
         with torch.inference_mode(), self._open_weights() as weights:
-            self.network = Decoder(self.config, weights, device, files.max_model_len, self.group)
+            self.network = Decoder(
+                self.config,
+                weights,
+                device,
+                files.max_model_len,
+                self.group,
+                headless=not files.generates,
+            )
             self.encoder = self._load_encoder(weights)
             if config.rank == 0:
                 weights.warn_of_unused(self._spare())
@@ -115,6 +124,10 @@ class LoadedModel:
         if self.group.size == 1:
             return logits
         return whole_logits(self.group, logits, self.config.vocab_size)
+
+    def logits_of(self, hidden: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+        """Return the logits of some ids, float32 (rows, ids)."""
+        return self.whole_logits(hidden)[:, list(ids)].float()
 
     def highest(self, logits: torch.Tensor) -> torch.Tensor:
         """The highest of all ranks' logits in each row; NaN where one is."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from nanoactor.messages import Int32, Step
+from nanoactor.pooling.messages import StepVectors
 from nanoactor.runner.pixels import PixelsOf
 from nanoactor.scores import StepScores
 
@@ -28,6 +29,7 @@ class Computed:
     encoded: int = 0
     """Before all that: what the step encodes of pictures was done. 0 where it encodes nothing."""
     scores: StepScores | None = None
+    vectors: StepVectors | None = None
 
 
 class Prepared(Protocol):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Int32
-from nanoactor.rows import KEEP, SAMPLE, SCORE, Rows, StepRows
+from nanoactor.rows import KEEP, POOL, SAMPLE, SCORE, Rows, StepRows
 from nanoactor.runner.inputs import NONE, Long
 
 # Each row reads the whole context, which a chunk reads once: longer runs stay chunks.
@@ -53,6 +53,8 @@ class StepLayout:
     """Chunks and copies after which a token is sampled."""
     kept: Long
     """Chunks and copies whose state is kept."""
+    pooled: Long
+    """Chunks that pool."""
     ends: Long
     """The chunks whose last states these read, one for each."""
     behind: Continued
@@ -75,7 +77,7 @@ class StepLayout:
         """
         others = rows.others
         if not len(others):
-            return cls(rows, *(NONE,) * 7, NO_CONTINUED)
+            return cls(rows, *(NONE,) * 8, NO_CONTINUED)
         single = _singles(others, len(rows.decode_slots), outputs, room, runs_from)
         chunks = ((others.counts > 0) & ~single).nonzero()[0]
         lengths = (others.starts + others.counts).astype(np.int64)
@@ -88,7 +90,7 @@ class StepLayout:
         ids = others.ids
         firsts = (ids.cumsum() - ids).astype(np.int64)
         wants = others.wants[every]
-        samples, keeps = wants & SAMPLE > 0, wants & KEEP > 0
+        samples, keeps, pools = wants & SAMPLE > 0, wants & KEEP > 0, wants & POOL > 0
         return cls(
             rows,
             chunks,
@@ -97,7 +99,8 @@ class StepLayout:
             lengths=lengths,
             sampled=every[samples],
             kept=every[keeps],
-            ends=np.concatenate((read[samples], read[keeps])),
+            pooled=every[pools],
+            ends=np.concatenate((read[samples], read[keeps], read[pools])),
             behind=_continued(others, single.nonzero()[0], token_ids, firsts),
         )
 

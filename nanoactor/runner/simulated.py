@@ -20,10 +20,11 @@ from nanoactor.actors.config import encoder_pages
 from nanoactor.config import simulated_times
 from nanoactor.messages import Int32, Step
 from nanoactor.models.limits import NOTHING_ALLOWED
+from nanoactor.pooling.messages import StepVectors
 from nanoactor.runner.batch import BatchTraits, HostBatch
 from nanoactor.runner.config import RankConfig, check_cache
 from nanoactor.runner.double import BatchDouble
-from nanoactor.runner.inputs import Long, Update
+from nanoactor.runner.inputs import Long, PooledRows, Update
 from nanoactor.runner.pixels import PixelsOf
 from nanoactor.runner.protocol import Computed
 from nanoactor.scores import StepScores
@@ -55,15 +56,23 @@ class _Promise:
     begin: int
     end: int
     scores: StepScores | None
+    vectors: StepVectors | None
 
     def wait(self) -> Computed:
         """Sleep until the step has ended."""
         left = self.end - time.monotonic_ns()
         if left > 0:
             time.sleep(left * 1e-9)
-        end = self.end
-        times = {"forwarded": end, "sampled": end, "end": end}
-        return Computed(self.counts, self.token_ids, self.begin, **times, scores=self.scores)
+        return Computed(
+            self.counts,
+            self.token_ids,
+            self.begin,
+            forwarded=self.end,
+            sampled=self.end,
+            end=self.end,
+            scores=self.scores,
+            vectors=self.vectors,
+        )
 
 
 class SimulatedExecutor:
@@ -88,7 +97,11 @@ class SimulatedExecutor:
         check_cache(self.num_blocks, files, self.block_size, "num_kv_blocks")
         self.encoder_pages = encoder_pages(engine, files)
         traits = BatchTraits(fallback_at_once=engine.max_num_seqs)
-        self._new_batch = functools.partial(HostBatch, engine.max_num_seqs, each, traits)
+        pooling = files.pooling
+        self._width = pooling.width(files.config.hidden_size) if pooling else 0
+        self._new_batch = functools.partial(
+            HostBatch, engine.max_num_seqs, each, traits, pooling.kind if pooling else ""
+        )
         self._double = BatchDouble(traits, self.block_size)
         self.renew()
 
@@ -120,6 +133,7 @@ class SimulatedExecutor:
             begin,
             end=self._free_at,
             scores=None if update.scored is None else self._scored(update),
+            vectors=None if update.pooled is None else self._pooled(update.pooled),
         )
 
     def launch(self, prepared: _Promise) -> _Promise:
@@ -139,6 +153,10 @@ class SimulatedExecutor:
         table[:, 0], table[:, 1], table[:, 2 + most :] = words, 1, words
         table[:, 2 : 2 + most] = np.arange(most)
         return update.scored.message(table)
+
+    def _pooled(self, rows: PooledRows) -> StepVectors:
+        """Return the same vector for all."""
+        return rows.message(np.ones((len(rows.numbers), self._width), np.float32))
 
     def _tokens(self, positions: Long, seeds: Long) -> Int32:
         """Return tokens that depend on position and seed alone, like those of a real sampler."""

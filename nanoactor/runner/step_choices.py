@@ -8,6 +8,7 @@ from nanoactor.runner.choosing import Kept, TokenChooser, place
 from nanoactor.runner.in_flight import InFlight
 from nanoactor.runner.inputs import Inputs, KeptRows, SampledRows, Update
 from nanoactor.runner.model import LoadedModel
+from nanoactor.runner.pooling import StepPooler
 from nanoactor.runner.scoring import StepScorer
 
 
@@ -19,6 +20,7 @@ class StepChoices:
         self._device = model.device
         self._chooser = chooser
         self._scorer = StepScorer(model)
+        self._pooler = None if model.pooling is None else StepPooler(model, model.pooling)
         shape = slots, model.config.hidden_size
         states = model.device.zeros(*shape, dtype=model.dtype)
         logits = None
@@ -54,6 +56,11 @@ class StepChoices:
             padded = room
         for part in inputs.fallback:
             self._chooser.choose_behind(hidden, part, (prompts, padded))
+        if update.pooled and self._pooler:
+            first = prompts + (len(inputs.kept.prompts) if inputs.kept else 0)
+            read = hidden[first : first + len(update.pooled.numbers)]
+            vectors = self._pooler.pool(of_prompts, read, update.pooled)
+            buffers.take_vectors(self._device, update.pooled, vectors)
         if inputs.kept:
             self._keep(inputs.kept, hidden, prompts, padded + update.decode_rows)
         chosen, rows = self._chooser.chosen, padded + update.decodes + update.resumed

@@ -30,6 +30,8 @@ class SchedulerConfig:
     encoder: EncoderLimits = NO_ENCODER
     jump_forward: bool = True
     """Whether tokens that a grammar forces are known without being chosen."""
+    pooling: str = ""
+    """How the model pools, as `PoolingConfig.kind`; empty: it does not."""
     ranks: int = 1
     """Runners, each of which must hold a mask before a step may name it."""
 

@@ -9,6 +9,7 @@ from nanoactor.messages import Answer, Int32
 from nanoactor.scheduling.edges import Send
 from nanoactor.scheduling.ends import End
 from nanoactor.scheduling.planned import PlannedRow
+from nanoactor.scheduling.results import Results
 from nanoactor.scheduling.sequence import Sequence
 from nanoactor.scheduling.turns import TurnBuilder
 from nanoactor.vision.messages import EncodeSlices
@@ -71,6 +72,11 @@ class Feature:
     def note_results(self, rows: list[PlannedRow]) -> None:
         """Note that these rows, which do not decode, have brought their tokens."""
 
+    def take_results(self, results: Results, step: int) -> Iterable[Ending]:
+        """Take what the rows of a step have brought; return the sequences that end with it, and
+        how."""
+        return ()
+
     def yielding(self) -> Sequence | None:
         """Return a sequence to give up its slot where another waits and nothing is under way."""
         return None
@@ -94,7 +100,16 @@ class Feature:
         return {}
 
 
-_FREQUENT = "flush", "forced", "go_on", "note_done", "note_refused", "note_results", "yielding"
+_FREQUENT = (
+    "flush",
+    "forced",
+    "go_on",
+    "note_done",
+    "note_refused",
+    "note_results",
+    "take_results",
+    "yielding",
+)
 
 
 class Features:

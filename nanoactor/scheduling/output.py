@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Finish, Int32, Int64, StepDone, Tokens
+from nanoactor.pooling.messages import Float32, RequestVectors
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.ends import End
 from nanoactor.scheduling.ids import StopIds
@@ -33,6 +34,8 @@ class OutputBuffer:
         """(uids, indices, tokens) that are not reported."""
         self._finishes: list[Finish] = []
         self._scores: RequestScores | None = None
+        self._vectors: list[tuple[int, Float32]] = []
+        """(uid, vector) that are not reported."""
         self._step = self._void_until = 0
         """The step whose results are taken, and the last one with results that do not count."""
         self._refusing: list[Sequence] = []
@@ -61,6 +64,10 @@ class OutputBuffer:
             uids = as_int64(sequence.uid for sequence in sequences)
             flags = np.array(prompts, np.bool_)
             self._scores = RequestScores(uids, flags, as_int32(counts), scores)
+
+    def pool(self, uid: int, vector: Float32) -> None:
+        """Report the vector that answers a request."""
+        self._vectors.append((uid, vector))
 
     def take(self, results: Results) -> tuple[list[tuple[Int32, Int32]], list[Sequence]]:
         """Take a step's tokens.
@@ -188,9 +195,10 @@ class OutputBuffer:
         uids, indices, ids = (
             new[0] if len(new) == 1 else map(np.concatenate, zip(*new, strict=True))
         )
-        tokens = Tokens(step, uids, indices, ids, tuple(self._finishes), self._scores)
+        finishes, vectors = tuple(self._finishes), RequestVectors.of(self._vectors)
+        tokens = Tokens(step, uids, indices, ids, finishes, scores=self._scores, vectors=vectors)
         self._statistics.output_tokens += len(uids)
-        self._new, self._finishes, self._scores = [], [], None
+        self._new, self._finishes, self._scores, self._vectors = [], [], None, []
         return tokens
 
 

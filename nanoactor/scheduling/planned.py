@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanoactor.messages import Int32, Int64
-from nanoactor.rows import KEEP, NO_ROWS, SAMPLE, SCORE, Rows
+from nanoactor.rows import KEEP, NO_ROWS, POOL, SAMPLE, SCORE, Rows
 from nanoactor.scheduling.sequence import Sequence
 from nanoactor.scheduling.table import DecodeBatch
 
@@ -41,6 +41,11 @@ class PlannedRow(NamedTuple):
     def samples(self) -> bool:
         """Return whether it brings a token."""
         return self.wants & SAMPLE > 0
+
+    @property
+    def pools(self) -> bool:
+        """Return whether it brings a vector."""
+        return self.wants & POOL > 0
 
     @property
     def is_choice(self) -> bool:

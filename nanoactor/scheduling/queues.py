@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
+import operator
+from collections import Counter
 from collections.abc import Iterator
 
-from nanoactor.rows import KEEP, SAMPLE, SCORE
+import numpy as np
+
 from nanoactor.scheduling.planned import PlannedRow, PlannedStep
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.scheduling.table import RunningTable, Slots
@@ -117,6 +121,10 @@ class RunningBatch:
         """By priority."""
         self._prefills: list[Sequence] = []
         """Those of them that have positions left to prefill."""
+        self._beginnings: Counter[bytes] = Counter()
+        """The first blocks of these, by hash: a prompt with another one shares no block."""
+        self.progress = 0
+        """Changes whenever fewer positions may be left to prefill."""
         self.stepwise: list[Sequence] = []
         """Those of them that never decode: they choose under masks, or their callers do."""
         self._owners: dict[int, Sequence] = {}
@@ -170,8 +178,23 @@ class RunningBatch:
         self.table.shared[slot] = blocks
         sequence.take_slot(slot)
         self._owners[slot] = sequence
-        for sequences in (self._sequences, self._prefills):
-            bisect.insort(sequences, sequence, key=lambda s: s.priority_key)
+        bisect.insort(self._sequences, sequence, key=lambda s: s.priority_key)
+        self._add_prefill(sequence)
+
+    def _add_prefill(self, sequence: Sequence) -> None:
+        bisect.insort(self._prefills, sequence, key=lambda s: s.priority_key)
+        self._beginnings[_beginning(sequence)] += 1
+
+    def _note_prefilled(self, sequence: Sequence) -> None:
+        beginning = _beginning(sequence)
+        self._beginnings[beginning] -= 1
+        if not self._beginnings[beginning]:
+            del self._beginnings[beginning]
+
+    def start(self, slot: int, computed: int) -> None:
+        """Let the sequence of a slot run, of which so many positions are computed already."""
+        self.table.start(slot, computed)
+        self.progress += 1
 
     def enter_computed(self, sequence: Sequence, slot: int, blocks: int) -> None:
         """Give a slot and blocks to a sequence of which a planned step computes all that is
@@ -179,6 +202,7 @@ class RunningBatch:
         self.enter(sequence, slot, blocks)
         self.table.shared[slot] = sequence.length // self._block_size
         self._prefills.remove(sequence)
+        self._note_prefilled(sequence)
         self.table.start(slot, sequence.length)
 
     def leave(self, sequence: Sequence) -> None:
@@ -186,6 +210,8 @@ class RunningBatch:
         self._sequences.remove(sequence)
         if sequence in self._prefills:
             self._prefills.remove(sequence)
+            self._note_prefilled(sequence)
+        self.progress += 1
         if sequence in self.stepwise:
             self.stepwise.remove(sequence)
         slot = sequence.slot
@@ -195,8 +221,7 @@ class RunningBatch:
     @property
     def starving(self) -> list[Sequence]:
         """Those that do not decode, and need a block."""
-        others = (sequence for sequence in self._prefills if not sequence.is_stepwise)
-        return [sequence for sequence in (*self.stepwise, *others) if sequence.is_starving]
+        return self.owners(np.flatnonzero(self.table.lacks_block))
 
     @property
     def constrained(self) -> list[Sequence]:
@@ -206,7 +231,7 @@ class RunningBatch:
     def resume(self, sequence: Sequence) -> None:
         """Have the positions of known tokens be computed that are not yet."""
         if sequence.slot >= 0 and sequence not in self._prefills:
-            bisect.insort(self._prefills, sequence, key=lambda s: s.priority_key)
+            self._add_prefill(sequence)
 
     def choose_rows(self, budget: int, turn: int) -> list[PlannedRow]:
         """Have a step compute at most `budget` positions: of outputs that never decode, at least
@@ -226,7 +251,11 @@ class RunningBatch:
                 rows += (found := self._row(sequence, budget))
                 budget -= sum(row.length for row in found)
         if rows:
-            self._prefills = [s for s in self._prefills if s.scheduled < s.target]
+            self.progress += 1
+            left = [s.scheduled < s.target for s in self._prefills]
+            for sequence in itertools.compress(self._prefills, map(operator.not_, left)):
+                self._note_prefilled(sequence)
+            self._prefills = [*itertools.compress(self._prefills, left)]
         return rows
 
     def _rides(self, sequence: Sequence, budget: int, turn: int) -> bool:
@@ -234,8 +263,8 @@ class RunningBatch:
         whatever the prefix cache has of it; then it runs."""
         whole = sequence.length <= budget and sequence.items is None and not sequence.resumed_to
         whole &= not sequence.is_constrained  # forced tokens may end it before the answer is in
-        scored = sequence.scores is None or sequence.scores.is_done or not sequence.scores.scored
-        if self.table.admitted[sequence.slot] != turn or not whole or not scored:
+        unread = sequence.is_read or not sequence.most_hits
+        if self.table.admitted[sequence.slot] != turn or not whole or not unread:
             return False
         sequence.run()
         self.table.start(sequence.slot, 0)
@@ -243,17 +272,16 @@ class RunningBatch:
 
     def _row(self, sequence: Sequence, most: int) -> list[PlannedRow]:
         """Have a step compute so many positions of a sequence at most, if it can compute any."""
-        slot, start, scores = sequence.slot, sequence.scheduled, sequence.scores
+        slot, start, reading = sequence.slot, sequence.scheduled, sequence.reading
         length = min(most, sequence.reach - start, self._at_once(sequence, start))
-        if scores is not None:
-            length = scores.reach(start, start + length) - start
+        if reading is not None:
+            length = reading.reach(start, start + length) - start
         if not length:  # a picture is not encoded yet, or there is no block
             return []
         self.table.prefill(slot, length)
-        scored = scores is not None and scores.score(start, start + length)
-        wants = SCORE if scored else 0
+        wants = 0 if reading is None else reading.wants(start, start + length)
         if start + length == sequence.target:
-            wants |= KEEP if sequence.is_constrained else SAMPLE
+            wants |= sequence.last_want
         return [PlannedRow(sequence, slot, start, length, wants)]
 
     def _at_once(self, sequence: Sequence, start: int) -> int:
@@ -280,6 +308,8 @@ class RunningBatch:
         """Tell whether the next block of a prompt under way is one that `head` could share."""
         size = self._block_size
         useful = min(len(head.hashes), (head.length - 1) // size)
+        if not useful or _beginning(head) not in self._beginnings:
+            return False
         for sequence in self._prefills:
             if sequence.reach == sequence.scheduled:  # it waits for a picture: no telling how long
                 continue
@@ -288,3 +318,8 @@ class RunningBatch:
             if shared and (sequence.hashes[block] == head.hashes[block]).all():
                 return True
         return False
+
+
+def _beginning(sequence: Sequence) -> bytes:
+    """Return the hash of a sequence's first block; nothing if its prompt fills none."""
+    return sequence.hashes[0].tobytes() if len(sequence.hashes) else b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequence_
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from nanoactor.errors import ProtocolBug
 from nanoactor.messages import Int32, StepDone
 from nanoactor.models.limits import FROZEN, NO_TOKEN, NOTHING_ALLOWED
+from nanoactor.pooling.messages import Float32, StepVectors
 from nanoactor.scheduling.planned import PlannedRow, PlannedStep
 from nanoactor.scheduling.queues import RunningBatch
 from nanoactor.scheduling.sequence import Sequence
@@ -29,13 +31,15 @@ class Results(NamedTuple):
     """Sequences whose own rules leave no token."""
     frozen: int = 0
     """Decode rows of slots that the device had frozen."""
+    pooled: Sequence_[tuple[PlannedRow, Float32]] = ()
+    """Rows that pool, with what each brings."""
 
 
 def check_due(due: PlannedStep | None, event: StepDone, running: RunningBatch) -> PlannedStep:
     """Return the oldest step in flight. Raises `ProtocolBug` where it is not the one done, or has
     other rows than the results."""
     right = due is not None and due.step == event.step and due.sampling == len(event.token_ids)
-    if due is not None and right:
+    if due is not None and right and _has_vectors(due, event):
         told = not due.rows and not len(event.counts)
         if told or np.array_equal(due.counts, event.counts):
             return due
@@ -49,6 +53,15 @@ def check_due(due: PlannedStep | None, event: StepDone, running: RunningBatch) -
     )
 
 
+def _has_vectors(due: PlannedStep, event: StepDone) -> bool:
+    """Return True if exactly the rows that pool have brought vectors."""
+    found: list[int] = [] if event.vectors is None else event.vectors.rows.tolist()
+    if not found and not due.rows:
+        return True
+    first = len(due.decode_batch.slots)
+    return found == [number for number, row in enumerate(due.rows, first) if row.pools]
+
+
 def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Results:
     """Sort the rows by what became of them. Raises `ProtocolBug` where a slot is frozen although
     its sequence goes on decoding."""
@@ -56,8 +69,9 @@ def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Res
     tokens = event.token_ids[:decodes].copy()
     sampling = [row for row in done.rows if row.samples]
     singles = list(zip(sampling, event.token_ids[decodes:].tolist(), strict=True))
+    pooled, infinite = _pooled(done, event.vectors)
     if event.token_ids.min(initial=0) >= 0:
-        return Results(batch, tokens, singles, [], [])
+        return Results(batch, tokens, singles, infinite, [], pooled=pooled)
     kept = tokens >= 0
     slots, codes = batch.slots[~kept], tokens[~kept].tolist()
     owners = zip(running.owners(slots), slots.tolist(), codes, strict=True)
@@ -75,7 +89,23 @@ def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Res
         running.table.batch_of(batch.slots[kept]),
         tokens[kept],
         [(row, token) for row, token in singles if token >= 0],
-        failed=[row for row, code in coded if code == NO_TOKEN],
+        failed=[*infinite, *(row for row, code in coded if code == NO_TOKEN)],
         choiceless=[row[0] for row, code in coded if code == NOTHING_ALLOWED],
         frozen=len(frozen),
+        pooled=pooled,
+    )
+
+
+def _pooled(
+    done: PlannedStep, vectors: StepVectors | None
+) -> tuple[list[tuple[PlannedRow, Float32]], list[tuple[Sequence, int, int]]]:
+    """Return the rows with vectors, and those whose vectors are not finite as `Results.failed`."""
+    if vectors is None:
+        return [], []
+    rows, values = [row for row in done.rows if row.pools], vectors.values.copy()
+    sound = [bool(np.isfinite(vector).all()) for vector in values]
+    every = list(zip(rows, values, sound, strict=True))
+    return (
+        [(row, vector) for row, vector, finite in every if finite],
+        [(row.sequence, row.slot, row.start) for row, _, finite in every if not finite],
     )

@@ -47,6 +47,7 @@ from nanoactor.scheduling.holding import HeldAnswers
 from nanoactor.scheduling.items import Pictures
 from nanoactor.scheduling.output import OutputBuffer
 from nanoactor.scheduling.planned import PlannedRow, PlannedStep
+from nanoactor.scheduling.pooling import Pooling
 from nanoactor.scheduling.queues import RunningBatch, WaitingLine
 from nanoactor.scheduling.results import Results, check_due, split_rows
 from nanoactor.scheduling.room import Room
@@ -78,13 +79,16 @@ class Scheduler:
         self._room = Room(*places, self._pages, self._reserve, config.block_size)
         self.holds = HeldAnswers(self.live, self._room, self._turn, self._give_up_slot)
         forking = Forking(self._room, self._note_admission)
-        self._features = Features(self.items, self.constraints, self.holds, forking)
+        pooling = Pooling(config.pooling, self._output)
+        self._features = Features(self.items, self.constraints, self.holds, forking, pooling)
         self.arrivals = Arrivals(self._output, self.statistics)
         self._planned = self._completed = self._preempted_at = self._wanted = 0
         """The last steps planned, done, with somebody preempted for them, and asked for."""
         self._in_flight: deque[PlannedStep] = deque()
         self._depth = PipelineDepth(config.depth, config.max_depth)
         self._unanswered = Unanswered()
+        self._full = -1
+        """The running batch's progress when it had as many prompts as the next step has tokens."""
         self._turns: list[Send] = []
         self._out: list[Send] = []
 
@@ -225,12 +229,12 @@ class Scheduler:
         if sequence.phase is not Phase.MATCHING:
             return None
         sequence.run()
-        self._running.table.start(slot, hit)
+        self._running.start(slot, hit)
         return sequence
 
     def _admit_waiting(self) -> None:
         """Admit the head of the queue, as far as the next step has tokens for it."""
-        if not self._room.waiting:
+        if not self._room.waiting or self._running.progress == self._full:
             return
         tokens = self.config.max_num_batched_tokens - self._running.left_to_prefill
         while self.budget.free_slots and tokens > 0:
@@ -241,12 +245,14 @@ class Scheduler:
             if head.last_step > self._completed or self.budget.credits < need + self._reserve():
                 return
             # It pays to wait: a block is indexed as soon as the step that computes it is planned.
-            hits = self.config.prefix_caching and head.is_scored
+            hits = self.config.prefix_caching and head.is_read
             if hits and self._running.is_about_to_compute_for(head):
                 return
             self._room.waiting.pop(head)
             self._admit(head, need)
             tokens -= head.target
+        if tokens <= 0:
+            self._full = self._running.progress
 
     def _reserve(self) -> int:
         """Count the credits that admission leaves alone: for those that need a block now.
@@ -419,6 +425,9 @@ class Scheduler:
         for sequence in (s for s in results.choiceless if event.step > s.void_until):
             self._fail(sequence, ends.choiceless(sequence.is_constrained))
         self._output.take_scores(planned, event)
+        for take_results in self._features.frequent["take_results"]:
+            for sequence, end in take_results(results, event.step):
+                self._end(sequence, end)
         self._take_tokens(results)
 
     def _take_tokens(self, results: Results) -> None:

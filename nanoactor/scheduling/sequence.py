@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nanoactor.messages import Admit, Int32, RequestSpec
 from nanoactor.models.columns import rows_of
+from nanoactor.rows import KEEP, POOL, SAMPLE, SCORE
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.ends import End
@@ -64,32 +65,43 @@ class History:
 
 
 @dataclasses.dataclass(slots=True)
-class PromptScores:
-    """How far the log-probabilities of a prompt are computed."""
+class PromptReading:
+    """How far the states of a prompt's positions are read, to score or to pool them."""
 
-    top: int
-    """How many of the likeliest tokens are wanted at each position."""
+    want: int
+    """`Want.SCORE` or `Want.POOL`: the flag of the rows whose states are read."""
     last: int
-    """The prompt's last position, which is not scored."""
-    scored: int = 0
-    """How many positions were scored by planned steps: what was told once is not told again."""
+    """The first position whose state is not read."""
+    read: int = 0
+    """How many positions planned steps read: no state is read twice."""
+
+    @classmethod
+    def of(cls, spec: RequestSpec, prompt_length: int, kind: str) -> PromptReading | None:
+        """Return the reading that a request asks for; None if the state of the prompt's last
+        position is all that is read. `kind` is how the model pools."""
+        if spec.prompt_logprobs >= 0:
+            return cls(SCORE, prompt_length - 1)
+        if not spec.pools or kind not in ("mean", "cls"):
+            return None
+        return cls(POOL, prompt_length if kind == "mean" else 1)
 
     @property
     def is_done(self) -> bool:
-        """Tell whether nothing is left to be scored."""
-        return self.scored >= self.last
+        """Return True if nothing is left to be read."""
+        return self.read >= self.last
 
     def reach(self, start: int, stop: int) -> int:
-        """Return up to where one row from `start` on may reach, at most `stop`: not over the end
-        of what is scored already."""
-        return min(stop, self.scored) if start < self.scored < self.last else stop
+        """Return the end of a row that begins at `start`, at most `stop`: a row does not cross the
+        end of what is read already."""
+        return min(stop, self.read) if start < self.read < self.last else stop
 
-    def score(self, start: int, stop: int) -> bool:
-        """Return whether a row of these positions is scored, which it is then."""
-        if start < self.scored or self.is_done:
-            return False
-        self.scored = stop
-        return True
+    def wants(self, start: int, stop: int) -> int:
+        """Return the flag of a row of these positions, 0 if it reads none; they count as read
+        then."""
+        if start < self.read or self.is_done:
+            return 0
+        self.read = stop
+        return self.want
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -115,8 +127,8 @@ class Sequence:
     hashes: NDArray[np.uint8]
     sampling: bytes
     group: SequenceGroup[Sequence]
-    scores: PromptScores | None = None
-    """Of its prompt, if they are wanted of it."""
+    reading: PromptReading | None = None
+    """Of its prompt, if more than its last state is read."""
     grammar: GrammarState | None = None
     items: SequenceItems | None = None
     """Its pictures and videos."""
@@ -149,8 +161,7 @@ class Sequence:
         tokens, hashes, spec = event.token_ids.copy(), event.hashes.copy(), copied(event.spec)
         samplings, output = rows_of(spec.sampling), tokens[event.prompt_length :].tolist()
         group: SequenceGroup[Sequence] = SequenceGroup(range(event.uid, event.uid + len(samplings)))
-        scores = PromptScores(spec.prompt_logprobs, event.prompt_length - 1)
-        scored = {event.uid: scores} if spec.prompt_logprobs >= 0 else {}
+        reading = PromptReading.of(spec, event.prompt_length, config.pooling)
         return [
             cls(
                 uid=uid,
@@ -163,7 +174,7 @@ class Sequence:
                 hashes=hashes,
                 sampling=sampling,
                 group=group,
-                scores=scored.get(uid),
+                reading=reading if uid == event.uid else None,
                 grammar=GrammarState.restore(event.free, output) if spec.grammar else None,
                 resumed_to=len(tokens) if len(tokens) > event.prompt_length else 0,
                 items=SequenceItems.of(event.items, config.encoder) if event.items else None,
@@ -341,17 +352,24 @@ class Sequence:
     def most_hits(self) -> int:
         """The positions of it that may be found instead of being computed: what is not scored
         must be."""
-        return _ALL if self.scores is None or self.scores.is_done else self.scores.scored
+        return _ALL if self.is_read or self.reading is None else self.reading.read
 
     @property
-    def is_scored(self) -> bool:
-        """Tell whether nothing of its prompt is left to be scored."""
-        return self.scores is None or self.scores.is_done
+    def is_read(self) -> bool:
+        """Return True if nothing of its prompt is left to be scored or pooled."""
+        return self.reading is None or self.reading.is_done
 
     @property
     def prompt_logprobs(self) -> int:
         """How many of the likeliest tokens are wanted at each position of its prompt; -1: none."""
-        return -1 if self.scores is None else self.scores.top
+        return -1 if self.reading is None else self.spec.prompt_logprobs
+
+    @property
+    def last_want(self) -> int:
+        """Return the flag of the row that reaches its target."""
+        if self.spec.pools:
+            return POOL if self.reading is None else 0
+        return KEEP if self.is_constrained else SAMPLE
 
     def append(self, token: int) -> int:
         """Append a token; return its index in the output."""

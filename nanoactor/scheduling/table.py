@@ -146,6 +146,12 @@ class RunningTable:
         starving = able & (scheduled == self.room)
         return able ^ starving, starving
 
+    @property
+    def lacks_block(self) -> NDArray[np.bool_]:
+        """Tell by slot whether the next known token of a running sequence needs a block."""
+        lacks: NDArray[np.bool_] = self.running & (self.scheduled == self.room)
+        return lacks & (self.room < self.targets)
+
     def blocks_at(self, slot: int) -> int:
         """Return how many blocks a slot holds."""
         return int(self.room[slot]) // self._block_size

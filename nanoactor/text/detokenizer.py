@@ -21,6 +21,7 @@ from nanoactor.messages import (
     TextOptions,
     Tokens,
 )
+from nanoactor.pooling.messages import Float32, RequestVectors
 from nanoactor.scores import RequestScores
 from nanoactor.text.decoding import DecoderFactory, IncrementalDecoder
 from nanoactor.text.scores import Score, ScoreRun, runs_of, take_first, told
@@ -63,6 +64,7 @@ class _Pending:
     scores: list[Score] = dataclasses.field(default_factory=list)
     """One for each of `ids`, or none."""
     prompt_scores: list[Score] = dataclasses.field(default_factory=list)
+    vector: Float32 | None = None
     terminal: Terminal | None = None
 
 
@@ -138,6 +140,11 @@ class Detokenizer:
             if text:
                 pending.text.append(text)
                 entry.characters += len(text)
+        if event.vectors is not None:
+            for uid, vector in zip(
+                event.vectors.uids.tolist(), event.vectors.values.copy(), strict=True
+            ):
+                pending_of(uid).vector = vector
         for finish in event.finishes:
             self._finish(finish)
 
@@ -281,6 +288,7 @@ class _Draft:
         self._ids: list[int] = []
         self._terminals: list[Terminal] = []
         self._scores: list[ScoreRun] = []
+        self._vectors: list[tuple[int, Float32]] = []
 
     def add(self, uid: int, pending: _Pending) -> bool:
         """Add what is pending of a request; False where some of it is left."""
@@ -294,6 +302,9 @@ class _Draft:
                 return False
         if not self._add_output(uid, pending):
             return False
+        if pending.vector is not None:
+            self._vectors.append((uid, pending.vector))
+            self.budget -= pending.vector.nbytes + 64
         if pending.terminal is not None:
             self._terminals.append(pending.terminal)
             self.budget -= len(pending.terminal.error)
@@ -338,6 +349,7 @@ class _Draft:
             token_ids=np.array(self._ids, np.int32),
             terminals=tuple(self._terminals),
             scores=told(self._scores) if self._scores else None,
+            vectors=RequestVectors.of(self._vectors),
         )
 
 

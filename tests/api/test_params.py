@@ -209,6 +209,7 @@ BAD_OPTIONS = {
     "limit_mm_per_prompt": [3, {"image": -1}, {"image": 1.5}, {"image": True}, {"audio": 1}],
     "pipeline_depth": [*WHOLE, None],
     "plan_lead": ["soon", None],
+    "pooling": ["max", None, 5],
     "num_tokenizers": [*WHOLE, None],
     "priority_window": [*WHOLE, None],
     "tensor_parallel_size": [0, "1", None, 2.0],

@@ -42,6 +42,7 @@ RUNGS = {
             "tests/npu/test_engine.py",
             "tests/npu/test_structured_outputs.py",
             "tests/npu/test_vision.py",
+            "tests/npu/test_pooling.py",
             "tests/npu/test_wheels.py",
         ),
         ".venv",

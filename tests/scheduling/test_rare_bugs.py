@@ -25,6 +25,9 @@ FINDERS = {
     "a preempted sequence comes back before its results are in": (
         test_schedules.test_who_is_preempted_comes_back_when_its_results_are_in
     ),
+    "the queue is not looked at again though a step has taken prompts": (
+        test_schedules.test_the_queue_is_looked_at_again_when_a_step_has_taken_prompts
+    ),
     "who followed is forgotten when the first ends": (
         test_forking.test_an_answer_follows_the_next_when_the_first_ends
     ),

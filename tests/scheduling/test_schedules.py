@@ -46,6 +46,18 @@ def test_without_a_prefix_cache_nobody_waits_for_a_prefix():
         assert admitted(logic.handle(admit(range(40), 1, uid))) == [uid]
 
 
+def test_the_queue_is_looked_at_again_when_a_step_has_taken_prompts():
+    logic = scheduler(max_num_batched_tokens=8, depth=1, prefix_caching=False)
+    first = begun(logic, range(8), 1).plan
+    second = turn_of(logic.handle(admit(range(10, 18), 1, uid=1)))
+    assert [one.uid for one in second.admissions] == [1]
+    assert admitted(logic.handle(admit(range(20, 28), 1, uid=2))) == []
+    logic.handle(answered(second, [1]))
+    sent = logic.handle(done(first, [5]))
+    taken = [*admitted(sent), *admitted(logic.handle(StepWanted(0)))]
+    assert taken == [2]
+
+
 def test_decoding_sequences_are_in_every_step_beside_a_long_prompt():
     logic = scheduler(max_num_batched_tokens=10, depth=1)
     plan = turn_of(logic.handle(done(begun(logic, range(3), 1).plan, [5]))).plan

@@ -15,13 +15,14 @@ import numpy as np
 from nanoactor.actors.config import ENCODER_PAGE_ROWS, RunnerReady
 from nanoactor.actors.runner import RunnerActor
 from nanoactor.models.limits import FROZEN, NO_TOKEN, NOTHING_ALLOWED
+from nanoactor.pooling.messages import StepVectors
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.protocol import Computed
 from nanoactor.runtime.actor import Actor, Context
 from nanoactor.scores import StepScores
 from tests.simulation.grammar import mask_of
-from tests.simulation.reference import row_of, sample, score
-from tests.simulation.resident import ResidentState, StepInputs
+from tests.simulation.reference import row_of, sample, score, vector_of
+from tests.simulation.resident import ResidentState, Row, StepInputs
 from tests.simulation.scenario import VOCABULARY, Picture
 from tests.simulation.vision import DEPTH, picture_of
 
@@ -81,7 +82,7 @@ class SimulatedRunner(RunnerActor):
         scenario = self._world.scenario
         most = -(-scenario.max_model_len // scenario.block_size)
         layout = scenario.max_num_seqs, most, scenario.block_size
-        return ResidentState(*layout, scenario.runs_from)
+        return ResidentState(*layout, scenario.runs_from, scenario.pooling)
 
     def _what_is_ready(self) -> RunnerReady:
         scenario = self._world.scenario
@@ -167,7 +168,7 @@ class SimulatedRunner(RunnerActor):
         if life != self._life or self.context.retired:
             return
         ids = self._run(inputs)
-        scores = self._score(inputs, ids)
+        scores, vectors = self._score(inputs, ids), self._pool(inputs)
         self.done = inputs.step
         self.busy_seconds += seconds
         self._world.oracle.computed(inputs.step)
@@ -177,7 +178,8 @@ class SimulatedRunner(RunnerActor):
         order = inputs.update.order
         told = ids if order is None else ids[order]
         times = {"begin": begin, "forwarded": end, "sampled": end, "end": end}
-        self._done(inputs.step, Computed(inputs.update.counts, told, **times, scores=scores))
+        found = {"scores": scores, "vectors": vectors}
+        self._done(inputs.step, Computed(inputs.update.counts, told, **times, **found))
         self._pump()
 
     # -- the forward pass -----------------------------------------------------------------
@@ -191,6 +193,7 @@ class SimulatedRunner(RunnerActor):
         self._look(inputs)
         free = inputs.sampling_slots[: len(inputs.sampling_slots) - inputs.choices]
         self._samplers = set(oracle.owners_of_slots(inputs.step, free))
+        self._samplers |= {uid for uid, row in self._pooled(inputs) if self._ends_prompt(uid, row)}
         decoding = oracle.owners_of_slots(inputs.step, inputs.decode_slots.tolist())
         chunks = self._owners_of_chunks(inputs)
         assert sorted({*oracle.owners(inputs.step)}) == sorted({*chunks, *decoding})
@@ -333,6 +336,45 @@ class SimulatedRunner(RunnerActor):
             values = np.array([found.logprob, *found.top_logprobs], np.float32).view(np.int32)
             line[0], line[2 + results.most :] = values[0], values[1:]
         return results.message(table)
+
+    def _pooled(self, inputs: StepInputs) -> list[tuple[int, Row]]:
+        """The request and the chunk of each row that pools."""
+        pairs = list(zip(inputs.prefills, self._owners_of_chunks(inputs), strict=True))
+        return [
+            (uid, row)
+            for token in inputs.pooled
+            for row, uid in pairs
+            if row.first <= token < row.first + row.tokens
+        ]
+
+    def _ends_prompt(self, uid: int, row: Row) -> bool:
+        answer = self._world.oracle.answers[uid]
+        return answer is not None and row.context == answer.prompt_length
+
+    def _pool(self, inputs: StepInputs) -> StepVectors | None:
+        """What the rows bring that pool; no number where a row failed, and another one where it
+        has read what such a row wrote."""
+        if (rows := inputs.update.pooled) is None:
+            return None
+        kind, oracle, values = self._world.scenario.pooling, self._world.oracle, []
+        for index, (uid, row) in enumerate(self._pooled(inputs)):
+            answer, begin = oracle.answers[uid], row.context - row.tokens
+            assert answer is not None
+            places = {"last": row.first + row.tokens - 1, "cls": row.first}
+            if kind == "mean":
+                assert (rows.firsts[index], rows.counts[index]) == (row.first, row.tokens)
+                read = answer.states[begin : row.context]
+            else:
+                assert inputs.pooled[index] == places[kind], f"request {uid}: which state"
+                at = row.context - 1 if kind == "last" else begin
+                assert at == (answer.prompt_length - 1 if kind == "last" else 0), uid
+                read = answer.states[at : at + 1]
+            vector = vector_of(read) + np.float32(uid in self._spoilt)
+            if self._ends_prompt(uid, row) and oracle.fails(uid, row.context):
+                vector[1] = np.nan
+            values.append(vector)
+            oracle.counts["vectors"] += 1
+        return rows.message(np.stack(values))
 
     def _look(self, inputs: StepInputs) -> None:
         """Read the rows that the step's tokens stand for."""

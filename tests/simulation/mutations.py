@@ -58,6 +58,7 @@ DETOKENIZING = "nanoactor.actors.detokenizer"
 TOKENIZING = "nanoactor.actors.tokenizer"
 RUNNING = "nanoactor.actors.runner"
 FREE_TEXT = "nanoactor.scheduling.free_text"
+POOLING = "nanoactor.scheduling.pooling"
 IDS = "nanoactor.scheduling.ids"
 CONTEXT = "nanoactor.runtime.actor"
 DEPTH = "nanoactor.scheduling.depth"
@@ -451,8 +452,8 @@ _PATCHES = [
     Mutation(
         "what a request without a choice computed is not trusted",
         RESULTS,
-        "if code == NO_TOKEN],",
-        "if code < 0],",
+        "if code == NO_TOKEN)],",
+        "if code < 0)],",
     ),
     Mutation(
         "a preempted request comes back without its rules",
@@ -506,8 +507,8 @@ _PATCHES = [
     Mutation(
         "a row samples after its first token",
         BATCH,
-        "ends=(firsts + counts - 1)[ends].astype(np.int32)",
-        "ends=firsts[ends].astype(np.int32)",
+        "(firsts + counts - 1)[ends].astype(np.int32)",
+        "firsts[ends].astype(np.int32)",
     ),
     Mutation(
         "a steady decode batch stays one step too long",
@@ -918,7 +919,7 @@ _PATCHES = [
     Mutation(
         "the first of a chunk's states is kept, not the last",
         BATCH,
-        "ends=(firsts + counts - 1)[ends].astype(np.int32)",
+        "ends=self._read_tokens(firsts, counts, ends, len(layout.pooled))",
         "ends=np.concatenate(\n"
         "                (\n"
         "                    (firsts + counts - 1)[ends[: len(layout.sampled)]],\n"
@@ -1331,6 +1332,72 @@ _PATCHES = [
         "event.token_ids[: event.prompt_length].copy()",
         "event.token_ids[: event.prompt_length]",
     ),
+    Mutation(
+        "the queue is not looked at again though a sequence has left",
+        QUEUES,
+        "        self.progress += 1\n        if sequence in self.stepwise:",
+        "        if sequence in self.stepwise:",
+    ),
+    Mutation(
+        "a prompt under way that begins alike is overlooked",
+        QUEUES,
+        "if not useful or _beginning(head) not in self._beginnings:",
+        "if not useful or _beginning(head) in self._beginnings:",
+    ),
+    Mutation(
+        "a mean is that of its prompt's last row",
+        POOLING,
+        "total = self._sums.pop(sequence.uid, 0) + vector",
+        "total = vector",
+    ),
+    Mutation(
+        "a mean ends with its first row",
+        POOLING,
+        "if row.start + row.length < sequence.length:",
+        "if False:",
+    ),
+    Mutation(
+        "the sum of a request that has ended is kept",
+        POOLING,
+        "        self._sums.pop(sequence.uid, None)\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "results of a request that has ended are pooled",
+        POOLING,
+        "            if not sequence.counts(step):\n                continue\n",
+        "",
+    ),
+    Mutation(
+        "states that are pooled may be found in the prefix cache",
+        "nanoactor.scheduling.sequence",
+        "return _ALL if self.is_read or self.reading is None else self.reading.read",
+        "return _ALL",
+    ),
+    Mutation(
+        "the state of a prompt's first position is that of its row's last one",
+        BATCH,
+        '        if pooled and self._pooling == "cls":\n',
+        "        if False:\n",
+    ),
+    Mutation(
+        "a vector that is not finite answers its request",
+        RESULTS,
+        "sound = [bool(np.isfinite(vector).all()) for vector in values]",
+        "sound = [True for vector in values]",
+    ),
+    Mutation(
+        "a text that is pooled leaves room for a token of output",
+        ADMISSION,
+        "if tokens + (not pools) <= limit:",
+        "if tokens + 1 <= limit:",
+    ),
+    Mutation(
+        "of a row that only pools nothing is wanted",
+        "nanoactor.scheduling.sequence",
+        "return POOL if self.reading is None else 0",
+        "return 0",
+    ),
 ]
 
 
@@ -1567,6 +1634,12 @@ RARE = [
         READMISSION,
         "            self._kept[_uid(entry)] = entry\n",
         "            pass\n",
+    ),
+    Mutation(
+        "the queue is not looked at again though a step has taken prompts",
+        QUEUES,
+        "            self.progress += 1\n            left = [",
+        "            left = [",
     ),
 ]
 """Bugs that the simulation meets too seldom: `tests/scheduling/test_rare_bugs.py` finds them."""

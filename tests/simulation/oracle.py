@@ -37,7 +37,7 @@ from nanoactor.messages import (
 from nanoactor.orders import Pause
 from nanoactor.rows import RowExpander, Rows, Want
 from nanoactor.scheduling.depth import AHEAD_SECONDS, STEPWISE_SECONDS
-from nanoactor.scheduling.planned import PlannedStep
+from nanoactor.scheduling.planned import PlannedRow, PlannedStep
 from nanoactor.scheduling.sequence import Phase, Sequence
 from nanoactor.vision.messages import VisionStep
 from tests.simulation.device import SPOILT
@@ -48,6 +48,7 @@ from tests.simulation.reference import (
     Scored,
     cut_by_text,
     letter,
+    pooled,
     sample,
     score,
     true_blocks,
@@ -435,7 +436,8 @@ class Oracle:
             assert told == (answer.prompt_length + ask.min_tokens, *ids)
             assert new.prompt_lengths[row] == answer.prompt_length
             rules = [r for at, r in zip(new.rule_rows, new.rules, strict=True) if at == row]
-            assert list(map(str, rules)) == [str(r) for r in [rules_of(position)] if r is not None]
+            ruled = None if ask.pools else rules_of(position)
+            assert list(map(str, rules)) == [str(r) for r in [ruled] if r is not None]
             assert new.uids[row] == by_slot[slot]
             self._introduced[slot], masked = by_slot[slot], ends
         assert masked == len(new.masked_ids)
@@ -533,7 +535,7 @@ class Oracle:
         budget = self._scenario.max_num_batched_tokens
         for other in self.scheduler._running:
             budget -= max(0, other.reach - other.scheduled)
-            cached = self._scenario.prefix_caching and sequence.is_scored
+            cached = self._scenario.prefix_caching and sequence.is_read
             if other.reach > other.scheduled and cached:
                 self._check_not_under_way(sequence, other)
         assert budget > 0, "more is matched than the next step has tokens for"
@@ -582,9 +584,9 @@ class Oracle:
 
     def _is_cut(self, sequence: Sequence) -> bool:
         """Whether a step may compute less of it than the budget has room for."""
-        scores = sequence.scores
-        scored = scores is not None and 0 < scores.scored < scores.last
-        return scored or _goes_on_one_by_one(sequence, self._scenario.block_size)
+        reading = sequence.reading
+        read = reading is not None and 0 < reading.read < reading.last
+        return read or _goes_on_one_by_one(sequence, self._scenario.block_size)
 
     def _check_constrained(self, before: dict[int, int]) -> None:
         """Who can go on is in the step, and so is who can choose."""
@@ -774,6 +776,7 @@ class Oracle:
                 free += [s for s in decoding if not self._is_behind_gate(s)]
                 samplers = {s.uid for s in free if not self._is_behind_free_text(s)}
                 samplers |= {row.sequence.uid for row in rows if row.is_choice}
+                samplers |= {row.sequence.uid for row in due.rows if self._ends_with(row)}
                 live = samplers & self.scheduler.live.keys()
                 self._due = live | (self._due if self.scheduler._unanswered.held_back else set())
             case Stop():
@@ -810,6 +813,13 @@ class Oracle:
                 assert promised in (-1, freed), (
                     f"slot {slot} was to give {promised} blocks back, not {freed}"
                 )
+
+    def _ends_with(self, row: PlannedRow) -> bool:
+        """Whether a request ends with the vector that a row brings."""
+        answer = self.answers[row.sequence.uid]
+        if not row.pools or answer is None:
+            return False
+        return self._scenario.pooling == "cls" or row.start + row.length == answer.prompt_length
 
     def _is_behind_free_text(self, sequence: Sequence) -> bool:
         """Whether the next token must be chosen under a mask, so that what others bring is lost."""
@@ -1011,9 +1021,18 @@ class Oracle:
             assert tuple(ids) == expected.output[: len(ids)], who
             assert (text, terminal.stop_reason) == cut[1:], who
             return
+        self._check_vector(ask, own.vector, expected)
         assert tuple(ids) == expected.output, f"{who}: {ids} where {expected.output} was due"
         assert text == expected.text, f"{who}: {text!r} where {expected.text!r} was due"
         assert (terminal.reason, terminal.stop_reason) == (expected.reason, expected.stop_reason)
+
+    def _check_vector(self, ask: Ask, vector: Any, expected: Answer) -> None:
+        """An answer that is a vector has it, others have none."""
+        if not ask.pools:
+            assert vector is None
+            return
+        due = pooled(expected, self._scenario.pooling)
+        assert (vector == due).all(), f"{vector} where {due} was due"
 
     def _check_error(
         self, terminal: Terminal, ids: list[int], text: str, expected: Answer | None
@@ -1264,5 +1283,5 @@ def _unanswered_units(sequence: Sequence) -> int:
 def _positions_left(sequence: Sequence) -> int:
     """Steps that have a row of it, one after the other: a constrained one computes a position, then
     chooses a token."""
-    left = max(0, sequence.limit - 1 - sequence.scheduled)
+    left = max(0, sequence.limit - (not sequence.spec.pools) - sequence.scheduled)
     return 2 * left + 1 if sequence.spec.grammar else left

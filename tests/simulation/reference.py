@@ -166,6 +166,18 @@ class Letters:
         return self._held
 
 
+def vector_of(states: np.ndarray) -> np.ndarray:
+    """The sum of what positions bring whose states are pooled; exact in float32."""
+    return np.array([(states % prime).sum() for prime in (1009, 997)], np.float32)
+
+
+def pooled(answer: Answer, kind: str) -> np.ndarray:
+    """The vector of a prompt."""
+    states = answer.states[: answer.prompt_length]
+    parts = {"last": states[-1:], "mean": states, "cls": states[:1]}
+    return vector_of(parts[kind]) / np.float32(len(states) if kind == "mean" else 1)
+
+
 class LetterDecoders:
     """Stands where a `DecoderFactory` does."""
 
@@ -229,7 +241,8 @@ def answer(
     known = {token for token in ask.prompt if not 0 <= token < VOCABULARY} <= {IMAGE, VIDEO}
     pages = sum(-(-picture.rows // ENCODER_PAGE_ROWS) for picture in ask.pictures)
     faults = {picture.fault for picture in ask.pictures}
-    if len(prompt) >= limit or not known or "header" in faults or pages > scenario.encoder_pages:
+    too_long = len(prompt) + (not ask.pools) > limit
+    if too_long or not known or "header" in faults or pages > scenario.encoder_pages:
         return None
     tokens, states = list(prompt), []
     state = 0
@@ -252,6 +265,7 @@ def answer(
         state = extend(state, tokens[-1])
         states.append(state)
     output, reason, stop_reason = _cut_by_ids(ask, tokens[len(prompt) :], limit - len(prompt))
+    most = 1 if ask.pools else min(ask.max_tokens, limit - len(prompt))
     length = len(prompt) + len(chosen if ask.caller else output)
     kept, text, stop = cut_by_text(ask, output, hide_last=reason == "stop")
     if stop is not None:
@@ -265,7 +279,7 @@ def answer(
         np.array(states, np.int64),
         length,
         len(prompt),
-        len(prompt) + min(ask.max_tokens, limit - len(prompt)),
+        len(prompt) + most,
         tuple(kept),
         text,
         reason,
@@ -349,6 +363,8 @@ def key_of(picture: Picture) -> bytes:
 
 
 def _cut_by_ids(ask: Ask, output: list[int], room: int) -> tuple[list[int], str, int | None]:
+    if ask.pools:
+        return [], "stop", None
     for index, token in enumerate(output):
         count = index + 1
         if count >= ask.min_tokens:

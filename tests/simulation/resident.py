@@ -59,6 +59,8 @@ class StepInputs:
     """These masks, (rows, words)."""
     kept: list[tuple[int, int]]
     """Which token's state is kept in which slot."""
+    pooled: list[int]
+    """The token of each row that pools, whose state is read."""
     continued: int
     """The number of the last decode rows, which have a token of the host's."""
     thawed: list[int]
@@ -78,7 +80,9 @@ class ResidentState:
     """The array that a device holds. Two hosts lay the steps out: for a device whose fused sampler
     does what it can, and for one without; they must tell the device the same."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, runs_from: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_blocks: int, block_size: int, runs_from: int, pooling: str
+    ) -> None:
         fused = BatchTraits(
             _TOKENS_PER_PROGRAM,
             needs_host_seq_lens=True,
@@ -86,8 +90,8 @@ class ResidentState:
             runs_as_rows_from=runs_from,
         )
         plain = BatchTraits(fused_sampling="none", fallback_at_once=2, runs_as_rows_from=runs_from)
-        self._fused = HostBatch(max_num_seqs, max_blocks, fused)
-        self._plain = HostBatch(max_num_seqs, max_blocks, plain)
+        self._fused = HostBatch(max_num_seqs, max_blocks, fused, pooling)
+        self._plain = HostBatch(max_num_seqs, max_blocks, plain, pooling)
         self._layout = self._fused.layout
         self._block_size = block_size
         self._state = np.zeros(self._layout.size, np.int32)
@@ -103,6 +107,7 @@ class ResidentState:
         assert [part.tolist() for part in changes] == [part.tolist() for part in same]
         assert str(update.inputs.scored) == str(plain.inputs.scored)
         assert str(update.scored) == str(plain.scored)
+        assert str(update.pooled) == str(plain.pooled)
         assert words_of(update.inputs) >= sum(part.nbytes // 4 for part in changes)
         self._state[changes[0]] = changes[1]
         thawed = changes[0] - self._layout.frozen
@@ -125,6 +130,8 @@ class ResidentState:
                 prefill.sampling.tolist(),
             )
         first, known = len(token_ids), update.decodes + update.resumed
+        reads = len(ends) - (0 if update.pooled is None else len(update.pooled.numbers))
+        ends, pooled = ends[:reads], ends[reads:]
         self._check_lengths(update, rows, contexts)
         slots += decodes[:known].tolist()
         masked = self._check_fallback(update, plain, slots)
@@ -165,6 +172,7 @@ class ResidentState:
             choices=len(late),
             masks=np.concatenate([part.masks for part in update.inputs.choices]) if late else (),
             kept=kept,
+            pooled=pooled,
             continued=update.continued,
             thawed=thawed,
             freeze_ids=self._freeze_ids[:, decodes].T.copy(),

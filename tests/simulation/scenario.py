@@ -148,6 +148,8 @@ class Ask:
     grammar: Toy | None = None
     caller: Caller | None = None
     """Of held answers."""
+    pools: bool = False
+    """Whether its answer is a vector."""
 
     @property
     def places(self) -> int:
@@ -225,6 +227,8 @@ class Scenario:
     """Whether the device freezes slots behind watched tokens."""
     compile_steps: float = 1.0
     """Mean time to compile a grammar, in steps."""
+    pooling: str = ""
+    """How the model pools; empty: it does not."""
     hold_seconds: float = 1.0
     """How long callers may think."""
     wire: bool = False
@@ -331,6 +335,7 @@ def draw(seed: int) -> Scenario:
     scenario = _with_grammars(random.Random(f"{seed} grammars"), scenario)
     scenario = _with_free_text(random.Random(f"{seed} free"), scenario)
     scenario = _with_callers(random.Random(f"{seed} callers"), scenario)
+    scenario = _with_vectors(random.Random(f"{seed} vectors"), scenario)
     scenario = _with_short_steps(random.Random(f"{seed} short"), scenario)
     scenario = _with_deaths(random.Random(f"{seed} deaths"), scenario)
     return _with_control(random.Random(f"{seed} control"), scenario)
@@ -376,6 +381,30 @@ def _with_short_steps(rng: random.Random, scenario: Scenario) -> Scenario:
     deeper = scenario.depth + rng.choice([1, 2])
     seconds = rng.choice([0.0002, 0.0004, 0.003])
     return dataclasses.replace(scenario, max_depth=deeper, step_seconds=seconds)
+
+
+def _with_vectors(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same with requests for vectors, in some seeds; their prompts may be as long as the
+    context."""
+    if rng.random() < 0.9:
+        return scenario
+    share = rng.choice([0.1, 0.5, 1.0])
+    asks = [
+        _pooled(rng, ask, scenario)
+        if rng.random() < share and not ask.pictures and ask.caller is None
+        else ask
+        for ask in scenario.asks
+    ]
+    return dataclasses.replace(
+        scenario, asks=tuple(asks), pooling=rng.choice(["last", "mean", "cls"])
+    )
+
+
+def _pooled(rng: random.Random, ask: Ask, scenario: Scenario) -> Ask:
+    missing = scenario.max_model_len - len(ask.prompt)
+    whole = rng.random() < 0.1 and missing > 0
+    prompt = ask.prompt + tuple(_tokens(rng, missing)) if whole else ask.prompt
+    return Ask(ask.at, prompt, max_tokens=0, priority=ask.priority, aborts=ask.aborts, pools=True)
 
 
 def _with_callers(rng: random.Random, scenario: Scenario) -> Scenario:

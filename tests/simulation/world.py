@@ -29,6 +29,7 @@ from nanoactor.messages import RequestSpec, Stopping, Submit, TextOptions, Token
 from nanoactor.model_files import ModelFiles
 from nanoactor.models.columns import DEFAULTS
 from nanoactor.outputs import RequestOutputKind
+from nanoactor.pooling.config import PoolingConfig
 from nanoactor.runtime.actor import FRESH, Actor, Context
 from nanoactor.runtime.codec import copied, decode, encode
 from nanoactor.runtime.errors import OutboxOverflow, PeerBroken
@@ -319,10 +320,11 @@ class World:
             b"".join(sampling_of(position, answer) for answer in range(ask.n)),
             Stopping(ask.max_tokens, ask.min_tokens, ask.eos_ids, ask.stop_ids),
             TextOptions(ask.stop, ask.include_stop, True, ask.min_tokens),
-            rules_of(position),
+            None if ask.pools else rules_of(position),
             logprobs=ask.logprobs,
             prompt_logprobs=ask.prompt_logprobs,
             grammar=text_of(ask.grammar) if ask.grammar else "",
+            pools=ask.pools,
             held=ask.caller is not None,
         )
 
@@ -425,7 +427,8 @@ def _config(scenario: Scenario) -> EngineConfig:
 def _files(scenario: Scenario) -> ModelFiles:
     sees = scenario.encoder_pages > 0
     vision = vision_config() if sees else None
-    sizes: Any = SimpleNamespace(vocab_size=VOCABULARY + 4 * sees, vision=vision)
+    sizes: Any = SimpleNamespace(vocab_size=VOCABULARY + 4 * sees, vision=vision, hidden_size=2)
+    kind: Any = scenario.pooling
     return ModelFiles(
         directory=Path(),
         config=sizes,
@@ -435,4 +438,5 @@ def _files(scenario: Scenario) -> ModelFiles:
         tokenizer_directory=None,
         given_tokenizer=Path(),
         images=IMAGES if sees else None,
+        pooling=PoolingConfig(kind) if kind else None,
     )

@@ -1,0 +1,1 @@
+"""Pooled answers: vectors of texts, and scores of pairs of texts."""

@@ -1,0 +1,54 @@
+"""Texts of requests for vectors and scores, and what is put before them; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanoactor.errors import InvalidRequest
+from nanoactor.pooling.config import PoolingConfig
+from nanoactor.pooling.params import PoolingParams
+
+
+def check_pooling(params: Any, pooling: PoolingConfig | None, hidden_size: int) -> PoolingConfig:
+    """Return how the model pools. Raises `InvalidRequest` if it does not, or not as `params` ask
+    for."""
+    if pooling is None:
+        raise InvalidRequest(
+            "this model generates text: for vectors and scores load an embedding model or a "
+            'reranker, or say how this one pools (pooling="last", say)'
+        )
+    if not isinstance(params, PoolingParams):
+        raise InvalidRequest(f"pooling_params must be PoolingParams, got {params!r:.100}")
+    if params.dimensions is not None and params.dimensions > hidden_size:
+        raise InvalidRequest(f"dimensions is {params.dimensions}, but vectors have {hidden_size}")
+    return pooling
+
+
+def kept_tokens(params: PoolingParams, limit: int) -> int:
+    """Return how many tokens of a text count, from its end; 0: all."""
+    asked = params.truncate_prompt_tokens
+    if asked is not None and asked > limit:
+        raise InvalidRequest(f"truncate_prompt_tokens is {asked}, but max_model_len is {limit}")
+    return limit if asked == -1 else asked or 0
+
+
+def with_prompt(text: Any, params: PoolingParams, pooling: PoolingConfig) -> Any:
+    """Return a text behind the prompt that the request, or the model, puts before it; token ids as
+    they are. Raises `InvalidRequest` for other things, and for a prompt that is not known."""
+    name = params.prompt_name
+    if name is not None and name not in pooling.prompts:
+        known = ", ".join(map(repr, pooling.prompts)) or "none"
+        raise InvalidRequest(f"prompt_name {name!r:.100} is not known; the model has {known}")
+    if isinstance(text, Mapping) and set(text) == {"prompt"}:
+        text = text["prompt"]
+    if isinstance(text, Sequence) and not isinstance(text, str):
+        raise InvalidRequest("what is pooled is a text or {'prompt_token_ids': [...]}")
+    if not isinstance(text, str):
+        if params.prompt or name:
+            raise InvalidRequest("prompt and prompt_name go before a text, not before token ids")
+        return text
+    if params.prompt is not None:
+        return params.prompt + text
+    name = name or pooling.default_prompt
+    return (pooling.prompts[name] if name else "") + text

@@ -1,0 +1,23 @@
+"""The text in which a reranker reads a query and a document.
+
+Source: the model card of Qwen3-Reranker; arXiv:2506.05176.
+"""
+
+from __future__ import annotations
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+"""What a match is, unless a request says something else."""
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+
+
+def judgement_prompt(query: str, document: str, instruction: str | None = None) -> str:
+    """Return the text after which the model says "yes" or "no"."""
+    return (
+        f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n"
+        f"<Instruct>: {INSTRUCTION if instruction is None else instruction}\n"
+        f"<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )

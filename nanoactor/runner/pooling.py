@@ -1,0 +1,34 @@
+"""What the rows of a step bring that pool, on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.pooling.config import PoolingConfig
+from nanoactor.runner.inputs import PooledRows
+from nanoactor.runner.model import LoadedModel
+
+
+class StepPooler:
+    """One rank's."""
+
+    def __init__(self, model: LoadedModel, config: PoolingConfig) -> None:
+        self._model, self._config = model, config
+
+    def pool(
+        self, prompts: torch.Tensor | None, hidden: torch.Tensor, rows: PooledRows
+    ) -> torch.Tensor:
+        """Return what each row brings, float32 (rows, width).
+
+        `hidden` are the states that were read of them, (rows, hidden); `prompts` are the states of
+        all tokens of the step's chunks. Means get sums, added up in float32.
+        """
+        if self._config.token_ids:
+            return self._model.logits_of(hidden, self._config.token_ids)
+        if not rows.counts:
+            return hidden.float()
+        assert prompts is not None
+        spans = zip(rows.firsts, rows.counts, strict=True)
+        return torch.stack(
+            [prompts[first : first + count].sum(0, dtype=torch.float32) for first, count in spans]
+        )
