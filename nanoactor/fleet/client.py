@@ -36,8 +36,10 @@ from nanoactor.fleet.prefix_map import keys_of
 from nanoactor.fleet.prompts import PromptHasher
 from nanoactor.messages import Submit
 from nanoactor.model_files import max_prompt_bytes, read_model_files
-from nanoactor.outputs import RequestOutput
+from nanoactor.outputs import RequestOutput, RequestOutputKind
 from nanoactor.params import SamplingParams
+from nanoactor.pooling.calls import Pooled
+from nanoactor.pooling.params import PoolingParams
 from nanoactor.request import Request
 from nanoactor.request_builder import RequestBuilder
 from nanoactor.server.context import CURRENT_ID
@@ -46,6 +48,8 @@ from nanoactor.vision.media import Media
 
 log = logging.getLogger("nanoactor.fleet")
 
+_NOT_SAMPLED = SamplingParams(seed=0, output_kind=RequestOutputKind.FINAL_ONLY)
+"""The parameters of requests that pool."""
 _TRIES = 3
 """How often a text is sent to the process that tokenizes, where that dies."""
 _AGAIN_SECONDS = 0.2
@@ -55,7 +59,7 @@ _HELD = (
 )
 
 
-class FleetLLM:
+class FleetLLM(Pooled):
     """The replicas of one model, used from one event loop as `AsyncLLM` is."""
 
     def __init__(
@@ -166,6 +170,23 @@ class FleetLLM:
         ]
         self._check_room(len(built))
         return [self._queue(submit, media, params, priority) for submit, media in built]
+
+    @public
+    def submit_pooled(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        scores: bool = False,
+    ) -> Request:
+        """Queue a text for its vector, see `Pooled.submit_pooled`; the name is the ingress's."""
+        if self._is_closed:
+            raise EngineClosed("the ingress was closed")
+        submit = self._requests.build_pooled(prompt, pooling_params, priority, scores=scores)
+        self._check_room(1)
+        return self._queue(submit, (), _NOT_SAMPLED, priority)
 
     async def generate(
         self,

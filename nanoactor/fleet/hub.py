@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator
 
-from nanoactor.engine import AsyncLLM
+from nanoactor.engine import AsyncLLM, Prompt
 from nanoactor.errors import (
     ComputationFailed,
     EngineClosed,
@@ -23,6 +23,7 @@ from nanoactor.fleet.gauges import Gauges
 from nanoactor.fleet.pacing import INTERVAL, Pace
 from nanoactor.kv.index_events import IndexEvents
 from nanoactor.outputs import CompletionOutput, RequestOutput
+from nanoactor.pooling.params import PoolingParams
 from nanoactor.request import Request
 
 log = logging.getLogger("nanoactor.fleet")
@@ -121,6 +122,12 @@ class Hub:
         elif not wanted and self.reserved_by == link:
             self.reserved_by = None
         self.tell_load()
+
+    def pool(self, prompt: Prompt, priority: int) -> Request:
+        """Queue a prompt for its vector, or its judgement."""
+        pooling = self.llm.files.pooling
+        scores = pooling is not None and pooling.scores
+        return self.llm.submit_pooled(prompt, PoolingParams(), priority=priority, scores=scores)
 
     def note_end(self) -> None:
         """A stream is over: the one who has reserved the replica may have it to itself now."""
@@ -224,6 +231,8 @@ class Link:
                 "image": pictures,
                 "video": [one for one in media if one.frames],
             }
+        if order.pools:
+            return self._hub.pool(prompt, order.priority)
         params = wire.bytes_to_params(order.params)
         so_far = wire.so_far_of(order)
         (request,) = self._hub.llm.submit([prompt], params, priority=order.priority, so_far=so_far)
@@ -342,9 +351,10 @@ class Link:
             stream = self._pending.pop(next(iter(self._pending)))
             number = stream.order.stream
             if stream.output is not None:
-                made = [_delta(number, each) for each in stream.output.outputs]
+                vector = _vector(stream.request)
+                made = [_delta(number, each, vector) for each in stream.output.outputs]
                 deltas += made
-                left -= sum(len(each.text) + len(each.token_ids) for each in made)
+                left -= sum(len(each.text) + len(each.token_ids) for each in made) + len(vector)
             if (news := _progress(stream)) is not None:
                 progress.append(news)
             if stream.error is not None:
@@ -387,7 +397,12 @@ class Link:
         self._news.set()
 
 
-def _delta(stream: int, output: CompletionOutput) -> wire.Delta:
+def _vector(request: Request | None) -> bytes:
+    vector = None if request is None else request.vector_so_far
+    return b"" if vector is None else vector.tobytes()
+
+
+def _delta(stream: int, output: CompletionOutput, vector: bytes) -> wire.Delta:
     return wire.Delta(
         stream,
         index=output.index,
@@ -397,6 +412,7 @@ def _delta(stream: int, output: CompletionOutput) -> wire.Delta:
         offsets=output.text_offsets,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
+        vector=vector,
     )
 
 

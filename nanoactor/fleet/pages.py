@@ -92,6 +92,8 @@ class Page:
         answer.token_ids += wire.bytes_to_ids(delta.token_ids)
         if delta.logprobs and answer.logprobs is not None:
             answer.add_logprobs(wire.unpack_logprobs(delta.logprobs) or [], delta.offsets or [])
+        if delta.vector:
+            answer.vector = np.frombuffer(delta.vector, np.float32)
         if delta.finish_reason is not None:
             self.end(uid, delta.finish_reason, delta.stop_reason)
         self.entry.wake()
@@ -169,6 +171,7 @@ class Part:
             told_ids=self.told_ids if told >= 0 else b"",
             told_characters=told,
             is_alone=is_alone,
+            pools=entry.submit.spec.pools,
         )
 
 

@@ -19,7 +19,7 @@ from nanoactor.params import DefaultTokens, SamplingParams, TokenCap
 from nanoactor.structured_outputs import StructuredOutputsParams
 from nanoactor.vision.media import Media
 
-VERSION = 1
+VERSION = 2
 """Of this format: a part of the fingerprint, so that replicas of another one are not used."""
 
 
@@ -47,6 +47,8 @@ class Begin(_Wire, frozen=True, tag="begin"):
     """Characters likewise; -1: it begins."""
     is_alone: bool
     """Whether it runs where nothing else does, as it may be what kills."""
+    pools: bool
+    """Whether its answer is a vector; then `params` say nothing."""
 
 
 class Abort(_Wire, frozen=True, tag="abort"):
@@ -123,6 +125,8 @@ class Delta(_Wire, frozen=True):
     offsets: list[int] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    vector: bytes
+    """float32: the answer of a request that pools, with its end; else empty."""
 
 
 class Progress(_Wire, frozen=True):

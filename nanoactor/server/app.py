@@ -28,6 +28,7 @@ from nanoactor.server.metrics import Metrics
 from nanoactor.server.monitor import Monitor
 from nanoactor.server.observe import Observation
 from nanoactor.server.openapi import document
+from nanoactor.server.pooling.routes import PoolingRoutes
 from nanoactor.server.requests import Decoder
 from nanoactor.server.responses.routes import ResponsesRoutes
 from nanoactor.server.serving import Engine, Watch
@@ -135,6 +136,13 @@ class Server:
         async def openapi(request: web.Request) -> web.StreamResponse:
             return json_response(openapi_document)
 
+        pooling = PoolingRoutes(
+            self.llm,
+            self._http,
+            self.metrics,
+            self.names[0],
+            most_answers=self.config.max_answers_per_client or _fair_share(self.llm.config),
+        )
         compat = CompatRoutes(self.llm, self._completions, self._http, self.names)
         routes: dict[str, Any] = {
             "/v1/chat/completions": ("POST", self._completions.chat),
@@ -159,6 +167,7 @@ class Server:
             "/openapi.json": ("GET", openapi),
             "/favicon.ico": ("GET", looks.icon),
             "/": ("GET", looks.page),
+            **pooling.routes(),
             **compat.routes(openapi_document, looks.health),
         }
         if self.config.enable_tokenizer_info_endpoint:

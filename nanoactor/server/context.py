@@ -25,6 +25,7 @@ _WITHOUT_VERSION = (
     "/responses",
     "/messages",
     "/messages/count_tokens",
+    "/embeddings",
 )
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 

@@ -23,6 +23,7 @@ _RESPONSES, _MESSAGES = ("responses",), ("messages",)
 _AGENTS, _ALL = ("responses", "messages"), ("chat", "completions", "responses", "messages")
 TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking", "thinking")
 """Fields that a chat template may read as variables of these names."""
+_POOLED = "embeddings", "rerank", "score"
 _UNSTORED = "responses are not stored: send the whole conversation as input"
 _FOR_TEMPLATES = "given to the chat template, if that reads it; else ignored"
 
@@ -165,6 +166,18 @@ FIELDS: tuple[Field, ...] = (
     *_refused(_AGENTS, n=1, note="one answer, as these APIs have it"),
     *_refused(_AGENTS, logprobs=False, prompt_logprobs=0, note="see `/v1/chat/completions`"),
     *_refused(_AGENTS, "truncate_prompt_tokens", "structured_outputs", "response_format"),
+    *_honoured(_POOLED, "model", "priority", "user", "truncate_prompt_tokens"),
+    *_honoured(("embeddings",), "input", "encoding_format", "dimensions", "normalize"),
+    *_honoured(("embeddings",), "prompt_name", "prompt"),
+    *_honoured(("rerank",), "query", "top_n", "return_documents"),
+    *_honoured(("score",), "text_1", "text_2", "queries"),
+    *_honoured(("rerank", "score"), "documents", "instruction"),
+    *_refused(_POOLED, add_special_tokens=True, note="what the model was trained with is added"),
+    *_refused(_POOLED, truncation_side="left", note="the last tokens are kept"),
+    *_refused(_POOLED, mm_processor_kwargs={}, embed_dtype="float32", endianness="native"),
+    *_refused(("embeddings",), messages=[], note="give `input`"),
+    *_refused(("embeddings",), instruction="", note="give `prompt`, the text before each text"),
+    *_refused(("rerank", "score"), max_chunks_per_doc=0, max_tokens_per_doc=0),
     *_refused(_AGENTS, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 

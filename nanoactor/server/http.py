@@ -36,11 +36,9 @@ _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|\d+\.\d+\.\d+\.\d+|localhost|[\w.-]+\.l
 _NEAR = 0.85
 """How alike a path must be to one that exists to be taken for it."""
 _NOT_SERVED = {
-    "/embed": "embeddings are not served: this model generates text",
-    "/rerank": "reranking is not served: this model generates text",
-    "/score": "scores are not served: this model generates text",
-    "/pooling": "pooling is not served: this model generates text",
-    "/classify": "classification is not served: this model generates text",
+    "/embed": "vectors are at /v1/embeddings",
+    "/pooling": "vectors are at /v1/embeddings, scores at /score",
+    "/classify": "classification is not served; pairs of texts are scored at /score",
     "/audio": "audio is not served; text is, at /v1/chat/completions",
     "/images": "pictures are not made here; text is, at /v1/chat/completions",
     "/realtime": "the Realtime API is not served; streams are, at /v1/responses",

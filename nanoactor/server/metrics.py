@@ -213,3 +213,12 @@ class Metrics(Collector):
         """In Prometheus' text format."""
         text: bytes = generate_latest(self._registry)
         return text
+
+    def note_vector(self, times: RequestMetrics, prompt: int) -> None:
+        """Count a vector or a score that is there, of a prompt with so many tokens."""
+        if times.first_scheduled_time is not None:
+            self.queue.observe(times.first_scheduled_time - times.arrival_time)
+        if times.finished_time is not None:
+            self.e2e.observe(times.finished_time - times.arrival_time)
+        self.prompt_tokens.observe(prompt)
+        self.success.labels("stop").inc()

@@ -13,6 +13,7 @@ from nanoactor.server.anthropic.request import CountTokensRequest, MessagesReque
 from nanoactor.server.errors import Error
 from nanoactor.server.fields import of_route
 from nanoactor.server.observe import MAX_TRACE_SECONDS
+from nanoactor.server.pooling.request import EmbeddingRequest, RerankRequest, ScoreRequest
 from nanoactor.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -28,6 +29,9 @@ _BODIES = {
     "/v1/responses/input_tokens": (ResponsesRequest, "Tokens of a conversation's prompt"),
     "/v1/messages": (MessagesRequest, "Continue a conversation, by Anthropic's Messages API"),
     "/v1/messages/count_tokens": (CountTokensRequest, "Tokens of a conversation's prompt"),
+    "/v1/embeddings": (EmbeddingRequest, "Vectors of texts"),
+    "/rerank": (RerankRequest, "Documents by how well they match a query; also below /v1 and /v2"),
+    "/score": (ScoreRequest, "Scores of pairs of texts; also below /v1"),
     "/tokenize": (TokenizeRequest, "Token ids of a prompt or of a conversation"),
     "/detokenize": (DetokenizeRequest, "Text of token ids"),
 }

@@ -11,6 +11,8 @@ from nanoactor.config import EngineConfig
 from nanoactor.engine import Prompt
 from nanoactor.model_files import ModelFiles
 from nanoactor.params import SamplingParams
+from nanoactor.pooling.outputs import EmbeddingRequestOutput, ScoringRequestOutput
+from nanoactor.pooling.params import PoolingParams
 from nanoactor.request import Request
 from nanoactor.server.health import Health
 from nanoactor.tracing import Trace
@@ -41,6 +43,28 @@ class Engine(Protocol):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Request]:
         """Queue several prompts, all or none."""
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> EmbeddingRequestOutput:
+        """Return the vector of a text."""
+
+    async def score(
+        self,
+        query: str,
+        document: str,
+        *,
+        instruction: str | None = None,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> ScoringRequestOutput:
+        """Return how well a document matches a query."""
 
 
 class Tracer(Protocol):

@@ -68,8 +68,10 @@ class TextRoutes:
             "owned_by": "nanoactor",
             "max_model_len": files.max_model_len,
             "capabilities": {
-                "completions": True,
-                "chat": template.exists,
+                "completions": files.generates,
+                "chat": files.generates and template.exists,
+                "embeddings": files.pooling is not None and not files.pooling.scores,
+                "scores": files.pooling is not None,
                 "tools": template.shows_tools,
                 "reasoning": template.knows_thoughts,
                 "thinking_switch": "enable_thinking" in template.variables,

@@ -77,7 +77,9 @@ async def test_an_order_that_cannot_be_read_ends_its_request_alone():
     async with fleet(1) as (llm, _, _engines):
         (replica,) = llm.fleet.replicas.values()
         params = SamplingParams.for_model(max_tokens=4)
-        bad = wire.Begin(99, "bad", b"\0\0\0\0", b"\xc1", 0, (), b"", -1, is_alone=False)
+        bad = wire.Begin(
+            99, "bad", b"\0\0\0\0", b"\xc1", 0, (), b"", -1, is_alone=False, pools=False
+        )
         failed = []
         taken = llm.fleet._failed
         llm.fleet._failed = lambda at, failure: (failed.append(failure), taken(at, failure))
@@ -101,7 +103,7 @@ async def test_credits_bound_what_is_on_the_way():
         ids = wire.ids_to_bytes(list(range(50, 60)))
         params = SamplingParams.for_model(seed=1, max_tokens=450, ignore_eos=True)
         packed = wire.params_to_bytes(params)
-        begin = wire.Begin(1, "one", ids, packed, 0, (), b"", -1, is_alone=False)
+        begin = wire.Begin(1, "one", ids, packed, 0, (), b"", -1, is_alone=False, pools=False)
         assert hub.take(wire.encode(wire.Orders("slow", 1, [begin])))
         reports = []
         async with asyncio.timeout(30):

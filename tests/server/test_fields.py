@@ -11,6 +11,7 @@ import anthropic.types.beta.message_create_params as beta_params
 import anthropic.types.message_create_params as message_params
 import openai.types.chat.completion_create_params as chat_params
 import openai.types.completion_create_params as completion_params
+import openai.types.embedding_create_params as embedding_create_params
 import openai.types.responses.response_create_params as response_params
 import pytest
 
@@ -19,6 +20,7 @@ from nanoactor.server.anthropic.request import CountTokensRequest, MessagesReque
 from nanoactor.server.chat_messages import conversation
 from nanoactor.server.errors import APIError
 from nanoactor.server.fields import FIELDS, TEMPLATE_FIELDS, Warned, of_route
+from nanoactor.server.pooling.request import EmbeddingRequest, RerankRequest, ScoreRequest
 from nanoactor.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -36,12 +38,18 @@ KINDS = {
     "completions": CompletionRequest,
     "responses": ResponsesRequest,
     "messages": MessagesRequest,
+    "embeddings": EmbeddingRequest,
+    "rerank": RerankRequest,
+    "score": ScoreRequest,
 }
 BODIES = {
     "chat": {"model": "m", "messages": [{"role": "user", "content": "a"}]},
     "completions": {"model": "m", "prompt": "a"},
     "responses": {"model": "m", "input": "a"},
     "messages": {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 5},
+    "embeddings": {"model": "m", "input": "a"},
+    "rerank": {"model": "m", "query": "a", "documents": ["b"]},
+    "score": {"model": "m", "text_1": "a", "text_2": "b"},
 }
 
 # Of vLLM 0.33's two protocols, and those that older versions had.
@@ -67,6 +75,8 @@ def test_every_field_of_all_schemas_stands_in_the_table():
     assert not of_params(response_params, "ResponseCreateParams") - responses
     for module in (message_params, beta_params):
         assert not of_params(module, "MessageCreateParams") - messages
+    vectors = of_route("embeddings").keys()
+    assert not set(embedding_create_params.EmbeddingCreateParams.__annotations__) - vectors
     assert not of_openai(chat_params) - chat
     assert not of_openai(completion_params) - text
     assert not {*VLLM["both"], *VLLM["chat"]} - chat

@@ -1,0 +1,131 @@
+"""Bodies of requests for vectors and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from nanoactor.engine import Prompt
+from nanoactor.pooling.params import PoolingParams
+from nanoactor.server.errors import invalid
+
+MAX_INPUTS = 2048
+"""Texts of one request; as many as OpenAI's API takes."""
+_TOKENS = Meta(description="Keep the last so many tokens of a text; -1: as many as fit")
+
+
+class _Pooled(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of all of them."""
+
+    model: Annotated[str, Meta(description="Default: the one that is served")] | None = None
+    priority: Annotated[int, Meta(description="A lower one goes first")] | None = None
+    truncate_prompt_tokens: Annotated[int, _TOKENS] | None = None
+    user: Annotated[str, Meta(description="Stands in the access log")] | None = None
+
+
+class EmbeddingRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/embeddings`."""
+
+    ROUTE: ClassVar[str] = "embeddings"
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: Annotated[bool, Meta(description="Default: as the model's files say")] | None = None
+    prompt_name: (
+        Annotated[str, Meta(description="A prompt of the model's own, before each text")] | None
+    ) = None
+    prompt: Annotated[str, Meta(description="A text before each text")] | None = None
+
+    @property
+    def params(self) -> PoolingParams:
+        """Return the engine's parameters. Raises `InvalidRequest`."""
+        return PoolingParams(
+            dimensions=self.dimensions,
+            normalize=self.normalize,
+            prompt_name=self.prompt_name,
+            prompt=self.prompt,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
+
+    @property
+    def texts(self) -> list[Prompt]:
+        """Return the texts, or lists of token ids. Raises `APIError`."""
+        given = self.input
+        if isinstance(given, str):
+            return [given]
+        if given and isinstance(given[0], int):
+            return [_ids(given)]
+        _check_count("input", given)
+        return [text if isinstance(text, str) else _ids(text) for text in given]
+
+
+def _ids(given: Any) -> Prompt:
+    if not isinstance(given, list) or not all(isinstance(token, int) for token in given):
+        raise invalid(
+            "input must be a text, a list of token ids, or a list of either, not a mixture", "input"
+        )
+    return {"prompt_token_ids": given}
+
+
+def _check_count(name: str, given: Sequence[Any]) -> None:
+    if not given:
+        raise invalid(f"{name} is empty", name)
+    if len(given) > MAX_INPUTS:
+        raise invalid(f"{name} has {len(given)} items, {MAX_INPUTS} at most", name)
+
+
+class Document(Struct, forbid_unknown_fields=True):
+    """A document that is not given as plain text."""
+
+    text: str
+
+
+class RerankRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
+    """`POST /rerank`: Jina's and Cohere's."""
+
+    ROUTE: ClassVar[str] = "rerank"
+    query: str
+    documents: list[str | Document]
+    top_n: Annotated[int, Meta(ge=0)] | None = None
+    return_documents: bool | None = None
+    instruction: Annotated[str, Meta(description="What a match is")] | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """Return the documents. Raises `APIError`."""
+        _check_count("documents", self.documents)
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
+    """`POST /score`: vLLM's."""
+
+    ROUTE: ClassVar[str] = "score"
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    instruction: Annotated[str, Meta(description="What a match is")] | None = None
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the pairs: there is a first text for each second one, or one for all. Raises
+        `APIError`."""
+        first, second = _either(self, "text_1", "queries"), _either(self, "text_2", "documents")
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            raise invalid(f"{len(first)} first texts but {len(second)} second ones")
+        return list(zip(first, second, strict=True))
+
+
+def _either(body: ScoreRequest, name: str, other: str) -> list[str]:
+    given = [(key, getattr(body, key)) for key in (name, other) if getattr(body, key) is not None]
+    if len(given) != 1:
+        raise invalid(f"give {name} or its newer name {other}", name)
+    ((key, texts),) = given
+    texts = [texts] if isinstance(texts, str) else texts
+    _check_count(key, texts)
+    return list(texts)

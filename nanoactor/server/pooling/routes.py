@@ -1,0 +1,194 @@
+"""`/v1/embeddings`, `/rerank` and `/score`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from nanoactor.engine import Prompt
+from nanoactor.pooling.concurrent import run_all
+from nanoactor.pooling.outputs import EmbeddingRequestOutput, ScoringRequestOutput, cosine
+from nanoactor.pooling.params import PoolingParams
+from nanoactor.server.context import context_of, json_response
+from nanoactor.server.errors import invalid
+from nanoactor.server.http import HttpFrontend
+from nanoactor.server.metrics import Metrics
+from nanoactor.server.pooling.request import EmbeddingRequest, RerankRequest, ScoreRequest
+from nanoactor.server.serving import Engine
+from nanoactor.server.shares import Shares
+
+T = TypeVar("T", EmbeddingRequestOutput, ScoringRequestOutput)
+_AT_ONCE = 256
+"""Texts of one request that are under way."""
+_PAUSE = 32
+"""Vectors that are written without a pause: a thousand take the loop a tenth of a second."""
+
+
+class PoolingRoutes:
+    """The three handlers."""
+
+    def __init__(
+        self,
+        llm: Engine,
+        http: HttpFrontend,
+        metrics: Metrics,
+        name: str,
+        *,
+        most_answers: int,
+    ) -> None:
+        """`name` is what clients call the model; `most_answers` may one client have under way."""
+        self._llm, self._http, self._metrics, self._name = llm, http, metrics, name
+        self._most = most_answers
+        self._shares = Shares(most_answers)
+
+    def routes(self) -> dict[str, Any]:
+        """Return all paths with their handlers."""
+        rerank, score = ("POST", self.rerank), ("POST", self.score)
+        return {
+            "/v1/embeddings": ("POST", self.embeddings),
+            "/rerank": rerank,
+            "/v1/rerank": rerank,
+            "/v2/rerank": rerank,
+            "/score": score,
+            "/v1/score": score,
+        }
+
+    async def embeddings(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/embeddings`."""
+        body = await self._http.read(request, EmbeddingRequest)
+        outputs = await self._embed(request, body.texts, body.params, body.priority or 0)
+        tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        head = {"object": "list", "model": self._name}
+        tail = {"usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+        packed = body.encoding_format == "base64"
+        return web.Response(
+            body=await _joined(head, "data", _vectors(outputs, packed), tail),
+            content_type="application/json",
+        )
+
+    async def rerank(self, request: web.Request) -> web.StreamResponse:
+        """`POST /rerank`: the documents, the best first."""
+        body = await self._http.read(request, RerankRequest)
+        texts = body.texts
+        scores, tokens = await self._score(request, body, [(body.query, text) for text in texts])
+        best = sorted(range(len(texts)), key=lambda index: -scores[index])
+        if body.top_n:
+            best = best[: body.top_n]
+        results: list[dict[str, Any]] = [
+            {"index": index, "relevance_score": scores[index]} for index in best
+        ]
+        if body.return_documents is not False:
+            for result in results:
+                result["document"] = {"text": texts[result["index"]]}
+        return json_response(
+            {
+                "id": f"rerank-{context_of(request).id}",
+                "model": self._name,
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+                "results": results,
+            }
+        )
+
+    async def score(self, request: web.Request) -> web.StreamResponse:
+        """`POST /score`: a score for each pair."""
+        body = await self._http.read(request, ScoreRequest)
+        scores, tokens = await self._score(request, body, body.pairs)
+        data = [
+            {"index": index, "object": "score", "score": score}
+            for index, score in enumerate(scores)
+        ]
+        return json_response(
+            {
+                "id": f"score-{context_of(request).id}",
+                "object": "list",
+                "created": int(time.time()),
+                "model": self._name,
+                "data": data,
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            }
+        )
+
+    # -- the engine -----------------------------------------------------------------------
+
+    async def _run(
+        self, request: web.Request, calls: Sequence[Callable[[], Awaitable[T]]]
+    ) -> list[T]:
+        """Run calls, a part of them at a time, as answers of one client."""
+        at_once = min(len(calls), _AT_ONCE, self._most)
+        with self._shares.hold(self._http.client_of(request), at_once):
+            results = await run_all(calls, at_once)
+        for result in results:
+            self._metrics.note_vector(result.metrics, len(result.prompt_token_ids))
+        return results
+
+    async def _embed(
+        self, request: web.Request, texts: Sequence[Prompt], params: PoolingParams, priority: int
+    ) -> list[EmbeddingRequestOutput]:
+        embed = functools.partial(
+            self._llm.embed, pooling_params=params, request_id=None, priority=priority
+        )
+        return await self._run(request, [functools.partial(embed, text) for text in texts])
+
+    async def _score(
+        self,
+        request: web.Request,
+        body: RerankRequest | ScoreRequest,
+        pairs: Sequence[tuple[str, str]],
+    ) -> tuple[list[float], int]:
+        """Return the scores of pairs, and the number of tokens that they took."""
+        pooling, priority = self._llm.files.pooling, body.priority or 0
+        params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
+        if pooling is None or pooling.scores:
+            score = functools.partial(
+                self._llm.score,
+                instruction=body.instruction,
+                pooling_params=params,
+                priority=priority,
+            )
+            judged = await self._run(request, [functools.partial(score, *pair) for pair in pairs])
+            tokens = sum(len(output.prompt_token_ids) for output in judged)
+            return [output.outputs.score for output in judged], tokens
+        if body.instruction is not None:
+            raise invalid("instruction is for rerankers; this model makes vectors", "instruction")
+        # A query is the first text of all pairs, as a rule: each text is embedded once.
+        roles = pooling.of_pair(params)
+        asks = {(role, text) for pair in pairs for role, text in zip(roles, pair, strict=True)}
+        embed = functools.partial(self._llm.embed, priority=priority)
+        made = await self._run(
+            request, [functools.partial(embed, text, role) for role, text in asks]
+        )
+        vectors = dict(zip(asks, made, strict=True))
+        found = [
+            [vectors[role, text].outputs.embedding for role, text in zip(roles, pair, strict=True)]
+            for pair in pairs
+        ]
+        tokens = sum(len(output.prompt_token_ids) for output in made)
+        return [cosine(*two) for two in found], tokens
+
+
+def _vectors(outputs: Sequence[EmbeddingRequestOutput], packed: bool) -> Iterator[bytes]:
+    """Go through the members of an answer's data, as JSON."""
+    for index, output in enumerate(outputs):
+        vector = output.outputs.embedding.astype("<f4", copy=False)
+        value = base64.b64encode(vector.tobytes()).decode() if packed else vector.tolist()
+        yield msgspec.json.encode({"object": "embedding", "index": index, "embedding": value})
+
+
+async def _joined(
+    head: dict[str, Any], name: str, members: Iterator[bytes], tail: dict[str, Any]
+) -> bytes:
+    """Return an object as JSON: `head`, a list of members, and `tail`; others run meanwhile."""
+    parts = []
+    for number, member in enumerate(members):
+        parts.append(member)
+        if number % _PAUSE == _PAUSE - 1:
+            await asyncio.sleep(0)
+    before, behind = msgspec.json.encode(head)[:-1], msgspec.json.encode(tail)[1:]
+    return b"".join((before, f',"{name}":['.encode(), b",".join(parts), b"],", behind))
