@@ -139,7 +139,9 @@ class Scheduler:
             self._out += flush(self._turn)
         if self._turn.gives_up:
             self.budget.expect(self._turn.number, fence)
-        turn = self._turn.take(self._completed, fence, may_wait=bool(self._in_flight))
+        # A plan that is made late finds the block manager with nothing left to learn.
+        may_wait = bool(self._in_flight) and self.config.plan_lead == "eager"
+        turn = self._turn.take(self._completed, fence, may_wait=may_wait)
         if turn is not None:
             self._turns.append((BLOCKS, turn))
 
