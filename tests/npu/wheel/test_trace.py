@@ -241,6 +241,7 @@ def loaded(traced):
         config=traced.config,
         network=traced.network,
         dtype=HALF,
+        pooling=None,
         group=types.SimpleNamespace(size=1),
         sample=npu_sampling.sample,
         highest=lambda logits: logits.amax(-1),
