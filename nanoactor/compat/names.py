@@ -153,7 +153,11 @@ ENGINE: tuple[Name, ...] = (
         note="graphs are captured unless enforce_eager says otherwise",
         short=("-cc",),
     ),
-    _engine("convert", accepts=("auto", "none"), note="models generate text"),
+    _engine(
+        "convert",
+        accepts=("auto", "none"),
+        note="an embedding checkpoint says what it is; for others give `pooling`",
+    ),
     _engine("cpu_offload_gb", accepts=(0, 0.0), note="weights stay on the device"),
     _engine(
         "data_parallel_size",
@@ -223,8 +227,16 @@ ENGINE: tuple[Name, ...] = (
     ),
     _engine("pipeline_parallel_size", accepts=(1,), note=_ONE_STAGE, short=("-pp",)),
     _engine("quantization", note=_NO_QUANTIZATION, short=("-q",)),
-    _engine("runner", accepts=("auto", "generate"), note="models generate text"),
-    _engine("task", accepts=("auto", "generate"), note="models generate text"),
+    _engine(
+        "runner",
+        accepts=("auto", "generate"),
+        note="an embedding checkpoint says what it is; for others give `pooling`",
+    ),
+    _engine(
+        "task",
+        accepts=("auto", "generate"),
+        note="an embedding checkpoint says what it is; for others give `pooling`",
+    ),
     _engine(
         "scheduling_policy",
         accepts=("fcfs", "priority"),
