@@ -286,6 +286,11 @@ class KnownTokens:
     """Tokens of each slot; empty: one each."""
     token_ids: Int32
     """Those of one slot after the other."""
+    runs: Int32
+    """Slots whose last tokens no row has sampled: what decode rows in flight compute in their place
+    counts for nothing."""
+    run_counts: Int32
+    """How many these are."""
 
 
 @message(29, by="step")

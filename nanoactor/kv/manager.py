@@ -264,6 +264,7 @@ class BlockManager:
         """Remember up to where a step computes each slot, and check that it has blocks for it."""
         slots, ends = rows.decode_slots, rows.decode_starts + 1
         if len(computing):
+            self._void_ends(computing.slots, computing.starts.astype(np.int64))
             slots = np.concatenate((slots, computing.slots))
             ends = np.concatenate((ends, computing.starts + computing.counts))
         past = ends > self._room[slots]
@@ -272,6 +273,15 @@ class BlockManager:
             self._of(slot)
             raise ProtocolBug(f"step {self._step} writes past the blocks of {self._story(slot)}")
         self._in_flight.append((self._step, slots, ends))
+
+    def _void_ends(self, slots: Int32, starts: Long) -> None:
+        """Have what steps compute of these slots from these positions on count for nothing: other
+        tokens stand there than those that decode rows went on with."""
+        limits = np.full(len(self._known), np.iinfo(np.int64).max)
+        limits[slots] = starts
+        np.minimum(self._computed, limits, out=self._computed)
+        for _, computed, ends in self._in_flight:
+            np.minimum(ends, limits[computed], out=ends)
 
     def _bind_tokens(self, rows: Rows) -> Int32:
         """Return the tokens of rows, each with their successor if they are scored."""
@@ -378,6 +388,9 @@ class BlockManager:
         else:
             self._tokens[slots, known] = event.token_ids
             self._known[slots] = known + 1
+        if len(event.runs):
+            starts = self._known[event.runs] - event.run_counts
+            self._void_ends(event.runs, starts.astype(np.int64))
         full = known >= self._next_index[slots]
         if self._prefix_caching and full.any():
             self._to_index += zip(slots[full].tolist(), known[full].tolist(), strict=True)

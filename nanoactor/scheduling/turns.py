@@ -177,19 +177,24 @@ class TurnBuilder:
             return None
         if not self._runs and len(self._known) == 1:
             slots, tokens = self._known[0]
-            return KnownTokens(slots, _NOTHING, tokens)
+            return KnownTokens(slots, _NOTHING, tokens, _NOTHING, _NOTHING)
+        chosen: collections.Counter[int] = collections.Counter()
+        for slot, run in self._runs:
+            chosen[slot] += len(run)
+        runs, lengths = as_int32(chosen), as_int32(chosen.values())
         singles = [(slots, tokens) for slots, tokens in self._known]
-        runs = [(as_int32([slot] * len(run)), run) for slot, run in self._runs]
-        owners, tokens = map(np.concatenate, zip(*singles, *runs, strict=True))
+        long = [(as_int32([slot] * len(run)), run) for slot, run in self._runs]
+        owners, tokens = map(np.concatenate, zip(*singles, *long, strict=True))
         every = owners.tolist()
         counts = collections.Counter(every)
         if len(counts) == len(every):
-            return KnownTokens(owners, _NOTHING, tokens)
+            return KnownTokens(owners, _NOTHING, tokens, runs, lengths)
         named = [slot for slot, _ in itertools.groupby(every)]
         if len(named) > len(counts):  # the tokens of a slot do not stand together
             order = np.argsort(owners, kind="stable")
             named, tokens = sorted(counts), tokens[order]
-        return KnownTokens(as_int32(named), as_int32(counts[slot] for slot in named), tokens)
+        counted = as_int32(counts[slot] for slot in named)
+        return KnownTokens(as_int32(named), counted, tokens, runs, lengths)
 
 
 def _columns(pairs: list[tuple[int, int]]) -> tuple[Int32, Int32]:

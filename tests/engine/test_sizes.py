@@ -137,7 +137,7 @@ def worst_messages(config, files):
             fence=0,
             failures=Failures(rows, rows),
             forks=Forks(rows, rows),
-            known=KnownTokens(rows, rows, i32(seqs * MAX_RUN)),
+            known=KnownTokens(rows, rows, i32(seqs * MAX_RUN), rows, rows),
             frees=rows,
             drop_pixels=None,
             forget_index=1,
@@ -178,7 +178,7 @@ def worst_of_grammars(config, files):
     yield "scheduler", "grammar", GrammarTokens(longs, rows, rows)
     yield "scheduler", "grammar", CloseGrammars(longs)
     yield "scheduler", "blocks", DropMasks(longs)
-    yield "scheduler", "blocks", KnownTokens(rows, rows, run)
+    yield "scheduler", "blocks", KnownTokens(rows, rows, run, rows, rows)
     yield "blocks", "runners", DropMasks(longs)
     masks = i32(MASKS_AT_ONCE, -(-files.config.vocab_size // 32))
     several = np.zeros(MASKS_AT_ONCE, np.int64), i32(MASKS_AT_ONCE)

@@ -110,12 +110,14 @@ def test_a_copy_of_what_is_bad_is_tainted_and_not_trusted():
     turns.take(plan=planned(2, 1, 8, 6, copies=[(2, 2)]))
     assert manager.take_answer().tainted.tolist() == [2]
     step = turns.take(
-        done=2, known=KnownTokens(int32(1, 2), NONE, int32(5, 5)), plan=decoding(3, 2, 14)
+        done=2,
+        known=KnownTokens(int32(1, 2), NONE, int32(5, 5), NONE, NONE),
+        plan=decoding(3, 2, 14),
     )
     assert len(step.copies.sources) == 1
     # Its next tokens fill the copied block.
     for done in (3, 4):
-        turns.take(done=done, known=KnownTokens(int32(2), NONE, int32(6)))
+        turns.take(done=done, known=KnownTokens(int32(2), NONE, int32(6), NONE, NONE))
     manager.index()
     assert not manager.pool._index
     manager.check()

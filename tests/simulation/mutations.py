@@ -1345,6 +1345,12 @@ _PATCHES = [
         "if not useful or _beginning(head) in self._beginnings:",
     ),
     Mutation(
+        "what decode rows compute in the place of forced tokens is left",
+        "nanoactor.kv.manager",
+        "        if len(event.runs):\n",
+        "        if False:\n",
+    ),
+    Mutation(
         "a mean is that of its prompt's last row",
         POOLING,
         "total = self._sums.pop(sequence.uid, 0) + vector",
