@@ -36,7 +36,7 @@ import nanoactor
 from bench.gpu import MODELS
 from nanoactor import AsyncLLM
 from nanoactor.model_files import DEMO, resolve_model
-from nanoactor.pooling.concurrent import run_all
+from nanoactor.runtime.concurrency import run_all
 
 MOST_TEXTS, AT_ONCE = 4096, 4096
 Texts = list[list[int]]

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanoactor.engine import AsyncLLM, Prompt
@@ -21,10 +21,10 @@ from nanoactor.errors import (
 )
 from nanoactor.outputs import BeamSearchOutput, RequestOutput, RequestOutputKind
 from nanoactor.params import BeamSearchParams, SamplingParams
-from nanoactor.pooling.concurrent import run_all
 from nanoactor.pooling.outputs import EmbeddingRequestOutput, ScoringRequestOutput
 from nanoactor.pooling.params import PoolingParams
 from nanoactor.progress import Progress
+from nanoactor.runtime.concurrency import run_all
 
 if TYPE_CHECKING:
     from nanoactor.text.huggingface import PreTrainedTokenizerBase
@@ -284,11 +284,14 @@ class LLM:
             raise InvalidRequest(f"{len(prompts)} prompts but {len(params)} sets of parameters")
         progress = Progress(len(prompts), enabled=use_tqdm)
         try:
-            return await _all_of(
-                self._when_accepted(
-                    functools.partial(self._finish, prompt, its, progress, template)
-                )
-                for prompt, its in zip(prompts, params, strict=True)
+            return await run_all(
+                [
+                    functools.partial(
+                        self._when_accepted,
+                        functools.partial(self._finish, prompt, its, progress, template),
+                    )
+                    for prompt, its in zip(prompts, params, strict=True)
+                ]
             )
         finally:
             progress.close()
@@ -310,17 +313,15 @@ class LLM:
         self, prompts: list[Any], params: BeamSearchParams, use_tqdm: bool, limit: int | None
     ) -> list[BeamSearchOutput]:
         progress = Progress(len(prompts), enabled=use_tqdm)
-        free = asyncio.Semaphore(limit or max(1, len(prompts)))
 
         async def one(prompt: Any) -> BeamSearchOutput:
-            async with free:
-                search = functools.partial(self._llm.beam_search, prompt, params)
-                output = await self._when_accepted(search)
+            search = functools.partial(self._llm.beam_search, prompt, params)
+            output = await self._when_accepted(search)
             progress.request()
             return output
 
         try:
-            return await _all_of(map(one, prompts))
+            return await run_all([functools.partial(one, prompt) for prompt in prompts], limit)
         finally:
             progress.close()
 
@@ -351,17 +352,6 @@ class LLM:
         assert final is not None
         progress.request()
         return final
-
-
-async def _all_of(waited: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return what all of them return, in their order; the first that raises ends the others."""
-    tasks = [asyncio.ensure_future(one) for one in waited]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _is_sequence(value: object) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -37,6 +38,7 @@ from nanoactor.errors import (
 )
 from nanoactor.outputs import RequestOutput, RequestOutputKind
 from nanoactor.params import SamplingParams, derived_seed
+from nanoactor.runtime.concurrency import run_all
 
 log = logging.getLogger("nanoactor.ray")
 
@@ -127,16 +129,11 @@ class Generate:
     async def _answers(
         self, rows: Sequence[Mapping[str, Any]]
     ) -> list[tuple[RequestOutput | None, str]]:
-        tasks = [asyncio.ensure_future(self._answer(row)) for row in rows]
         try:
-            return await asyncio.gather(*tasks)
+            return await run_all([functools.partial(self._answer, row) for row in rows])
         except (EngineDead, EngineClosed):
             _leave_to_others()
             raise
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, row: Mapping[str, Any]) -> tuple[RequestOutput | None, str]:
         """Return the answer to a row, or why it has none."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from nanoactor.errors import InvalidRequest, public
 from nanoactor.model_files import ModelFiles
-from nanoactor.pooling.concurrent import run_all
 from nanoactor.pooling.messages import Float32
 from nanoactor.pooling.outputs import (
     EmbeddingOutput,
@@ -22,6 +21,7 @@ from nanoactor.pooling.outputs import (
 from nanoactor.pooling.params import PoolingParams
 from nanoactor.pooling.rerank import judgement_prompt
 from nanoactor.request import Request
+from nanoactor.runtime.concurrency import run_all
 
 _DEFAULT = PoolingParams()
 

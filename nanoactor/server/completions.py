@@ -17,6 +17,7 @@ from nanoactor.errors import InvalidRequest
 from nanoactor.grammar.spec import CallForm, Thoughts
 from nanoactor.params import SamplingParams
 from nanoactor.request import Request
+from nanoactor.runtime.concurrency import run_all
 from nanoactor.server.answer import Answer, AnswerWriter, CompletionWriter, Echoed
 from nanoactor.server.call_forms import WITH_SPECIAL_TOKENS, call_finder, call_form
 from nanoactor.server.chat_messages import (
@@ -396,16 +397,12 @@ class Completions:
         if len(requests) == 1:
             await self._read(answer, 0, requests[0], send)
             return
-        readers = [
-            asyncio.ensure_future(self._read(answer, index, each, send))
-            for index, each in enumerate(requests)
-        ]
-        try:
-            await asyncio.gather(*readers)
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+        await run_all(
+            [
+                functools.partial(self._read, answer, index, each, send)
+                for index, each in enumerate(requests)
+            ]
+        )
 
     async def _read(self, answer: Answer, index: int, request: Request, send: Send) -> None:
         timers: dict[int, Timer] = {}

@@ -13,9 +13,9 @@ import msgspec
 from aiohttp import web
 
 from nanoactor.engine import Prompt
-from nanoactor.pooling.concurrent import run_all
 from nanoactor.pooling.outputs import EmbeddingRequestOutput, ScoringRequestOutput, cosine
 from nanoactor.pooling.params import PoolingParams
+from nanoactor.runtime.concurrency import run_all
 from nanoactor.server.context import context_of, json_response
 from nanoactor.server.errors import invalid
 from nanoactor.server.http import HttpFrontend

@@ -1,4 +1,4 @@
-"""Many calls with few of them under way."""
+"""Calls that run side by side."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def run_all(calls: Sequence[Callable[[], Awaitable[T]]], at_once: int) -> list[T]:
-    """Return the results of all calls, in their order, with at most `at_once` under way.
+async def run_all(
+    calls: Sequence[Callable[[], Awaitable[T]]], at_once: int | None = None
+) -> list[T]:
+    """Return the results of all calls, in their order.
 
-    The first that raises ends the others.
+    They begin in their order, with at most `at_once` (default: all) under way. The first that
+    raises cancels those under way; its error is raised when they have ended.
     """
     results: dict[int, T] = {}
     numbered = iter(enumerate(calls))
@@ -21,7 +24,8 @@ async def run_all(calls: Sequence[Callable[[], Awaitable[T]]], at_once: int) -> 
         for number, call in numbered:
             results[number] = await call()
 
-    workers = [asyncio.ensure_future(work()) for _ in range(min(at_once, len(calls)))]
+    count = len(calls) if at_once is None else min(at_once, len(calls))
+    workers = [asyncio.ensure_future(work()) for _ in range(count)]
     try:
         await asyncio.gather(*workers)
     finally:
