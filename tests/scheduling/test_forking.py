@@ -123,6 +123,25 @@ def test_a_copy_of_what_is_bad_is_tainted_and_not_trusted():
     manager.check()
 
 
+def test_what_decode_rows_compute_in_the_place_of_forced_tokens_does_not_survive():
+    """Two decode rows are in flight when a token comes to be known and two more are forced: the
+    first row computes the known token, the second one some other token in a forced one's place."""
+    turns = Turns()
+    manager, prompt = turns.manager, np.arange(6, dtype=np.int32)
+    turns.take(admissions=(admission(0, 0, prompt),), plan=planned(1, 0, 0, 6))
+    turns.take(plan=decoding(2, 0, 6))
+    turns.take(plan=decoding(3, 0, 7))
+    forced = KnownTokens(int32(0), int32(3), int32(50, 51, 52), int32(0), int32(2))
+    turns.take(done=1, known=forced)
+    turns.take(done=3)
+    manager.begin_anew()
+    manager.check()
+    tokens = np.concatenate((prompt, int32(50, 51, 52, 53)))
+    turns.number = 0
+    turns.take(admissions=(admission(1, 0, tokens),))
+    assert manager.take_answer().hits.tolist() == [7]
+
+
 def test_a_copys_blocks_are_its_sources_and_come_back_once():
     turns = Turns(prefix_caching=False)
     manager, prompt = turns.manager, np.arange(10, dtype=np.int32)

@@ -22,6 +22,9 @@ def keeps_what_comes_during_a_trial():
 
 
 FINDERS = {
+    "what decode rows compute in the place of forced tokens is left": (
+        test_forking.test_what_decode_rows_compute_in_the_place_of_forced_tokens_does_not_survive
+    ),
     "a preempted sequence comes back before its results are in": (
         test_schedules.test_who_is_preempted_comes_back_when_its_results_are_in
     ),

@@ -1345,10 +1345,10 @@ _PATCHES = [
         "if not useful or _beginning(head) in self._beginnings:",
     ),
     Mutation(
-        "what decode rows compute in the place of forced tokens is left",
-        "nanoactor.kv.manager",
-        "        if len(event.runs):\n",
-        "        if False:\n",
+        "what decode rows computed is left where rows go back behind them",
+        MANAGER,
+        "            self._void_ends(computing.slots, computing.starts.astype(np.int64))\n",
+        "",
     ),
     Mutation(
         "a mean is that of its prompt's last row",
@@ -1605,6 +1605,12 @@ _PATCHES.append(
     )
 )
 RARE = [
+    Mutation(
+        "what decode rows compute in the place of forced tokens is left",
+        MANAGER,
+        "        if len(event.runs):\n",
+        "        if False:\n",
+    ),
     Mutation(
         "what others share of a slot's blocks is told of the sequence that has the slot now",
         TABLE,
