@@ -5,8 +5,8 @@ From a clean clone, each of the tests that are the first to compute would compil
 
 import torch
 
-import nanoactor.models.devices.compiled_cpu  # noqa: F401 - it imports every kernel
-from nanoactor.models.cpu_kernels.elements import compile_kernels
+import nanoactor.models.devices.cpu.compiled  # noqa: F401 - it imports every kernel
+from nanoactor.models.devices.cpu.kernels.elements import compile_kernels
 
 for dtype in (torch.float32, torch.bfloat16):
     compile_kernels(dtype, parallel=True)

@@ -6,7 +6,7 @@
 Shapes of Qwen3-0.6B: norms and SwiGLU of so many tokens, products of so many rows with each of a
 layer's weights (in turn with other weights, so that they come from memory) and of the demo's, and
 decode attention of rows with contexts of one length. Both sides in turn, medians. From these
-figures come the limits in `models/devices/compiled_cpu.py`.
+figures come the limits in `models/devices/cpu/compiled.py`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import numba
 import torch
 
 from nanoactor.models.batch import AttentionBatch, KVCache
-from nanoactor.models.cpu_kernels.attention import decode_attention
-from nanoactor.models.cpu_kernels.elementwise import add_rms_norm, swiglu
-from nanoactor.models.cpu_kernels.linear import product
-from nanoactor.models.devices.compiled_cpu import CompiledCPUDevice
-from nanoactor.models.devices.cpu import CPUDevice
+from nanoactor.models.devices.cpu.compiled import CompiledCPUDevice
+from nanoactor.models.devices.cpu.device import CPUDevice
+from nanoactor.models.devices.cpu.kernels.attention import decode_attention
+from nanoactor.models.devices.cpu.kernels.elementwise import add_rms_norm, swiglu
+from nanoactor.models.devices.cpu.kernels.linear import product
 from nanoactor.models.seq_lens import HostSeqLens
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 1024, 3072, 16, 8, 128, 16

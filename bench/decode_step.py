@@ -42,11 +42,11 @@ from bench.decode_step_reference import (
 from bench.decode_step_walk import Walk
 from bench.gpu import arguments
 from nanoactor.models.batch import KVCache
-from nanoactor.models.kernels.decode_step.arguments import StepInputs
-from nanoactor.models.kernels.decode_step.compile import compiled
-from nanoactor.models.kernels.decode_step.steps import DecodeStep, maps_of
-from nanoactor.models.kernels.decode_step.table import PHASES, Shape, refusal
-from nanoactor.models.model_weights import ModelWeights
+from nanoactor.models.devices.cuda.kernels.decode_step.arguments import StepInputs
+from nanoactor.models.devices.cuda.kernels.decode_step.compile import compiled
+from nanoactor.models.devices.cuda.kernels.decode_step.steps import DecodeStep, maps_of
+from nanoactor.models.devices.cuda.kernels.decode_step.table import PHASES, Shape, refusal
+from nanoactor.models.weights.whole_step import ModelWeights
 
 # -- a worker -------------------------------------------------------------------------------------
 

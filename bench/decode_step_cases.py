@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from nanoactor.models.kernels.decode_step.table import Shape
+from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
 
 Case = dict[str, Any]
 SIZES: dict[str, dict[str, Any]] = {

@@ -11,11 +11,11 @@ from bench.decode_step_walk import LONGEST
 from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.config import ModelConfig, RopeConfig
 from nanoactor.models.decoder import Decoder
-from nanoactor.models.kernels.decode_step.arguments import StepInputs
-from nanoactor.models.kernels.decode_step.table import Shape
-from nanoactor.models.model_weights import ModelWeights
+from nanoactor.models.devices.cuda.kernels.decode_step.arguments import StepInputs
+from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
 from nanoactor.models.seq_lens import NO_SEQ_LENS
-from nanoactor.models.weights import Weights
+from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.whole_step import ModelWeights
 
 DEVICE = "cuda"
 
@@ -83,7 +83,7 @@ class Operators:
     """A decode step by the engine's operators, head included."""
 
     def __init__(self, shape: Shape, weights: ModelWeights) -> None:
-        from nanoactor.models.devices.cuda import CUDADevice
+        from nanoactor.models.devices.cuda.device import CUDADevice
 
         self.device = CUDADevice()
         self.device.prepare_thread(1)

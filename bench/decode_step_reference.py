@@ -7,9 +7,9 @@ import dataclasses
 import torch
 
 from nanoactor.models.batch import KVCache
-from nanoactor.models.kernels.decode_step.arguments import StepInputs
-from nanoactor.models.kernels.decode_step.table import Shape
-from nanoactor.models.model_weights import LayerWeights, ModelWeights
+from nanoactor.models.devices.cuda.kernels.decode_step.arguments import StepInputs
+from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
+from nanoactor.models.weights.whole_step import LayerWeights, ModelWeights
 
 EPS = 1e-6
 

@@ -8,8 +8,8 @@ import random
 import torch
 
 from nanoactor.models.batch import KVCache
-from nanoactor.models.kernels.decode_step.arguments import StepInputs
-from nanoactor.models.kernels.decode_step.table import Shape
+from nanoactor.models.devices.cuda.kernels.decode_step.arguments import StepInputs
+from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
 
 SLOTS = 16
 LONGEST = 32_768

@@ -30,10 +30,10 @@ import triton
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from nanoactor.models.batch import AttentionBatch, KVCache
-from nanoactor.models.kernels import decode_attention as decode
-from nanoactor.models.kernels.prefill import HOPPER, PrefillAttention
-from nanoactor.models.kernels.prefill_attention import tokens_per_program
-from nanoactor.models.kernels.prefill_attention_tma import NARROW, WIDE, Variant
+from nanoactor.models.devices.cuda.kernels import decode_attention as decode
+from nanoactor.models.devices.cuda.kernels.prefill import HOPPER, PrefillAttention
+from nanoactor.models.devices.cuda.kernels.prefill_attention import tokens_per_program
+from nanoactor.models.devices.cuda.kernels.prefill_attention_tma import NARROW, WIDE, Variant
 from nanoactor.models.seq_lens import NO_SEQ_LENS
 
 KV_HEADS, SIZE = 8, 128

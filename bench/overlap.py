@@ -198,7 +198,7 @@ class InProcessLoop:
     def admit(self, number: int) -> None:
         from nanoactor.kv.hashing import block_hashes
         from nanoactor.messages import Admit, RequestSpec, Stopping, TextOptions
-        from nanoactor.models.columns import pack
+        from nanoactor.models.sampling.columns import pack
 
         ids = np.array(prompt_of(number), np.int32)
         options = Stopping(30_000, 0, (), ()), TextOptions((), False, True, 0)

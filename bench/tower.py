@@ -31,11 +31,11 @@ from vision import configuration
 
 import nanoactor
 from nanoactor.models.devices import open_device
-from nanoactor.models.image_config import ImageConfig
-from nanoactor.models.patches import PatchMaker
-from nanoactor.models.vision_config import VisionConfig, parse_vision
-from nanoactor.models.vision_tower import VisionTower
-from nanoactor.models.weights import RandomWeights
+from nanoactor.models.vision.config import VisionConfig, parse_vision
+from nanoactor.models.vision.image_config import ImageConfig
+from nanoactor.models.vision.patches import PatchMaker
+from nanoactor.models.vision.tower import VisionTower
+from nanoactor.models.weights.checkpoint import RandomWeights
 
 HALF = ((0.5,) * 3, (0.5,) * 3)
 BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanoactor.models.columns import SamplingColumns, columns_of
-from nanoactor.models.sampling_rows import SamplingGroups
+from nanoactor.models.sampling.columns import SamplingColumns, columns_of
+from nanoactor.models.sampling.rows import SamplingGroups
 from nanoactor.models.seq_lens import HostSeqLens
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from nanoactor.models.errors import ModelError, UnsupportedModel
-from nanoactor.models.family import Family, Option
+from nanoactor.models.families.family import Family, Option
+from nanoactor.models.families.qwen3 import QWEN3
+from nanoactor.models.families.registry import BARE, family_of
 from nanoactor.models.fields import at_least_0, flag, number, positive, positive_number
 from nanoactor.models.known_keys import check_keys
-from nanoactor.models.qwen3 import QWEN3
-from nanoactor.models.registry import BARE, family_of
-from nanoactor.models.vision_config import VisionConfig, parse_vision
+from nanoactor.models.vision.config import VisionConfig, parse_vision
 
 DTYPES = ("float32", "bfloat16", "float16")
 _ROPE_OBJECTS = ("rope_parameters", "rope_scaling")

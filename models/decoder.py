@@ -1,4 +1,4 @@
-"""Dense decoders: what the families in `nanoactor.models.registry` share."""
+"""Dense decoders: what the families in `nanoactor.models.families.registry` share."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.collective import Group, SingleRank
 from nanoactor.models.config import ModelConfig
-from nanoactor.models.device import Device, Linear
-from nanoactor.models.layers import DecoderLayer, Embedding, LayerContext, RMSNorm
-from nanoactor.models.model_weights import ModelWeights
+from nanoactor.models.devices.protocols import Device, Linear
+from nanoactor.models.families.registry import family_of
+from nanoactor.models.layers.layers import DecoderLayer, Embedding, LayerContext, RMSNorm
+from nanoactor.models.layers.rope import RotaryEmbedding
 from nanoactor.models.parallel import shard_of
-from nanoactor.models.registry import family_of
-from nanoactor.models.rope import RotaryEmbedding
-from nanoactor.models.weights import Weights
+from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.whole_step import ModelWeights
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoactor.models.errors import UnsupportedModel
-from nanoactor.models.family import Family
+from nanoactor.models.families.family import Family
 
 _READ = frozenset(
     [

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from nanoactor.errors import InvalidConfig, InvalidRequest
-from nanoactor.models.columns import DEFAULTS
 from nanoactor.models.config import as_ids, read_json
 from nanoactor.models.errors import ModelError
 from nanoactor.models.fields import flag, positive
+from nanoactor.models.sampling.columns import DEFAULTS
 from nanoactor.params import SamplingParams
 
 FILE = "generation_config.json"

@@ -92,7 +92,7 @@ class RequestSpec:
 
     priority: int
     sampling: bytes
-    """How the runners choose its tokens: a row of `nanoactor.models.columns` for each answer."""
+    """How the runners choose its tokens: a row of `models/sampling/columns.py` for each answer."""
     stopping: Stopping
     text_options: TextOptions
     rules: TokenRules | None = None
@@ -220,7 +220,7 @@ class Admissions:
     slots: Int32
     uids: Int64
     sampling: Int32
-    """(rows, columns.WORDS): see `nanoactor.models.columns`."""
+    """(rows, columns.WORDS): see `nanoactor.models.sampling.columns`."""
     unmasked_from: Int32
     """Position from which the ids in `masked_ids` may be sampled (`min_tokens`)."""
     masked_ids: Int32

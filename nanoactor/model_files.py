@@ -14,10 +14,10 @@ from nanoactor.errors import InvalidConfig
 from nanoactor.generation_config import FILE, GenerationConfig, read_generation_config
 from nanoactor.models.config import ModelConfig, check_file, read_config
 from nanoactor.models.errors import ModelError
-from nanoactor.models.image_config import ImageConfig, read_image_config
+from nanoactor.models.families.registry import family_of
 from nanoactor.models.parallel import check_parallel
-from nanoactor.models.registry import family_of
-from nanoactor.models.video_config import VideoConfig, read_video_config
+from nanoactor.models.vision.image_config import ImageConfig, read_image_config
+from nanoactor.models.vision.video_config import VideoConfig, read_video_config
 from nanoactor.pooling.config import JUDGEMENTS, PoolingConfig, describes_pooling, read_pooling
 from nanoactor.text.end_token import end_token
 from nanoactor.text.huggingface import find_tokenizer

@@ -25,7 +25,7 @@ from nanoactor.messages import (
     TextOptions,
     Tokens,
 )
-from nanoactor.models.columns import pack
+from nanoactor.models.sampling.columns import pack
 from nanoactor.runtime.codec import encode
 from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.edges import TEXT

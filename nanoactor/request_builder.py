@@ -22,7 +22,7 @@ from nanoactor.grammar.check import check_spec
 from nanoactor.grammar.spec import MAX_GRAMMAR_BYTES
 from nanoactor.messages import Int32, RequestSpec, Stopping, Submit, TextOptions, TokenRules
 from nanoactor.model_files import ModelFiles, max_prompt_bytes
-from nanoactor.models import columns
+from nanoactor.models.sampling import columns
 from nanoactor.outputs import OutputSoFar
 from nanoactor.params import DefaultTokens, SamplingParams, TokenCap, derived_seed, plain_number
 from nanoactor.pooling.requests import check_pooling, kept_tokens, with_prompt

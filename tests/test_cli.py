@@ -11,7 +11,6 @@ import sys
 import types
 import typing
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -22,6 +21,7 @@ from nanoactor.config import EngineConfig
 from nanoactor.outputs import RequestOutputKind
 from nanoactor.params import SamplingParams
 from nanoactor.server.config import ServerConfig
+from tests.product_files import matching
 
 COMMAND = [sys.executable, "-m", "nanoactor"]
 # For what is not about numbers: starts one process, without torch.
@@ -268,7 +268,7 @@ def test_an_option_is_made_of_a_field_alone():
 
 def test_the_command_line_names_no_sampling_parameter():
     names = set()
-    for path in Path(cli.__file__).parent.glob("*.py"):
+    for path in matching("nanoactor/cli/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             for kind, field in ((ast.Name, "id"), (ast.Attribute, "attr"), (ast.keyword, "arg")):
                 names |= {getattr(node, field)} if isinstance(node, kind) else set()

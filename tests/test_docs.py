@@ -4,13 +4,13 @@ of the core is true."""
 import ast
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.product_files import ROOMS, ROOT, matching
+
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "bench/README.md"]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += matching("docs/*.md")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -49,8 +49,8 @@ def test_no_docstring_follows_another():
     def is_text(node):
         return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
-    for room in ("nanoactor", "models", "runtime"):
-        for path in sorted((ROOT / room).rglob("*.py")):
+    for room in ROOMS:
+        for path in matching(f"{room}/**/*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 body = node.body if isinstance(node, ast.ClassDef | ast.Module) else []
                 pairs = itertools.pairwise(body)

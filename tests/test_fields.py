@@ -3,13 +3,12 @@
 import ast
 import dataclasses
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
 from nanoactor.scheduling.sequence import Sequence
+from tests.product_files import ROOMS, matching
 
-ROOT = Path(__file__).parent.parent
 MOST = 25
 
 
@@ -38,7 +37,7 @@ def test_a_sequence_has_at_most_twenty_fields_beside_its_specification():
 
 def test_what_a_class_lets_others_assign_is_assigned_in_one_module():
     places = defaultdict(set)
-    for path in sorted((ROOT / "nanoactor/scheduling").glob("*.py")):
+    for path in matching("nanoactor/scheduling/*.py"):
         for node in stores(ast.parse(path.read_text())):
             if not is_own(node):
                 places[node.attr].add(path.name)
@@ -46,9 +45,9 @@ def test_what_a_class_lets_others_assign_is_assigned_in_one_module():
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
-@pytest.mark.parametrize("room", ["nanoactor", "models", "runtime"])
+@pytest.mark.parametrize("room", ROOMS)
 def test_no_class_assigns_more_fields_than_one_can_keep_in_mind(room):
-    for path in sorted((ROOT / room).rglob("*.py")):
+    for path in matching(f"{room}/**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and has_methods(node):
                 fields = {store.attr for store in stores(node) if is_own(store)}

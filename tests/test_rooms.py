@@ -2,19 +2,13 @@
 
 import ast
 import graphlib
-from pathlib import Path
 
 import pytest
 
 from tests.npu.ladder import RUNGS
+from tests.product_files import ROOMS, ROOT, matching
 
-ROOT = Path(__file__).parent.parent
-FILES = [
-    path
-    for room in ("nanoactor", "models", "runtime", "bench", "tests")
-    for path in (ROOT / room).rglob("*.py")
-    if "nanoactor/models" not in str(path) and "nanoactor/runtime" not in str(path)
-]
+FILES = [path for room in (*ROOMS, "bench", "tests") for path in matching(f"{room}/**/*.py")]
 
 
 def imports(path):
@@ -55,12 +49,15 @@ def test_imports_follow_the_rooms(path):
 
 
 HOT = [
-    *(ROOT / "models" / "kernels").glob("*.py"),
-    *(ROOT / "models" / "devices").glob("npu*.py"),
-    *(ROOT / "models" / name for name in ("devices/cuda.py", "decoder.py", "layers.py", "rope.py")),
+    *matching("models/devices/cuda/*.py"),
+    *matching("models/devices/cuda/kernels/*.py"),
+    *matching("models/devices/npu/*.py"),
+    *matching("models/decoder.py"),
+    *matching("models/layers/*.py"),
     *(
-        ROOT / "nanoactor" / "runner" / name
-        for name in ("executor.py", "batch.py", "staging.py", "graphs.py")
+        path
+        for name in ("executor", "batch", "staging", "graphs")
+        for path in matching(f"nanoactor/runner/{name}.py")
     ),
 ]
 WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
@@ -124,5 +121,5 @@ def test_no_files_import_each_other_in_a_circle():
 
 def test_every_test_of_an_npu_is_on_the_ladder():
     """`make test` leaves that folder out."""
-    there = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/npu").rglob("test_*.py")}
+    there = {str(path.relative_to(ROOT)) for path in matching("tests/npu/**/test_*.py")}
     assert {name for rung in RUNGS.values() for name in rung.files} == there

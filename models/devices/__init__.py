@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from nanoactor.models.device import Device
+from nanoactor.models.devices.protocols import Device
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.options import DeviceOptions
 
@@ -26,14 +26,14 @@ def open_device(name: str, rank: int = 0, options: DeviceOptions | None = None) 
         name = _found()
     kind, _, index = name.partition(":")
     if kind == "npu" and (not index or index.isdecimal()):
-        from nanoactor.models.devices.npu import NPUDevice
-        from nanoactor.models.devices.npu_runtime import AscendRuntime
+        from nanoactor.models.devices.npu.device import NPUDevice
+        from nanoactor.models.devices.npu.runtime import AscendRuntime
 
         return NPUDevice(AscendRuntime(int(index) if index else rank), options or DeviceOptions())
     if name == "cpu":
         return _open_cpu()
     if kind == "cuda" and (not index or index.isdecimal()):
-        from nanoactor.models.devices.cuda import HAS_TRITON, CUDADevice, PortableCUDADevice
+        from nanoactor.models.devices.cuda.device import HAS_TRITON, CUDADevice, PortableCUDADevice
 
         number = int(index) if index else rank
         if HAS_TRITON:
@@ -48,9 +48,9 @@ def open_device(name: str, rank: int = 0, options: DeviceOptions | None = None) 
 
 def _open_cpu() -> Device:
     try:
-        from nanoactor.models.devices.compiled_cpu import CompiledCPUDevice
+        from nanoactor.models.devices.cpu.compiled import CompiledCPUDevice
     except ImportError as error:
-        from nanoactor.models.devices.cpu import CPUDevice
+        from nanoactor.models.devices.cpu.device import CPUDevice
 
         log.warning("decoding is several times slower without Numba (pip install numba): %s", error)
         return CPUDevice()
@@ -63,7 +63,7 @@ def _found() -> str:
         return "cuda"
     if importlib.util.find_spec("torch_npu") is None:
         return "cpu"
-    from nanoactor.models.devices.npu_runtime import load_torch_npu
+    from nanoactor.models.devices.npu.runtime import load_torch_npu
 
     try:
         found = load_torch_npu().npu.is_available()

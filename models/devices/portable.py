@@ -21,7 +21,7 @@ from nanoactor.models.batch import (
     SlotTables,
 )
 from nanoactor.models.config import ModelConfig
-from nanoactor.models.device import (
+from nanoactor.models.devices.protocols import (
     Captured,
     CapturedFunction,
     ForwardFunction,
@@ -29,10 +29,10 @@ from nanoactor.models.device import (
     LinearOperator,
     WholeSteps,
 )
-from nanoactor.models.model_weights import ModelWeights
 from nanoactor.models.options import FusedSampling
-from nanoactor.models.sampling import sample
+from nanoactor.models.sampling.sampler import sample
 from nanoactor.models.seq_lens import HostSeqLens
+from nanoactor.models.weights.whole_step import ModelWeights
 
 
 class HostEvent:
@@ -351,5 +351,5 @@ class PortableOperators:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """See `nanoactor.models.sampling`."""
+        """See `nanoactor.models.sampling.sampler`."""
         return sample(logits, batch)

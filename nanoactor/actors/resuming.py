@@ -9,7 +9,7 @@ import numpy as np
 from nanoactor.actors.journal import Entry
 from nanoactor.continuing import ToldTokens
 from nanoactor.messages import Submit, Terminal
-from nanoactor.models.columns import rows_of
+from nanoactor.models.sampling.columns import rows_of
 
 LOST = (
     "a process of the engine has died, and answers that their caller leads (beam search) do not go "

@@ -17,7 +17,7 @@ from nanoactor.errors import InvalidRequest, OutOfResources, out_of_resources
 from nanoactor.grammar.freeing import freed
 from nanoactor.kv.hashing import block_hashes
 from nanoactor.messages import Abort, Admit, FreeText, Int32, Reject, Submit, TokenRules
-from nanoactor.models.columns import rows_of
+from nanoactor.models.sampling.columns import rows_of
 from nanoactor.native import native_calls
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.errors import machine_refuses

@@ -166,7 +166,7 @@ def cpu(machine: Machine) -> Iterator[Finding]:
     flags = machine.match(r"^(?:flags|Features)\s*:(.*)$", "/proc/cpuinfo").split()
     is_native = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(
         flags
-    )  # as models/devices/cpu.py
+    )  # as models/devices/cpu/device.py
     ill = "not native: a model on the CPU runs in float32, in twice the memory"
     fix = "nothing; a newer processor has avx512_bf16 or amx_bf16"
     yield judge("CPU bfloat16", is_native, "native", ill, fix, "note")

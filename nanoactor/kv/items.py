@@ -10,7 +10,7 @@ import numpy as np
 from nanoactor.errors import ProtocolBug
 from nanoactor.kv.encoder_cache import EncodedItem, EncoderCache
 from nanoactor.messages import Int32
-from nanoactor.models.mrope import rope_positions
+from nanoactor.models.vision.mrope import rope_positions
 from nanoactor.vision.messages import DropPixels, EncoderCredits, EncodeSlices, Items, VisionStep
 from nanoactor.vision.prompt import block_extras, visual_spans
 from nanoactor.vision.units import EncoderLimits, EncodeUnits

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Admissions, BlockCopies, Int32, Int64, Step
-from nanoactor.models.columns import WORDS
 from nanoactor.models.limits import FREEZE_IDS
 from nanoactor.models.options import FusedSampling
+from nanoactor.models.sampling.columns import WORDS
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 from nanoactor.rows import RowExpander, counted_up
 from nanoactor.runner.inputs import (
@@ -87,7 +87,7 @@ class StateLayout:
 
     @property
     def sampling(self) -> int:
-        """Sampling parameters by slot: a column after the other, see `nanoactor.models.columns`."""
+        """Sampling parameters by slot: a column after the other (`models/sampling/columns.py`)."""
         return self.freeze_ids + FREEZE_IDS * self.slots
 
     @property

@@ -9,9 +9,9 @@ import torch
 
 from nanoactor.models.batch import SamplingBatch, SlotTables
 from nanoactor.models.limits import FROZEN, NO_TOKEN, NOTHING_ALLOWED
-from nanoactor.models.logit_rules import TokenIds, apply_rules
 from nanoactor.models.options import FusedSampling
-from nanoactor.models.token_masks import BITS, TokenMasks
+from nanoactor.models.sampling.logit_rules import TokenIds, apply_rules
+from nanoactor.models.sampling.token_masks import BITS, TokenMasks
 from nanoactor.runner.graphs import MOST_PROMPTS
 from nanoactor.runner.inputs import SampledRows
 from nanoactor.runner.model import LoadedModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from nanoactor.models.device import Device, TimedEvent
+from nanoactor.models.devices.protocols import Device, TimedEvent
 
 _WINDOW = 256
 _WAKE_NS = 30_000

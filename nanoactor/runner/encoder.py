@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from nanoactor.actors.config import ENCODER_PAGE_ROWS
 from nanoactor.models.batch import VisualTokens
-from nanoactor.models.device import Device
-from nanoactor.models.image_config import ImageConfig
-from nanoactor.models.patches import PatchMaker
-from nanoactor.models.video_config import VideoConfig
-from nanoactor.models.vision_config import VisionConfig
-from nanoactor.models.vision_tower import TowerState, VisionTower
+from nanoactor.models.devices.protocols import Device
+from nanoactor.models.vision.config import VisionConfig
+from nanoactor.models.vision.image_config import ImageConfig
+from nanoactor.models.vision.patches import PatchMaker
+from nanoactor.models.vision.tower import TowerState, VisionTower
+from nanoactor.models.vision.video_config import VideoConfig
 from nanoactor.runner.inputs import EncodeTask, Encoding
 from nanoactor.vision.units import EncodeUnits
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from nanoactor.actors.config import has_grammars
 from nanoactor.messages import Int32, Step
-from nanoactor.models.device import Device, TimedEvent
+from nanoactor.models.devices.protocols import Device, TimedEvent
 from nanoactor.runner.batch import NO_MASKS, HostBatch
 from nanoactor.runner.choosing import TokenChooser
 from nanoactor.runner.clock import DeviceClock

@@ -10,7 +10,7 @@ import logging
 import torch
 
 from nanoactor.models.collective import Group
-from nanoactor.models.device import Captured, CapturedFunction, Device
+from nanoactor.models.devices.protocols import Captured, CapturedFunction, Device
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 
 log = logging.getLogger("nanoactor.runner")

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from nanoactor.models.device import Device, TimedEvent
+from nanoactor.models.devices.protocols import Device, TimedEvent
 from nanoactor.pooling.messages import StepVectors
 from nanoactor.runner.clock import DeviceClock
 from nanoactor.runner.inputs import PooledRows, ScoredResults, Update

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Int32, Int64
-from nanoactor.models.sampling_rows import LogitRules, SamplingGroups
+from nanoactor.models.sampling.rows import LogitRules, SamplingGroups
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 from nanoactor.pooling.messages import StepVectors
 from nanoactor.scores import StepScores, TokenScores
@@ -160,7 +160,7 @@ class ScoredResults:
         return int(self.counts.max(initial=0))
 
     def message(self, table: Int32) -> StepScores:
-        """Read the table that `nanoactor.models.token_scores.TokenScorer` returns."""
+        """Read the table that `nanoactor.models.sampling.token_scores.TokenScorer` returns."""
         most = (table.shape[1] - 2) // 2
         counts = np.minimum(self.counts, np.int32(most))
         told = np.arange(most) < counts[:, None]

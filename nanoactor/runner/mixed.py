@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nanoactor.models.device import Device
+from nanoactor.models.devices.protocols import Device
 from nanoactor.runner.graphs import MixedSize, MixedSizes, most_prompts
 from nanoactor.runner.inputs import Prefill, SeenPictures, Update
 

@@ -14,14 +14,14 @@ from nanoactor.models.batch import KVCache, RowBuffers, SamplingBatch
 from nanoactor.models.collective import Group, RankGroup, SingleRank
 from nanoactor.models.config import ModelConfig
 from nanoactor.models.decoder import Decoder
-from nanoactor.models.device import Device, WholeStep, WholeSteps
+from nanoactor.models.devices.protocols import Device, WholeStep, WholeSteps
 from nanoactor.models.errors import NotEnoughMemory, RanksDisagree
-from nanoactor.models.logit_rules import TokenIds
+from nanoactor.models.families.registry import family_of
 from nanoactor.models.options import FusedSampling
-from nanoactor.models.registry import family_of
-from nanoactor.models.sharded_sampling import ShardedSampler, whole_logits
-from nanoactor.models.vision_tower import VisionTower
-from nanoactor.models.weights import RandomWeights, Weights
+from nanoactor.models.sampling.logit_rules import TokenIds
+from nanoactor.models.sampling.sharded import ShardedSampler, whole_logits
+from nanoactor.models.vision.tower import VisionTower
+from nanoactor.models.weights.checkpoint import RandomWeights, Weights
 from nanoactor.runner.batch import FALLBACK_AT_ONCE, BatchTraits
 from nanoactor.runner.config import RankConfig, check_cache
 from nanoactor.runner.encoder import Encoder

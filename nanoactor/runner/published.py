@@ -8,7 +8,7 @@ import dataclasses
 import torch
 
 from nanoactor.messages import Int32
-from nanoactor.models.device import Device
+from nanoactor.models.devices.protocols import Device
 
 _WORD = 1 << 32
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from nanoactor.models.batch import DecodeRows, KVCache, SlotTables
-from nanoactor.models.columns import WORDS
 from nanoactor.models.limits import FREEZE_IDS
-from nanoactor.models.logit_rules import TokenIds
+from nanoactor.models.sampling.columns import WORDS
+from nanoactor.models.sampling.logit_rules import TokenIds
 from nanoactor.runner.batch import StateLayout
 from nanoactor.runner.inputs import Inputs
 from nanoactor.runner.model import LoadedModel, copy_blocks

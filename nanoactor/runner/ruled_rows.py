@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Int32, TokenRules
-from nanoactor.models.sampling_rows import LogitRules
+from nanoactor.models.sampling.rows import LogitRules
 from nanoactor.runner.inputs import NONE, Array, Long
 
 _NO_BIASES: NDArray[np.float32] = np.empty(0, np.float32)

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Admissions, Int32, TokenRules
-from nanoactor.models.columns import NEUTRAL, NOT_FUSED, WORDS, columns_of
 from nanoactor.models.limits import CANDIDATES
 from nanoactor.models.options import FusedSampling
-from nanoactor.models.sampling_rows import LogitRules, SamplingGroups
+from nanoactor.models.sampling.columns import NEUTRAL, NOT_FUSED, WORDS, columns_of
+from nanoactor.models.sampling.rows import LogitRules, SamplingGroups
 from nanoactor.runner.inputs import NONE, Array, Long, SampledRows
 from nanoactor.runner.ruled_rows import lay_out
 from nanoactor.runtime.codec import copied
@@ -24,7 +24,7 @@ class SamplingTable:
 
     def __init__(self, max_num_seqs: int) -> None:
         self.words: Int32 = np.zeros((WORDS, max_num_seqs), np.int32)
-        """By column, see `nanoactor.models.columns`."""
+        """By column, see `nanoactor.models.sampling.columns`."""
         self.columns = columns_of(self.words, np.float32)
         self._unmasked_from = np.zeros(max_num_seqs, np.int64)
         self._masked: dict[int, Long] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanoactor.models.token_scores import FIXED_WORDS, TokenScorer
+from nanoactor.models.sampling.token_scores import FIXED_WORDS, TokenScorer
 from nanoactor.runner.inputs import ScoredRows
 from nanoactor.runner.model import LoadedModel
 

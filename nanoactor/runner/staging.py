@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nanoactor.models.device import Device
+from nanoactor.models.devices.protocols import Device
 from nanoactor.runner.inputs import Array, Inputs
 
 _FIRST_WORDS = 1 << 16

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from nanoactor.messages import Admissions, Int32, Step
-from nanoactor.models.columns import WORDS, pack
 from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.sampling.columns import WORDS, pack
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.rows import Rows, Want
 from nanoactor.runner.batch import BatchTraits

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.messages import Admit, Int32, RequestSpec
-from nanoactor.models.columns import rows_of
+from nanoactor.models.sampling.columns import rows_of
 from nanoactor.rows import KEEP, POOL, SAMPLE, SCORE
 from nanoactor.runtime.codec import copied
 from nanoactor.scheduling.config import SchedulerConfig

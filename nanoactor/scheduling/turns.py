@@ -20,8 +20,8 @@ from nanoactor.messages import (
     Plan,
     Turn,
 )
-from nanoactor.models.columns import WORDS
 from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.sampling.columns import WORDS
 from nanoactor.rows import compressed
 from nanoactor.scheduling.planned import PlannedStep, as_int32, as_int64, as_rows
 from nanoactor.scheduling.sequence import Sequence

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.models.image_config import ImageConfig
-from nanoactor.models.video_config import VideoConfig
+from nanoactor.models.vision.image_config import ImageConfig
+from nanoactor.models.vision.video_config import VideoConfig
 
 PIECE_BYTES = 256 << 10
 """Of an item's bytes or pixels, in one message."""

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.models.mrope import VisualSpan, rope_positions
-from nanoactor.models.vision_config import VisionConfig
+from nanoactor.models.vision.config import VisionConfig
+from nanoactor.models.vision.mrope import VisualSpan, rope_positions
 from nanoactor.vision.messages import Items
 
 Int32 = NDArray[np.int32]
@@ -149,7 +149,7 @@ def items_message(
 
 
 def visual_spans(items: Items) -> list[VisualSpan]:
-    """Return where the items stand, as `nanoactor.models.mrope` wants it."""
+    """Return where the items stand, as `nanoactor.models.vision.mrope` wants it."""
     grids = items.grids.tolist()
     return [
         VisualSpan(start, grids[item][1], grids[item][2]) for item, _, start in items.spans.tolist()

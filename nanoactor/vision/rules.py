@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.models.image_config import ImageConfig
-from nanoactor.models.video_config import VideoConfig
+from nanoactor.models.vision.image_config import ImageConfig
+from nanoactor.models.vision.video_config import VideoConfig
 from nanoactor.vision.media import Media
 from nanoactor.vision.prompt import patch_times
 from nanoactor.vision.video import Video, frame_times

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from nanoactor.models.image_config import ImageConfig
-from nanoactor.models.vision_config import VisionConfig
+from nanoactor.models.vision.config import VisionConfig
+from nanoactor.models.vision.image_config import ImageConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

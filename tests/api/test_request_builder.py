@@ -14,8 +14,8 @@ from nanoactor import EngineConfig, SamplingParams
 from nanoactor.errors import InvalidRequest
 from nanoactor.generation_config import GenerationConfig
 from nanoactor.model_files import ModelFiles, max_prompt_bytes, read_model_files
-from nanoactor.models import columns
-from nanoactor.models.columns import pack, unpack
+from nanoactor.models.sampling import columns
+from nanoactor.models.sampling.columns import pack, unpack
 from nanoactor.request_builder import RequestBuilder
 
 DEFAULTS = {"temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125}

@@ -7,7 +7,7 @@ from nanoactor.actors.journal import Entry
 from nanoactor.actors.resuming import resumed
 from nanoactor.admission import Admission
 from nanoactor.messages import Terminal
-from nanoactor.models.columns import WORDS
+from nanoactor.models.sampling.columns import WORDS
 from nanoactor.outputs import RequestOutputKind
 from tests.api.test_admission import SALT, files, submit  # noqa: F401 - a fixture
 

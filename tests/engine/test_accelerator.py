@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nanoactor.models.devices as devices
 from nanoactor import SamplingParams
 from nanoactor.actors.runner import RunnerActor
-from nanoactor.models.columns import pack
+from nanoactor.models.devices.cuda.kernels import batch as slots_kernels
 from nanoactor.models.errors import NotEnoughMemory
-from nanoactor.models.kernels import batch as slots_kernels
+from nanoactor.models.sampling.columns import pack
 from nanoactor.models.seq_lens import NO_SEQ_LENS
 from nanoactor.runner import graphs
 from nanoactor.runner.executor import DeviceExecutor
@@ -276,7 +276,7 @@ def test_without_triton_the_portable_device_is_taken():
     """In a process in which Triton cannot be imported."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from nanoactor.models.devices.cuda import HAS_TRITON, PortableCUDADevice\n"
+        "from nanoactor.models.devices.cuda.device import HAS_TRITON, PortableCUDADevice\n"
         "assert not HAS_TRITON and not PortableCUDADevice.captures_graphs"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

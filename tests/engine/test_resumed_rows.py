@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import nanoactor.models.devices as devices
-from nanoactor.models.devices.cuda import CUDADevice
+from nanoactor.models.devices.cuda.device import CUDADevice
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.rows import RowExpander, Want
 from nanoactor.runner import row_layout

@@ -50,8 +50,8 @@ from nanoactor.messages import (
     Turn,
 )
 from nanoactor.model_files import max_prompt_bytes, read_model_files
-from nanoactor.models import columns
 from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.sampling import columns
 from nanoactor.params import (
     MAX_ANSWERS,
     MAX_BAD_WORD_LENGTH,

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from nanoactor.models.batch import AttentionBatch, SamplingBatch
-from nanoactor.models.columns import WORDS, columns_of, pack
 from nanoactor.models.limits import CANDIDATES
-from nanoactor.models.sampling_rows import SamplingGroups
+from nanoactor.models.sampling.columns import WORDS, columns_of, pack
+from nanoactor.models.sampling.rows import SamplingGroups
 from nanoactor.models.seq_lens import HostSeqLens
 
 KINDS = ("greedy", "plain", "limited", "unlimited", "nucleus")

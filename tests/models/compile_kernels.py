@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from nanoactor.models.kernels import (
+from nanoactor.models.devices.cuda.kernels import (
     batch,
     decode_attention,
     elementwise,

@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from nanoactor.models.device import Memory
+from nanoactor.models.devices.protocols import Memory
 
 
 class HostMachine:

@@ -7,9 +7,9 @@ wrong in the interpreter, so nothing here is tried in that type.
 import torch
 from triton.runtime import interpreter
 
-from nanoactor.models.devices.cuda import CUDADevice
+from nanoactor.models.devices.cuda.device import CUDADevice
+from nanoactor.models.devices.cuda.kernels.prefill import PrefillAttention
 from nanoactor.models.devices.portable import HostEvent
-from nanoactor.models.kernels.prefill import PrefillAttention
 from nanoactor.models.seq_lens import NO_SEQ_LENS
 from tests.models.host_machine import HostMachine
 

@@ -13,11 +13,12 @@ import torch
 
 numba = pytest.importorskip("numba")
 
-from nanoactor.models.cpu_kernels import elements
-from nanoactor.models.cpu_kernels.elements import BITS, FLOAT, exp, finite, narrow, wide
-from nanoactor.models.devices import compiled_cpu, open_device
-from nanoactor.models.devices.compiled_cpu import CompiledCPUDevice
-from nanoactor.models.devices.cpu import CPUDevice
+from nanoactor.models.devices import open_device
+from nanoactor.models.devices.cpu import compiled
+from nanoactor.models.devices.cpu.compiled import CompiledCPUDevice
+from nanoactor.models.devices.cpu.device import CPUDevice
+from nanoactor.models.devices.cpu.kernels import elements
+from nanoactor.models.devices.cpu.kernels.elements import BITS, FLOAT, exp, finite, narrow, wide
 from nanoactor.models.devices.portable import PortableOperators
 
 
@@ -83,7 +84,7 @@ def test_exp_is_within_two_roundings():
 def test_products_of_any_number_of_rows(inputs, outputs, dtype, threads, monkeypatch):
     """Fewer outputs than threads, fours of rows and what is left over, with a bias and without."""
     monkeypatch.setattr(elements, "_WORTH", 0)
-    monkeypatch.setattr(compiled_cpu, "_FEW_ROWS", 11)
+    monkeypatch.setattr(compiled, "_FEW_ROWS", 11)
     device = CompiledCPUDevice()
     device.prepare_thread(threads)
     generator = torch.Generator().manual_seed(inputs)
@@ -108,7 +109,7 @@ def test_second_layouts_take_a_bounded_share_of_memory(monkeypatch):
     device._spare = 4 * 64 * 8 + 1
     kept = []
     monkeypatch.setattr(
-        compiled_cpu, "product", lambda x, weight, *_: kept.append(weight) or x @ weight.T
+        compiled, "product", lambda x, weight, *_: kept.append(weight) or x @ weight.T
     )
     weights = [torch.randn(8, 64) for _ in range(3)]
     for product in [device.linear(weight, None) for weight in weights]:
@@ -120,10 +121,10 @@ def test_second_layouts_take_a_bounded_share_of_memory(monkeypatch):
 
 @pytest.mark.parametrize(("amx", "kept"), [(False, [1024, 1 << 21]), (True, [1024])])
 def test_products_of_large_weights_are_onednns_where_there_is_amx(amx, kept, monkeypatch):
-    monkeypatch.setattr(compiled_cpu, "has_instructions", lambda *names: amx)
+    monkeypatch.setattr(compiled, "has_instructions", lambda *names: amx)
     found = []
     monkeypatch.setattr(
-        compiled_cpu, "product", lambda x, weight, *_: found.append(weight.numel()) or x
+        compiled, "product", lambda x, weight, *_: found.append(weight.numel()) or x
     )
     device = CompiledCPUDevice()
     for size in (1024, 1 << 21):
@@ -160,8 +161,8 @@ def test_every_kernel_is_compiled_before_the_first_step():
 
 COMPILE = """
 import json, logging, torch
-from nanoactor.models.cpu_kernels import elements
-from nanoactor.models.cpu_kernels.elementwise import _rms_norm
+from nanoactor.models.devices.cpu.kernels import elements
+from nanoactor.models.devices.cpu.kernels.elementwise import _rms_norm
 elements._kernels[:] = elements._kernels[:1]
 logging.basicConfig(format="%(message)s")
 elements.compile_kernels(torch.float32, parallel=False)
@@ -200,7 +201,7 @@ def test_without_a_place_to_keep_code_it_is_compiled_and_said_once(monkeypatch, 
 
 
 def test_without_numba_the_cpu_is_opened_with_a_warning(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "nanoactor.models.devices.compiled_cpu", None)
+    monkeypatch.setitem(sys.modules, "nanoactor.models.devices.cpu.compiled", None)
     assert type(open_device("cpu")) is CPUDevice
     assert "pip install numba" in caplog.text
     monkeypatch.undo()
@@ -215,7 +216,7 @@ def test_elements_are_told_apart_by_type():
 FIRST_USE = """
 import asyncio
 from nanoactor import AsyncLLM, SamplingParams
-from nanoactor.models.cpu_kernels import elements
+from nanoactor.models.devices.cpu.kernels import elements
 
 def compiled():
     functions = (kernel.function for kernel in elements._kernels)

@@ -18,10 +18,10 @@ from bench.decode_step_reference import (
     random_inputs,
     random_weights,
 )
-from nanoactor.models.kernels.decode_step import compile as compiling
-from nanoactor.models.kernels.decode_step.sources import source_of
-from nanoactor.models.kernels.decode_step.steps import describe, supports
-from nanoactor.models.kernels.decode_step.table import (
+from nanoactor.models.devices.cuda.kernels.decode_step import compile as compiling
+from nanoactor.models.devices.cuda.kernels.decode_step.sources import source_of
+from nanoactor.models.devices.cuda.kernels.decode_step.steps import describe, supports
+from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     PHASES,
     SHARED_LIMIT,
     Shape,

@@ -11,8 +11,8 @@ from nanoactor.models.batch import FinalRows, KVCache, VisualTokens
 from nanoactor.models.config import RopeConfig, parse_config, read_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import open_device
-from nanoactor.models.rope import RotaryEmbedding
-from nanoactor.models.weights import Weights
+from nanoactor.models.layers.rope import RotaryEmbedding
+from nanoactor.models.weights.checkpoint import Weights
 from tests.models.batches import attention_batch
 from tests.models.checkpoints import ALONE, SMALL, make_checkpoint
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from nanoactor.models.batch import KVCache
-from nanoactor.models.devices import KNOWN, cpu, open_device
-from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.devices import KNOWN, open_device
+from nanoactor.models.devices.cpu import device as cpu
+from nanoactor.models.devices.npu.device import NPUDevice
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.options import DeviceOptions
 from tests.models.batches import attention_batch, sampling_batch

@@ -20,8 +20,8 @@ from nanoactor.models.batch import (
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.limits import CANDIDATES, FREEZE_IDS, FROZEN, NO_TOKEN, NOTHING_ALLOWED
-from nanoactor.models.sampling import sample
-from nanoactor.models.sampling_rows import SamplingGroups
+from nanoactor.models.sampling.rows import SamplingGroups
+from nanoactor.models.sampling.sampler import sample
 from tests.models.batches import attention_batch, words_of
 from tests.models.interpreted import InterpretedDevice
 

@@ -10,7 +10,7 @@ from transformers.models.qwen3_vl import Qwen3VLConfig
 
 from nanoactor.model_files import resolve_model
 from nanoactor.models.config import parse_config
-from nanoactor.models.device import Linear
+from nanoactor.models.devices.protocols import Linear
 from nanoactor.models.errors import ModelError, UnsupportedModel
 from tests.models.test_weights import load
 

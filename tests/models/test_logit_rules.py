@@ -11,9 +11,9 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 
 from nanoactor.messages import TokenRules
 from nanoactor.models.batch import SlotTables
-from nanoactor.models.columns import WORDS, columns_of, pack
-from nanoactor.models.logit_rules import TokenIds, apply_rules
-from nanoactor.models.sampling_rows import LogitRules
+from nanoactor.models.sampling.columns import WORDS, columns_of, pack
+from nanoactor.models.sampling.logit_rules import TokenIds, apply_rules
+from nanoactor.models.sampling.rows import LogitRules
 from nanoactor.runner.sampling_table import SamplingTable
 from nanoactor.runner.warmup import admissions
 from tests.models.rules_reference import ruled

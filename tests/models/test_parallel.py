@@ -14,9 +14,9 @@ from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import open_device
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.parallel import Span, shard_of
-from nanoactor.models.sampling import sample
-from nanoactor.models.sharded_sampling import ShardedSampler, whole_logits
-from nanoactor.models.weights import Weights
+from nanoactor.models.sampling.sampler import sample
+from nanoactor.models.sampling.sharded import ShardedSampler, whole_logits
+from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.rendezvous import Rendezvous
 from tests.models.batches import sampling_batch
 from tests.models.checkpoints import make_checkpoint

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.devices import open_device
-from nanoactor.models.kernels import prefill, prefill_attention_tma
-from nanoactor.models.kernels.prefill import NARROW, WIDE, PrefillAttention, refusal
-from nanoactor.models.kernels.prefill_attention import tokens_per_program
-from nanoactor.models.kernels.prefill_attention_tma import Parts, Variant
+from nanoactor.models.devices.cuda.kernels import prefill, prefill_attention_tma
+from nanoactor.models.devices.cuda.kernels.prefill import NARROW, WIDE, PrefillAttention, refusal
+from nanoactor.models.devices.cuda.kernels.prefill_attention import tokens_per_program
+from nanoactor.models.devices.cuda.kernels.prefill_attention_tma import Parts, Variant
 from nanoactor.models.seq_lens import NO_SEQ_LENS
 from tests.models.interpreted import InterpretedDevice, by_tma
 from tests.models.test_device import HEADS, RAGGED, Case, Maker, assert_close

@@ -8,8 +8,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from nanoactor.models.limits import NO_TOKEN
-from nanoactor.models.philox import gumbel_noise, gumbel_noise_at, philox
-from nanoactor.models.sampling import CANDIDATES, sample, truncation
+from nanoactor.models.sampling.philox import gumbel_noise, gumbel_noise_at, philox
+from nanoactor.models.sampling.sampler import CANDIDATES, sample, truncation
 from tests.models.batches import sampling_batch
 
 VOCABULARY = 211

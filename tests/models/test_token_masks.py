@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from nanoactor.models.token_masks import TokenMasks
+from nanoactor.models.sampling.token_masks import TokenMasks
 
 
 @st.composite

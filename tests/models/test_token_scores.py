@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoactor.models.collective import SingleRank
-from nanoactor.models.token_scores import TokenScorer
+from nanoactor.models.sampling.token_scores import TokenScorer
 
 VOCABULARY = 23
 

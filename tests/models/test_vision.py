@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from nanoactor.models.config import parse_config, read_config
 from nanoactor.models.devices import open_device
 from nanoactor.models.errors import ModelError, UnsupportedModel
-from nanoactor.models.image_config import parse_image_config, read_image_config
-from nanoactor.models.mrope import VisualSpan, rope_positions
-from nanoactor.models.patches import PatchMaker
-from nanoactor.models.vision_config import parse_vision
-from nanoactor.models.vision_tower import Grid, VisionTower
-from nanoactor.models.weights import Weights
+from nanoactor.models.vision.config import parse_vision
+from nanoactor.models.vision.image_config import parse_image_config, read_image_config
+from nanoactor.models.vision.mrope import VisualSpan, rope_positions
+from nanoactor.models.vision.patches import PatchMaker
+from nanoactor.models.vision.tower import Grid, VisionTower
+from nanoactor.models.weights.checkpoint import Weights
 from tests.models.checkpoints import TOWERS, VISION_IDS, make_checkpoint
 
 TOLERANCE = 2e-5

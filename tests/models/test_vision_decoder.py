@@ -7,9 +7,9 @@ import torch
 
 from nanoactor.models.config import read_config
 from nanoactor.models.devices import open_device
-from nanoactor.models.mrope import VisualSpan, rope_positions
-from nanoactor.models.vision_tower import Grid, VisionTower
-from nanoactor.models.weights import Weights
+from nanoactor.models.vision.mrope import VisualSpan, rope_positions
+from nanoactor.models.vision.tower import Grid, VisionTower
+from nanoactor.models.weights.checkpoint import Weights
 from tests.models.checkpoints import TOWERS, VISION_IDS, make_checkpoint
 from tests.models.test_decoder import Driver, Sequence, assert_close, random_tokens, reference
 

@@ -13,7 +13,7 @@ from nanoactor.models.config import parse_config, read_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import open_device
 from nanoactor.models.errors import ModelError, UnsupportedModel, WeightsError
-from nanoactor.models.weights import INDEX, Weights
+from nanoactor.models.weights.checkpoint import INDEX, Weights
 from tests.models.checkpoints import SMALL, make_checkpoint
 
 CPU = torch.device("cpu")

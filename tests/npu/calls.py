@@ -1,12 +1,12 @@
 """What the device's source asks of torch_npu and torchair, read without running it."""
 
 import ast
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((ROOT / "models" / "devices").glob("npu*.py"))
+from tests.product_files import ROOT, matching
+
+SOURCES = matching("models/devices/npu/*.py")
 # What recording a graph puts in the place of an attention operator.
 BEHIND = {
     "npu_fused_infer_attention_score.out",
@@ -61,7 +61,7 @@ def call_sites():
 
 def attention_arguments():
     """The names under which `_attend` and its callers hand arguments to the operator."""
-    tree = ast.parse((ROOT / "models" / "devices" / "npu_attention.py").read_text())
+    tree = ast.parse((ROOT / "models/devices/npu/attention.py").read_text())
     own, given = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "_attend":

@@ -6,7 +6,7 @@ import types
 
 import numpy as np
 
-from nanoactor.models.columns import WORDS, pack
+from nanoactor.models.sampling.columns import WORDS, pack
 from nanoactor.runner.open import open_executor
 from nanoactor.runner.warmup import prefill_step
 from tests.engine.harness import rank_config

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import nanoactor.models.devices as devices
-from nanoactor.models.devices.npu import NPUDevice
-from nanoactor.models.devices.npu_runtime import RecordedGraph
+from nanoactor.models.devices.npu.device import NPUDevice
+from nanoactor.models.devices.npu.runtime import RecordedGraph
 from nanoactor.models.devices.portable import HostEvent
 from nanoactor.models.options import DeviceOptions
 from tests.models.host_machine import HostMachine

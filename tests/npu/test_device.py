@@ -12,10 +12,10 @@ import torch
 
 import nanoactor.models.devices as devices
 from nanoactor.models.batch import KVCache
-from nanoactor.models.devices import npu_graphs
-from nanoactor.models.devices.npu_attention import Plan
-from nanoactor.models.devices.npu_graphs import NativeCapture
-from nanoactor.models.devices.npu_runtime import RecordedGraph, load_torch_npu
+from nanoactor.models.devices.npu import graphs
+from nanoactor.models.devices.npu.attention import Plan
+from nanoactor.models.devices.npu.graphs import NativeCapture
+from nanoactor.models.devices.npu.runtime import RecordedGraph, load_torch_npu
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.options import DeviceOptions
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
@@ -65,7 +65,7 @@ class Runtime:
 
 
 def test_a_graph_that_runs_is_not_given_other_lengths(caplog):
-    npu_graphs._log_once.cache_clear()
+    graphs._log_once.cache_clear()
     runtime, told = Runtime(), []
 
     def function(lengths):
@@ -131,7 +131,7 @@ def test_auto_takes_the_cpu_and_says_why_where_cann_is_missing(monkeypatch, capl
     def refuse():
         raise UnsupportedModel("libhccl.so of CANN cannot be loaded")
 
-    monkeypatch.setattr("nanoactor.models.devices.npu_runtime.load_torch_npu", refuse)
+    monkeypatch.setattr("nanoactor.models.devices.npu.runtime.load_torch_npu", refuse)
     assert devices.open_device("auto").name == "cpu"
     assert "many times slower: libhccl.so of CANN" in caplog.text
 
@@ -141,9 +141,9 @@ def test_other_devices_never_import_torch_npu():
         "import sys; sys.modules['torch_npu'] = None\n"
         "import nanoactor\n"
         "from nanoactor.models.devices import open_device\n"
-        "import nanoactor.models.devices.cuda\n"
+        "import nanoactor.models.devices.cuda.device\n"
         "assert open_device('cpu').name == 'cpu'\n"
-        "assert 'nanoactor.models.devices.npu' not in sys.modules"
+        "assert 'nanoactor.models.devices.npu.device' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -190,10 +190,10 @@ class Network:
 def key(rows=2, blocks=8, width=4, layout="tnd", weights="nd", versions=("1",), **network):
     runtime = types.SimpleNamespace(versions=lambda: versions)
     options = DeviceOptions("max-autotune", layout, weights)
-    step = npu_graphs.CompiledStep("max-autotune", runtime, options, Path())
+    step = graphs.CompiledStep("max-autotune", runtime, options, Path())
     plan = Plan(torch.zeros(rows, width), torch.zeros(1), [1], [], [1])
     cache = KVCache(torch.zeros(blocks, 2, 2, 2), torch.zeros(blocks, 2, 2, 2))
-    module = npu_graphs.DecodePass(Network(**network).forward, [cache], plan)
+    module = graphs.DecodePass(Network(**network).forward, [cache], plan)
     return step._key(module, rows, plan)
 
 
@@ -203,6 +203,6 @@ def test_a_compiled_graph_is_found_by_all_that_it_depends_on(monkeypatch):
     changes += [dict(max_positions=500)]
     keys = [key(**change) for change in changes]
     assert key() == keys[0]
-    monkeypatch.setattr(npu_graphs, "_source_digest", lambda: "other")
+    monkeypatch.setattr(graphs, "_source_digest", lambda: "other")
     keys.append(key())
     assert len(set(keys)) == len(keys)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanoactor.models.config import read_config
-from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.devices.npu.device import NPUDevice
 from nanoactor.models.options import DeviceOptions
 from tests.npu import calls, smoke
 from tests.npu.emulation import HostRuntime

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanoactor import LLM, SamplingParams
-from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.devices.npu.device import NPUDevice
 from nanoactor.models.options import DeviceOptions
 from tests.engine import test_video
 from tests.engine.harness import collect, engine, greedy

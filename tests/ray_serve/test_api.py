@@ -5,23 +5,21 @@ import asyncio
 import dataclasses
 import inspect
 import pickle
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import nanoactor
 from nanoactor import EngineConfig, InvalidConfig
 from nanoactor.fleet.wire import Load
 from nanoactor.ray_serve.options import FleetConfig
 from nanoactor.server.config import ServerConfig
+from tests.product_files import ROOT, matching
 
-ROOM = Path(nanoactor.__file__).parent / "ray_serve"
 FLEET = FleetConfig(replicas=2)
 
 
 def test_one_module_imports_ray():
-    for path in ROOM.glob("*.py"):
+    for path in matching("nanoactor/ray_serve/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
@@ -183,7 +181,7 @@ def test_without_ray_the_error_says_how_to_install_it(monkeypatch):
 
 def _documents():
     """The YAML documents of docs/scale_out.md."""
-    text = (ROOM.parent.parent / "docs" / "scale_out.md").read_text()
+    text = (ROOT / "docs/scale_out.md").read_text()
     return [part.partition("```")[0] for part in text.split("```yaml\n")[1:]]
 
 

@@ -9,7 +9,7 @@ import torch
 
 import nanoactor.models.decoder as decoder
 import nanoactor.models.devices as devices
-from nanoactor.models.layers import DecoderLayer
+from nanoactor.models.layers.layers import DecoderLayer
 from nanoactor.models.limits import FREEZE_IDS, FROZEN
 from nanoactor.rows import RowExpander
 from nanoactor.runner.open import open_executor

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanoactor.models.devices.cpu import CPUDevice
+from nanoactor.models.devices.cpu.device import CPUDevice
 from nanoactor.runner.published import PublishedIds, WrongStep
 
 ROWS = 5

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoactor.models.devices.cuda import CUDADevice
-from nanoactor.models.kernels.decode_step.table import MOST_ROWS
+from nanoactor.models.devices.cuda.device import CUDADevice
+from nanoactor.models.devices.cuda.kernels.decode_step.table import MOST_ROWS
 from nanoactor.rows import NO_ROWS, RowExpander, Want, compressed
 from nanoactor.runner.batch import BatchTraits, HostBatch
 from tests.runner.steps import DECODE, KEEP, SAMPLE, SCORE, introduced, rows_of, step_of

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from nanoactor.models.columns import WORDS, pack
+from nanoactor.models.sampling.columns import WORDS, pack
 from nanoactor.runner.sampling_table import SamplingTable
 from nanoactor.runner.warmup import admissions
 

@@ -13,7 +13,7 @@ from nanoactor.messages import (
     Tokens,
     Turn,
 )
-from nanoactor.models.columns import pack
+from nanoactor.models.sampling.columns import pack
 from nanoactor.rows import Want
 from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.scheduler import Scheduler

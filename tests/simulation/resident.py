@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from nanoactor.models.columns import columns_of
 from nanoactor.models.limits import CANDIDATES
+from nanoactor.models.sampling.columns import columns_of
 from nanoactor.runner.batch import BatchTraits, HostBatch
 from nanoactor.runner.inputs import Prefill, Update
 from nanoactor.runner.pixels import with_vision

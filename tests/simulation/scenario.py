@@ -8,7 +8,7 @@ import random
 import numpy as np
 
 from nanoactor.messages import TokenRules
-from nanoactor.models.columns import pack
+from nanoactor.models.sampling.columns import pack
 
 VOCABULARY = 50
 EOS = 7

@@ -12,8 +12,8 @@ import numpy as np
 from nanoactor.actors.config import ActorConfig
 from nanoactor.actors.vision import VisionActor
 from nanoactor.errors import InvalidRequest
-from nanoactor.models.image_config import ImageConfig
-from nanoactor.models.vision_config import VisionConfig, parse_vision
+from nanoactor.models.vision.config import VisionConfig, parse_vision
+from nanoactor.models.vision.image_config import ImageConfig
 from nanoactor.vision.media import Media, ReadItem, Unusable
 from nanoactor.vision.store import MediaStore
 from tests.simulation.reference import key_of

@@ -27,7 +27,7 @@ from nanoactor.errors import EngineOverloaded
 from nanoactor.generation_config import GenerationConfig
 from nanoactor.messages import RequestSpec, Stopping, Submit, TextOptions, Tokens
 from nanoactor.model_files import ModelFiles
-from nanoactor.models.columns import DEFAULTS
+from nanoactor.models.sampling.columns import DEFAULTS
 from nanoactor.outputs import RequestOutputKind
 from nanoactor.pooling.config import PoolingConfig
 from nanoactor.runtime.actor import FRESH, Actor, Context

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.messages import RequestSpec, Stopping, Submit, TextOptions
-from nanoactor.models.columns import pack
 from nanoactor.models.errors import ModelError
+from nanoactor.models.sampling.columns import pack
 from nanoactor.runtime import codec
 from nanoactor.text.template import ChatTemplate
 from nanoactor.text.tokenizer import TextEncoder as Encoder

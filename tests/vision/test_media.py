@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.models.image_config import ImageConfig
+from nanoactor.models.vision.image_config import ImageConfig
 from nanoactor.vision.media import MediaReader
 from nanoactor.vision.rules import MediaRules, decode_data_url
 

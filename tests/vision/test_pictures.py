@@ -14,7 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from nanoactor.errors import InvalidRequest
-from nanoactor.models.image_config import ImageConfig
+from nanoactor.models.vision.image_config import ImageConfig
 from nanoactor.vision import pictures
 from nanoactor.vision.pictures import Header, decode, read_header, resize_image, upright
 from nanoactor.vision.rules import MediaRules

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.kv.hashing import block_hash
-from nanoactor.models.vision_config import parse_vision
+from nanoactor.models.vision.config import parse_vision
 from nanoactor.vision.prompt import (
     VisualItem,
     block_extras,

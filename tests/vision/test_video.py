@@ -12,9 +12,9 @@ from PIL import Image
 from nanoactor import Video
 from nanoactor.errors import InvalidRequest
 from nanoactor.models.errors import ModelError, UnsupportedModel
-from nanoactor.models.image_config import ImageConfig
-from nanoactor.models.video_config import VideoConfig, parse_video_config, read_video_config
-from nanoactor.models.vision_config import parse_vision
+from nanoactor.models.vision.config import parse_vision
+from nanoactor.models.vision.image_config import ImageConfig
+from nanoactor.models.vision.video_config import VideoConfig, parse_video_config, read_video_config
 from nanoactor.vision.media import MediaReader
 from nanoactor.vision.rules import MediaRules
 from nanoactor.vision.video import split_videos

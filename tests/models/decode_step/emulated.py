@@ -13,10 +13,19 @@ import torch
 
 from bench.decode_step_reference import EPS
 from nanoactor.models.batch import KVCache
-from nanoactor.models.kernels.decode_step.arguments import Scratch, StepInputs, arguments_of
-from nanoactor.models.kernels.decode_step.sources import source_of
-from nanoactor.models.kernels.decode_step.table import LOGITS, PHASES, Shape, product_of
-from nanoactor.models.model_weights import ModelWeights
+from nanoactor.models.devices.cuda.kernels.decode_step.arguments import (
+    Scratch,
+    StepInputs,
+    arguments_of,
+)
+from nanoactor.models.devices.cuda.kernels.decode_step.sources import source_of
+from nanoactor.models.devices.cuda.kernels.decode_step.table import (
+    LOGITS,
+    PHASES,
+    Shape,
+    product_of,
+)
+from nanoactor.models.weights.whole_step import ModelWeights
 
 FOLDER = Path(__file__).parent
 

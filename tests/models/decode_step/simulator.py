@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from nanoactor.models.kernels.decode_step.table import (
+from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     PHASES,
     Phase,
     Shape,

@@ -24,7 +24,7 @@ class Loader(importlib.abc.Loader):
         def open_device(name, rank=0, options=None):
             if not name.startswith("npu"):
                 return original(name, rank, options)
-            from nanoactor.models.devices.npu import NPUDevice
+            from nanoactor.models.devices.npu.device import NPUDevice
 
             home, _, runtime = os.environ["NANOACTOR_TEST_RUNTIME"].partition(":")
             return NPUDevice(getattr(importlib.import_module(home), runtime)(rank), options)

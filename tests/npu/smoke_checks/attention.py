@@ -10,7 +10,7 @@ import itertools
 import torch
 
 from nanoactor.models.batch import KVCache
-from nanoactor.models.devices.npu_attention import MASK_SIZE, make_attention
+from nanoactor.models.devices.npu.attention import MASK_SIZE, make_attention
 from nanoactor.models.options import ATTENTION_LAYOUTS
 from nanoactor.models.seq_lens import HostSeqLens
 from tests.npu.reference.registry import KERNELS

@@ -15,7 +15,7 @@ import torch
 
 from nanoactor.models.collective import RankGroup
 from nanoactor.models.devices import open_device
-from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.devices.npu.device import NPUDevice
 from nanoactor.models.options import DeviceOptions
 from nanoactor.rendezvous import Rendezvous
 from tests.npu.smoke_checks import engines

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.devices.npu.device import NPUDevice
 
 _CODES = (
     re.compile(r"error code(?: is|:)?\s*(\d{6})", re.IGNORECASE),

@@ -11,10 +11,10 @@ import torch
 from nanoactor.models.batch import AttentionBatch, KVCache
 from nanoactor.models.config import read_config
 from nanoactor.models.decoder import Decoder
-from nanoactor.models.device import Device
-from nanoactor.models.devices.cpu import CPUDevice
+from nanoactor.models.devices.cpu.device import CPUDevice
+from nanoactor.models.devices.protocols import Device
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.models.weights import Weights
+from nanoactor.models.weights.checkpoint import Weights
 from tests.npu.smoke_checks.frame import BLOCK, Failed, Rig
 
 MODEL: dict[str, Any] = dict(

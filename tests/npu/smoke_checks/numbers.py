@@ -14,10 +14,10 @@ from nanoactor.models.batch import (
     SamplingBatch,
     SlotTables,
 )
-from nanoactor.models.columns import WORDS, columns_of, pack
-from nanoactor.models.philox import gumbel_noise, gumbel_noise_at, philox
-from nanoactor.models.sampling import from_keys, sample, sort_keys
-from nanoactor.models.sampling_rows import SamplingGroups
+from nanoactor.models.sampling.columns import WORDS, columns_of, pack
+from nanoactor.models.sampling.philox import gumbel_noise, gumbel_noise_at, philox
+from nanoactor.models.sampling.rows import SamplingGroups
+from nanoactor.models.sampling.sampler import from_keys, sample, sort_keys
 from tests.npu.reference.registry import KERNELS
 from tests.npu.smoke_checks.frame import Check, Failed, Rig, Skipped, noise, same
 

@@ -21,7 +21,7 @@ import nanoactor
 from nanoactor.doctor import Machine
 from nanoactor.doctor.ascend import driver_version
 from nanoactor.models.devices import open_device
-from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.devices.npu.device import NPUDevice
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.options import DeviceOptions
 from tests.npu.smoke_checks import (

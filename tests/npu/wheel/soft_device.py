@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nanoactor.models.devices.npu_runtime import AscendRuntime
+from nanoactor.models.devices.npu.runtime import AscendRuntime
 from tests.npu.recorder import sum_again
 from tests.npu.wheel.support import kernels
 

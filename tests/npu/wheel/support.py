@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanoactor.models.devices as devices
-from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.devices.npu.device import NPUDevice
 from nanoactor.models.options import DeviceOptions
 from tests.npu import emulation, reference
 from tests.npu.reference import contract

@@ -16,8 +16,8 @@ import torchair.core._backend as backend
 from torch._dynamo.utils import counters
 from torchair._ge_concrete_graph.ge_ir_pb2 import ModelDef
 
-from nanoactor.models.columns import pack
-from nanoactor.models.devices import npu_graphs
+from nanoactor.models.devices.npu import graphs
+from nanoactor.models.sampling.columns import pack
 from nanoactor.runner.open import open_executor
 from nanoactor.runner.warmup import prefill_step
 from tests.engine.harness import collect, engine, greedy, ids, ragged_prompts, rank_config
@@ -246,7 +246,7 @@ def test_beside_the_compiled_pass_so_many_operators_are_launched(
         submit(made, joined).wait()
         # The pass itself is left out: nothing is compiled beneath a mode that looks on.
         hidden = torch.zeros(2, 32)
-        monkeypatch.setattr(npu_graphs.DecodePass, "forward", lambda self, *arguments: hidden)
+        monkeypatch.setattr(graphs.DecodePass, "forward", lambda self, *arguments: hidden)
         with Recorder() as recorder:
             submit(made, following(0, joined)).wait()
     assert runs[-1] == 2
@@ -264,7 +264,7 @@ def test_rows_that_continue_launch_two_operators_more(model, monkeypatch, tmp_pa
         driver = Driver(executor(model, "max-autotune", "tnd", tmp_path, **LIMITS))
         driver.begin()
         monkeypatch.setattr(
-            npu_graphs.DecodePass, "forward", lambda self, ids, *arguments: hidden[: len(ids)]
+            graphs.DecodePass, "forward", lambda self, ids, *arguments: hidden[: len(ids)]
         )
         for what in [{}, dict(continues=CONSTRAINED)]:
             with Recorder() as recorder:
@@ -287,7 +287,7 @@ def test_compiled_graphs_are_written_read_and_used_again(
     caplog.set_level(logging.INFO)
 
     def start(**changes):
-        npu_graphs._log_once.cache_clear()
+        graphs._log_once.cache_clear()
         caplog.clear()
         runs.clear()
         with without_cann():

@@ -8,9 +8,9 @@ import torch
 import torch_npu
 
 import nanoactor.models.devices as devices
-from nanoactor.models.device import Memory
-from nanoactor.models.devices.npu import NPUDevice
-from nanoactor.models.devices.npu_runtime import AscendRuntime
+from nanoactor.models.devices.npu.device import NPUDevice
+from nanoactor.models.devices.npu.runtime import AscendRuntime
+from nanoactor.models.devices.protocols import Memory
 from nanoactor.models.options import DeviceOptions
 from nanoactor.runner.open import open_executor
 from nanoactor.runner.warmup import prefill_step

@@ -17,19 +17,19 @@ from nanoactor.models.batch import (
     SamplingBatch,
     SlotTables,
 )
-from nanoactor.models.columns import WORDS, columns_of
 from nanoactor.models.config import parse_config
 from nanoactor.models.decoder import Decoder
-from nanoactor.models.devices import npu_sampling
-from nanoactor.models.devices.npu import NPUDevice
+from nanoactor.models.devices.npu import sampling
+from nanoactor.models.devices.npu.device import NPUDevice
 from nanoactor.models.limits import FREEZE_IDS
-from nanoactor.models.logit_rules import TokenIds
 from nanoactor.models.options import DeviceOptions
-from nanoactor.models.sampling_rows import SamplingGroups
+from nanoactor.models.sampling.columns import WORDS, columns_of
+from nanoactor.models.sampling.logit_rules import TokenIds
+from nanoactor.models.sampling.rows import SamplingGroups
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.models.vision_config import parse_vision
-from nanoactor.models.vision_tower import Grid, VisionTower
-from nanoactor.models.weights import RandomWeights
+from nanoactor.models.vision.config import parse_vision
+from nanoactor.models.vision.tower import Grid, VisionTower
+from nanoactor.models.weights.checkpoint import RandomWeights
 from nanoactor.runner.choosing import TokenChooser
 from nanoactor.runner.inputs import KeptRows, SampledRows
 from nanoactor.runner.step_choices import StepChoices
@@ -222,7 +222,7 @@ def sampled(limited, nucleus):
     index = [whole(n) for n in (1, 1, limited, 0, nucleus, 1, 1)]
     columns = columns_of(whole(WORDS, 6, dtype=torch.int32), torch.float32)
     batch = SamplingBatch(columns, whole(6), SamplingGroups(*index))
-    return npu_sampling.sample(whole(6, 1000, dtype=HALF), batch)
+    return sampling.sample(whole(6, 1000, dtype=HALF), batch)
 
 
 def test_sampling_keeps_the_contract():
@@ -243,7 +243,7 @@ def loaded(traced):
         dtype=HALF,
         pooling=None,
         group=types.SimpleNamespace(size=1),
-        sample=npu_sampling.sample,
+        sample=sampling.sample,
         highest=lambda logits: logits.amax(-1),
         whole_logits=traced.network.logits,
     )

@@ -1,0 +1,173 @@
+"""The CPU with kernels of our own for what PyTorch does in many small operators."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numba
+import torch
+
+from nanoactor.models.batch import (
+    AttentionBatch,
+    DecodeRows,
+    KVCache,
+    RowBuffers,
+    SlotTables,
+)
+from nanoactor.models.devices.cpu.device import CPUDevice, has_instructions
+from nanoactor.models.devices.cpu.kernels.attention import decode_attention
+from nanoactor.models.devices.cpu.kernels.batch import advance, locate
+from nanoactor.models.devices.cpu.kernels.elements import compile_kernels, knows
+from nanoactor.models.devices.cpu.kernels.elementwise import (
+    add_rms_norm,
+    norm_rotate_store,
+    rms_norm,
+    swiglu,
+)
+from nanoactor.models.devices.cpu.kernels.linear import product
+from nanoactor.models.devices.cpu.kernels.sampling import sample_rows
+from nanoactor.models.devices.protocols import LinearOperator
+from nanoactor.models.options import FusedSampling
+
+# Measured by bench/cpu_kernels.py; docs/cpu.md has the figures.
+_FEW_ROWS = 2
+"""Rows up to which our product is faster than oneDNN's."""
+_LARGE_BYTES = 2 << 20
+"""Weights that come from memory; on processors with AMX oneDNN's products of them are faster."""
+_SHARE = 0.1
+"""Of the free memory, for weights that are kept in our layout beside oneDNN's."""
+_MANY_THREADS = 4
+_MANY_ELEMENTS = 1 << 18
+"""From so many threads and elements on PyTorch's operators, each of which uses all threads, are
+faster than one pass of one thread."""
+
+
+class CompiledCPUDevice(CPUDevice):
+    """Kernels compiled by Numba, and oneDNN's products; other types than float32 and bfloat16 are
+    PyTorch's alone."""
+
+    fused_sampling: FusedSampling = "every"
+    default_memory_utilization = CPUDevice.default_memory_utilization + _SHARE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._threads = 1
+        self._spare = int(self.memory().free * _SHARE)
+
+    def prepare_thread(self, threads: int) -> None:
+        """Limit PyTorch's threads and Numba's."""
+        super().prepare_thread(threads)
+        self._threads = min(threads, numba.config.NUMBA_NUM_THREADS)
+        numba.set_num_threads(self._threads)
+
+    def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
+        """They take everything; it compiles them, too."""
+        several = self._threads > 1
+        compile_kernels(dtype, parallel=several)
+        compile_kernels(torch.float32, parallel=several, of_logits=True)  # masks make them that
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        many = self._threads >= _MANY_THREADS and x.numel() >= _MANY_ELEMENTS
+        return knows(x) and not many
+
+    # -- the batch ------------------------------------------------------------------------
+
+    def advance(
+        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
+    ) -> None:
+        """In one pass."""
+        advance(tables, rows, into, ids)
+
+    def locate(
+        self,
+        tables: SlotTables,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """In one pass."""
+        locate(tables, slots, positions, slot_mapping)
+
+    def sample_rows(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        tables: SlotTables,
+        scratch: Any,
+        chosen: torch.Tensor,
+    ) -> None:
+        """Whatever rows ask for."""
+        sample_rows(logits, slots, tables, chosen, self._threads)
+
+    # -- operators ------------------------------------------------------------------------
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
+        """In two layouts where memory allows: for a few rows, and for many."""
+        many = super().linear(weight, bias)
+        slower = weight.nbytes > _LARGE_BYTES and has_instructions("amx_tile")
+        if slower or not knows(weight) or weight.nbytes > self._spare:
+            return many
+        self._spare -= weight.nbytes
+        # Ours lies in large pages, so that reading it is not held up by translating addresses.
+        own = self.zeros(*weight.shape, dtype=weight.dtype).copy_(weight)
+
+        def few_or_many(x: torch.Tensor) -> torch.Tensor:
+            if x.shape[:-1].numel() > _FEW_ROWS:
+                return many(x)
+            return product(x, own, bias, self._threads)
+
+        return few_or_many
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """In one pass."""
+        return rms_norm(x, weight, eps) if self._takes(x) else super().rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """In one pass."""
+        norm = add_rms_norm if self._takes(x) else super().add_rms_norm
+        return norm(x, residual, weight, eps)
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """In one pass."""
+        return swiglu(gate_up) if self._takes(gate_up) else super().swiglu(gate_up)
+
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """In float32, as kernels compute."""
+        return cos.float().contiguous(), sin.float().contiguous()
+
+    def norm_rotate_store(
+        self,
+        qkv: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """In one pass."""
+        store = norm_rotate_store if self._takes(qkv) else super().norm_rotate_store
+        return store(qkv, weights, eps, rotation, cache, slots)
+
+    def attention(
+        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+    ) -> torch.Tensor:
+        """A step that only decodes needs no tensor to put parts together."""
+        if batch.plan.decodes is not None and not batch.plan.prefills:
+            return self._decode(queries, cache, batch, scale)
+        return super().attention(queries, cache, batch, scale)
+
+    def _plan_decodes(self, batch: AttentionBatch) -> Any:
+        """The kernel reads the batch itself."""
+        return True
+
+    def _decode(
+        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+    ) -> torch.Tensor:
+        """Over the blocks where they lie."""
+        if knows(queries):
+            return decode_attention(queries, cache, batch, scale, self._threads)
+        plan = dataclasses.replace(batch.plan, decodes=super()._plan_decodes(batch))
+        return super()._decode(queries, cache, dataclasses.replace(batch, plan=plan), scale)

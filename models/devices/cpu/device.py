@@ -1,0 +1,127 @@
+"""The CPU: the embedded default and the ground truth, float32 exact. Operators are PyTorch's; with
+Numba, `compiled.py` has faster ones."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanoactor.models.devices.portable import HostEvent, PortableOperators
+from nanoactor.models.devices.protocols import LinearOperator, Memory
+
+log = logging.getLogger("nanoactor.models.cpu")
+
+
+class CPUDevice(PortableOperators):
+    """PyTorch on the host's cores."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    collective_backend = "gloo"
+    default_block_size = 16
+    shared_memory = True
+    asynchronous = any_thread = False
+    default_memory_utilization = 0.4
+
+    def __init__(self) -> None:
+        self._base = 0
+        native = self.supports(torch.bfloat16)
+        self.default_dtype = torch.bfloat16 if native else torch.float32
+
+    def prepare_thread(self, threads: int) -> None:
+        """Limit OpenMP here; each thread that computes has its own setting."""
+        torch.set_num_threads(threads)
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """float32 always; bfloat16 where the processor multiplies in it."""
+        if dtype == torch.bfloat16:
+            return has_instructions("avx512_bf16", "amx_bf16", "bf16")
+        return dtype == torch.float32
+
+    def memory(self) -> Memory:
+        """Return what the host, or the container if it has less, can still give."""
+        total = _kibibytes("/proc/meminfo", "MemTotal") * 1024
+        free = _kibibytes("/proc/meminfo", "MemAvailable") * 1024
+        limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+        if limit is not None:
+            total = min(total, limit)
+            free = min(free, limit - (used or 0))
+        return Memory(total, max(0, free))
+
+    def reset_peak(self) -> None:
+        """Have the kernel forget the process's peak, and remember where it stands."""
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self._base = _kibibytes("/proc/self/status", "VmRSS") * 1024
+        except OSError:  # /proc is read-only: only a rise above the old peak can be seen
+            self._base = _kibibytes("/proc/self/status", "VmHWM") * 1024
+
+    def peak(self) -> int:
+        """Return how far the process's peak has risen."""
+        return max(0, _kibibytes("/proc/self/status", "VmHWM") * 1024 - self._base)
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Ordinary memory."""
+        return torch.empty(shape, dtype=dtype)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Fresh pages from the kernel, which are zero and take no memory until they are written.
+
+        `torch.zeros` would write them all: seconds, and gigabytes that may never be used.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+
+    def timed_event(self) -> HostEvent:
+        """By the host's clock."""
+        return HostEvent()
+
+    def synchronize(self) -> None:
+        """Nothing is ever queued."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
+        """oneDNN's own layout, reordered once instead of in every call."""
+        try:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        except (AttributeError, RuntimeError) as error:  # a build of PyTorch without oneDNN
+            _log_once(f"weights stay unpacked, which costs up to half of the speed: {error}")
+            return super().linear(weight, bias)
+        apply = torch.ops.mkldnn._linear_pointwise
+        return lambda x: apply(x, packed, bias, "none", [], "")
+
+
+def has_instructions(*names: str) -> bool:
+    """Tell whether the processor has any of these, as the kernel names them."""
+    flags = _first_line("/proc/cpuinfo", "flags") + _first_line("/proc/cpuinfo", "Features")
+    return any(name in flags.split() for name in names)
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    log.warning(text)
+
+
+def _first_line(path: str, key: str) -> str:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(key)), "")
+
+
+def _kibibytes(path: str, key: str) -> int:
+    words = _first_line(path, key + ":").split()
+    return int(words[1]) if len(words) > 1 else 0
+
+
+def _cgroup(name: str) -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup", name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,181 @@
+"""Decode attention over the paged cache, where its blocks lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import prange
+
+from nanoactor.models.batch import AttentionBatch, KVCache
+from nanoactor.models.devices.cpu.kernels.elements import (
+    INT32,
+    both,
+    exp,
+    inlined,
+    inlined_reordered,
+    like_of,
+    narrow,
+    prefetch,
+    spread,
+    view,
+    wide,
+)
+
+_LINE = 64
+"""Bytes of a cache line."""
+_SHORT = 16 << 10
+"""Bytes of a block up to which the processor, by itself, fetches too little of it ahead."""
+
+
+@inlined_reordered
+def _fetch(at, row_bytes, block_bytes):
+    """Ask for a position's keys or values, of all heads, of a block that is read next."""
+    if block_bytes <= _SHORT:
+        for line in range(0, row_bytes, _LINE):
+            prefetch(at + line)
+
+
+@inlined_reordered
+def _score(query, scores, block, group, start, count, following, span):
+    """Products of queries (heads, size) with the keys of one block, for a span of KV heads."""
+    row_bytes = block.shape[1] * block.shape[2] * block.itemsize
+    for position in range(count):
+        _fetch(following + position * row_bytes, row_bytes, row_bytes * block.shape[0])
+        for kv_head in range(span[0], span[1]):
+            for head in range(kv_head * group, kv_head * group + group):
+                score = np.float32(0)
+                for i in range(block.shape[2]):
+                    score += query[head, i] * wide(block[position, kv_head, i])
+                scores[head, start + position] = score
+
+
+@inlined_reordered
+def _weigh(sums, scores, block, group, start, count, following, span):
+    """Add to sums (heads, size) the values of one block, each by its score; four at a time, so
+    that sums are loaded and stored once for them."""
+    row_bytes = block.shape[1] * block.shape[2] * block.itemsize
+    for p in range(count):
+        _fetch(following + p * row_bytes, row_bytes, row_bytes * block.shape[0])
+    fours = count // 4 * 4
+    for p in range(0, fours, 4):
+        at = start + p
+        for kv_head in range(span[0], span[1]):
+            for head in range(kv_head * group, kv_head * group + group):
+                a, b = scores[head, at], scores[head, at + 1]
+                c, d = scores[head, at + 2], scores[head, at + 3]
+                for i in range(block.shape[2]):
+                    sums[head, i] += (
+                        a * wide(block[p, kv_head, i])
+                        + b * wide(block[p + 1, kv_head, i])
+                        + c * wide(block[p + 2, kv_head, i])
+                        + d * wide(block[p + 3, kv_head, i])
+                    )
+    for p in range(fours, count):
+        for kv_head in range(span[0], span[1]):
+            for head in range(kv_head * group, kv_head * group + group):
+                weight = scores[head, start + p]
+                for i in range(block.shape[2]):
+                    sums[head, i] += weight * wide(block[p, kv_head, i])
+
+
+@inlined_reordered
+def _softmax(scores, head, count):
+    """Replace scores by e^(score - highest); returns what their sum is to be divided by."""
+    highest = scores[head, 0]
+    for i in range(count):
+        highest = max(highest, scores[head, i])
+    total = np.float32(0)
+    for i in range(count):
+        scores[head, i] = exp(scores[head, i] - highest)
+        total += scores[head, i]
+    return total
+
+
+@inlined
+def _attend(inputs, outputs, keys, values, blocks, context, row, span, shape, scale, like):
+    """Let a row's queries of a span of KV heads attend to its context."""
+    block_size, kv_heads, size = shape
+    group = inputs.shape[1] // kv_heads
+    heads = range(span[0] * group, span[1] * group)
+    stride = block_size * kv_heads * size * inputs.itemsize
+    last = (context - 1) // block_size
+    query = np.empty((inputs.shape[1], size), np.float32)
+    scores = np.empty((inputs.shape[1], context), np.float32)
+    for head in heads:
+        for i in range(size):
+            query[head, i] = wide(inputs[row, head, i]) * np.float32(scale)
+    for b in range(last + 1):
+        start = b * block_size
+        count = min(block_size, context - start)
+        following = keys + blocks[b + 1] * stride if b < last else values + blocks[0] * stride
+        block = view(keys + blocks[b] * stride, shape, like)
+        _score(query, scores, block, group, start, count, following, span)
+    totals = np.empty(inputs.shape[1], np.float32)
+    for head in heads:
+        totals[head] = _softmax(scores, head, context)
+    sums = query
+    sums[:] = 0
+    for b in range(last + 1):
+        start = b * block_size
+        count = min(block_size, context - start)
+        following = values + blocks[min(b + 1, last)] * stride
+        block = view(values + blocks[b] * stride, shape, like)
+        _weigh(sums, scores, block, group, start, count, following, span)
+    for head in heads:
+        for i in range(size):
+            outputs[row, head, i] = narrow(sums[head, i] / totals[head], like)
+
+
+@both("aaaaaaannnnnnnf")
+def _decode_attention(
+    queries, keys, values, tables, slots, contexts, output, rows, heads, kv_heads, size, width,
+    block_size, parts, scale, like
+):  # fmt: skip
+    """One query for each row (rows, heads, size) attends to the row's context.
+
+    `tables` int32 (slots, width) has the blocks of each slot; keys and values are (blocks,
+    block_size, kv_heads, size); slots and contexts int32 (rows,). A thread takes one of `parts` of
+    a row's KV heads at a time, and reads what lies together together.
+    """
+    inputs = view(queries, (rows, heads, size), like)
+    outputs = view(output, (rows, heads, size), like)
+    slot_of, lengths = view(slots, (rows,), INT32), view(contexts, (rows,), INT32)
+    shape = block_size, kv_heads, size
+    for item in prange(rows * parts):
+        row, part = item // parts, item % parts
+        span = part * kv_heads // parts, (part + 1) * kv_heads // parts
+        blocks = view(tables + slot_of[row] * width * 4, (width,), INT32)
+        context = lengths[row]
+        _attend(inputs, outputs, keys, values, blocks, context, row, span, shape, scale, like)
+
+
+def decode_attention(
+    queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float, threads: int
+) -> torch.Tensor:
+    """Decode rows (rows, heads, head_dim) over their contexts, same shape."""
+    queries = queries.contiguous()
+    rows, heads, size = queries.shape
+    _, block_size, kv_heads, _ = cache.keys.shape
+    attended = torch.empty_like(queries)
+    spread(
+        _decode_attention,
+        threads,
+        sum(batch.lengths.decode_contexts) * heads * size,
+        queries.data_ptr(),
+        cache.keys.data_ptr(),
+        cache.values.data_ptr(),
+        batch.tables.data_ptr(),
+        batch.decode_slots.data_ptr(),
+        batch.decode_contexts.data_ptr(),
+        attended.data_ptr(),
+        rows,
+        heads,
+        kv_heads,
+        size,
+        batch.tables.stride(0),
+        block_size,
+        1 if rows >= threads else kv_heads,
+        scale,
+        like_of(queries),
+    )
+    return attended

@@ -1,0 +1,264 @@
+"""Sampling, a row at a time: the numbers are those of `nanoactor.models.sampling.sampler`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numba import prange
+
+from nanoactor.models.batch import SlotTables
+from nanoactor.models.devices.cpu.kernels.elements import (
+    FLOAT,
+    INT32,
+    bits_of,
+    both,
+    exp,
+    float_of,
+    inlined,
+    knows,
+    like_of,
+    spread,
+    view,
+    wide,
+)
+from nanoactor.models.limits import FROZEN, NO_TOKEN
+
+_INFINITY = np.uint32(0x7F800000)
+_LOWEST = np.int32(-(1 << 31))
+_MOST_IDS = 0xFFFFFFFF
+
+
+@inlined
+def _ordered(value):
+    """An int32 whose order is that of floats: maxima of whole numbers become vector code."""
+    bits = np.int32(bits_of(value))
+    return bits ^ (np.int32(0x7FFFFFFF) if bits < 0 else np.int32(0))
+
+
+@inlined
+def _value_of(ordered):
+    return float_of(np.uint32(ordered ^ (np.int32(0x7FFFFFFF) if ordered < 0 else np.int32(0))))
+
+
+@inlined
+def _best(values):
+    """The first place of the highest; no value is NaN."""
+    highest = _LOWEST
+    for i in range(len(values)):
+        highest = max(highest, _ordered(values[i]))
+    top = _value_of(highest)
+    for i in range(len(values)):
+        if values[i] == top:
+            return i
+    return 0
+
+
+@inlined
+def _is_finite(row, best):
+    """Tell whether the highest logit is a finite number, and none is NaN."""
+    largest = np.uint32(0)
+    for i in range(len(row)):
+        largest = max(largest, bits_of(row[i]) & np.uint32(0x7FFFFFFF))
+    return largest <= _INFINITY and bits_of(row[best]) & np.uint32(0x7FFFFFFF) < _INFINITY
+
+
+@inlined
+def _round(c0, c1, c2, c3, k0, k1):
+    first, second = np.uint64(0xD2511F53) * np.uint64(c0), np.uint64(0xCD9E8D57) * np.uint64(c2)
+    return (
+        np.uint32(second >> np.uint64(32)) ^ c1 ^ k0,
+        np.uint32(second),
+        np.uint32(first >> np.uint64(32)) ^ c3 ^ k1,
+        np.uint32(first),
+    )
+
+
+@inlined
+def _philox(counter, position, low, high):
+    """Philox 4x32-10, see `nanoactor.models.sampling.philox`: four words for four token ids."""
+    c0, c1, c2, c3 = np.uint32(counter), np.uint32(position), np.uint32(0), np.uint32(0)
+    k0, k1 = np.uint32(low), np.uint32(high)
+    for _ in range(10):
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
+        k0 = np.uint32(k0 + np.uint32(0x9E3779B9))
+        k1 = np.uint32(k1 + np.uint32(0xBB67AE85))
+    return c0, c1, c2, c3
+
+
+@inlined
+def _gumbel(word):
+    """Standard Gumbel noise from a 32-bit word: 23 bits, never 0 and never 1."""
+    uniform = (np.float32(word >> np.uint32(9)) + np.float32(0.5)) * np.float32(2.0**-23)
+    return -np.float32(math.log(-np.float32(math.log(uniform))))
+
+
+@inlined
+def _gumbel_at(token, position, low, high):
+    """The noise of one token id."""
+    words = _philox(token >> 2, position, low, high)
+    which = token & 3
+    word = words[0]
+    if which == 1:
+        word = words[1]
+    elif which == 2:
+        word = words[2]
+    elif which == 3:
+        word = words[3]
+    return _gumbel(word)
+
+
+@inlined
+def _from_all(scores, position, low, high):
+    """Draw from the whole vocabulary; the scores are overwritten."""
+    count = len(scores)
+    for group in range((count + 3) // 4):
+        first, second, third, fourth = _philox(group, position, low, high)
+        at = group * 4
+        scores[at] += _gumbel(first)
+        if at + 1 < count:
+            scores[at + 1] += _gumbel(second)
+        if at + 2 < count:
+            scores[at + 2] += _gumbel(third)
+        if at + 3 < count:
+            scores[at + 3] += _gumbel(fourth)
+    return _best(scores)
+
+
+@inlined
+def _candidates(scores, most, mass):
+    """Keys of the likeliest tokens, in descending order: at least `most` of them, or all, or
+    those that have more than `mass`."""
+    bound = np.float32(-4)
+    while True:
+        count, found = 0, 0.0
+        for i in range(len(scores)):
+            if scores[i] >= bound:
+                count += 1
+                found += exp(scores[i])
+        if count >= most or found > mass or bound < np.float32(-1e30):
+            break
+        bound = bound * np.float32(4) if bound > np.float32(-100) else np.float32(-np.inf)
+    keys = np.empty(count, np.int64)
+    count = 0
+    for i in range(len(scores)):
+        if scores[i] >= bound:
+            # Equal scores by ascending id; the sum makes -0.0 equal 0.0.
+            positive = scores[i] if scores[i] != 0 else np.float32(0)
+            keys[count] = -((np.int64(_ordered(positive)) << 32) | (_MOST_IDS - i))
+            count += 1
+    keys.sort()
+    return -keys
+
+
+@inlined
+def _from_some(scores, top_k, top_p, min_p, position, low, high):
+    """Draw from what top-k, top-p and min-p leave, in this order."""
+    limit = min(top_k, len(scores)) if top_k > 0 else len(scores)
+    total = 0.0
+    for i in range(len(scores)):
+        total += exp(scores[i])
+    mass = math.inf
+    if top_k <= 0:  # what lies behind top-p of all cannot be chosen
+        mass = total * top_p if top_p < 1 else math.inf
+    keys = _candidates(scores, limit, mass)
+    limit = min(limit, len(keys))
+    if top_k > 0:
+        total = 0.0
+        for i in range(limit):
+            total += exp(_value_of(np.int32(keys[i] >> 32)))
+    best, chosen, before = np.float32(-np.inf), 0, np.float32(0)
+    likeliest = np.float32(1.0 / total)
+    for i in range(limit):
+        score, token = _value_of(np.int32(keys[i] >> 32)), _MOST_IDS - (keys[i] & _MOST_IDS)
+        probability = np.float32(exp(score) / total)
+        keep = (before < top_p or top_p >= 1) and probability >= min_p * likeliest
+        before += probability
+        if i == 0 or keep:
+            perturbed = score + _gumbel_at(token, position, low, high)
+            if i == 0 or perturbed > best:
+                best, chosen = perturbed, token
+    return chosen
+
+
+@inlined
+def _choose(given, row, temperature, top_k, top_p, min_p, low, high, position):
+    """The id for one row of logits."""
+    scores = np.empty(given.shape[1], np.float32)
+    for i in range(len(scores)):
+        scores[i] = wide(given[row, i])
+    best = _best(scores)
+    if not _is_finite(scores, best):
+        return NO_TOKEN
+    if temperature <= 0:
+        return best
+    top = scores[best]
+    for i in range(len(scores)):
+        scores[i] = (scores[i] - top) / temperature
+    if top_k <= 0 and top_p >= 1 and min_p <= 0:
+        return _from_all(scores, position, low, high)
+    return _from_some(scores, top_k, top_p, min_p, position, low, high)
+
+
+@both("aaaaaaaaaaannn", of_logits=True)
+def _sample_rows(
+    logits, slots, temperatures, top_ks, top_ps, min_ps, seeds, lengths, last_tokens, frozen_slots,
+    chosen, rows, vocabulary, columns, like
+):  # fmt: skip
+    """Choose an id for each row of logits (rows, vocabulary), by its slot's parameters.
+
+    Parameters are (columns,) by slot, the seeds' low words before their high ones. Ids go to
+    `chosen` int32 (rows,), `NO_TOKEN` where the highest logit is not finite and `FROZEN` where the
+    slot is frozen, and to `last_tokens`; `lengths` are the positions that the sampled tokens will
+    have.
+    """
+    given, slot_of = view(logits, (rows, vocabulary), like), view(slots, (rows,), INT32)
+    temperature, top_p = view(temperatures, (columns,), FLOAT), view(top_ps, (columns,), FLOAT)
+    top_k, min_p = view(top_ks, (columns,), INT32), view(min_ps, (columns,), FLOAT)
+    seed, positions = view(seeds, (2, columns), INT32), view(lengths, (columns,), INT32)
+    ids, last = view(chosen, (rows,), INT32), view(last_tokens, (columns,), INT32)
+    frozen = view(frozen_slots, (columns,), INT32)
+    for row in prange(rows):
+        slot = slot_of[row]
+        if frozen[slot]:
+            ids[row] = FROZEN
+        else:
+            ids[row] = _choose(
+                given, row, temperature[slot], top_k[slot], top_p[slot], min_p[slot],
+                seed[0, slot], seed[1, slot], positions[slot],
+            )  # fmt: skip
+            last[slot] = max(ids[row], 0)
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    tables: SlotTables,
+    chosen: torch.Tensor,
+    threads: int,
+) -> None:
+    """Choose a token for each row of logits (rows, vocabulary), whose slot is in `slots` int32."""
+    if not knows(logits):
+        logits = logits.float()
+    logits, (rows, vocabulary), by = logits.contiguous(), logits.shape, tables.sampling
+    spread(
+        _sample_rows,
+        threads,
+        logits.numel(),
+        logits.data_ptr(),
+        slots.data_ptr(),
+        by.temperature.data_ptr(),
+        by.top_k.data_ptr(),
+        by.top_p.data_ptr(),
+        by.min_p.data_ptr(),
+        by.seed.data_ptr(),
+        tables.lengths.data_ptr(),
+        tables.last_tokens.data_ptr(),
+        tables.frozen.data_ptr(),
+        chosen.data_ptr(),
+        rows,
+        vocabulary,
+        tables.words.shape[1],
+        like_of(logits),
+    )

@@ -1,0 +1,338 @@
+"""NVIDIA GPUs: fused operators in Triton, matrix products in cuBLAS, steps captured as graphs.
+
+Without Triton the portable operators run instead, step by step and slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nanoactor.models.batch import (
+    AttentionBatch,
+    DecodeRows,
+    KVCache,
+    RowBuffers,
+    SlotTables,
+)
+from nanoactor.models.config import ModelConfig
+from nanoactor.models.devices.cuda.kernels.decode_step.steps import DecodeSteps
+from nanoactor.models.devices.cuda.kernels.decode_step.table import MOST_ROWS
+from nanoactor.models.devices.portable import PortableOperators
+from nanoactor.models.devices.protocols import CapturedFunction, Memory, WholeSteps
+from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.options import FusedSampling
+from nanoactor.models.seq_lens import HostSeqLens
+from nanoactor.models.weights.whole_step import ModelWeights
+
+try:
+    from nanoactor.models.devices.cuda.kernels import batch as slots_kernels
+    from nanoactor.models.devices.cuda.kernels import decode_attention, elementwise, sampling
+    from nanoactor.models.devices.cuda.kernels.masked_sampling import sample_masked_rows
+    from nanoactor.models.devices.cuda.kernels.prefill import HOPPER, PrefillAttention
+    from nanoactor.models.devices.cuda.kernels.prefill_attention import tokens_per_program
+    from nanoactor.models.devices.cuda.kernels.publishing import publish
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+log = logging.getLogger("nanoactor.models.cuda")
+
+_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+class CudaEvent:
+    """A CUDA event on the calling thread's current stream."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def milliseconds_until(self, later: CudaEvent) -> float:
+        """To about half a microsecond."""
+        return float(self.event.elapsed_time(later.event))
+
+    def record(self) -> None:
+        """Behind what is queued on the current stream."""
+        self.event.record()
+
+    def wait(self) -> None:
+        """Spin until it has, without the interpreter's lock: to sleep would cost as long as a small
+        model's step."""
+        self.event.synchronize()
+
+
+class PortableCUDADevice(PortableOperators):
+    """Memory, events and plain PyTorch operators of one GPU."""
+
+    name = "cuda"
+    collective_backend = "nccl"
+    default_block_size = 64
+    shared_memory = False
+    asynchronous = any_thread = True
+    default_memory_utilization = 0.9
+
+    def __init__(self, index: int = 0) -> None:
+        """Raises `UnsupportedModel` where there is no such GPU."""
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise UnsupportedModel(
+                f"device cuda:{index} does not exist: PyTorch {torch.__version__} sees {count} "
+                "NVIDIA GPUs; is this a build with CUDA, and is the driver loaded?"
+            )
+        self.torch_device = torch.device("cuda", index)
+        self._base = 0
+        self._stream: torch.cuda.Stream | None = None
+        self.default_dtype = torch.bfloat16 if self._has_bfloat16() else torch.float16
+
+    def _has_bfloat16(self) -> bool:
+        return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+
+    def prepare_thread(self, threads: int) -> None:
+        """Choose the GPU for the calling thread; float32 products are exact to its last bits."""
+        torch.cuda.set_device(self.torch_device)
+        torch.set_num_threads(threads)
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """float32 and float16 always, bfloat16 from compute capability 8 on."""
+        return dtype in _NAMES and (dtype != torch.bfloat16 or self._has_bfloat16())
+
+    def memory(self) -> Memory:
+        """The driver's figures, so that other processes on the GPU count; what PyTorch has
+        cached for itself is free."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        cached = torch.cuda.memory_reserved(self.torch_device)
+        return Memory(total, free + cached - torch.cuda.memory_allocated(self.torch_device))
+
+    def reset_peak(self) -> None:
+        """Begin to watch PyTorch's allocator."""
+        torch.cuda.synchronize(self.torch_device)
+        self._base = torch.cuda.memory_allocated(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak(self) -> int:
+        """By PyTorch's allocator."""
+        return torch.cuda.max_memory_allocated(self.torch_device) - self._base
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Page-locked memory."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Written at once: it is meant to be used whole."""
+        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """A stream of its own: the default one would wait for others."""
+        torch.cuda.set_device(self.torch_device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            yield
+
+    def timed_event(self) -> CudaEvent:
+        """On the current stream."""
+        return CudaEvent()
+
+    def synchronize(self) -> None:
+        """All streams."""
+        torch.cuda.synchronize(self.torch_device)
+
+
+@dataclasses.dataclass(slots=True)
+class CapturedGraph:
+    """A CUDA graph and what its function returned."""
+
+    graph: torch.cuda.CUDAGraph
+    result: torch.Tensor
+
+    def replay(self, lengths: HostSeqLens) -> torch.Tensor:
+        """One launch, whatever is in it; lengths are on the device."""
+        self.graph.replay()
+        return self.result
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scratch:
+    """The kernels' memory."""
+
+    splits: decode_attention.Splits
+    partials: sampling.Partials
+    kv_heads: int
+
+
+class CUDADevice(PortableCUDADevice):
+    """The same with operators in Triton, and steps as graphs."""
+
+    captures_graphs = captures_prompts = deep_pipeline = True
+    keeps_logits = publishes_ids = True
+    # The kernel of smaller steps reads rows of one sequence while it writes them.
+    runs_as_rows_from = MOST_ROWS + 1
+    needs_host_seq_lens = False
+    fused_sampling: FusedSampling = "all"
+    fused_sampling_of_ranks: FusedSampling = "all"
+
+    def __init__(self, index: int = 0) -> None:
+        """Raises `UnsupportedModel` where there is no such GPU."""
+        super().__init__(index)
+        log.info("our Triton kernels on %s", torch.cuda.get_device_name(index))
+        self._pool: Any = None
+        found = torch.cuda.get_device_properties(index)
+        capability = found.major, found.minor
+        self.prefill_attention = PrefillAttention(capability, found.multi_processor_count)
+
+    def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
+        """They take everything; some of it slower, which is said once."""
+        why = self.prefill_attention.refusal(dtype, block_size, head_dim)
+        recent = self.prefill_attention.capability[0] >= HOPPER
+        if why is not None and recent and dtype != torch.float32:
+            log.warning(
+                "attention of prompts takes up to 47 %% longer than by the kernel that was made "
+                "for Hopper GPUs: %s",
+                why,
+            )
+
+    def capture(
+        self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
+    ) -> CapturedGraph:
+        """One CUDA graph for all steps in flight; all share a memory pool."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on: NCCL has one that looks at events all the time.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+            result = function(lengths)
+        self._pool = graph.pool()
+        return CapturedGraph(graph, result)
+
+    def whole_steps(
+        self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
+    ) -> WholeSteps | None:
+        """One persistent kernel for each number of rows, on Hopper GPUs in bfloat16."""
+        steps = DecodeSteps.load(config, weights, sizes, block_size)
+        return steps if steps.steps else None
+
+    # -- the batch ------------------------------------------------------------------------
+
+    def tokens_per_program(self, heads: int, kv_heads: int) -> int:
+        """As the prefill kernel has it."""
+        return tokens_per_program(heads, kv_heads)
+
+    def scratch(
+        self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int
+    ) -> Scratch:
+        """Partial results of attention and sampling."""
+        where = self.torch_device
+        splits = decode_attention.Splits.empty(rows, heads, kv_heads, head_dim, where)
+        return Scratch(splits, sampling.Partials.empty(rows, vocabulary, where), kv_heads)
+
+    def advance(
+        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
+    ) -> None:
+        """One kernel."""
+        slots_kernels.advance(tables, rows, into, ids)
+
+    def locate(
+        self,
+        tables: SlotTables,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """One kernel."""
+        slots_kernels.locate(tables, slots, positions, slot_mapping)
+
+    def plan(self, scratch: Scratch, batch: AttentionBatch) -> AttentionBatch:
+        """Contexts in chunks of equal length."""
+        contexts = batch.decode_contexts
+        splits = scratch.splits.of(max(1, len(contexts)), scratch.kv_heads)
+        if len(contexts):
+            decode_attention.plan_splits(contexts, splits)
+        return dataclasses.replace(batch, plan=splits)
+
+    def sample_rows(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        tables: SlotTables,
+        scratch: Scratch,
+        chosen: torch.Tensor,
+    ) -> None:
+        """Four kernels; only what may be among the best k is sorted, for rows with a top-k."""
+        if len(slots):
+            sampling.sample_rows(logits, slots, tables, scratch.partials, chosen)
+
+    def sample_masked_rows(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        masks: torch.Tensor,
+        tables: SlotTables,
+        scratch: Scratch,
+        chosen: torch.Tensor,
+    ) -> None:
+        """Two kernels more than `sample_rows`."""
+        sample_masked_rows(logits, slots, masks, tables, scratch.partials, chosen)
+
+    def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
+        """One kernel."""
+        publish(ids, ring, count)
+
+    # -- operators ------------------------------------------------------------------------
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """In float32, rounded once."""
+        return elementwise.rms_norm(x.contiguous(), weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass."""
+        return elementwise.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """In float32, rounded once."""
+        return elementwise.rotary(x, cos, sin)
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """One pass."""
+        return elementwise.swiglu(gate_up.contiguous())
+
+    def norm_rotate_store(
+        self,
+        qkv: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """One pass."""
+        return elementwise.norm_rotate_store(qkv.contiguous(), weights, eps, rotation, cache, slots)
+
+    def attention(
+        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+    ) -> torch.Tensor:
+        """Prefill and decode rows by a kernel each; what lies past a context changes nothing."""
+        output = torch.empty_like(queries)
+        first = batch.prefill_tokens
+        if first:
+            self.prefill_attention(queries, cache, batch, scale, output)
+        if len(batch.decode_slots):
+            decode_attention.decode_attention(
+                queries[first:],
+                cache=cache,
+                tables=batch.tables,
+                slots=batch.decode_slots,
+                contexts=batch.decode_contexts,
+                splits=batch.plan,
+                scale=scale,
+                output=output[first:],
+            )
+        return output

@@ -1,0 +1,162 @@
+"""The kernel's parameters, as `arguments.cuh` has them."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from nanoactor.models.batch import KVCache
+from nanoactor.models.devices.cuda.kernels.decode_step.table import PHASES, Shape
+from nanoactor.models.weights.whole_step import LayerWeights, ModelWeights
+
+MATRICES = tuple(phase.matrix for phase in PHASES if phase.matrix is not None)
+"""Of a layer, in the order of its maps."""
+MAP_BYTES = 128
+_ALIGNMENT = 64
+_CONTROL_WORDS = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The inputs of a step's rows; the tensors stay where they are from step to step."""
+
+    token_ids: torch.Tensor
+    """int32 (rows,), like ..."""
+    positions: torch.Tensor
+    """... rotary positions, ..."""
+    contexts: torch.Tensor
+    """... lengths, the new token included, ..."""
+    slots: torch.Tensor
+    """... and rows of `tables`."""
+    slot_mapping: torch.Tensor
+    """int64 (rows,): where the new token's key and value go."""
+    tables: torch.Tensor
+    """int32 (slots, blocks)."""
+
+
+class Scratch:
+    """The memory by which a kernel's blocks hand over to each other, and its results."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        """Zero: no flag of any step."""
+        rows, flagged = shape.rows, 2 if shape.has_flags else 1
+        group = shape.heads // shape.kv_heads
+        words = {
+            "x1": rows * shape.hidden // 2 * flagged,
+            "x2": rows * shape.hidden // 2 * flagged,
+            "attended": rows * shape.width // 2 * flagged,
+            "activated": rows * shape.inter // 2 * flagged,
+            "queries": 2 * rows * shape.qkv,
+            "parts": 2 * shape.blocks * group * shape.head_dim * 2,
+            "weights": 2 * shape.blocks * group * 4,
+        }
+        begins, total = {}, 0
+        for name, count in words.items():
+            begins[name] = total
+            total += -(-count // 32) * 32
+        self.words = torch.zeros(total, dtype=torch.int32, device=device)
+        self.addresses = {n: self.words.data_ptr() + 4 * at for n, at in begins.items()}
+        self.control = torch.zeros(_CONTROL_WORDS, dtype=torch.int32, device=device)
+        self.control[0] = 1  # the first step
+        self.hidden = torch.empty(rows, shape.hidden, dtype=torch.bfloat16, device=device)
+        kind = torch.float32 if shape.head == 2 else torch.bfloat16
+        wide = shape.vocab if shape.head else 0
+        self.trace = torch.zeros(shape.layers + 1, 16, dtype=torch.int64, device=device)
+        self.logits = torch.empty(rows, wide, dtype=kind, device=device)
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in ("norm1", "norm2", "q_norm", "k_norm", "bias", "keys", "values")
+    ]
+
+
+_INPUTS = ("embed", "norm", "cos", "sin", "tokens", "positions", "contexts", "slots", "places")
+_BUFFERS = ("x1", "x2", "attended", "activated", "queries", "parts", "weights", "scratch")
+_POINTERS = (*_INPUTS, "tables", "control", *_BUFFERS)
+
+
+def _struct(shape: Shape) -> type[ctypes.Structure]:
+    fields: list[tuple[str, type]] = [
+        ("maps", ctypes.c_ubyte * (MAP_BYTES * (len(MATRICES) * shape.layers + 1))),
+        ("layers", _Layer * shape.layers),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("scratch_words", ctypes.c_uint64),
+        ("hidden", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("status", ctypes.c_void_p),
+        ("trace", ctypes.c_void_p),
+        ("patience", ctypes.c_uint64),
+        ("table_stride", ctypes.c_int),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    ]
+    size = ctypes.sizeof(type("Unpadded", (ctypes.Structure,), {"_fields_": fields}))
+    # The kernel's struct is aligned, so that as many bytes are read.
+    fields.append(("padding", ctypes.c_ubyte * (-size % _ALIGNMENT or _ALIGNMENT)))
+    return type("Args", (ctypes.Structure,), {"_fields_": fields})
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _layer(weights: LayerWeights, cache: KVCache) -> _Layer:
+    norms = weights.norm1, weights.norm2, weights.q_norm, weights.k_norm, weights.bias
+    return _Layer(*map(_address, (*norms, cache.keys, cache.values)))
+
+
+def arguments_of(
+    shape: Shape,
+    weights: ModelWeights,
+    caches: Sequence[KVCache],
+    inputs: StepInputs,
+    scratch: Scratch,
+    maps: Sequence[bytes],
+    status: torch.Tensor,
+    eps: float,
+    patience: float,
+) -> ctypes.Structure:
+    """Fill in the parameters. `maps` are of each layer's matrices and of the head; `status` is
+    int32 (2,) in page-locked memory; `patience` is in seconds."""
+    args = _struct(shape)()
+    joined = b"".join(maps)
+    ctypes.memmove(args.maps, joined, len(joined))
+    for index, (layer, cache) in enumerate(zip(weights.layers, caches, strict=True)):
+        args.layers[index] = _layer(layer, cache)
+    values = {
+        "embed": weights.embed,
+        "norm": weights.norm,
+        "cos": weights.cos,
+        "sin": weights.sin,
+        "tokens": inputs.token_ids,
+        "positions": inputs.positions,
+        "contexts": inputs.contexts,
+        "slots": inputs.slots,
+        "places": inputs.slot_mapping,
+        "tables": inputs.tables,
+        "control": scratch.control,
+        "scratch": scratch.words,
+        "hidden": scratch.hidden,
+        "logits": scratch.logits,
+        "status": status,
+        "trace": scratch.trace,
+    }
+    for name, tensor in values.items():
+        setattr(args, name, tensor.data_ptr())
+    for name, address in scratch.addresses.items():
+        setattr(args, name, address)
+    numbers = {
+        "scratch_words": scratch.words.numel() // 4,
+        "patience": int(patience * 1e9),
+        "table_stride": inputs.tables.stride(0),
+        "eps": eps,
+        "scale": shape.head_dim**-0.5 * 1.4426950408889634,
+    }
+    for name, number in numbers.items():
+        setattr(args, name, number)
+    return args

@@ -1,0 +1,20 @@
+"""The CUDA source of a kernel: its constants, then the parts, each building on those before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape, constants
+
+MACHINE = "machine.cuh"
+PARTS = ("arguments.cuh", "handover.cuh", "ring.cuh", "product.cuh", "attention.cuh", "step.cu")
+KERNEL = "decode_step"
+
+
+def source_of(shape: Shape, machine: Path | None = None) -> str:
+    """Return the whole source; errors name the part's own lines. `machine`: other instructions."""
+    folder = Path(__file__).parent
+    parts = [machine or folder / MACHINE, *(folder / part for part in PARTS)]
+    texts = [f'#line 1 "constants"\n{constants(shape)}']
+    texts += [f'#line 1 "{part.name}"\n{part.read_text()}' for part in parts]
+    return "\n".join([texts[1], texts[0], *texts[2:]])

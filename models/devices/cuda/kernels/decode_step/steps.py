@@ -1,0 +1,247 @@
+"""Decode steps by one kernel, as an executor calls them."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from nanoactor.models.batch import KVCache, RowBuffers
+from nanoactor.models.config import ModelConfig
+from nanoactor.models.devices.cuda.kernels.decode_step.arguments import (
+    Scratch,
+    StepInputs,
+    arguments_of,
+)
+from nanoactor.models.devices.cuda.kernels.decode_step.compile import CompileError, compiled
+from nanoactor.models.devices.cuda.kernels.decode_step.launch import DriverError, Kernel, map_of
+from nanoactor.models.devices.cuda.kernels.decode_step.table import (
+    LOGITS,
+    PHASES,
+    Shape,
+    product_of,
+    refusal,
+)
+from nanoactor.models.devices.protocols import WholeStep
+from nanoactor.models.weights.whole_step import ModelWeights
+
+log = logging.getLogger("nanoactor.models.decode_step")
+
+PATIENCE = 10.0
+"""Seconds that a block waits for another, or for its own copies, before the kernel stops."""
+_WAITS = {
+    1: "words that another block hands over",
+    2: "the arrival of all blocks",
+    3: "a tile of weights",
+    4: "room in the ring",
+    5: "copies on their way",
+}
+_STOPPED = 0x80000000
+_WIDE, _FASTER_UP_TO = 4096, 8
+"""Measured on an H200 with contexts of 1,024: 16 rows of 8B take 5.51 ms by the kernel and 5.43 by
+operators, 8 rows 4.63 and 5.32; 16 rows of 0.6B 1.32 and 1.72 (docs/gpu.md)."""
+_SLOWER = "decode steps of few rows run operator by operator, which takes up to twice as long"
+
+
+class StepStopped(RuntimeError):
+    """A decode step has waited too long: names the phase. The device must be opened anew."""
+
+
+_HONOURED = frozenset(
+    [
+        "architecture",
+        "dtype",
+        "eos_token_ids",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "max_positions",
+        "num_heads",
+        "num_kv_heads",
+        "num_layers",
+        "qk_norm",
+        "qkv_bias",
+        "rms_norm_eps",
+        "rope",
+        "tie_embeddings",
+        "vision",
+        "vocab_size",
+    ]
+)
+"""Fields of a model's configuration that the kernel computes with, or that are not its affair:
+pictures have become rows before, and rotations are read from tables."""
+_NEUTRAL = {"output_bias": False, "mlp_bias": False}
+"""Other fields, and the value with which they change nothing. What stands in neither must have its
+default, so that a family with a new option does not run without it."""
+
+
+def supports(
+    config: ModelConfig,
+    rows: int,
+    block_size: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    ranks: int = 1,
+    processors: int = 132,
+) -> str | None:
+    """Return why steps of so many rows are not run by one kernel, or None."""
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
+    if dtype != torch.bfloat16:
+        return f"{dtype} is not bfloat16"
+    if ranks > 1:
+        return f"{ranks} ranks share the model"
+    if rows > _FASTER_UP_TO and config.hidden_size >= _WIDE:
+        return f"operators are as fast with more than {_FASTER_UP_TO} rows of such a width"
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _HONOURED and value != _NEUTRAL.get(field.name, field.default):
+            return f"the kernel does not know {field.name} {value!r:.50}"
+    return refusal(Shape.of(config, rows, block_size, processors, head=1))
+
+
+class DecodeStep:
+    """Steps of one number of rows, with the tensors that they read and write."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        weights: ModelWeights,
+        eps: float,
+        patience: float = PATIENCE,
+        maps: Sequence[bytes] | None = None,
+    ) -> None:
+        """Compile or load. Raises `CompileError`, `DriverError`."""
+        self.shape = shape
+        self._weights, self._eps, self._patience = weights, eps, patience
+        self._kernel = Kernel(compiled(shape).cubin, shape)
+        self.scratch = Scratch(shape, weights.embed.device)
+        self.status = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        self.maps = maps or maps_of(shape, weights)
+        self._launched: list[ctypes.Structure] = []
+
+    def __call__(
+        self,
+        inputs: StepInputs,
+        caches: Sequence[KVCache],
+        logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Queue a step on the current stream: hidden states bfloat16 (rows, hidden) behind the
+        final norm, rewritten by the next. Writes the new tokens' keys and values, and `logits`
+        (rows, vocabulary) or those of its own. Tensors must stay where they are for as long as a
+        graph that has captured this."""
+        if logits is not None:
+            self.scratch.logits = logits
+        args = arguments_of(
+            self.shape, self._weights, caches, inputs, self.scratch, self.maps, self.status,
+            self._eps, self._patience,
+        )  # fmt: skip
+        self._kernel.launch(args)
+        return self.scratch.hidden
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """(rows, vocabulary) of the step queued last, where the shape has a head."""
+        return self.scratch.logits
+
+    def check(self) -> None:
+        """Raise `StepStopped` if the kernel has stopped itself; call it where the device fails."""
+        first, block = (int(word) & 0xFFFFFFFF for word in self.status)
+        if first:
+            raise StepStopped(describe(first, block, self.shape))
+
+
+def describe(word: int, block: int, shape: Shape) -> str:
+    """Say where a step has stopped, from the words that the kernel left."""
+    assert word & _STOPPED
+    wait, place = word >> 24 & 0x7F, word & 0xFFFFFF
+    layer, phase = divmod(place, 16)
+    name = (*PHASES, LOGITS)[phase].name.lower()
+    where = f"layer {layer} of {shape.layers}" if layer < shape.layers else "the head"
+    return (
+        f"a decode step of {shape.rows} rows has stopped: block {block} waited too long for "
+        f"{_WAITS.get(wait, wait)} in {name} of {where}"
+    )
+
+
+def maps_of(shape: Shape, weights: ModelWeights) -> list[bytes]:
+    """Encode the maps of each layer's matrices, then the head's; rows make no difference."""
+    phases = [phase for phase in PHASES if phase.matrix is not None]
+    boxes = [product_of(shape, phase).box for phase in phases]
+    found = [
+        map_of(getattr(layer, str(phase.matrix)), box)
+        for layer in weights.layers
+        for phase, box in zip(phases, boxes, strict=True)
+    ]
+    return [*found, map_of(weights.head, product_of(shape, LOGITS).box)]
+
+
+@dataclasses.dataclass(slots=True)
+class DecodeSteps:
+    """The kernels of an engine by rows; what has none runs operator by operator."""
+
+    steps: dict[int, DecodeStep]
+
+    @classmethod
+    def load(
+        cls,
+        config: ModelConfig,
+        weights: ModelWeights,
+        sizes: Sequence[int],
+        block_size: int,
+        patience: float = PATIENCE,
+    ) -> DecodeSteps:
+        """Make kernels for those of `sizes` that have one; warns once where any fails."""
+        device = weights.embed.device
+        if device.type != "cuda":
+            return cls({})
+        found = torch.cuda.get_device_properties(device)
+        capability = found.major, found.minor
+        made: dict[int, DecodeStep] = {}
+        maps: list[bytes] | None = None
+        for rows in sizes:
+            if supports(config, rows, block_size, weights.embed.dtype, capability) is not None:
+                continue
+            shape = Shape.of(config, rows, block_size, found.multi_processor_count, head=1)
+            try:
+                made[rows] = DecodeStep(shape, weights, config.rms_norm_eps, patience, maps)
+            except (CompileError, DriverError) as error:
+                log.warning("%s: %s", _SLOWER, error)
+                return cls(made)
+            maps = list(made[rows].maps)
+        return cls(made)
+
+    def run(
+        self,
+        rows: RowBuffers,
+        slots: torch.Tensor,
+        tables: torch.Tensor,
+        caches: Sequence[KVCache],
+        into: torch.Tensor | None,
+    ) -> WholeStep | None:
+        """A decode step, its logits in `into` bfloat16 (rows, vocabulary), where there is one; None
+        where the operators must run.
+
+        `rows` as `Device.advance` has filled them in, `slots` int32 (rows,), `tables` int32 (slots,
+        blocks)."""
+        step = self.steps.get(len(slots))
+        if step is None:
+            return None
+        inputs = StepInputs(
+            rows.token_ids, rows.positions, rows.contexts, slots, rows.slot_mapping, tables
+        )
+        try:
+            hidden = step(inputs, caches, into)
+            return WholeStep(hidden, step.logits)
+        except DriverError as error:
+            log.warning("%s: %s", _SLOWER, error)
+            self.steps.clear()
+            return None
+
+    def check(self) -> None:
+        """Raise `StepStopped` if a kernel has stopped itself."""
+        for step in self.steps.values():
+            step.check()

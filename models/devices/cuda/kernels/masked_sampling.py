@@ -1,0 +1,86 @@
+"""Sampling under masks of ids: logits that were kept are masked in one pass, and sampled as all
+others are."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoactor.models import limits
+from nanoactor.models.batch import SlotTables
+from nanoactor.models.devices.cuda.kernels.sampling import Partials, sample_rows
+
+NO_TOKEN = tl.constexpr(limits.NO_TOKEN)
+NOTHING_ALLOWED = tl.constexpr(limits.NOTHING_ALLOWED)
+_PART = 4096
+"""Token ids that a program looks at."""
+
+
+def sample_masked_rows(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    masks: torch.Tensor,
+    tables: SlotTables,
+    partials: Partials,
+    chosen: torch.Tensor,
+) -> None:
+    """Choose a token for each of `slots`, int32 (rows,), from its row of logits (slots, vocabulary)
+    under its mask, int32 (rows, words): bit t % 32 of word t // 32 is set where id t may be chosen.
+
+    Ids go to `chosen` int32 (rows,) and to the table of last tokens; `limits.NO_TOKEN` where the
+    highest logit is not finite, `limits.NOTHING_ALLOWED` where the highest that is allowed is not.
+    """
+    rows, vocabulary = len(slots), logits.shape[1]
+    parts = triton.cdiv(vocabulary, _PART)
+    masked = torch.empty(rows, vocabulary, dtype=logits.dtype, device=logits.device)
+    highest = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    _mask_rows[(rows, parts)](
+        logits,
+        slots,
+        masks,
+        masked,
+        highest,
+        vocabulary,
+        logits.stride(0),
+        masks.stride(0),
+        part=_PART,
+        num_warps=8,
+    )
+    sample_rows(masked, slots, tables, partials, chosen)
+    _mark_nothing_allowed[(rows,)](
+        highest, chosen, parts, padded=triton.next_power_of_2(parts), num_warps=1
+    )
+
+
+@triton.jit
+def _mask_rows(
+    logits, slots, masks, masked, highest, vocabulary, stride, words, part: tl.constexpr
+):  # fmt: skip
+    row, number = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    token = number * part + tl.arange(0, part)
+    there = token < vocabulary
+    value = tl.load(logits + slot * stride + token, mask=there, other=float("-inf"))
+    bits = tl.load(masks + row.to(tl.int64) * words + token // 32, mask=there, other=0)
+    allowed = ((bits >> (token % 32)) & 1) != 0
+    place = masked + row.to(tl.int64) * vocabulary + token
+    tl.store(place, tl.where(allowed, value, float("-inf")), mask=there)
+    wide = value.to(tl.float32)
+    broken = tl.max((wide != wide).to(tl.int32), 0) > 0
+    best = tl.max(tl.where(wide == wide, wide, float("-inf")), 0)
+    best = tl.where(broken, float("nan"), best)
+    tl.store(highest + row * tl.num_programs(1) + number, best)
+
+
+@triton.jit
+def _mark_nothing_allowed(highest, chosen, parts, padded: tl.constexpr):
+    """Tell apart rows without a token whose logits are sound: their mask has left nothing."""
+    row = tl.program_id(0)
+    column = tl.arange(0, padded)
+    maxima = tl.load(highest + row * parts + column, mask=column < parts, other=float("-inf"))
+    broken = tl.max((maxima != maxima).to(tl.int32), 0) > 0
+    top = tl.max(tl.where(maxima == maxima, maxima, float("-inf")), 0)
+    sound = (broken == 0) & (top < float("inf")) & (top > float("-inf"))
+    token = tl.load(chosen + row)
+    tl.store(chosen + row, tl.where(sound & (token == NO_TOKEN), NOTHING_ALLOWED, token))

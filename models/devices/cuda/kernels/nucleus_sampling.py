@@ -1,0 +1,136 @@
+"""Sampling from what top-p and min-p leave of the whole vocabulary, without sorting it.
+
+What stays is the top of the order of scores: if one token is out, so are all below it. So the
+winner of a draw from all tokens is the winner among those that stay, if it is one of them; else it
+and all below it are left out, and the winner of the rest is looked at. With top-p a draw from all
+stays with that probability at least, so that one look is mostly enough. The token is the one that
+the sorted order would give, whatever the number of looks, since each token's noise is its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoactor.models.batch import SlotTables
+from nanoactor.models.devices.cuda.kernels.philox import gumbel_of_part
+from nanoactor.models.devices.cuda.kernels.truncated_sampling import sort_keys
+
+_PART = 4096
+"""Token ids that are looked at together."""
+
+
+def sample_nucleus(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    tables: SlotTables,
+    highest: torch.Tensor,
+    chosen: torch.Tensor,
+) -> None:
+    """Choose for rows of logits (rows, vocabulary) whose slot has a temperature, no top-k, and a
+    top-p or a min-p; others are left alone.
+
+    `highest` float32 (rows, parts) are the maxima of the parts of each row; `chosen` int32 (rows,)
+    has what is drawn from all tokens, and gets the ids unless it is negative, as does the table of
+    last tokens.
+    """
+    rows, vocabulary = logits.shape
+    parts = highest.shape[1]
+    _sample_nucleus[(rows,)](
+        logits,
+        slots,
+        tables.sampling.temperature,
+        tables.sampling.top_k,
+        tables.sampling.top_p,
+        tables.sampling.min_p,
+        tables.sampling.seed,
+        tables.lengths,
+        highest,
+        chosen,
+        tables.last_tokens,
+        vocabulary,
+        logits.stride(0),
+        tables.sampling.seed.stride(0),
+        parts,
+        padded=triton.next_power_of_2(parts),
+        part=_PART,
+        num_warps=16,
+    )
+
+
+@triton.jit
+def _scores(logits, ids, vocabulary, top, temperature):
+    """Scores of some ids: at most 0, minus infinity for what is not there or not a number."""
+    value = tl.load(logits + ids, mask=ids < vocabulary, other=float("-inf")).to(tl.float32)
+    score = tl.div_rn(value - top, temperature)
+    return tl.where(score == score, score, float("-inf"))
+
+
+@triton.jit
+def _sample_nucleus(
+    all_logits,
+    slots,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    seeds,
+    lengths,
+    highest,
+    chosen,
+    last_tokens,
+    vocabulary,
+    stride,
+    seed_stride,
+    parts,
+    padded: tl.constexpr,
+    part: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    temperature = tl.load(temperatures + slot)
+    top_p = tl.load(top_ps + slot)
+    min_p = tl.load(min_ps + slot)
+    token = tl.load(chosen + row)
+    if (temperature == 0) | (tl.load(top_ks + slot) > 0) | (token < 0):
+        return
+    if (top_p >= 1.0) & (min_p <= 0.0):
+        return
+    logits = all_logits + row.to(tl.int64) * stride
+    column = tl.arange(0, padded)
+    maxima = tl.load(highest + row * parts + column, mask=column < parts, other=float("-inf"))
+    top = tl.max(tl.where(maxima == maxima, maxima, float("-inf")), 0)
+    low = tl.load(seeds + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(seeds + seed_stride + slot).to(tl.uint32, bitcast=True).to(tl.uint64)
+    position = tl.load(lengths + slot)
+    # 1 excludes nothing, however the sum is rounded.
+    limit = tl.where(top_p < 1.0, top_p, 2.0)
+    looking = 1
+    while looking > 0:
+        one = token + tl.zeros([1], tl.int32)
+        score = tl.max(_scores(logits, one, vocabulary, top, temperature), 0)
+        key = tl.max(sort_keys(score + tl.zeros([1], tl.float32), one), 0)
+        every = tl.zeros([part], tl.float32)
+        above = tl.zeros([part], tl.float32)
+        for number in range(parts):
+            ids = number * part + tl.arange(0, part)
+            scores = _scores(logits, ids, vocabulary, top, temperature)
+            shares = tl.exp(scores)
+            every += shares
+            above += tl.where(sort_keys(scores, ids) > key, shares, 0.0)
+        before = tl.sum(above, 0)
+        stays = (before < limit * tl.sum(every, 0)) & (tl.exp(score) >= min_p)
+        looking = tl.where(stays | (before == 0.0), 0, 1)
+        if looking > 0:
+            best = tl.full([], float("-inf"), tl.float32)
+            for number in range(parts):
+                ids = number * part + tl.arange(0, part)
+                scores = _scores(logits, ids, vocabulary, top, temperature)
+                noise = gumbel_of_part(low | (high << 32), position, number, part)
+                drawn = tl.where(sort_keys(scores, ids) > key, scores + noise, float("-inf"))
+                first, at = tl.max(drawn, 0, return_indices=True)
+                token = tl.where(first > best, number * part + at, token)
+                best = tl.maximum(best, first)
+    tl.store(chosen + row, token)
+    tl.store(last_tokens + slot, token)

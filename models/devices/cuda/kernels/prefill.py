@@ -1,0 +1,101 @@
+"""Attention of prompts on one GPU, by the kernel that suits the GPU and the model."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+from nanoactor.models.batch import AttentionBatch, KVCache
+from nanoactor.models.devices.cuda.kernels.prefill_attention import (
+    prefill_attention,
+    tokens_per_program,
+)
+from nanoactor.models.devices.cuda.kernels.prefill_attention_tma import (
+    NARROW,
+    WIDE,
+    Parts,
+    Variant,
+    prefill_attention_tma,
+)
+
+HOPPER = 9
+_SIZES = (64, 128)
+"""Heads whose sums fit into the registers of `WIDE`, and whose rows a box takes whole."""
+
+
+def refusal(
+    capability: tuple[int, int], dtype: torch.dtype, block_size: int, head_dim: int
+) -> str | None:
+    """Return why keys and values cannot come by TMA; None where they can.
+
+    A box has its rows side by side in memory, so it must lie within one block: a block holds a
+    whole number of tiles.
+    """
+    if capability[0] != HOPPER:
+        return f"compute capability {capability[0]}.{capability[1]} is not Hopper's, 9.0"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{str(dtype).removeprefix('torch.')} is multiplied exactly, without tensor cores"
+    if head_dim not in _SIZES:
+        return f"heads of {head_dim} are none of {', '.join(map(str, _SIZES))}"
+    if block_size % WIDE.tile:
+        return f"block_size {block_size} is no multiple of {WIDE.tile}"
+    return None
+
+
+class PrefillAttention:
+    """Chooses the kernel; a device calls it."""
+
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        multiprocessors: int,
+        variants: tuple[Variant, Variant] = (WIDE, NARROW),
+    ) -> None:
+        """The variants are those for many programs and for few."""
+        self.capability = capability
+        self._multiprocessors, self._variants = multiprocessors, variants
+        self._ready: set[tuple[object, ...]] = set()
+        self._parts: dict[int, Parts] = {}
+        """By size of heads, of the narrow variant; captured steps refer to it."""
+        self.refusal = functools.cache(functools.partial(refusal, capability))
+
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        scale: float,
+        output: torch.Tensor,
+    ) -> None:
+        """Attention of (tokens, heads, head_dim) into `output`, for the batch's prompt tokens."""
+        heads, size = queries.shape[1:]
+        block_size, kv_heads = cache.keys.shape[1:3]
+        if self.refusal(queries.dtype, block_size, size) is not None:
+            tables, rows, tiles = batch.tables, batch.prefill_rows, batch.prefill_tiles
+            prefill_attention(queries, cache, tables, rows, tiles, scale, output)
+            return
+        chosen = self.variant(batch.prefill_tokens, heads, kv_heads)
+        shape = (queries.dtype, heads, kv_heads, size, block_size)
+        if shape not in self._ready:
+            # The first step compiles both: no prompt of another length is to wait for that.
+            self._ready.add(shape)
+            wide, narrow = self._variants
+            if size not in self._parts:
+                programs = Parts.wanted(self._multiprocessors)
+                self._parts[size] = Parts.empty(programs, narrow, size, queries.device)
+            prefill_attention_tma(queries, cache, batch, scale, output, wide)
+            prefill_attention_tma(queries, cache, batch, scale, output, narrow, self._parts[size])
+        parts = self._parts[size] if chosen is self._variants[1] else None
+        prefill_attention_tma(queries, cache, batch, scale, output, chosen, parts)
+
+    def variant(self, tokens: int, heads: int, kv_heads: int) -> Variant:
+        """The narrow one where wide programs are no more than multiprocessors.
+
+        So many prompt tokens make that many programs at least; those of captured steps that are
+        there in case of more prompts return at once.
+        """
+        wide, narrow = self._variants
+        programs = triton.cdiv(tokens, tokens_per_program(heads, kv_heads)) * kv_heads
+        return narrow if programs <= self._multiprocessors else wide

@@ -1,0 +1,351 @@
+"""Ascend NPUs: fused operators of torch_npu, attention over paged memory, steps as graphs.
+
+Operators are called by their schemas, `torch.ops.npu`, so that they can be emulated behind them.
+Never run on an NPU: docs/ascend.md says what has been verified, and how far.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from nanoactor.models.batch import (
+    AttentionBatch,
+    DecodeRows,
+    KVCache,
+    RowBuffers,
+    SamplingBatch,
+    SlotTables,
+)
+from nanoactor.models.devices.npu import sampling
+from nanoactor.models.devices.npu.attention import MASK_SIZE, Attention, make_attention
+from nanoactor.models.devices.npu.graphs import CompiledStep, NativeCapture, graph_cache
+from nanoactor.models.devices.npu.runtime import AscendRuntime
+from nanoactor.models.devices.portable import PortableOperators
+from nanoactor.models.devices.protocols import (
+    Captured,
+    CapturedFunction,
+    ForwardFunction,
+    LinearOperator,
+    Memory,
+)
+from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.limits import FROZEN
+from nanoactor.models.options import DeviceOptions, FusedSampling
+from nanoactor.models.seq_lens import HostSeqLens
+
+log = logging.getLogger("nanoactor.models.npu")
+
+_MOST_SEGMENTS = 1024
+# For which heads npu_apply_rotary_pos_emb is documented on A2 and A3; npu_rotary_mul takes others.
+_ROTATED_TOGETHER = (64, 128)
+
+
+class NPUDevice(PortableOperators):
+    """One NPU, and the batch kept on it."""
+
+    default_block_size = 128
+    fused_sampling: FusedSampling = "greedy"
+    shared_memory = False
+    asynchronous = True
+    any_thread = narrows_last_layer = False
+    runs_as_rows_from = 1
+    default_memory_utilization = 0.9
+
+    def __init__(self, runtime: AscendRuntime, options: DeviceOptions) -> None:
+        """`runtime` is the machine's half."""
+        self.runtime = runtime
+        self.name, self.torch_device = runtime.name, runtime.torch_device
+        self.collective_backend = runtime.collective_backend
+        self.default_dtype = runtime.default_dtype
+        mode = "npugraph" if options.graph_mode == "auto" else options.graph_mode
+        self.graph_mode, self.captures_graphs = mode, mode != "eager"
+        self._options = options
+        compiled = mode in ("max-autotune", "reduce-overhead")
+        self._directory = graph_cache(options.graph_cache_dir) if compiled else Path()
+        self._attention: Attention = make_attention(options.attention_layout)
+        self._compiled: CompiledStep | None = None
+        self._mask: torch.Tensor | None = None
+        log.info(
+            "%s, graph mode %s, attention layout %s, weights %s",
+            runtime.chip,
+            mode,
+            options.attention_layout,
+            options.weight_format,
+        )
+
+    # -- the machine ----------------------------------------------------------------------
+
+    def prepare_thread(self, threads: int) -> None:
+        """Choose the NPU for the calling thread."""
+        self.runtime.prepare_thread(threads)
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Tell whether fused attention takes this type."""
+        return self.runtime.supports(dtype)
+
+    def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
+        """Raises `UnsupportedModel` for what fused attention does not take."""
+        if not self.supports(dtype):
+            given, known = (str(t).removeprefix("torch.") for t in (dtype, self.default_dtype))
+            raise UnsupportedModel(
+                f"{self.runtime.chip} has no fused attention in {given}: give dtype {known}"
+            )
+        heads = self.runtime.packed_heads
+        if self._options.attention_layout == "tnd" and heads and head_dim not in heads:
+            raise UnsupportedModel(
+                f"attention heads of {head_dim} are not possible with attention_layout 'tnd', "
+                f"which takes {', '.join(map(str, heads))}: give attention_layout 'bnsd'"
+            )
+        multiple, largest = self.runtime.block_multiple, self.runtime.largest_block
+        if block_size % multiple or block_size > largest:
+            raise UnsupportedModel(
+                f"block_size {block_size} is not possible on an NPU: fused attention takes "
+                f"multiples of {multiple} up to {largest}"
+            )
+
+    def memory(self) -> Memory:
+        """The driver's figures."""
+        return self.runtime.memory()
+
+    def reset_peak(self) -> None:
+        """Begin to watch PyTorch's allocator."""
+        self.runtime.reset_peak()
+
+    def peak(self) -> int:
+        """By PyTorch's allocator."""
+        return self.runtime.peak()
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Page-locked memory."""
+        return self.runtime.pinned(*shape, dtype=dtype)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Written at once: it is meant to be used whole."""
+        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+
+    def timed_event(self) -> Any:
+        """On the current stream."""
+        return self.runtime.event()
+
+    def synchronize(self) -> None:
+        """All streams."""
+        self.runtime.synchronize()
+
+    def stream(self) -> AbstractContextManager[None]:
+        """A stream of its own."""
+        return self.runtime.stream()
+
+    # -- graphs ---------------------------------------------------------------------------
+
+    def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
+        """Record natively, once for each step in flight; or compile, and run the rest beside it."""
+        if self.graph_mode == "npugraph":
+            return NativeCapture(self.runtime, function, lengths, in_flight)
+        compiled = CompiledStep(self.graph_mode, self.runtime, self._options, self._directory)
+        captured = _Compiled(self, function, compiled)
+        try:
+            captured.replay(lengths)  # compiles
+        except (AssertionError, ImportError, ValueError) as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return captured
+
+    def run(
+        self,
+        forward: ForwardFunction,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: list[KVCache],
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """Operator by operator, or as `capture` has compiled it."""
+        run = self._compiled or super().run
+        return run(forward, token_ids, positions, caches, batch)
+
+    def run_compiled(
+        self, compiled: CompiledStep, function: CapturedFunction, lengths: HostSeqLens
+    ) -> torch.Tensor:
+        """A step whose forward pass is compiled."""
+        self._compiled = compiled
+        try:
+            return function(lengths)
+        finally:
+            self._compiled = None
+
+    # -- the batch ------------------------------------------------------------------------
+
+    def dummy_blocks(self, rows: int, block_size: int) -> int:
+        """A place for each: the operator that writes the cache wants no slot twice."""
+        return -(-rows // block_size)
+
+    def advance(
+        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
+    ) -> None:
+        """The dummy's rows, and those of frozen slots, stand at position 0 of its table, each with
+        a place of its own behind that."""
+        placed = self._advance(tables, rows, into, ids)
+        apart = torch.arange(len(placed), device=self.torch_device)
+        into.slot_mapping.add_(apart.mul_(placed == len(tables.lengths) - 1))
+
+    def plan(self, scratch: None, batch: AttentionBatch) -> AttentionBatch:
+        """The block tables of the step's rows, gathered once for all layers."""
+        slots = batch.decode_slots
+        if batch.prefill_tokens:
+            slots = torch.cat((batch.prefill_rows[0], slots))
+        tables = batch.tables.index_select(0, slots)
+        plan = self._attention.plan(tables, batch.lengths, batch.prefill_rows, self._causal())
+        return dataclasses.replace(batch, plan=plan)
+
+    def _causal(self) -> torch.Tensor:
+        """int8, 1 where a query must not look: its compressed form serves every length."""
+        if self._mask is None:
+            ones = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8)
+            self._mask = ones.triu(1).to(self.torch_device)
+        return self._mask
+
+    def sample_rows(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        tables: SlotTables,
+        scratch: None,
+        chosen: torch.Tensor,
+    ) -> None:
+        """The likeliest of all; rows that draw are chosen behind the graph."""
+        if len(slots):
+            likeliest = logits.argmax(-1).int()
+            tables.last_tokens.index_copy_(0, slots.long(), likeliest)
+            frozen = tables.frozen.index_select(0, slots) > 0
+            chosen.copy_(torch.where(frozen, FROZEN, likeliest))
+
+    # -- operators ------------------------------------------------------------------------
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
+        """The weight as it is, or in the matrix units' layout."""
+        if self._options.weight_format == "nz" and weight.dtype in (torch.float16, torch.bfloat16):
+            weight = self.runtime.to_fractal(weight)
+        return lambda x: F.linear(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """npu_rms_norm."""
+        normed: torch.Tensor = torch.ops.npu.npu_rms_norm(x.contiguous(), weight, eps)[0]
+        return normed
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """npu_add_rms_norm."""
+        normed, _, added = torch.ops.npu.npu_add_rms_norm(
+            x.contiguous(), residual.contiguous(), weight, eps
+        )
+        return normed, added
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """npu_swiglu: the first half is the gate."""
+        product: torch.Tensor = torch.ops.npu.npu_swiglu(gate_up.contiguous(), -1)
+        return product
+
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(1, tokens, 1, head_dim), once a step."""
+        return tuple(torch.cat((half, half), -1)[None, :, None] for half in (cos, sin))  # type: ignore[return-value]
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """npu_rotary_mul, which takes one type alone."""
+        return self._rotate(x.to(cos.dtype), *self.rotation(cos, sin)).to(x.dtype)
+
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        rotated: torch.Tensor = torch.ops.npu.npu_rotary_mul(x.contiguous()[None], cos, sin)
+        return rotated[0]
+
+    def write_kv(
+        self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slots: torch.Tensor
+    ) -> None:
+        """npu_scatter_pa_kv_cache in its plain layout; no slot may come twice."""
+        # Contiguous before, not after: torchair may clear numbers in place, within a view.
+        keys, values = (torch.nan_to_num(new.contiguous(), 0.0, 0.0, 0.0) for new in (keys, values))
+        torch.ops.npu.npu_scatter_pa_kv_cache(
+            keys, values, cache.keys, cache.values, slots, cache_mode="Norm"
+        )
+
+    def norm_rotate_store(
+        self,
+        qkv: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Five operators."""
+        kv_heads, size = cache.keys.shape[2:]
+        q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        if weights is not None:
+            q, k = self.rms_norm(q, weights[0], eps), self.rms_norm(k, weights[1], eps)
+        else:
+            q, k = q.contiguous(), k.contiguous()
+        if size in _ROTATED_TOGETHER:
+            # It may work in place: what went in is not used again.
+            q, k = torch.ops.npu.npu_apply_rotary_pos_emb(q[None], k[None], *rotation, "BSND")
+            q, k = q[0], k[0]
+        else:
+            q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)
+        self.write_kv(k, v, cache, slots)
+        return q
+
+    def attention(
+        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+    ) -> torch.Tensor:
+        """npu_fused_infer_attention_score, in the layout that was chosen."""
+        return self._attention(queries.contiguous(), cache, batch.plan, scale)
+
+    def segment_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
+    ) -> torch.Tensor:
+        """npu_fusion_attention over packed tokens: heads up to 768, of any size; some segments at a
+        time. Other chips than those that document it run PyTorch's operators."""
+        if not self.runtime.is_a2_or_a3:
+            return super().segment_attention(q, k, v, segments)
+        if len(segments) > _MOST_SEGMENTS:
+            at = sum(segments[:_MOST_SEGMENTS])
+            first = self.segment_attention(q[:at], k[:at], v[:at], segments[:_MOST_SEGMENTS])
+            rest = self.segment_attention(q[at:], k[at:], v[at:], segments[_MOST_SEGMENTS:])
+            return torch.cat((first, rest))
+        ends = [*itertools.accumulate(segments)]
+        attended: torch.Tensor = torch.ops.npu.npu_fusion_attention(
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            q.shape[1],
+            "TND",
+            scale=q.shape[2] ** -0.5,
+            actual_seq_qlen=ends,
+            actual_seq_kvlen=ends,
+        )[0]
+        return attended
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """By npu_top_k_top_p where the chip has it, else by PyTorch's operators."""
+        if self.runtime.is_a2_or_a3:
+            return sampling.sample(logits, batch)
+        return super().sample(logits, batch)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A step whose forward pass is compiled."""
+
+    device: NPUDevice
+    function: CapturedFunction
+    compiled: CompiledStep
+
+    def replay(self, lengths: HostSeqLens) -> torch.Tensor:
+        """A few small operators, and the compiled pass."""
+        return self.device.run_compiled(self.compiled, self.function, lengths)

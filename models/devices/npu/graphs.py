@@ -1,0 +1,211 @@
+"""Decode steps as graphs of an NPU: recorded natively, or compiled by torchair."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import logging
+import os
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoactor.models.batch import AttentionBatch, KVCache
+from nanoactor.models.devices.npu.attention import Plan
+from nanoactor.models.devices.npu.runtime import AscendRuntime, RecordedGraph
+from nanoactor.models.devices.protocols import CapturedFunction, ForwardFunction
+from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.options import DeviceOptions
+from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
+
+log = logging.getLogger("nanoactor.models.npu")
+
+
+def graph_cache(given: str | None) -> Path:
+    """Choose where graphs are kept: as given, or in the user's cache. Raises `UnsupportedModel`
+    where that cannot be written."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(given).expanduser() if given is not None else Path(home) / "nanoactor" / "graphs"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnsupportedModel(f"graph_cache_dir {path} cannot be made: {error}") from error
+    if not os.access(path, os.W_OK):
+        raise UnsupportedModel(f"graph_cache_dir {path} cannot be written: give another one")
+    return path
+
+
+class NativeCapture:
+    """A step recorded as often as steps may be in flight; the recordings take turns.
+
+    A graph's lengths are parameters that the host writes before a replay. While one replay runs the
+    next is prepared, so it must be another graph's.
+    """
+
+    def __init__(
+        self,
+        runtime: AscendRuntime,
+        function: CapturedFunction,
+        lengths: HostSeqLens,
+        in_flight: int,
+    ) -> None:
+        record = functools.partial(function, lengths)
+        self._graphs: list[RecordedGraph] = [runtime.record(record) for _ in range(in_flight)]
+        self._current = 0
+
+    def replay(self, lengths: HostSeqLens) -> torch.Tensor:
+        """One update of all layers' lengths, and one launch."""
+        graph = self._graphs[self._current]
+        self._current = (self._current + 1) % len(self._graphs)
+        if not graph.done.done():
+            _log_once("more steps are under way than graphs were recorded for: waiting for one")
+            graph.done.wait()
+        graph.replay(lengths.decode_contexts)
+        return graph.result
+
+
+class CompiledStep:
+    """The forward pass of decode steps of one size, compiled by torchair when it first runs."""
+
+    def __init__(
+        self, mode: str, runtime: AscendRuntime, options: DeviceOptions, directory: Path
+    ) -> None:
+        """`mode` is "max-autotune" (a graph of the graph engine, kept in `directory`) or
+        "reduce-overhead" (a native graph by torchair's passes)."""
+        self._mode, self._runtime, self._options = mode, runtime, options
+        self._directory = directory
+        self._module: DecodePass | None = None
+
+    def __call__(
+        self,
+        forward: ForwardFunction,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: list[KVCache],
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """(rows, hidden)."""
+        plan: Plan = batch.plan
+        if self._module is None:
+            self._module = DecodePass(forward, caches, plan)
+            self._compile(self._module, len(token_ids), plan)
+        contexts: Any = plan.contexts
+        if self._mode == "max-autotune":
+            contexts = batch.decode_contexts.long()
+        hidden: torch.Tensor = self._module(
+            token_ids, positions, batch.slot_mapping, plan.tables, contexts
+        )
+        return hidden
+
+    def _compile(self, module: DecodePass, rows: int, plan: Plan) -> None:
+        import torchair
+
+        config = torchair.CompilerConfig()
+        config.mode = self._mode
+        # Keys and values are written in place: as inputs, not as copies of them.
+        config.experimental_config.keep_inference_input_mutations = True
+        if self._mode == "reduce-overhead":
+            backend = torchair.get_npu_backend(compiler_config=config)
+            # Lengths are whole numbers that change: symbols, else each step would be compiled.
+            module.compiled = torch.compile(
+                module.decode, backend=backend, dynamic=True, fullgraph=True
+            )
+            return
+        # Makes torch.ops.air: attention with lengths as tensors.
+        importlib.import_module("torchair.ops._npu_fused_infer_attention_score")
+        directory = self._directory / self._key(module, rows, plan)
+        if any(directory.rglob("compiled_module")):
+            _log_once(f"compiled graphs of an earlier start are used: {self._directory}")
+        directory.mkdir(parents=True, exist_ok=True)
+        method = types.MethodType(_named(module, rows), module)
+        module.compiled = torchair.inference.cache_compile(
+            method, config=config, cache_dir=str(directory), dynamic=False, ge_cache=True
+        )
+
+    def _key(self, module: DecodePass, rows: int, plan: Plan) -> str:
+        """Of all that a compiled graph depends on: model, shapes, versions, our own code."""
+        network = getattr(module.forward_function, "__self__", None)
+        cache = module.caches[0].keys
+        parts = [
+            repr(getattr(network, "config", None)),
+            repr(getattr(network, "shard", None)),
+            getattr(network, "max_positions", None),  # rows of the rotary table
+            [rows, list(plan.tables.shape), list(cache.shape), str(cache.dtype)],
+            self._options.attention_layout,
+            self._options.weight_format,
+            self._runtime.versions(),
+            _source_digest(),
+        ]
+        text = json.dumps(parts, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+class DecodePass(torch.nn.Module):
+    """A decode step's forward pass with nothing but tensors and lengths as arguments."""
+
+    def __init__(self, forward: ForwardFunction, caches: list[KVCache], plan: Plan) -> None:
+        super().__init__()
+        self.forward_function, self.caches = forward, caches
+        self._mask, self._ends = plan.mask, plan.query_ends
+        self.compiled: Callable[..., torch.Tensor] | None = None
+
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        """As compiled."""
+        assert self.compiled is not None
+        return self.compiled(*arguments)
+
+    def decode(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        tables: torch.Tensor,
+        contexts: Any,
+    ) -> torch.Tensor:
+        """Compute a decode step; compiled. `contexts` is a list of whole numbers, or a tensor."""
+        ends: list[int] | torch.Tensor = self._ends
+        if isinstance(contexts, torch.Tensor):
+            ends = torch.arange(1, len(token_ids) + 1, device=contexts.device)
+        plan = Plan(tables, self._mask, ends, [], contexts)
+        nothing = token_ids[:0]
+        batch = AttentionBatch(
+            slot_mapping,
+            tables,
+            block_size=self.caches[0].keys.shape[1],
+            prefill_tokens=0,
+            prefill_rows=nothing,
+            prefill_tiles=nothing,
+            decode_slots=nothing,
+            decode_contexts=nothing,
+            lengths=NO_SEQ_LENS,
+            plan=plan,
+        )
+        return self.forward_function(token_ids, positions, self.caches, batch)
+
+
+def _named(module: DecodePass, rows: int) -> types.FunctionType:
+    """`decode` with a code object of its own: torchair finds what it has compiled by that, and
+    several sizes of one would be taken for recompilations."""
+    decode = DecodePass.decode
+    name = f"decode_{rows}"
+    code = decode.__code__.replace(co_name=name, co_qualname=name)
+    return types.FunctionType(code, decode.__globals__, name, decode.__defaults__)
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Of this package's code: another one may compile to something else."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).resolve().parents[2].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    log.warning(text)

@@ -1,0 +1,215 @@
+"""One Ascend NPU by way of torch_npu: memory, queue, events, recorded graphs. No operators.
+
+Never run on an NPU: docs/ascend.md says what has been verified, and how far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from nanoactor.models.devices.protocols import Memory
+from nanoactor.models.errors import UnsupportedModel
+
+_INSTALL = (
+    "pip install '.[npu]' in an environment of its own, which takes PyTorch and torch_npu "
+    "in releases that belong together"
+)
+_SOURCE = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+# Atlas A2 (910B) and A3 (910_93): what has bfloat16, and the operators that their pages name alone.
+_A2_OR_A3 = re.compile(r"Ascend910(B|_93)")
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def load_torch_npu() -> Any:
+    """The module. Raises `UnsupportedModel`, which says what is missing and what to do."""
+    try:
+        import torch_npu
+    except ModuleNotFoundError as error:
+        if error.name != "torch_npu":
+            raise UnsupportedModel(
+                f"torch_npu cannot be imported, as it misses {error.name}: {_INSTALL}"
+            ) from error
+        raise UnsupportedModel(
+            f"device npu needs torch_npu, which is not installed: {_INSTALL}"
+        ) from error
+    except ImportError as error:
+        found = re.search(r"lib\w+\.so", str(error))
+        missing = found.group() if found else error
+        raise UnsupportedModel(
+            f"torch_npu is installed, but {missing} of CANN cannot be loaded: "
+            f"run `{_SOURCE}` in this shell (or install CANN), then `nanoactor doctor`"
+        ) from error
+    return torch_npu
+
+
+class NPUEvent:
+    """An event on the calling thread's current stream."""
+
+    def __init__(self, event: Any) -> None:
+        """`event` is torch_npu's."""
+        self.event = event
+
+    def record(self) -> None:
+        """Behind what is queued on the current stream."""
+        self.event.record()
+
+    def done(self) -> bool:
+        """Tell whether the stream has passed it."""
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        """Block until it has."""
+        self.event.synchronize()
+
+    def milliseconds_until(self, later: NPUEvent) -> float:
+        """By the device's clock."""
+        return float(self.event.elapsed_time(later.event))
+
+
+@dataclasses.dataclass(slots=True)
+class RecordedGraph:
+    """A native graph. Lengths of its attention operators are parameters of the host: they are
+    written into the graph before each replay."""
+
+    graph: Any
+    result: torch.Tensor
+    done: NPUEvent
+
+    def replay(self, contexts: Sequence[int]) -> None:
+        """Queue it with these lengths. The caller makes sure that its last replay is through:
+        what runs would see the new ones."""
+        self.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": list(contexts)}])
+        self.graph.replay()
+        self.done.record()
+
+
+class AscendRuntime:
+    """The part of the machine that `NPUDevice` needs."""
+
+    name = "npu"
+    block_multiple, largest_block = 128, 512
+    """What fused attention takes for several positions of a row."""
+    packed_heads: tuple[int, ...] = (64, 128, 192)
+    """What it takes of packed tokens."""
+    collective_backend = "hccl"
+    default_dtype: torch.dtype
+
+    def __init__(self, index: int = 0) -> None:
+        """Raises `UnsupportedModel` where torch_npu, CANN or the NPU is missing."""
+        self.torch_npu = load_torch_npu()
+        self._npu = self.torch_npu.npu
+        count = self._npu.device_count()
+        if index >= count:
+            raise UnsupportedModel(
+                f"device npu:{index} does not exist: torch_npu {self.torch_npu.__version__} sees "
+                f"{count} NPUs; `nanoactor doctor` says why"
+            )
+        self.torch_device = torch.device("npu", index)
+        self._npu.set_device(self.torch_device)
+        self.chip = str(self._npu.get_device_name(index))
+        self.is_a2_or_a3 = bool(_A2_OR_A3.match(self.chip))
+        self.default_dtype = torch.bfloat16 if self.is_a2_or_a3 else torch.float16
+        self._stream: Any = None
+        self._pool: Any = None
+        self._base = 0
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """float16; bfloat16 on A2 and A3. Fused attention takes nothing else."""
+        return dtype in _HALF and (dtype != torch.bfloat16 or self.is_a2_or_a3)
+
+    def prepare_thread(self, threads: int) -> None:
+        """Choose the NPU for the calling thread. Operators come from the compiled library, none is
+        compiled for a shape while the engine runs."""
+        self._npu.set_device(self.torch_device)
+        self._npu.set_compile_mode(jit_compile=False)
+        torch.set_num_threads(threads)
+
+    def memory(self) -> Memory:
+        """The driver's figures; what PyTorch has cached for itself is free."""
+        free, total = self._npu.mem_get_info(self.torch_device)
+        cached = self._npu.memory_reserved(self.torch_device)
+        return Memory(total, free + cached - self._npu.memory_allocated(self.torch_device))
+
+    def reset_peak(self) -> None:
+        """Begin to watch PyTorch's allocator."""
+        self._npu.synchronize()
+        self._base = self._npu.memory_allocated(self.torch_device)
+        self._npu.reset_peak_memory_stats(self.torch_device)
+
+    def peak(self) -> int:
+        """By PyTorch's allocator."""
+        return int(self._npu.max_memory_allocated(self.torch_device)) - self._base
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Page-locked memory."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def synchronize(self) -> None:
+        """All streams."""
+        self._npu.synchronize()
+
+    def event(self) -> NPUEvent:
+        """On the current stream."""
+        return NPUEvent(self._npu.Event(enable_timing=True))
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """A stream of its own, as the default one cannot be captured."""
+        self._npu.set_device(self.torch_device)
+        if self._stream is None:
+            self._stream = self._npu.Stream()
+        with torch.inference_mode(), self._npu.stream(self._stream):
+            yield
+
+    def record(self, function: Callable[[], torch.Tensor]) -> RecordedGraph:
+        """Record what a function queues as a native graph; all share a memory pool."""
+        graph = self._npu.NPUGraph()
+        with (
+            self._left_as_found(graph),
+            self._npu.graph(
+                graph,
+                pool=self._pool,
+                stream=self._stream,
+                # Each attention operator becomes a group of tasks whose parameters can be changed.
+                auto_dispatch_capture=True,
+                capture_error_mode="thread_local",
+            ),
+        ):
+            result = function()
+        self._pool = graph.pool()
+        return RecordedGraph(graph, result, self.event())
+
+    @contextlib.contextmanager
+    def _left_as_found(self, graph: Any) -> Iterator[None]:
+        """Clean up after a recording: torch_npu may leave its mode on PyTorch's stack, and its
+        stream current: all that comes next would be taken for a part of it."""
+        modes, stream = len(_get_current_dispatch_mode_stack()), self._npu.current_stream()
+        try:
+            yield
+        except BaseException:
+            if len(_get_current_dispatch_mode_stack()) > modes:
+                graph.graph_dispatch_mode.__exit__(None, None, None)
+            self._npu.set_stream(stream)
+            raise
+
+    def to_fractal(self, weight: torch.Tensor) -> torch.Tensor:
+        """A matrix in the layout that matrix units read (NZ)."""
+        self._npu.config.allow_internal_format = True
+        fractal: torch.Tensor = torch.ops.npu.npu_format_cast(weight.contiguous(), _FRACTAL_NZ)
+        return fractal
+
+    def versions(self) -> tuple[str, ...]:
+        """Whatever compiled graphs depend on."""
+        cann = str(self._npu.utils.get_cann_version())
+        return (torch.__version__, str(self.torch_npu.__version__), cann, self.chip)
+
+
+_FRACTAL_NZ = 29
+"""ACL_FORMAT_FRACTAL_NZ."""

@@ -1,0 +1,330 @@
+"""The operators and the memory that a port offers to models and executors. It is a file in
+`devices/` and passes `tests/models/test_device.py`; docs/extending.md says where it is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.nn import functional as F
+
+from nanoactor.models.batch import (
+    AttentionBatch,
+    DecodeRows,
+    KVCache,
+    RowBuffers,
+    SamplingBatch,
+    SlotTables,
+)
+from nanoactor.models.config import ModelConfig
+from nanoactor.models.options import FusedSampling
+from nanoactor.models.seq_lens import HostSeqLens
+from nanoactor.models.weights.whole_step import ModelWeights
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """In bytes."""
+
+    total: int
+    free: int
+
+
+class TimedEvent(Protocol):
+    """A point in the device's queue of work, which remembers when it was passed."""
+
+    def record(self) -> None:
+        """Put the point behind all that is queued now."""
+
+    def wait(self) -> None:
+        """Block the calling thread until the device has passed it."""
+
+    def milliseconds_until(self, later: Any) -> float:
+        """From here to another event of the device; both have been passed."""
+
+
+LinearOperator = Callable[[torch.Tensor], torch.Tensor]
+"""(tokens, inputs) to (tokens, outputs)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear operator that has its weight, (outputs, inputs), as it was given."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x Wᵀ + b."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class WholeStep(NamedTuple):
+    """Results of a decode step that ran as one operator."""
+
+    hidden: torch.Tensor
+    """(rows, hidden), behind the final norm."""
+    logits: torch.Tensor
+    """(rows, vocabulary)."""
+
+
+class WholeSteps(Protocol):
+    """Decode steps that run as one operator, for some numbers of rows."""
+
+    def run(
+        self,
+        rows: RowBuffers,
+        slots: torch.Tensor,
+        tables: torch.Tensor,
+        caches: Sequence[KVCache],
+        into: torch.Tensor | None,
+    ) -> WholeStep | None:
+        """Queue a step of rows that `Device.advance` has laid out, of slots int32 (rows,); None
+        where there is no operator for so many. Results are rewritten by the next; logits go to
+        `into`, where there is one."""
+
+    def check(self) -> None:
+        """Raise what has stopped a step, where the device says that one has failed."""
+
+
+ForwardFunction = Callable[
+    [torch.Tensor, torch.Tensor, list[KVCache], AttentionBatch], torch.Tensor
+]
+"""Token ids, positions, caches and batch to hidden states."""
+
+CapturedFunction = Callable[[HostSeqLens], torch.Tensor]
+"""What a device can capture: queues a step's work; the lengths alone may change."""
+
+
+class Captured(Protocol):
+    """A recorded stretch of work, to be queued as one."""
+
+    def replay(self, lengths: HostSeqLens) -> torch.Tensor:
+        """Queue it; returns what the recorded function returned, written anew."""
+
+
+class Device(Protocol):
+    """Memory, events, graphs, and the fused operators that layers call. The batch lives on it:
+    steps read tables that are indexed by slot, and none waits for the host."""
+
+    name: str
+    torch_device: torch.device
+    collective_backend: str
+    """gloo, nccl or hccl."""
+    default_dtype: torch.dtype
+    """What `dtype="auto"` becomes where the checkpoint's own type is slow here."""
+    default_block_size: int
+    shared_memory: bool
+    """Whether the ranks of a host share one memory."""
+    default_memory_utilization: float
+    """The share of the memory that is free at start which weights and cache may take."""
+    asynchronous: bool
+    """Whether what is called is queued; else it is done when the call returns, and a maximal step
+    may take minutes: the warm-up runs a smaller one."""
+    any_thread: bool
+    """Whether work may be queued from any thread, one at a time."""
+    captures_graphs: bool
+    """Whether `capture` gains anything, ..."""
+    captures_prompts: bool
+    """... for steps with prompts too."""
+    narrows_last_layer: bool
+    """Whether steps that are not captured may have `AttentionBatch.final`."""
+    needs_host_seq_lens: bool
+    """Whether `plan` reads `AttentionBatch.lengths`."""
+    runs_as_rows_from: int
+    """Decode steps of at least so many rows may have several of one slot, at positions of their
+    own: each reads what the others write in the same step."""
+    deep_pipeline: bool
+    """Whether one more step in flight costs no memory to speak of."""
+    keeps_logits: bool
+    """Whether constrained rows keep the logits that their step computes anyway, rather than hidden
+    states: to read the head once more would cost more than the memory."""
+    publishes_ids: bool
+    """Whether a step can write to the host's memory itself."""
+    fused_sampling: FusedSampling
+    fused_sampling_of_ranks: FusedSampling
+    """The same where ranks share a vocabulary: each chooses from all their logits."""
+
+    def prepare_thread(self, threads: int) -> None:
+        """Set up the calling thread for computing, with so many intra-operator threads."""
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Tell whether models run in this type at a sensible speed."""
+
+    def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
+        """Raises `UnsupportedModel` for what operators do not take at all."""
+
+    def memory(self) -> Memory:
+        """Return the device's memory, and what of it is free now."""
+
+    def reset_peak(self) -> None:
+        """Begin to watch for the peak of allocation."""
+
+    def peak(self) -> int:
+        """Bytes allocated at most since `reset_peak`, beyond what was allocated then."""
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """A host tensor that the device copies from and to asynchronously."""
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros on the device, for the KV cache: large, contiguous, long-lived."""
+
+    def synchronize(self) -> None:
+        """Block until the device is idle."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
+        """x Wᵀ + b for a weight (outputs, inputs), which may be kept in a layout of the device's
+        own; the caller lets go of `weight`."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / sqrt(mean(x²) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual)."""
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate (tokens, heads, head_dim), heads contiguous; dimension i is paired with
+        i + head_dim / 2. Cosines and sines, (tokens, head_dim / 2), may be wider than x: then so is
+        the arithmetic, and what comes back is of x's type."""
+
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step's cosines and sines, each (tokens, head_dim / 2), as all layers'
+        `norm_rotate_store` want them."""
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(first half of the last dimension) * second half (arXiv:2002.05202)."""
+
+    def write_kv(
+        self, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, slots: torch.Tensor
+    ) -> None:
+        """Store (tokens, kv_heads, head_dim) at the flat positions `slots` of the cache.
+
+        What is not finite is stored as 0: attention may read whole blocks and mask what lies
+        past a sequence's end, and a masked NaN would still damage whoever has the block next.
+        """
+
+    def norm_rotate_store(
+        self,
+        qkv: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Norm and rotate the heads of queries and keys, `write_kv`; returns the queries.
+
+        `qkv` is (tokens, heads + 2 * kv_heads, head_dim): queries, keys, values; `weights` are
+        those of the two norms, None where heads are not normed; `rotation` is what the method of
+        this name gave.
+        """
+
+    def attention(
+        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of (tokens, heads, head_dim) over the paged cache, same shape."""
+
+    def segment_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
+    ) -> torch.Tensor:
+        """Attention of (tokens, heads, head_dim) without a cache or a mask, same shape: each of the
+        consecutive segments, of so many tokens, sees all of itself and nothing else."""
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Ids, int64 (rows,), chosen from logits (rows, vocabulary)."""
+
+    def whole_steps(
+        self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
+    ) -> WholeSteps | None:
+        """Make whole decode steps for those of these numbers of rows that have one; None where no
+        number has. A failure is logged, with what it costs."""
+
+    def dummy_blocks(self, rows: int, block_size: int) -> int:
+        """Return how many blocks so many padded rows may write to."""
+
+    def stream(self) -> AbstractContextManager[None]:
+        """Within it the calling thread works on the device's one queue, and records no
+        gradients."""
+
+    def timed_event(self) -> TimedEvent:
+        """A new one."""
+
+    def run(
+        self,
+        forward: ForwardFunction,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: list[KVCache],
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """Queue a model's forward pass, perhaps as compiled before."""
+
+    def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
+        """Record what a function queues, within `stream`, for lengths up to these. It has run once
+        before; captures share their memory, so the largest comes first. So many replays may be in
+        flight at once. Raises RuntimeError where the device cannot."""
+
+    def tokens_per_program(self, heads: int, kv_heads: int) -> int:
+        """Return how many tokens of a prompt a program of the prefill kernel has: what
+        `AttentionBatch.prefill_tiles` counts in."""
+
+    def scratch(self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> Any:
+        """The kernels' memory for so many decode rows."""
+
+    def advance(
+        self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
+    ) -> None:
+        """Lay out the token of each row, and note it at its place in `ids`, int32 (places,). Those
+        of rows that have no position of their own are counted in their slots' lengths, but for the
+        dummy's.
+
+        Such a row freezes its slot if the slot's last token is one of its `freeze_ids`. The rows of
+        frozen slots get the dummy's place, and are not counted."""
+
+    def locate(
+        self,
+        tables: SlotTables,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Fill in the places int64 (tokens,) of tokens at positions of slots, int32 (tokens,)."""
+
+    def plan(self, scratch: Any, batch: AttentionBatch) -> AttentionBatch:
+        """The batch with its `plan`: what the attention of all layers shares."""
+
+    def sample_rows(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        tables: SlotTables,
+        scratch: Any,
+        chosen: torch.Tensor,
+    ) -> None:
+        """Choose by each row's slot, int32 (rows,), as `fused_sampling` says: greedily, from the
+        whole vocabulary, or with a top-k of at most `limits.CANDIDATES`; what is chosen for other
+        rows does not matter. Ids go to `chosen` int32 (rows,) and to the table of last tokens; of
+        frozen slots, `limits.FROZEN` goes to `chosen`."""
+
+    def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
+        """Write ids, int32 (rows,), to the next place of `ring`, int32 (places, 1 + most rows),
+        which `pinned` made, behind the number of the step, which `count`, int32 (1,), counts.
+        Asked where `publishes_ids`."""
+
+    def sample_masked_rows(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        masks: torch.Tensor,
+        tables: SlotTables,
+        scratch: Any,
+        chosen: torch.Tensor,
+    ) -> None:
+        """Choose for slots, int32 (rows,), from kept logits (slots, vocabulary) under masks, int32
+        (rows, words), as `sample_rows` does; `limits.NOTHING_ALLOWED` where a mask leaves no id.
+        Asked where `keeps_logits`."""

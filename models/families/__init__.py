@@ -1,0 +1,1 @@
+"""Families of decoders: a file each says what its layers are made of."""

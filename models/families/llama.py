@@ -1,0 +1,16 @@
+"""Llama 2 and 3.x, and what was trained in their shape.
+
+Source: arXiv:2307.09288, arXiv:2407.21783; options as in transformers' `LlamaConfig`. Llama 3.1 and
+later stretch positions by the rope type `llama3`, which `nanoactor.models.layers.rope` has.
+"""
+
+from __future__ import annotations
+
+from nanoactor.models.families.family import Family
+
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    mlp_bias="mlp_bias",
+)

@@ -1,0 +1,40 @@
+"""The families that are known; imports no torch."""
+
+from __future__ import annotations
+
+from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.families.family import Family
+from nanoactor.models.families.llama import LLAMA
+from nanoactor.models.families.qwen2 import QWEN2
+from nanoactor.models.families.qwen3 import QWEN3
+from nanoactor.models.families.qwen3_vl import QWEN3_VL
+
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (
+        QWEN3,
+        QWEN2,
+        LLAMA,
+        QWEN3_VL,
+    )
+}
+
+_HEAD = "ForCausalLM"
+BARE: dict[str, Family] = {
+    f"{name.removesuffix(_HEAD)}Model": family
+    for name, family in FAMILIES.items()
+    if name.endswith(_HEAD)
+}
+"""The same by the names of decoders without a head, as `AutoModel` saves them."""
+
+
+def family_of(architecture: str) -> Family:
+    """Return the family of an architecture's name; `UnsupportedModel`, with the list of known
+    ones, for another."""
+    if architecture in BARE:
+        return BARE[architecture]
+    if architecture not in FAMILIES:
+        raise UnsupportedModel(
+            f"architecture {architecture!r} is not supported; known are {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[architecture]

@@ -1,0 +1,1 @@
+"""What decoders are made of: projections, norms, rotation, attention, feed-forward."""

@@ -1,0 +1,78 @@
+"""The per-request columns of sampling: one declaration, from which messages, the host's table, the
+state on the device and every view of it are made; imports no torch.
+
+A row travels as packed bytes, lies in memory as `WORDS` int32 numbers, and is read by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def _column(dtype: str, neutral: float, fused: bool = True) -> dict[str, Any]:
+    """Describe a column. `fused`: devices' fused samplers read it; else a row whose value is not
+    neutral is sampled by `nanoactor.models.sampling.sampler`."""
+    return {"dtype": dtype, "neutral": neutral, "fused": fused}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingColumns(Generic[T]):
+    """One value, array or tensor for each column, by the names of `SamplingParams`."""
+
+    temperature: T = dataclasses.field(metadata=_column("float32", 1.0))
+    """0 is greedy."""
+    top_k: T = dataclasses.field(metadata=_column("int32", 0))
+    """0 is no limit."""
+    top_p: T = dataclasses.field(metadata=_column("float32", 1.0))
+    min_p: T = dataclasses.field(metadata=_column("float32", 0.0))
+    presence_penalty: T = dataclasses.field(metadata=_column("float32", 0.0, fused=False))
+    frequency_penalty: T = dataclasses.field(metadata=_column("float32", 0.0, fused=False))
+    repetition_penalty: T = dataclasses.field(metadata=_column("float32", 1.0, fused=False))
+    seed: T = dataclasses.field(metadata=_column("uint64", 0))
+    """Of arrays and tensors: the low words, then the high words."""
+
+
+_FORMATS = {"float32": "f", "int32": "i", "uint64": "Q"}
+_FIELDS = dataclasses.fields(SamplingColumns)
+_ROW = struct.Struct("<" + "".join(_FORMATS[field.metadata["dtype"]] for field in _FIELDS))
+WORDS = _ROW.size // 4
+"""int32 numbers in a row."""
+NAMES = tuple(field.name for field in _FIELDS)
+NEUTRAL: dict[str, float] = {field.name: field.metadata["neutral"] for field in _FIELDS}
+"""The value of each column that changes nothing."""
+DEFAULTS = {name: neutral for name, neutral in NEUTRAL.items() if name != "seed"}
+"""Those that a model's `generation_config.json` may set, each with its neutral value."""
+NOT_FUSED = tuple(field.name for field in _FIELDS if not field.metadata["fused"])
+
+
+def pack(values: Mapping[str, float]) -> bytes:
+    """A row as bytes; columns that are not given are neutral."""
+    return _ROW.pack(*(values.get(name, neutral) for name, neutral in NEUTRAL.items()))
+
+
+def rows_of(packed: bytes) -> list[bytes]:
+    """Several rows, packed one after the other."""
+    return [packed[at : at + _ROW.size] for at in range(0, len(packed), _ROW.size)]
+
+
+def unpack(row: bytes) -> SamplingColumns[float]:
+    """The values of a row."""
+    return SamplingColumns(*_ROW.unpack(row))
+
+
+def columns_of(words: T, float32: Any) -> SamplingColumns[T]:
+    """Views of int32 words (WORDS, rows) by column; `float32` is the library's dtype of that
+    name."""
+    source: Any = words
+    views, at = [], 0
+    for field in _FIELDS:
+        size = struct.calcsize(_FORMATS[field.metadata["dtype"]]) // 4
+        view = source[at] if size == 1 else source[at : at + size]
+        views.append(view.view(float32) if field.metadata["dtype"] == "float32" else view)
+        at += size
+    return SamplingColumns(*views)

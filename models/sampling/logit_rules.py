@@ -1,0 +1,144 @@
+"""Rules that requests apply to their logits before a token is chosen: allowed ids, banned words,
+biases and penalties, for the rows that ask and for no others.
+
+The order is: allowed ids and bad words (minus infinity for what is ruled out), biases (added),
+repetition penalty (logits above 0 divided by it, others multiplied; arXiv:1909.05858), frequency
+penalty (subtracted for each occurrence in the output), presence penalty (subtracted once).
+`min_tokens` rules ids out behind these, which comes to the same.
+
+Penalties count the ids of a sequence in `TokenIds`; nothing is as wide as the vocabulary but the
+logits themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.nn import functional as F
+
+from nanoactor.models.batch import SlotTables
+from nanoactor.models.sampling.columns import SamplingColumns
+from nanoactor.models.sampling.rows import LogitRules
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenIds:
+    """The ids of all sequences, where their keys and values lie: so sequences that share a block
+    share these too."""
+
+    ids: torch.Tensor
+    """int32 (blocks * block_size,)."""
+    prompt_lengths: torch.Tensor
+    """int32 (slots,): where each slot's output begins."""
+    tables: SlotTables
+
+    def write(self, places: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Note a step's tokens, int32, at their places, int64."""
+        self.ids.index_copy_(0, places, token_ids)
+
+    def at(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The ids, int64 (rows, n), at positions (rows, n) of slots (rows,)."""
+        size = self.tables.block_size
+        blocks = self.tables.blocks[slots[:, None], positions // size].long()
+        return self.ids[blocks * size + positions % size].long()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Local:
+    """The part of the vocabulary whose logits a rank has, and one more column for all other ids."""
+
+    start: int
+    width: int
+
+    def column(self, ids: torch.Tensor) -> torch.Tensor:
+        local = ids - self.start
+        # To leave the others out would wait for the device.
+        return torch.where((local >= 0) & (local < self.width), local, self.width)
+
+
+def apply_rules(
+    logits: torch.Tensor,
+    rules: LogitRules[torch.Tensor],
+    sampling: SamplingColumns[torch.Tensor],
+    slots: torch.Tensor,
+    tokens: TokenIds,
+    start: int = 0,
+) -> torch.Tensor:
+    """Return logits float32 (rows, ids) under their rules. They belong to `slots`, int64 (rows,),
+    which sample as `sampling` says; the first of the ids is `start`."""
+    width = logits.shape[-1]
+    local = _Local(start, width)
+    logits = F.pad(logits.float(), (0, 1))
+    if rules.allowed.numel():
+        _keep_allowed(logits, rules, local)
+    if rules.word_rows.numel():
+        _ban_words(logits, rules, slots, tokens, local)
+    if rules.biased_rows.numel():
+        at = rules.biased_rows, local.column(rules.biased_ids)
+        logits.index_put_(at, rules.biases, accumulate=True)
+    if rules.penalized.numel():
+        rows = rules.penalized
+        logits[rows] = _penalize(logits[rows], rules, sampling, slots[rows], tokens, local)
+    return logits[:, :width].contiguous()
+
+
+def _keep_allowed(logits: torch.Tensor, rules: LogitRules[torch.Tensor], local: _Local) -> None:
+    at = rules.allowed_rows, local.column(rules.allowed_ids)
+    kept = logits[at]
+    logits[rules.allowed] = float("-inf")
+    logits[at] = kept
+
+
+def _ban_words(
+    logits: torch.Tensor,
+    rules: LogitRules[torch.Tensor],
+    slots: torch.Tensor,
+    tokens: TokenIds,
+    local: _Local,
+) -> None:
+    slots, before = slots[rules.word_rows], rules.words[:, :-1]
+    lengths = tokens.tables.lengths[slots].long()[:, None]
+    positions = lengths - torch.arange(before.shape[1], 0, -1, device=logits.device)
+    said = positions >= tokens.prompt_lengths[slots][:, None]
+    same = said & (tokens.at(slots, positions.clamp_min(0)) == before)
+    banned = (same | (before < 0)).all(-1)
+    # Added, as another word of the row may end with the same id.
+    ban = torch.where(banned, float("-inf"), 0.0)
+    logits.index_put_((rules.word_rows, local.column(rules.words[:, -1])), ban, accumulate=True)
+
+
+def _penalize(
+    logits: torch.Tensor,
+    rules: LogitRules[torch.Tensor],
+    sampling: SamplingColumns[torch.Tensor],
+    slots: torch.Tensor,
+    tokens: TokenIds,
+    local: _Local,
+) -> torch.Tensor:
+    """Return the logits of `rules.penalized`, which are those of these slots, with penalties."""
+
+    def column(values: torch.Tensor) -> torch.Tensor:
+        return values[rules.penalized][:, None]
+
+    positions = torch.arange(rules.longest, device=logits.device)[None]
+    lengths = tokens.tables.lengths[slots][:, None]
+    ids = tokens.at(slots, torch.where(positions < lengths, positions, 0))
+    # What lies past a sequence's end counts as its first token once more: the same id gets the
+    # same value, however often it is written.
+    output = (positions < lengths) & (positions >= tokens.prompt_lengths[slots][:, None])
+    counts = _counts(ids, output)
+    at = local.column(ids)
+    found = logits.gather(1, at)
+    repetition = column(sampling.repetition_penalty)
+    found = torch.where(found > 0, found / repetition, found * repetition)
+    found = found - counts * column(sampling.frequency_penalty)
+    found = found - (counts > 0) * column(sampling.presence_penalty)
+    return logits.scatter(1, at, found)
+
+
+def _counts(ids: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Count how often each of ids (rows, n) is among those of its row that are counted."""
+    ordered = torch.where(counted, ids, torch.iinfo(torch.int64).max).sort(-1).values
+    after = torch.searchsorted(ordered, ids, right=True)
+    return after - torch.searchsorted(ordered, ids)

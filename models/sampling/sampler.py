@@ -1,0 +1,109 @@
+"""Choosing tokens: greedy, or by the Gumbel-max trick with noise keyed by (seed, position).
+
+The arg-max of score + Gumbel noise is a sample from softmax(score); as the noise depends on
+(seed, position, token id) alone, a sampled token does not depend on the batch around it.
+Truncation is that of transformers: temperature, top-k, top-p, min-p, in this order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.batch import SamplingBatch
+from nanoactor.models.limits import CANDIDATES, NO_TOKEN
+from nanoactor.models.sampling.philox import gumbel_noise, gumbel_noise_at
+
+_MOST_IDS = 0xFFFFFFFF
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The chosen ids, int64 (rows,), from logits (rows, vocabulary) of any floating type.
+
+    A row whose highest logit is NaN, or infinite, gets `limits.NO_TOKEN`.
+    """
+    logits, groups = logits.float(), batch.groups
+    if groups.masked_rows.numel():
+        logits[groups.masked_rows, groups.masked_ids] = float("-inf")
+    highest, chosen = logits.max(-1)  # NaN comes through, and the first of equals wins
+    if groups.greedy.numel() == len(logits):
+        return where_finite(highest, chosen)
+    if groups.plain.numel():
+        chosen[groups.plain] = _sample_plain(logits, batch, groups.plain)
+    if groups.limited.numel():
+        candidates = min(CANDIDATES, logits.shape[-1])
+        chosen[groups.limited] = _sample_truncated(logits, batch, groups.limited, candidates)
+    for rows in (groups.unlimited, groups.nucleus):
+        if rows.numel():
+            chosen[rows] = _sample_truncated(logits, batch, rows, logits.shape[-1])
+    return where_finite(highest, chosen)
+
+
+def where_finite(highest: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The chosen ids of rows whose highest logit is finite, `limits.NO_TOKEN` for others."""
+    return torch.where(highest.isfinite(), chosen, NO_TOKEN)
+
+
+def scores_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Logits below their maximum, by temperature: no temperature is so low that they overflow."""
+    return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+
+
+def _sample_plain(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
+    scores = scores_of(logits[rows], batch.sampling.temperature[rows])
+    noise = gumbel_noise(batch.seeds[rows], batch.positions[rows], scores.shape[-1])
+    return (scores + noise).argmax(-1)
+
+
+def _sample_truncated(
+    logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor, candidates: int
+) -> torch.Tensor:
+    scores = scores_of(logits[rows], batch.sampling.temperature[rows])
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    keys = sort_keys(scores, ids).topk(candidates).values
+    return choose_truncated(*from_keys(keys), batch, rows)
+
+
+def sort_keys(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """int64 numbers whose descending order is that of float32 scores, equal ones by ascending id.
+
+    `topk` alone orders equal scores as it likes, and bfloat16 logits have many. A float's bits,
+    read as a whole number, keep the order of positive floats and reverse that of negative ones.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # the sum makes -0.0 equal 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return (ordered << 32) | (_MOST_IDS - ids)
+
+
+def from_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scores, ids) of `sort_keys`."""
+    ordered = (keys >> 32).int()
+    bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+    return bits.view(torch.float32), _MOST_IDS - (keys & _MOST_IDS)
+
+
+def choose_truncated(
+    scores: torch.Tensor, ids: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
+) -> torch.Tensor:
+    """Ids (rows,) from the best scores (rows, candidates), in descending order, and their ids."""
+    by = batch.sampling
+    keep = truncation(scores, by.top_k[rows], by.top_p[rows], by.min_p[rows])
+    noise = gumbel_noise_at(batch.seeds[rows], batch.positions[rows], ids)
+    best = (scores + noise).masked_fill(~keep, float("-inf")).argmax(-1, keepdim=True)
+    return ids.gather(-1, best).squeeze(-1)
+
+
+def truncation(
+    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Tell which of the scores (rows, candidates), in descending order, stay: bool, same shape."""
+    order = torch.arange(scores.shape[-1], device=scores.device)[None]
+    limit = torch.where(top_k > 0, top_k, scores.shape[-1])[:, None]
+    keep = order < limit
+    probabilities = scores.masked_fill(~keep, float("-inf")).softmax(-1)
+    # A token stays while those likelier than it do not yet reach top_p; 1 excludes nothing,
+    # however the sum is rounded.
+    before = probabilities.cumsum(-1) - probabilities
+    keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    keep &= probabilities >= min_p[:, None] * probabilities[:, :1]
+    keep[:, 0] = True
+    return keep

@@ -1,0 +1,104 @@
+"""Choosing tokens when each rank has the logits of a part of the vocabulary.
+
+Every rank reduces its part to a few numbers, the ranks exchange these, and each decides from the
+same bits; ties go to the lower id. The tokens are those of `models/sampling/sampler.py`. Where a
+device's fused sampler is part of a captured step, ranks gather whole logits for it instead: a few
+hundred kilobytes a row, for one collective that does not know how a row samples.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from nanoactor.models.batch import SamplingBatch
+from nanoactor.models.collective import Group
+from nanoactor.models.limits import CANDIDATES
+from nanoactor.models.sampling.philox import gumbel_noise_at
+from nanoactor.models.sampling.sampler import choose_truncated, from_keys, sort_keys, where_finite
+
+
+def whole_logits(group: Group, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """The logits of the whole vocabulary, (rows, vocabulary), from all ranks' parts (rows, ids)."""
+    return group.all_gather(logits).permute(1, 0, 2).flatten(1)[:, :vocabulary]
+
+
+class ShardedSampler:
+    """Samples for one rank of a group; all ranks call it with the same rows at the same time."""
+
+    def __init__(self, group: Group, start: int, vocabulary: int) -> None:
+        """`start` is the first token id of this rank's logits, `vocabulary` the number of all."""
+        self._group = group
+        self._start = start
+        self._vocabulary = vocabulary
+
+    def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """The chosen ids, int64 (rows,), from this rank's logits (rows, ids); they may be
+        overwritten."""
+        logits = self._masked(logits.float(), batch)
+        best, chosen = self._best(logits, torch.arange(logits.shape[-1], device=logits.device))
+        groups = batch.groups
+        if groups.plain.numel():
+            chosen[groups.plain] = self._plain(logits, best, batch)
+        for rows, candidates in (
+            (groups.limited, min(CANDIDATES, self._vocabulary)),
+            (groups.unlimited, self._vocabulary),
+            (groups.nucleus, self._vocabulary),
+        ):
+            if rows.numel():
+                chosen[rows] = self._truncated(logits[rows], best[rows], batch, rows, candidates)
+        return where_finite(best, chosen)
+
+    def _masked(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Minus infinity for padding, and for what `min_tokens` rules out."""
+        mine = max(0, min(logits.shape[-1], self._vocabulary - self._start))
+        logits[:, mine:] = float("-inf")
+        masked_rows, masked_ids = batch.groups.masked_rows, batch.groups.masked_ids
+        if masked_rows.numel():
+            local, width = masked_ids - self._start, logits.shape[-1]
+            here = (local >= 0) & (local < width)
+            # Other ranks' ids go to one more column: to leave them out would wait for the device.
+            logits = F.pad(logits, (0, 1))
+            logits[masked_rows, torch.where(here, local, width)] = float("-inf")
+            logits = logits[:, :width]
+        return logits
+
+    def _best(
+        self, scores: torch.Tensor, local_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the highest score of each row over all ranks, the lowest id that has it)."""
+        values, at = scores.max(-1)
+        # One message, one whole number for both; NPUs have no float64.
+        keys = self._group.all_gather(sort_keys(values, local_ids[at] + self._start))
+        return from_keys(keys.amax(0))
+
+    def _plain(
+        self, logits: torch.Tensor, best: torch.Tensor, batch: SamplingBatch
+    ) -> torch.Tensor:
+        rows = batch.groups.plain
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+        scores = self._scores(logits[rows], best[rows], batch.sampling.temperature[rows])
+        all_ids = (ids + self._start).expand(len(rows), -1)
+        noise = gumbel_noise_at(batch.seeds[rows], batch.positions[rows], all_ids)
+        return self._best(scores + noise, ids)[1]
+
+    def _scores(
+        self, logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor
+    ) -> torch.Tensor:
+        return (logits - best[:, None]) / temperature[:, None]
+
+    def _truncated(
+        self,
+        logits: torch.Tensor,
+        best: torch.Tensor,
+        batch: SamplingBatch,
+        rows: torch.Tensor,
+        candidates: int,
+    ) -> torch.Tensor:
+        """Every rank's best candidates hold the best of all."""
+        scores = self._scores(logits, best, batch.sampling.temperature[rows])
+        ids = torch.arange(scores.shape[-1], device=scores.device) + self._start
+        mine = sort_keys(scores, ids).topk(min(candidates, len(ids))).values
+        # (ranks, rows, candidates) to (rows, candidates of all).
+        keys = self._group.all_gather(mine).permute(1, 0, 2).flatten(1).topk(candidates).values
+        return choose_truncated(*from_keys(keys), batch, rows)

@@ -1,0 +1,64 @@
+"""Log-probabilities of tokens: the log-softmax of the logits as the model gives them.
+
+Each rank of a group has the logits of a part of the vocabulary; the ranks exchange a few numbers a
+row, and all end with the same result.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.collective import Group
+from nanoactor.models.sampling.sampler import from_keys, sort_keys
+
+FIXED_WORDS = 2
+"""Words of a result before those of the likeliest tokens."""
+
+
+class TokenScorer:
+    """One rank's; all ranks call it with the same rows at the same time."""
+
+    def __init__(self, group: Group, start: int, vocabulary: int) -> None:
+        """`start` is the first token id of this rank's logits, `vocabulary` the number of all."""
+        self._group = group
+        self._start = start
+        self._vocabulary = vocabulary
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor, most: int) -> torch.Tensor:
+        """Score targets int64 (rows,) by this rank's logits (rows, ids), which are overwritten.
+
+        Returns int32 (rows, 2 + 2 * most): the bits of the target's float32 log-probability, its
+        rank from 1, the ids of the `most` likeliest, and the bits of their log-probabilities. Of
+        equal logits the lower id comes first; which of them are left out at the end is open.
+        """
+        logits = logits.float()
+        mine = max(0, min(logits.shape[-1], self._vocabulary - self._start))
+        logits[:, mine:] = float("-inf")  # padding; all ranks' parts are equally wide
+        total = self._log_sum(logits)
+        found = self._logits_of(logits, targets)
+        above = self._group.all_gather((logits > found[:, None]).sum(-1)).sum(0)
+        scores, ids = self._best(logits, min(most, self._vocabulary))
+        columns = [(found - total)[:, None], above[:, None] + 1, ids, scores - total[:, None]]
+        return torch.cat([_words(column) for column in columns], dim=1)
+
+    def _log_sum(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logarithm of the sum of all ranks' exponentials, (rows,)."""
+        parts = self._group.all_gather(logits.logsumexp(-1))
+        return parts.logsumexp(0) if len(parts) > 1 else parts[0]
+
+    def _logits_of(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        local = targets - self._start
+        here = (local >= 0) & (local < logits.shape[-1])
+        found = logits.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
+        return self._group.all_gather(torch.where(here, found, float("-inf"))).amax(0)
+
+    def _best(self, logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The highest logits, (rows, most), and their ids."""
+        values, at = logits.topk(min(most, logits.shape[-1]))
+        keys = self._group.all_gather(sort_keys(values, at + self._start))
+        # (ranks, rows, candidates) to (rows, candidates of all).
+        return from_keys(keys.permute(1, 0, 2).flatten(1).topk(most).values)
+
+
+def _words(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32) if values.is_floating_point() else values.int()

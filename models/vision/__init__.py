@@ -1,0 +1,1 @@
+"""What models that see have beside their decoder: patches, positions, the tower."""

@@ -1,0 +1,136 @@
+"""A checkpoint's rules for pictures: their sizes, and what becomes of a pixel; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoactor.models.config import read_json
+from nanoactor.models.errors import ModelError, UnsupportedModel
+from nanoactor.models.fields import at_least_0, flag, number, positive
+from nanoactor.models.vision.config import VisionConfig
+
+MOST_ASPECT = 200
+"""A picture's longer side by its shorter one; as in transformers."""
+_FILE = "preprocessor_config.json"
+_BICUBIC = 3
+_MOST_PIXELS = 1 << 40
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageConfig:
+    """The checkpoint's processing of a picture."""
+
+    min_pixels: int
+    """A picture is enlarged to this area, ..."""
+    max_pixels: int
+    """... or reduced to this one."""
+    factor: int
+    """Sides are multiples of it: the pixels of a token's side."""
+    rescale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def fit(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width to which a picture is resized; each is a multiple of
+        `factor`, their ratio about the picture's (`smart_resize` of transformers).
+
+        Raises ValueError where one side is more than `MOST_ASPECT` times the other.
+        """
+        long, short = max(height, width), min(height, width)
+        if short < 1 or long > MOST_ASPECT * short:
+            raise ValueError(
+                f"a picture of {width} x {height} pixels is too narrow: its longer side may be "
+                f"{MOST_ASPECT} times the shorter one at most"
+            )
+        factor, area = self.factor, height * width
+        rounded = tuple(round(side / factor) * factor for side in (height, width))
+        if rounded[0] * rounded[1] > self.max_pixels:
+            shrink = math.sqrt(area / self.max_pixels)
+            sides = (math.floor(side / shrink / factor) * factor for side in (height, width))
+            rounded = tuple(max(factor, side) for side in sides)
+        elif rounded[0] * rounded[1] < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / area)
+            rounded = tuple(math.ceil(side * grow / factor) * factor for side in (height, width))
+        return rounded[0], rounded[1]
+
+    def pixel_table(self) -> NDArray[np.float32]:
+        """Return what each of the 256 values of a channel becomes, (channels, 256): the float64
+        and float32 roundings of transformers' NumPy backend, bit for bit, on any device."""
+        scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
+        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        table: NDArray[np.float32] = (scaled[None] - mean[:, None]) / std[:, None]
+        return table
+
+
+def read_image_config(directory: Path, vision: VisionConfig) -> ImageConfig:
+    """Read `processor_config.json` or `preprocessor_config.json`, in transformers' order.
+
+    Raises `ModelError` where both are missing or wrong, `UnsupportedModel` for what is not
+    implemented.
+    """
+    for name, key in (("processor_config.json", "image_processor"), (_FILE, None)):
+        path = directory / name
+        if path.exists():
+            raw = read_json(path)
+            if key is None or isinstance(raw.get(key), dict):
+                return parse_image_config(raw if key is None else raw[key], vision, path)
+    raise ModelError(f"{directory} has no {_FILE}, which says how pictures are resized")
+
+
+def parse_image_config(
+    raw: Mapping[str, Any], vision: VisionConfig, origin: object = "image config"
+) -> ImageConfig:
+    """The same from a dictionary; `origin` names it in errors."""
+    size = raw.get("size") or {}
+    if not isinstance(size, dict):
+        raise ModelError(f"{origin}: size must be an object, got {size!r}")
+    # No defaults: those of transformers' classes are other families'.
+    least = _area(raw.get("min_pixels"), size, "shortest_edge", origin)
+    most = _area(raw.get("max_pixels"), size, "longest_edge", origin)
+    if least > most:
+        raise ModelError(f"{origin}: the smallest area, {least}, exceeds the largest, {most}")
+    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if not flag(raw, key, origin, True):
+            raise UnsupportedModel(f"{origin}: {key} false is not supported")
+    if raw.get("resample", _BICUBIC) != _BICUBIC:
+        raise UnsupportedModel(f"{origin}: resample {raw['resample']!r}; only 3 (bicubic) is known")
+    for key, ours in (
+        ("patch_size", vision.patch_size),
+        ("temporal_patch_size", vision.temporal_patch_size),
+        ("merge_size", vision.merge_size),
+    ):
+        if positive(raw, key, origin, ours) != ours:
+            raise ModelError(f"{origin}: {key} is {raw[key]}, the tower's is {ours}")
+    return ImageConfig(
+        min_pixels=least,
+        max_pixels=most,
+        factor=vision.patch_size * vision.merge_size,
+        rescale=at_least_0(raw, "rescale_factor", origin, 1 / 255),
+        mean=_channels(raw, "image_mean", vision.channels, origin),
+        std=_channels(raw, "image_std", vision.channels, origin),
+    )
+
+
+def _area(older: Any, size: Mapping[str, Any], name: str, origin: object) -> int:
+    """Older files say min_pixels and max_pixels beside `size`; those go first."""
+    value = size.get(name) if older is None else older
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _MOST_PIXELS:
+        raise ModelError(f"{origin}: {name} must be a positive whole number, got {value!r}")
+    return value
+
+
+def _channels(raw: Mapping[str, Any], key: str, channels: int, origin: object) -> tuple[float, ...]:
+    values = raw.get(key)
+    if not isinstance(values, list) or len(values) != channels:
+        raise ModelError(f"{origin}: {key} must be {channels} numbers, got {values!r}")
+    found = tuple(number({key: value}, key, origin, 0.0) for value in values)
+    if key == "image_std" and 0.0 in found:
+        raise ModelError(f"{origin}: image_std must not be 0")
+    return found

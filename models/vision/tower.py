@@ -1,0 +1,214 @@
+"""The vision tower of Qwen3-VL (arXiv:2511.21631): patches to rows for the decoder.
+
+Patches come in the order of the squares that are merged into one token. A picture attends to all of
+itself, each temporal patch of a video to itself alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+from nanoactor.models.devices.protocols import Device, LinearOperator
+from nanoactor.models.layers.layers import Rotation
+from nanoactor.models.vision.config import VisionConfig
+from nanoactor.models.weights.checkpoint import Weights
+
+_EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grid:
+    """The patches of a picture or a video."""
+
+    frames: int
+    """Temporal patches."""
+    height: int
+    width: int
+
+    @property
+    def patches(self) -> int:
+        """In all."""
+        return self.frames * self.height * self.width
+
+
+@dataclasses.dataclass(slots=True)
+class TowerState:
+    """Pictures on their way through the tower."""
+
+    x: torch.Tensor
+    """(patches, hidden)."""
+    rotation: Rotation
+    segments: list[int]
+    """How many patches attend to each other, one after the other."""
+    levels: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """Features of the deepstack levels so far."""
+
+
+class VisionTower:
+    """Patch embedding, blocks, and a merger for the embedding and for each deepstack level."""
+
+    def __init__(self, config: VisionConfig, weights: Weights, device: Device, prefix: str) -> None:
+        """Take all weights; every rank has the whole tower. Raises `WeightsError`."""
+        self._config = config
+        self._patch = _patch_embedding(config, weights, device, f"{prefix}.patch_embed.proj")
+        shape = config.table_side**2, config.hidden_size
+        self._table = weights.load(f"{prefix}.pos_embed.weight", *shape)
+        self._blocks = [
+            _Block(config, weights, device, f"{prefix}.blocks.{index}")
+            for index in range(config.depth)
+        ]
+        self._merger = _Merger(config, weights, device, f"{prefix}.merger", norm_merged=False)
+        self._levels = {
+            layer: _Merger(
+                config, weights, device, f"{prefix}.deepstack_merger_list.{index}", norm_merged=True
+            )
+            for index, layer in enumerate(config.deepstack_layers)
+        }
+
+    def __call__(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """(patches, row_size) of these grids, one after the other, to (tokens, feature_size): the
+        embedding's features, then those of the deepstack levels in the order of their layers."""
+        state = self.begin(patches, grids)
+        self.run(state, range(len(self._blocks)))
+        return self.finish(state)
+
+    def begin(self, patches: torch.Tensor, grids: Sequence[Grid]) -> TowerState:
+        """Embed patches; what follows is `run` with all blocks in order, then `finish`."""
+        places = torch.cat([self._places(grid) for grid in grids])
+        x = self._patch(patches) + self._positions(places, grids).to(patches.dtype)
+        segments = [grid.height * grid.width for grid in grids for _ in range(grid.frames)]
+        return TowerState(x, self._rotation(places), segments)
+
+    def run(self, state: TowerState, blocks: range) -> None:
+        """Take pictures through some blocks."""
+        for index in blocks:
+            state.x = self._blocks[index](state.x, state.rotation, state.segments)
+            if index in self._levels:
+                state.levels.append(self._levels[index](state.x))
+
+    def finish(self, state: TowerState) -> torch.Tensor:
+        """Return the rows, (tokens, feature_size), behind the last block."""
+        return torch.cat((self._merger(state.x), *state.levels), dim=1)
+
+    def _places(self, grid: Grid) -> torch.Tensor:
+        """Row and column of each patch, int64 (patches, 2), in the order of the merged squares."""
+        m, device = self._config.merge_size, self._table.device
+        rows = torch.arange(grid.height, device=device).view(-1, 1, m, 1)
+        columns = torch.arange(grid.width, device=device).view(1, -1, 1, m)
+        shape = grid.height // m, grid.width // m, m, m
+        places = torch.stack((rows.expand(shape), columns.expand(shape)), dim=-1).view(-1, 2)
+        return places.repeat(grid.frames, 1)
+
+    def _positions(self, places: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """The table, interpolated bilinearly with aligned corners; (patches, hidden)."""
+        side = self._config.table_side
+        counts = [grid.patches for grid in grids]
+        taps, weights = [], []
+        for axis, sizes in enumerate(([g.height for g in grids], [g.width for g in grids])):
+            # Made on the device: a copy from the host would wait for all steps before.
+            spans = [
+                torch.full((count,), max(1, size - 1), device=places.device)
+                for count, size in zip(counts, sizes, strict=True)
+            ]
+            source = places[:, axis].float() * (side - 1) / torch.cat(spans)
+            low = source.floor()
+            near = torch.stack((low, low + 1), dim=1)
+            taps.append(near.long().clamp(max=side - 1))
+            weights.append((1 - (source[:, None] - near).abs()).clamp(min=0))
+        index = (taps[0][:, :, None] * side + taps[1][:, None, :]).flatten(1)
+        weight = (weights[0][:, :, None] * weights[1][:, None, :]).flatten(1)
+        return (F.embedding(index, self._table) * weight[:, :, None]).sum(1)
+
+    def _rotation(self, places: torch.Tensor) -> Rotation:
+        """(cos, sin), float32 (patches, head_dim / 2): first by rows, then by columns."""
+        config = self._config
+        size = config.hidden_size // config.num_heads // 2
+        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=places.device) / size
+        angles = places[..., None].float() * (1.0 / config.rope_theta**exponents)
+        angles = angles.flatten(1)
+        return angles.cos(), angles.sin()
+
+
+def _patch_embedding(
+    config: VisionConfig, weights: Weights, device: Device, name: str
+) -> LinearOperator:
+    """A convolution whose stride is its kernel: one matrix product of whole patches."""
+    sides = config.temporal_patch_size, config.patch_size, config.patch_size
+    weight = weights.load(f"{name}.weight", config.hidden_size, config.channels, *sides)
+    bias = weights.load(f"{name}.bias", config.hidden_size)
+    return device.linear(weight.flatten(1), bias)
+
+
+def _linear(
+    weights: Weights, device: Device, name: str, inputs: int, outputs: int
+) -> LinearOperator:
+    weight = weights.load(f"{name}.weight", outputs, inputs)
+    return device.linear(weight, weights.load(f"{name}.bias", outputs))
+
+
+class _LayerNorm:
+    """Mean 0 and variance 1 over the last dimension, scaled and shifted (arXiv:1607.06450)."""
+
+    def __init__(self, weights: Weights, name: str, size: int) -> None:
+        self._weight = weights.load(f"{name}.weight", size)
+        self._bias = weights.load(f"{name}.bias", size)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self._weight.shape, self._weight, self._bias, _EPS)
+
+
+class _Block:
+    """Attention and MLP, each behind a norm and beside the residual stream."""
+
+    def __init__(self, config: VisionConfig, weights: Weights, device: Device, prefix: str) -> None:
+        size, inner = config.hidden_size, config.intermediate_size
+        self._norms = [_LayerNorm(weights, f"{prefix}.norm{n}", size) for n in (1, 2)]
+        self._qkv = _linear(weights, device, f"{prefix}.attn.qkv", size, 3 * size)
+        self._out = _linear(weights, device, f"{prefix}.attn.proj", size, size)
+        self._up = _linear(weights, device, f"{prefix}.mlp.linear_fc1", size, inner)
+        self._down = _linear(weights, device, f"{prefix}.mlp.linear_fc2", inner, size)
+        self._heads, self._device = config.num_heads, device
+
+    def __call__(self, x: torch.Tensor, rotation: Rotation, segments: list[int]) -> torch.Tensor:
+        x = x + self._out(self._attend(self._norms[0](x), rotation, segments))
+        return x + self._down(F.gelu(self._up(self._norms[1](x)), approximate="tanh"))
+
+    def _attend(self, x: torch.Tensor, rotation: Rotation, segments: list[int]) -> torch.Tensor:
+        heads = self._heads
+        qkv = self._qkv(x).view(len(x), 3 * heads, -1)
+        qk, v = self._device.rotary(qkv[:, : 2 * heads], *rotation), qkv[:, 2 * heads :]
+        return self._device.segment_attention(qk[:, :heads], qk[:, heads:], v, segments).flatten(1)
+
+
+class _Merger:
+    """A square of patches to one token of the decoder's size."""
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        weights: Weights,
+        device: Device,
+        prefix: str,
+        *,
+        norm_merged: bool,
+    ) -> None:
+        """`norm_merged`: norm whole squares, as deepstack levels do, instead of patches."""
+        merged = config.hidden_size * config.merge_size**2
+        self._merged, self._norm_merged = merged, norm_merged
+        size = merged if norm_merged else config.hidden_size
+        self._norm = _LayerNorm(weights, f"{prefix}.norm", size)
+        self._up = _linear(weights, device, f"{prefix}.linear_fc1", merged, merged)
+        self._down = _linear(
+            weights, device, f"{prefix}.linear_fc2", merged, config.out_hidden_size
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._norm_merged:
+            x = self._norm(x.view(-1, self._merged))
+        else:
+            x = self._norm(x).view(-1, self._merged)
+        return self._down(F.gelu(self._up(x)))

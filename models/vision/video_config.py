@@ -1,0 +1,119 @@
+"""A checkpoint's rules for videos: the size of their frames; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanoactor.models.config import read_json
+from nanoactor.models.errors import ModelError, UnsupportedModel
+from nanoactor.models.fields import flag, positive
+from nanoactor.models.vision.config import VisionConfig
+from nanoactor.models.vision.image_config import MOST_ASPECT, ImageConfig, parse_image_config
+
+_FILE = "video_preprocessor_config.json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VideoConfig:
+    """The checkpoint's processing of a video's frames."""
+
+    min_pixels: int
+    """The frames together are enlarged to this area, ..."""
+    max_pixels: int
+    """... or reduced to this one."""
+    factor: int
+    """Sides are multiples of it: the pixels of a token's side."""
+    together: int
+    """Frames of a temporal patch."""
+    max_frames: int
+    frame_tokens: int | None = None
+    """Tokens that a frame may have, where the processor bounds each by itself."""
+
+    @property
+    def max_rows(self) -> int:
+        """Tokens that a temporal patch has at most."""
+        if self.frame_tokens is None:
+            return self.max_pixels // self.together // self.factor**2
+        return int(self.max_pixels * 1.05) // self.factor**2  # what `min_pixels` may ask for
+
+    def fit(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width to which frames are resized (`smart_resize` of transformers'
+        `Qwen3VLVideoProcessor`). Raises ValueError where there are too few or too many, or one side
+        is more than `MOST_ASPECT` times the other."""
+        if not self.together <= frames <= self.max_frames:
+            raise ValueError(
+                f"a video has {self.together} to {self.max_frames} frames, this one has {frames}"
+            )
+        factor, shown = self.factor, (height, width)
+        if min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        if max(height, width) > MOST_ASPECT * min(height, width):
+            raise ValueError(
+                f"a video of {shown[1]} x {shown[0]} pixels is too narrow: its longer side may be "
+                f"{MOST_ASPECT} times the shorter one at most"
+            )
+        most, area = self._most(frames), frames * height * width
+        counted = round(frames / self.together) * self.together
+        rounded = tuple(round(side / factor) * factor for side in (height, width))
+        if counted * rounded[0] * rounded[1] > most:
+            shrink = math.sqrt(area / most)
+            sides = (math.floor(side / shrink / factor) * factor for side in (height, width))
+            rounded = tuple(max(factor, side) for side in sides)
+        elif counted * rounded[0] * rounded[1] < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / area)
+            rounded = tuple(math.ceil(side * grow / factor) * factor for side in (height, width))
+        return rounded[0], rounded[1]
+
+    def _most(self, frames: int) -> int:
+        if self.frame_tokens is None:
+            return self.max_pixels
+        cap = min(self.frame_tokens * self.factor**2, self.max_pixels // frames)
+        return max(cap, int(self.min_pixels * 1.05)) * frames
+
+
+def read_video_config(
+    directory: Path, vision: VisionConfig, images: ImageConfig
+) -> VideoConfig | None:
+    """Read `processor_config.json` or `video_preprocessor_config.json`, in transformers' order;
+    None where neither says anything of videos.
+
+    Raises `ModelError` where something is wrong, `UnsupportedModel` for what is not implemented.
+    """
+    for name, key in (("processor_config.json", "video_processor"), (_FILE, None)):
+        path = directory / name
+        if path.exists():
+            raw = read_json(path)
+            if key is None or isinstance(raw.get(key), dict):
+                return parse_video_config(raw if key is None else raw[key], vision, images, path)
+    return None
+
+
+def parse_video_config(
+    raw: Mapping[str, Any],
+    vision: VisionConfig,
+    images: ImageConfig,
+    origin: object = "video config",
+) -> VideoConfig:
+    """The same from a dictionary; `origin` names it in errors."""
+    areas = parse_image_config(raw, vision, origin)
+    if (areas.rescale, areas.mean, areas.std) != (images.rescale, images.mean, images.std):
+        raise UnsupportedModel(
+            f"{origin}: rescale_factor, image_mean and image_std must be those of pictures"
+        )
+    capped = flag(raw, "cap_pixels_per_frame", origin, False)
+    max_frames = positive(raw, "max_frames", origin, 768)
+    if max_frames < vision.temporal_patch_size:
+        raise ModelError(f"{origin}: max_frames is {max_frames}, less than a temporal patch has")
+    return VideoConfig(
+        min_pixels=areas.min_pixels,
+        max_pixels=areas.max_pixels,
+        factor=areas.factor,
+        together=vision.temporal_patch_size,
+        max_frames=max_frames,
+        frame_tokens=positive(raw, "max_video_tokens", origin, 768) if capped else None,
+    )

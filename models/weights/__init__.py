@@ -1,0 +1,1 @@
+"""Tensors of a checkpoint, read by name."""
