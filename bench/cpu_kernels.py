@@ -32,6 +32,7 @@ from nanoactor.models.devices.cpu.kernels.attention import decode_attention
 from nanoactor.models.devices.cpu.kernels.elementwise import add_rms_norm, swiglu
 from nanoactor.models.devices.cpu.kernels.linear import product
 from nanoactor.models.seq_lens import HostSeqLens
+from nanoactor.models.weights.linear import Dense
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 1024, 3072, 16, 8, 128, 16
 WEIGHTS = {"qkv": (4096, 1024), "out": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
@@ -118,7 +119,7 @@ def measure(dtype: torch.dtype, threads: int, rounds: int) -> dict[str, dict[str
         )
     for name, shape in (WEIGHTS | SMALL).items():
         weights = [device.zeros(*shape, dtype=dtype).normal_() for _ in range(OTHERS)]
-        packed = [plain.linear(w, None) for w in weights]
+        packed = [plain.linear(Dense(w)) for w in weights]
         own = [lambda x, w=w: product(x, w, None, threads) for w in weights]
         for rows in (1, 2, 4, 8):
             x = torch.randn(rows, shape[1]).to(dtype)

@@ -8,11 +8,11 @@ import torch
 
 from bench.decode_step_reference import EPS
 from bench.decode_step_walk import LONGEST
-from nanoactor.models.batch import AttentionBatch, KVCache
-from nanoactor.models.config import ModelConfig, RopeConfig
+from nanoactor.models.batch import AttentionBatch, ForwardInputs, KVCache
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.cuda.kernels.decode_step.arguments import StepInputs
 from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
+from nanoactor.models.model_config import ModelConfig, RopeConfig
 from nanoactor.models.seq_lens import NO_SEQ_LENS
 from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.models.weights.whole_step import ModelWeights
@@ -25,6 +25,7 @@ class GivenWeights(Weights):
 
     def __init__(self, shape: Shape, weights: ModelWeights) -> None:
         self.dtype, self.device = torch.bfloat16, weights.embed.device
+        self._format = None
         self._tensors = {
             "model.embed_tokens.weight": weights.embed,
             "model.norm.weight": weights.norm,
@@ -49,7 +50,7 @@ class GivenWeights(Weights):
         named[f"{prefix}.input_layernorm.weight"] = layer.norm1
         named[f"{prefix}.post_attention_layernorm.weight"] = layer.norm2
 
-    def load(self, name: str, *shape: int, rows: Any = None, columns: Any = None) -> torch.Tensor:
+    def load(self, name: str, *shape: int, **part: Any) -> torch.Tensor:
         tensor = self._tensors[name]
         assert tuple(tensor.shape) == shape, name
         return tensor
@@ -108,7 +109,8 @@ class Operators:
 
         def run() -> None:
             planned = self.device.plan(scratch, batch)
-            self.hidden = self.decoder.forward(inputs.token_ids, inputs.positions, caches, planned)
+            forward = ForwardInputs(inputs.token_ids, inputs.positions, caches, planned)
+            self.hidden = self.decoder.forward(forward)
             self.logits = self.decoder.logits(self.hidden)
 
         return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,17 @@ class KVCache:
 
     keys: torch.Tensor
     values: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """What heads of queries and keys go through before keys are stored."""
+
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    """The weights of both norms, (head_dim,) each; None where heads are not normed."""
+    eps: float
+    rotation: tuple[torch.Tensor, torch.Tensor]
+    """As `Operators.rotation` prepares it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +60,8 @@ class AttentionBatch:
     block_size: int
     prefill_tokens: int
     prefill_rows: torch.Tensor
-    """int32 (4, rows): slot, first token, tokens, context at the end of the chunk."""
+    """int32 (4, rows): slot, first token, tokens, context at the end of the chunk. Captured steps
+    are padded with rows of the dummy's slot that have no tokens."""
     prefill_tiles: torch.Tensor
     """int32 (2, programs): which tokens of which row a program of the kernel has."""
     decode_slots: torch.Tensor
@@ -60,7 +72,7 @@ class AttentionBatch:
     """What the host knows of the same, where the device asks for it; it takes frozen rows for
     longer than they are."""
     plan: Any = None
-    """The device's own, which `Device.plan` makes: what the attention of all layers shares."""
+    """What the attention of all layers shares, made by `BatchOperators.plan`: the device's own."""
     visual: VisualTokens | None = None
     frozen: torch.Tensor | None = None
     """int32 (slots,): 1 where a decode row must not change what its slot keeps. The place of its
@@ -79,6 +91,34 @@ class FinalRows:
     plan: Callable[[], AttentionBatch]
     """Makes the batch in which each of them is a decode row; called behind all other layers, since
     plans of one step may share memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """All that a model's forward pass reads."""
+
+    token_ids: torch.Tensor
+    """(tokens,)."""
+    positions: torch.Tensor
+    """(tokens,): rotary; (3, tokens) where some tokens are of pictures."""
+    states: Sequence[Any]
+    """What each layer keeps, a `nanoactor.models.layers.state.LayerState`; it is written."""
+    batch: AttentionBatch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowChoice:
+    """Rows whose tokens a device chooses by their slots' sampling parameters."""
+
+    logits: torch.Tensor
+    """(rows, vocabulary); where they are kept (slots, vocabulary)."""
+    slots: torch.Tensor
+    """int32 (rows,)."""
+    tables: SlotTables
+    scratch: Any
+    """What `BatchOperators.scratch` made."""
+    chosen: torch.Tensor
+    """int32 (rows,): where ids go."""
 
 
 def decode_batch(
@@ -176,7 +216,7 @@ class DecodeRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowBuffers:
-    """Buffers that `Device.advance` fills in for each decode row."""
+    """Buffers that `BatchOperators.advance` fills in for each decode row."""
 
     token_ids: torch.Tensor
     """int32 (rows,)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import stat
@@ -16,81 +15,12 @@ from nanoactor.models.families.qwen3 import QWEN3
 from nanoactor.models.families.registry import BARE, family_of
 from nanoactor.models.fields import at_least_0, flag, number, positive, positive_number
 from nanoactor.models.known_keys import check_keys
-from nanoactor.models.vision.config import VisionConfig, parse_vision
+from nanoactor.models.model_config import ModelConfig, Quantization, RopeConfig, Scales
+from nanoactor.models.vision.config import parse_vision
+from nanoactor.models.weights.formats import FORMATS
 
 DTYPES = ("float32", "bfloat16", "float16")
 _ROPE_OBJECTS = ("rope_parameters", "rope_scaling")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding: which scaling, and its numbers."""
-
-    kind: str
-    theta: float
-    factor: float = 1.0
-    original_max_positions: int = 0
-    """yarn: the length that the model was trained with before it was stretched."""
-    says_original: bool = dataclasses.field(default=False, compare=False)
-    """Whether the configuration says that length, or `max_position_embeddings` stands for it."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    """llama3: pairs that turn no more than so often over the original length are stretched, ..."""
-    high_freq_factor: float = 4.0
-    """... those that turn so often or more are kept."""
-    sections: tuple[int, int, int] | None = None
-    """Frequencies of time, height and width, where tokens of pictures have three positions."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The sizes and options of a dense decoder."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    qk_norm: bool
-    qkv_bias: bool
-    output_bias: bool
-    """Of attention's output projection."""
-    mlp_bias: bool
-    tie_embeddings: bool
-    dtype: str
-    """The data type in which the weights are stored, as the configuration says."""
-    eos_token_ids: tuple[int, ...]
-    vision: VisionConfig | None = None
-
-    @property
-    def has_head(self) -> bool:
-        """Return False for a decoder alone, which can pool, but choose no tokens."""
-        return self.architecture not in BARE
-
-    @property
-    def longest(self) -> int:
-        """Positions that the rotary embedding is made for: where a scaling stretches it, as YaRN's
-        recipe does with `max_position_embeddings` left as it was, that many times its original
-        length."""
-        if self.rope.kind not in ("yarn", "linear"):
-            return self.max_positions
-        return max(self.max_positions, int(self.rope.factor * self.rope.original_max_positions))
-
-    @property
-    def default_length(self) -> int:
-        """Positions of a sequence, unless the engine's options say how many."""
-        return self.longest if self.rope.says_original else self.max_positions
 
 
 def check_file(path: Path) -> None:
@@ -173,9 +103,55 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
         dtype=_read_dtype(raw),
         eos_token_ids=as_ids(raw.get("eos_token_id"), origin),
         vision=vision,
+        has_head=str(architectures[0]) not in BARE,
+        scales=_read_scales(raw, family, origin),
+        window=_read_window(raw, family, origin),
+        quantization=_read_quantization(raw, origin),
     )
     _refuse_unknown(raw, config, origin)
     return config
+
+
+def _read_scales(raw: Mapping[str, Any], family: Family, origin: object) -> Scales:
+    def scale(key: str | None) -> float:
+        return 1.0 if key is None else positive_number(raw, key, origin, 1.0)
+
+    attention = family.attention_scale
+    return Scales(
+        embedding=scale(family.embedding_scale),
+        residual=scale(family.residual_scale),
+        attention=None if attention is None else scale(attention),
+        logits_divisor=scale(family.logits_divisor),
+    )
+
+
+def _read_window(raw: Mapping[str, Any], family: Family, origin: object) -> int | None:
+    """Return how many positions a token sees; None: all that there may be."""
+    key = family.sliding_window
+    if key is None:
+        return None
+    if key in raw and raw[key] is None:
+        return None
+    window = positive(raw, key, origin, family.default_window)
+    longest = positive(raw, "max_position_embeddings", origin)
+    return window if window < longest else None
+
+
+def _read_quantization(raw: Mapping[str, Any], origin: object) -> Quantization | None:
+    """Return how matrices are packed; `UnsupportedModel` for a method that no format reads."""
+    given = raw.get("quantization_config")
+    if not given:
+        return None
+    if not isinstance(given, dict):
+        raise ModelError(f"{origin}: quantization_config must be an object, got {given!r:.50}")
+    method = given.get("quant_method")
+    if method not in FORMATS:
+        known = f"; known are {', '.join(FORMATS)}" if FORMATS else ""
+        raise UnsupportedModel(
+            f"{origin}: quantization_config: weights quantized by {method!r:.50} are not "
+            f"supported{known}"
+        )
+    return Quantization(str(method), given)
 
 
 def _text_part(raw: Mapping[str, Any], family: Family, origin: object) -> Mapping[str, Any]:
@@ -313,8 +289,6 @@ def _refuse_unknown(raw: Mapping[str, Any], config: ModelConfig, origin: object)
     for part in (raw, *(_rope_object(raw, key, origin) for key in _ROPE_OBJECTS)):
         if part.get("partial_rotary_factor") not in (None, 1):
             raise UnsupportedModel(f"{origin}: partial_rotary_factor is not supported")
-    if raw.get("quantization_config"):
-        raise UnsupportedModel(f"{origin}: quantized weights are not supported")
     _check_vision(config, origin)
     if config.num_heads % config.num_kv_heads:
         raise ModelError(

@@ -1,20 +1,28 @@
-"""Dense decoders: what the families in `nanoactor.models.families.registry` share."""
+"""Decoders, assembled from the descriptions of their families."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import torch
 
-from nanoactor.models.batch import AttentionBatch, KVCache
+from nanoactor.models.batch import ForwardInputs
 from nanoactor.models.collective import Group, SingleRank
-from nanoactor.models.config import ModelConfig
 from nanoactor.models.devices.protocols import Device, Linear
-from nanoactor.models.families.registry import family_of
-from nanoactor.models.layers.layers import DecoderLayer, Embedding, LayerContext, RMSNorm
+from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.families.registry import family_of, layers_of
+from nanoactor.models.layers.decoder_layer import DecoderLayer
+from nanoactor.models.layers.embedding import Embedding
+from nanoactor.models.layers.kinds import AttentionSpec, NormSpec
+from nanoactor.models.layers.norm import RMSNorm
 from nanoactor.models.layers.rope import RotaryEmbedding
+from nanoactor.models.layers.state import StateSpec
+from nanoactor.models.layers.step import LayerContext, LayerStep
+from nanoactor.models.model_config import ModelConfig, Scales
 from nanoactor.models.parallel import shard_of
 from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.linear import Dense
 from nanoactor.models.weights.whole_step import ModelWeights
 
 _HEAD = "lm_head.weight"
@@ -53,16 +61,20 @@ class Decoder:
         self.max_positions = max_positions
         self.shard = shard_of(config, self.group.rank, self.group.size)
         context = LayerContext(config, weights, device, self.shard, self.group)
-        self._embedding = Embedding(
-            weights, f"{prefix}{_EMBEDDING}", self.shard, config, self.group
-        )
+        specs = layers_of(config)
+        self._embedding = Embedding(context, f"{prefix}{_EMBEDDING}")
         self._layers = [
-            DecoderLayer(context, f"{prefix}layers.{index}") for index in range(config.num_layers)
+            DecoderLayer(spec, context, f"{prefix}layers.{index}")
+            for index, spec in enumerate(specs)
         ]
-        size = config.hidden_size
-        self._norm = RMSNorm(weights, f"{prefix}norm", size, config.rms_norm_eps, device)
-        self._head = device.linear(self._head_weight(weights, headless), None)
-        rope = RotaryEmbedding(config.rope, config.head_dim, max_positions)
+        norm = specs[0].norm if specs else NormSpec(config.rms_norm_eps)
+        self._norm = RMSNorm(norm, context, f"{prefix}norm", config.hidden_size)
+        self._head = device.linear(Dense(self._head_weight(weights, headless)))
+        rotary = {spec.mixer.rotary_dim for spec in specs if isinstance(spec.mixer, AttentionSpec)}
+        if len(rotary) > 1:
+            raise UnsupportedModel(f"layers that rotate {rotary} dimensions of their heads")
+        dims = next(iter(rotary), None) or config.head_dim
+        rope = RotaryEmbedding(config.rope, dims, max_positions)
         self._rope = rope.to(weights.device, weights.dtype)
 
     def _head_weight(self, weights: Weights, headless: bool = False) -> torch.Tensor:
@@ -85,27 +97,32 @@ class Decoder:
             )
         return head
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        caches: list[KVCache],
-        batch: AttentionBatch,
-    ) -> torch.Tensor:
-        """Hidden states (tokens, hidden) of ids (tokens,) and positions (tokens,), or (3, tokens)
-        where some are of pictures; writes the caches. With `batch.final`, of its rows alone."""
-        x = self._embedding(token_ids)
-        rotation = self._device.rotation(*self._rope(positions))
+    @property
+    def states(self) -> list[StateSpec]:
+        """What each layer keeps from step to step."""
+        return [layer.state for layer in self._layers]
+
+    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        """Return hidden states (tokens, hidden), of `batch.final` alone where there is one; what
+        layers keep is written."""
+        batch, scales = inputs.batch, self.config.scales
+        x = self._embedding(inputs.token_ids)
+        if scales.embedding != 1.0:
+            x = x * scales.embedding
+        step = LayerStep(batch, self._device.rotation(*self._rope(inputs.positions)))
         levels: tuple[torch.Tensor, ...] = ()
         if batch.visual is not None:
             seen, features = batch.visual.seen, batch.visual.features
             levels = torch.split(features, self.config.hidden_size, dim=1)
             x[: len(seen)] = torch.where(seen, levels[0], x[: len(seen)])
         residual = None
-        for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True), start=1):
-            final = batch.final if index == len(self._layers) else None
-            x, residual = layer(x, residual, rotation, cache, batch, final)
-            if final is not None and not len(x):
+        for index, (layer, state) in enumerate(
+            zip(self._layers, inputs.states, strict=True), start=1
+        ):
+            if index == len(self._layers) and batch.final is not None:
+                step = dataclasses.replace(step, final=batch.final)
+            x, residual = layer(x, residual, state, step)
+            if step.final is not None and not len(x):
                 return x
             if index < len(levels):  # deepstack, arXiv:2406.04334
                 x, residual = residual + x, None
@@ -113,10 +130,12 @@ class Decoder:
         return self._norm(x) if residual is None else self._norm.add(x, residual)[0]
 
     def weights(self) -> ModelWeights | None:
-        """All tensors; None where a layer cannot give all of its own."""
+        """Return all tensors; None where they do not say all that a step computes."""
         found = [layer.weights() for layer in self._layers]
         layers = [layer for layer in found if layer is not None]
         if len(layers) < len(found) or not isinstance(self._head, Linear):
+            return None
+        if self.config.scales != Scales():
             return None
         return ModelWeights(
             layers=layers,
@@ -131,6 +150,9 @@ class Decoder:
         """(rows, hidden) to (rows, vocabulary), or to this rank's part of it, padding included;
         written to `out`, where there is one."""
         if out is None:
-            return self._head(hidden)
-        assert isinstance(self._head, Linear)  # where `Device.keeps_logits`
-        return torch.mm(hidden, self._head.weight.t(), out=out)
+            logits = self._head(hidden)
+        else:
+            assert isinstance(self._head, Linear)  # where `DeviceTraits.keeps_logits`
+            logits = torch.mm(hidden, self._head.weight.t(), out=out)
+        divisor = self.config.scales.logits_divisor
+        return logits if divisor == 1.0 else logits.div_(divisor)

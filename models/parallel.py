@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from nanoactor.models.config import ModelConfig
 from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.model_config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,8 +21,17 @@ class Span:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """How many rows or columns it has."""
         return self.stop - self.start
+
+    def moved(self, by: int) -> Span:
+        """Return as many, further on."""
+        return Span(self.start + by, self.stop + by)
+
+    def common(self, other: Span) -> Span:
+        """Return what is in both, perhaps nothing."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
 
     def times(self, factor: int) -> Span:
         """The same in finer units."""
@@ -39,10 +48,12 @@ class Shard:
     """Query heads."""
     kv_heads: Span
     """Key-value heads; where there are fewer than ranks, several ranks hold the same one."""
-    inner: Span
-    """The MLP's inner dimension; parts may differ by one."""
     vocabulary: Span
     """Token ids; the last rank's may reach past the vocabulary's end, into padding."""
+
+    def part(self, size: int) -> Span:
+        """Return this rank's part of a dimension; the ranks' may differ by one."""
+        return Span(size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks)
 
 
 def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
@@ -53,13 +64,12 @@ def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
         kv_heads = Span(rank * kv // ranks, (rank + 1) * kv // ranks)
     else:
         kv_heads = Span(rank * kv // ranks, rank * kv // ranks + 1)
-    inner, part = config.intermediate_size, -(-config.vocab_size // ranks)
+    part = -(-config.vocab_size // ranks)
     return Shard(
         rank,
         ranks,
         Span(rank * heads, (rank + 1) * heads),
         kv_heads,
-        Span(inner * rank // ranks, inner * (rank + 1) // ranks),
         Span(rank * part, (rank + 1) * part),
     )
 

@@ -325,8 +325,9 @@ class Turn:
 
 
 @message(34)
-class BlockCopies:
-    """Blocks that are copied before the layers of a step."""
+class Copies:
+    """What is copied before the layers of a step, blocks or the states of slots. All sources are
+    read before any target is written."""
 
     sources: Int32
     targets: Int32
@@ -350,7 +351,10 @@ class Step:
     table_blocks: Int32
     """The block ids of one change after the other."""
     admissions: Admissions
-    copies: BlockCopies | None = None
+    copies: Copies | None = None
+    """Of blocks."""
+    slot_copies: Copies | None = None
+    """Of slots, where layers keep states of them."""
     vision: VisionStep | None = None
     """None where nothing is encoded, and no prompt has pictures."""
 

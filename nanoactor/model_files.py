@@ -12,9 +12,11 @@ from pathlib import Path
 from nanoactor.config import EngineConfig
 from nanoactor.errors import InvalidConfig
 from nanoactor.generation_config import FILE, GenerationConfig, read_generation_config
-from nanoactor.models.config import ModelConfig, check_file, read_config
-from nanoactor.models.errors import ModelError
-from nanoactor.models.families.registry import family_of
+from nanoactor.models.config import check_file, read_config
+from nanoactor.models.errors import ModelError, UnsupportedModel
+from nanoactor.models.families.registry import family_of, keeps_slot_state
+from nanoactor.models.limits import FREEZE_IDS
+from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.parallel import check_parallel
 from nanoactor.models.vision.image_config import ImageConfig, read_image_config
 from nanoactor.models.vision.video_config import VideoConfig, read_video_config
@@ -61,6 +63,9 @@ class ModelFiles:
     """How texts become vectors or scores; None for a model that generates text alone."""
     generates: bool = True
     """Whether it generates text."""
+    has_slot_state: bool = False
+    """Whether layers keep something of a sequence that no block holds, so that no prefix of it is
+    found in the cache."""
     prints: Mapping[Path, FilePrint] = dataclasses.field(default_factory=dict)
     """Of all files that processes read, when the engine was made."""
 
@@ -91,6 +96,11 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
     generation = _generation(config, directory)
     eos = generation.eos_token_ids or model.eos_token_ids
     _check_eos(eos, model.vocab_size, directory)
+    if keeps_slot_state(model) and len(eos) >= FREEZE_IDS:
+        raise UnsupportedModel(
+            f"{directory}: {len(eos)} end-of-sequence ids; a model whose layers keep states of "
+            f"sequences may have {FREEZE_IDS - 1}, as the device must know each of them"
+        )
     skips, limit = config.skip_tokenizer_init, config.start_timeout
     images = None if model.vision is None else read_image_config(directory, model.vision)
     given = _tokenizers(config, directory)
@@ -117,6 +127,7 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
         chat_template=_chat_template(config.chat_template),
         pooling=pooling,
         generates=generates,
+        has_slot_state=keeps_slot_state(model),
     )
 
 
@@ -233,14 +244,21 @@ def _length(config: EngineConfig, model: ModelConfig) -> int:
     given = config.max_model_len
     length = model.default_length if given is None or given == "auto" else given
     if length > model.longest:
-        stretched = model.longest != model.max_positions
-        limit = "rope scaling allows" if stretched else "max_position_embeddings says"
         raise InvalidConfig(
-            f"max_model_len {length} exceeds what the model's {limit}, {model.longest}"
+            f"max_model_len {length} exceeds what the model's {_limit(model)}, {model.longest}"
         )
     if length < 2:
         raise InvalidConfig("max_model_len must be at least 2: a token of prompt, one of output")
     return length
+
+
+def _limit(model: ModelConfig) -> str:
+    """Name what decides how long its sequences may be."""
+    if model.longest == model.window:
+        return "sliding_window lets every token see"
+    if model.longest != model.max_positions:
+        return "rope scaling allows"
+    return "max_position_embeddings says"
 
 
 def max_prompt_bytes(files: ModelFiles) -> int:

@@ -15,12 +15,14 @@ from torch.nn import functional as F
 from nanoactor.models.batch import (
     AttentionBatch,
     DecodeRows,
+    ForwardInputs,
+    HeadTransform,
     KVCache,
     RowBuffers,
+    RowChoice,
     SamplingBatch,
     SlotTables,
 )
-from nanoactor.models.config import ModelConfig
 from nanoactor.models.devices.protocols import (
     Captured,
     CapturedFunction,
@@ -29,9 +31,10 @@ from nanoactor.models.devices.protocols import (
     LinearOperator,
     WholeSteps,
 )
-from nanoactor.models.options import FusedSampling
+from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.sampling.sampler import sample
 from nanoactor.models.seq_lens import HostSeqLens
+from nanoactor.models.weights.linear import LinearWeights, dense_of
 from nanoactor.models.weights.whole_step import ModelWeights
 
 
@@ -76,16 +79,10 @@ class PortablePlan:
 
 
 class PortableOperators:
-    """The operator half of the device protocol."""
+    """All that does not depend on a machine: `Operators`, `BatchOperators`, and steps that run
+    operator by operator."""
 
     torch_device: torch.device
-    captures_graphs = captures_prompts = False
-    narrows_last_layer = needs_host_seq_lens = True
-    deep_pipeline = False
-    runs_as_rows_from = 1 << 30
-    keeps_logits = publishes_ids = False
-    fused_sampling: FusedSampling = "none"
-    fused_sampling_of_ranks: FusedSampling = "none"
 
     # -- the queue and the batch ----------------------------------------------------------
 
@@ -93,16 +90,9 @@ class PortableOperators:
         """Whatever is current."""
         return torch.inference_mode()
 
-    def run(
-        self,
-        forward: ForwardFunction,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        caches: list[KVCache],
-        batch: AttentionBatch,
-    ) -> torch.Tensor:
+    def run(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
         """Operator by operator."""
-        return forward(token_ids, positions, caches, batch)
+        return forward(inputs)
 
     def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
         """Raises RuntimeError: there is nothing to record with."""
@@ -190,25 +180,10 @@ class PortableOperators:
         most = -(-max(batch.lengths.decode_contexts) // batch.block_size)
         return batch.tables[:, :most].index_select(0, batch.decode_slots)
 
-    def sample_rows(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        tables: SlotTables,
-        scratch: Any,
-        chosen: torch.Tensor,
-    ) -> None:
+    def sample_rows(self, rows: RowChoice) -> None:
         """No row is chosen in one pass."""
 
-    def sample_masked_rows(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        masks: torch.Tensor,
-        tables: SlotTables,
-        scratch: Any,
-        chosen: torch.Tensor,
-    ) -> None:
+    def sample_masked_rows(self, rows: RowChoice, masks: torch.Tensor) -> None:
         """Raise, as no logits are kept."""
         raise NotImplementedError(f"{type(self).__name__} keeps no logits")
 
@@ -221,15 +196,18 @@ class PortableOperators:
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """They take everything."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
-        """The weight as it is."""
-        return Linear(weight, bias)
+    def linear(self, weights: LinearWeights) -> LinearOperator:
+        """The weight as it is, or unpacked."""
+        dense = dense_of(weights)
+        return Linear(dense.weight, dense.bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Normalise in float32, as transformers does, and return the type of x."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * wide.to(x.dtype)
+        if weight.dtype == x.dtype:
+            return weight * wide.to(x.dtype)
+        return (weight * wide).to(x.dtype)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -239,11 +217,12 @@ class PortableOperators:
         return self.rms_norm(residual, weight, eps), residual
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate each pair (i, i + head_dim / 2)."""
-        first, second = x.chunk(2, dim=-1)
+        """Rotate each pair (i, i + pairs)."""
+        rotated, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+        first, second = rotated.chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return turned.to(x.dtype)
+        turned = (first * cos - second * sin, second * cos + first * sin, rest)
+        return torch.cat(turned, dim=-1).to(x.dtype)
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As they are."""
@@ -263,20 +242,14 @@ class PortableOperators:
             stored.view(-1, *stored.shape[2:]).index_copy_(0, slots, finite)
 
     def norm_rotate_store(
-        self,
-        qkv: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        cache: KVCache,
-        slots: torch.Tensor,
+        self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
     ) -> torch.Tensor:
         """One operator after the other."""
         kv_heads = cache.keys.shape[2]
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        if weights is not None:
-            q, k = self.rms_norm(q, weights[0], eps), self.rms_norm(k, weights[1], eps)
-        q, k = self.rotary(q, *rotation), self.rotary(k, *rotation)
+        if how.norms is not None:
+            q, k = (self.rms_norm(x, w, how.eps) for x, w in zip((q, k), how.norms, strict=True))
+        q, k = self.rotary(q, *how.rotation), self.rotary(k, *how.rotation)
         self.write_kv(k, v, cache, slots)
         return q
 

@@ -1,5 +1,5 @@
-"""The operators and the memory that a port offers to models and executors. It is a file in
-`devices/` and passes `tests/models/test_device.py`; docs/extending.md says where it is named."""
+"""What a device offers to layers and executors, in three protocols. A device is a folder beside
+this file and passes `tests/models/test_device.py`; docs/extending.md says where it is named."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from torch.nn import functional as F
 from nanoactor.models.batch import (
     AttentionBatch,
     DecodeRows,
+    ForwardInputs,
+    HeadTransform,
     KVCache,
     RowBuffers,
+    RowChoice,
     SamplingBatch,
     SlotTables,
 )
-from nanoactor.models.config import ModelConfig
+from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.seq_lens import HostSeqLens
+from nanoactor.models.weights.linear import LinearWeights
 from nanoactor.models.weights.whole_step import ModelWeights
 
 
@@ -90,10 +94,8 @@ class WholeSteps(Protocol):
         """Raise what has stopped a step, where the device says that one has failed."""
 
 
-ForwardFunction = Callable[
-    [torch.Tensor, torch.Tensor, list[KVCache], AttentionBatch], torch.Tensor
-]
-"""Token ids, positions, caches and batch to hidden states."""
+ForwardFunction = Callable[[ForwardInputs], torch.Tensor]
+"""The inputs of a step to hidden states."""
 
 CapturedFunction = Callable[[HostSeqLens], torch.Tensor]
 """What a device can capture: queues a step's work; the lengths alone may change."""
@@ -106,56 +108,55 @@ class Captured(Protocol):
         """Queue it; returns what the recorded function returned, written anew."""
 
 
-class Device(Protocol):
-    """Memory, events, graphs, and the fused operators that layers call. The batch lives on it:
-    steps read tables that are indexed by slot, and none waits for the host."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceTraits:
+    """What planners, executors and models need to know of a device before they call it."""
 
     name: str
-    torch_device: torch.device
     collective_backend: str
     """gloo, nccl or hccl."""
     default_dtype: torch.dtype
     """What `dtype="auto"` becomes where the checkpoint's own type is slow here."""
     default_block_size: int
-    shared_memory: bool
-    """Whether the ranks of a host share one memory."""
     default_memory_utilization: float
     """The share of the memory that is free at start which weights and cache may take."""
-    asynchronous: bool
+    shared_memory: bool = False
+    """Whether the ranks of a host share one memory."""
+    asynchronous: bool = True
     """Whether what is called is queued; else it is done when the call returns, and a maximal step
     may take minutes: the warm-up runs a smaller one."""
-    any_thread: bool
+    any_thread: bool = False
     """Whether work may be queued from any thread, one at a time."""
-    captures_graphs: bool
-    """Whether `capture` gains anything, ..."""
-    captures_prompts: bool
-    """... for steps with prompts too."""
-    narrows_last_layer: bool
+    captures_graphs: bool = False
+    """Whether `Runtime.capture` gains anything."""
+    captures_prompts: bool = False
+    """Whether it gains anything for steps with prompts."""
+    narrows_last_layer: bool = True
     """Whether steps that are not captured may have `AttentionBatch.final`."""
-    needs_host_seq_lens: bool
-    """Whether `plan` reads `AttentionBatch.lengths`."""
-    runs_as_rows_from: int
+    needs_host_seq_lens: bool = True
+    """Whether `BatchOperators.plan` reads `AttentionBatch.lengths`."""
+    runs_as_rows_from: int = 1 << 30
     """Decode steps of at least so many rows may have several of one slot, at positions of their
     own: each reads what the others write in the same step."""
-    deep_pipeline: bool
+    deep_pipeline: bool = False
     """Whether one more step in flight costs no memory to speak of."""
-    keeps_logits: bool
+    keeps_logits: bool = False
     """Whether constrained rows keep the logits that their step computes anyway, rather than hidden
     states: to read the head once more would cost more than the memory."""
-    publishes_ids: bool
+    publishes_ids: bool = False
     """Whether a step can write to the host's memory itself."""
-    fused_sampling: FusedSampling
-    fused_sampling_of_ranks: FusedSampling
+    fused_sampling: FusedSampling = "none"
+    fused_sampling_of_ranks: FusedSampling = "none"
     """The same where ranks share a vocabulary: each chooses from all their logits."""
+
+
+class Runtime(Protocol):
+    """The memory of a device, its queue, events and graphs."""
+
+    torch_device: torch.device
 
     def prepare_thread(self, threads: int) -> None:
         """Set up the calling thread for computing, with so many intra-operator threads."""
-
-    def supports(self, dtype: torch.dtype) -> bool:
-        """Tell whether models run in this type at a sensible speed."""
-
-    def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """Raises `UnsupportedModel` for what operators do not take at all."""
 
     def memory(self) -> Memory:
         """Return the device's memory, and what of it is free now."""
@@ -175,12 +176,38 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Block until the device is idle."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
-        """x Wᵀ + b for a weight (outputs, inputs), which may be kept in a layout of the device's
-        own; the caller lets go of `weight`."""
+    def stream(self) -> AbstractContextManager[None]:
+        """Within it the calling thread works on the device's one queue, and records no
+        gradients."""
+
+    def timed_event(self) -> TimedEvent:
+        """A new one."""
+
+    def run(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
+        """Queue a model's forward pass, perhaps as compiled before."""
+
+    def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
+        """Record what a function queues, within `stream`, for lengths up to these. It has run once
+        before; captures share their memory, so the largest comes first. So many replays may be in
+        flight at once. Raises RuntimeError where the device cannot."""
+
+
+class Operators(Protocol):
+    """What layers call. Hidden states are (tokens, ...) in the model's type."""
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Tell whether models run in this type at a sensible speed."""
+
+    def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
+        """Raises `UnsupportedModel` for what operators do not take at all."""
+
+    def linear(self, weights: LinearWeights) -> LinearOperator:
+        """x Wᵀ + b. The device may keep weights in a layout of its own; the caller lets go of
+        them. A format without an operator here is unpacked."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / sqrt(mean(x²) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+        """x / sqrt(mean(x²) + eps) * weight over the last dimension (arXiv:1910.07467). With a
+        weight of float32 the product is rounded once."""
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -188,13 +215,11 @@ class Device(Protocol):
         """(norm of x + residual, x + residual)."""
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate (tokens, heads, head_dim), heads contiguous; dimension i is paired with
-        i + head_dim / 2. Cosines and sines, (tokens, head_dim / 2), may be wider than x: then so is
-        the arithmetic, and what comes back is of x's type."""
+        """Rotate pairs of dimensions of (tokens, heads, head_dim) by (tokens, pairs): those within
+        the first 2 * pairs dimensions; the others stay as they are."""
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step's cosines and sines, each (tokens, head_dim / 2), as all layers'
-        `norm_rotate_store` want them."""
+        """Cosines and sines (tokens, pairs) as `norm_rotate_store` wants them."""
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(first half of the last dimension) * second half (arXiv:2002.05202)."""
@@ -209,19 +234,11 @@ class Device(Protocol):
         """
 
     def norm_rotate_store(
-        self,
-        qkv: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        cache: KVCache,
-        slots: torch.Tensor,
+        self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
     ) -> torch.Tensor:
         """Norm and rotate the heads of queries and keys, `write_kv`; returns the queries.
 
-        `qkv` is (tokens, heads + 2 * kv_heads, head_dim): queries, keys, values; `weights` are
-        those of the two norms, None where heads are not normed; `rotation` is what the method of
-        this name gave.
+        `qkv` is (tokens, heads + 2 * kv_heads, head_dim): queries, keys, values.
         """
 
     def attention(
@@ -235,39 +252,19 @@ class Device(Protocol):
         """Attention of (tokens, heads, head_dim) without a cache or a mask, same shape: each of the
         consecutive segments, of so many tokens, sees all of itself and nothing else."""
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Ids, int64 (rows,), chosen from logits (rows, vocabulary)."""
-
     def whole_steps(
         self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
     ) -> WholeSteps | None:
         """Make whole decode steps for those of these numbers of rows that have one; None where no
         number has. A failure is logged, with what it costs."""
 
+
+class BatchOperators(Protocol):
+    """What executors call at each step. The batch lives on the device: steps read tables that are
+    indexed by slot, and none waits for the host."""
+
     def dummy_blocks(self, rows: int, block_size: int) -> int:
         """Return how many blocks so many padded rows may write to."""
-
-    def stream(self) -> AbstractContextManager[None]:
-        """Within it the calling thread works on the device's one queue, and records no
-        gradients."""
-
-    def timed_event(self) -> TimedEvent:
-        """A new one."""
-
-    def run(
-        self,
-        forward: ForwardFunction,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        caches: list[KVCache],
-        batch: AttentionBatch,
-    ) -> torch.Tensor:
-        """Queue a model's forward pass, perhaps as compiled before."""
-
-    def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
-        """Record what a function queues, within `stream`, for lengths up to these. It has run once
-        before; captures share their memory, so the largest comes first. So many replays may be in
-        flight at once. Raises RuntimeError where the device cannot."""
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
         """Return how many tokens of a prompt a program of the prefill kernel has: what
@@ -298,33 +295,29 @@ class Device(Protocol):
     def plan(self, scratch: Any, batch: AttentionBatch) -> AttentionBatch:
         """The batch with its `plan`: what the attention of all layers shares."""
 
-    def sample_rows(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        tables: SlotTables,
-        scratch: Any,
-        chosen: torch.Tensor,
-    ) -> None:
-        """Choose by each row's slot, int32 (rows,), as `fused_sampling` says: greedily, from the
+    def sample_rows(self, rows: RowChoice) -> None:
+        """Choose by each row's slot, as `DeviceTraits.fused_sampling` says: greedily, from the
         whole vocabulary, or with a top-k of at most `limits.CANDIDATES`; what is chosen for other
-        rows does not matter. Ids go to `chosen` int32 (rows,) and to the table of last tokens; of
-        frozen slots, `limits.FROZEN` goes to `chosen`."""
+        rows does not matter. Ids go to `chosen` and to the table of last tokens; of frozen slots,
+        `limits.FROZEN` goes to `chosen`."""
+
+    def sample_masked_rows(self, rows: RowChoice, masks: torch.Tensor) -> None:
+        """Choose from kept logits, (slots, vocabulary), under masks, int32 (rows, words), as
+        `sample_rows` does; `limits.NOTHING_ALLOWED` where a mask leaves no id. Called where
+        `DeviceTraits.keeps_logits`."""
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Ids, int64 (rows,), chosen from logits (rows, vocabulary)."""
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
         """Write ids, int32 (rows,), to the next place of `ring`, int32 (places, 1 + most rows),
         which `pinned` made, behind the number of the step, which `count`, int32 (1,), counts.
-        Asked where `publishes_ids`."""
+        Called where `DeviceTraits.publishes_ids`."""
 
-    def sample_masked_rows(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        masks: torch.Tensor,
-        tables: SlotTables,
-        scratch: Any,
-        chosen: torch.Tensor,
-    ) -> None:
-        """Choose for slots, int32 (rows,), from kept logits (slots, vocabulary) under masks, int32
-        (rows, words), as `sample_rows` does; `limits.NOTHING_ALLOWED` where a mask leaves no id.
-        Asked where `keeps_logits`."""
+
+class Device(Runtime, Operators, BatchOperators, Protocol):
+    """All of a device."""
+
+    @property
+    def traits(self) -> DeviceTraits:
+        """What there is to know of it."""

@@ -1,19 +1,41 @@
-"""Families of dense decoders, and what tells them apart; imports no torch."""
+"""Families of decoders, and what tells them apart; imports no torch."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+
+from nanoactor.models.layers.kinds import AttentionSpec, LayerSpec, MLPSpec, NormSpec
+from nanoactor.models.model_config import ModelConfig
 
 Option = bool | str
 """The same for all models of a family, or the name of a flag in `config.json`, false if missing."""
 
+LayersOf = Callable[[ModelConfig], tuple[LayerSpec, ...]]
+
+
+def dense_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Describe layers of attention and SwiGLU, all alike."""
+    norm = NormSpec(config.rms_norm_eps)
+    attention = AttentionSpec(
+        qk_norm=norm if config.qk_norm else None,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        scale=config.scales.attention,
+    )
+    mlp = MLPSpec(config.intermediate_size, bias=config.mlp_bias)
+    layer = LayerSpec(attention, mlp, norm, residual_scale=config.scales.residual)
+    return (layer,) * config.num_layers
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """Options of the layers in `nanoactor.models.layers.layers`, as transformers has them."""
+    """Options of a family's models, as transformers has them."""
 
     architecture: str
     """The first of `architectures` in `config.json`."""
+    layers: LayersOf = dense_layers
+    """Describes the layers of a model."""
     head_dim: int | None = None
     """Where the file says nothing; None: hidden_size / num_attention_heads."""
     qk_norm: bool = False
@@ -24,6 +46,18 @@ class Family:
     mlp_bias: Option = False
     rope_theta: float = 10_000.0
     """Where the file says nothing."""
+    embedding_scale: str | None = None
+    """The key of the factor on embeddings; of this and the next three a missing key means 1."""
+    residual_scale: str | None = None
+    """The key of the factor on what each part of a layer adds to the residual."""
+    attention_scale: str | None = None
+    """The key of the factor on products of queries and keys. None: head_dim ** -0.5."""
+    logits_divisor: str | None = None
+    """The key of what logits are divided by."""
+    sliding_window: str | None = None
+    """The key of the number of positions that a token sees in every layer; null: all."""
+    default_window: int | None = None
+    """That number where the file has no such key."""
     text_config: str | None = None
     """The object of `config.json` that holds the decoder's sizes; None: the file itself."""
     text_prefix: str = "model"

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.families.family import Family
+from nanoactor.models.families.granite import GRANITE
 from nanoactor.models.families.llama import LLAMA
+from nanoactor.models.families.mistral import MISTRAL
 from nanoactor.models.families.qwen2 import QWEN2
 from nanoactor.models.families.qwen3 import QWEN3
 from nanoactor.models.families.qwen3_vl import QWEN3_VL
+from nanoactor.models.layers.kinds import LayerSpec
+from nanoactor.models.model_config import ModelConfig
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
@@ -15,6 +19,8 @@ FAMILIES: dict[str, Family] = {
         QWEN3,
         QWEN2,
         LLAMA,
+        MISTRAL,
+        GRANITE,
         QWEN3_VL,
     )
 }
@@ -38,3 +44,13 @@ def family_of(architecture: str) -> Family:
             f"architecture {architecture!r} is not supported; known are {', '.join(FAMILIES)}"
         )
     return FAMILIES[architecture]
+
+
+def layers_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Return the descriptions of a model's layers."""
+    return family_of(config.architecture).layers(config)
+
+
+def keeps_slot_state(config: ModelConfig) -> bool:
+    """Return whether a layer keeps an array for each sequence, beside or instead of pages."""
+    return any(layer.mixer.keeps_slot_state for layer in layers_of(config))

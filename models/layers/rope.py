@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from nanoactor.models.config import RopeConfig
+from nanoactor.models.model_config import RopeConfig
 
 
 class RotaryEmbedding:

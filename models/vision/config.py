@@ -32,7 +32,8 @@ class VisionConfig:
     table_side: int
     """The learned table of positions is square; it is resampled to each picture's grid."""
     deepstack_layers: tuple[int, ...]
-    """After which blocks features leave for the decoder's first layers, a merger for each."""
+    """After which blocks features leave for the decoder's first layers, a merger for each. Empty
+    for a tower without deepstack, whose configuration has no such key."""
     rope_theta: float
     image_token_id: int
     video_token_id: int
@@ -98,7 +99,7 @@ def _check(config: VisionConfig, positions: int, where: str) -> None:
 
 
 def _read_layers(value: Any, depth: int, where: str) -> tuple[int, ...]:
-    layers = [8, 16, 24] if value is None else value
+    layers = [] if value is None else value
     whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
     if not whole or len({*layers}) < len(layers) or not all(0 <= n < depth for n in layers):
         raise ModelError(

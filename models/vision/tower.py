@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from nanoactor.models.devices.protocols import Device, LinearOperator
-from nanoactor.models.layers.layers import Rotation
+from nanoactor.models.devices.protocols import LinearOperator, Operators
+from nanoactor.models.layers.step import Rotation
 from nanoactor.models.vision.config import VisionConfig
 from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.linear import Dense
 
 _EPS = 1e-6
 
@@ -51,7 +52,9 @@ class TowerState:
 class VisionTower:
     """Patch embedding, blocks, and a merger for the embedding and for each deepstack level."""
 
-    def __init__(self, config: VisionConfig, weights: Weights, device: Device, prefix: str) -> None:
+    def __init__(
+        self, config: VisionConfig, weights: Weights, device: Operators, prefix: str
+    ) -> None:
         """Take all weights; every rank has the whole tower. Raises `WeightsError`."""
         self._config = config
         self._patch = _patch_embedding(config, weights, device, f"{prefix}.patch_embed.proj")
@@ -134,20 +137,20 @@ class VisionTower:
 
 
 def _patch_embedding(
-    config: VisionConfig, weights: Weights, device: Device, name: str
+    config: VisionConfig, weights: Weights, device: Operators, name: str
 ) -> LinearOperator:
     """A convolution whose stride is its kernel: one matrix product of whole patches."""
     sides = config.temporal_patch_size, config.patch_size, config.patch_size
     weight = weights.load(f"{name}.weight", config.hidden_size, config.channels, *sides)
     bias = weights.load(f"{name}.bias", config.hidden_size)
-    return device.linear(weight.flatten(1), bias)
+    return device.linear(Dense(weight.flatten(1), bias))
 
 
 def _linear(
-    weights: Weights, device: Device, name: str, inputs: int, outputs: int
+    weights: Weights, device: Operators, name: str, inputs: int, outputs: int
 ) -> LinearOperator:
     weight = weights.load(f"{name}.weight", outputs, inputs)
-    return device.linear(weight, weights.load(f"{name}.bias", outputs))
+    return device.linear(Dense(weight, weights.load(f"{name}.bias", outputs)))
 
 
 class _LayerNorm:
@@ -164,7 +167,9 @@ class _LayerNorm:
 class _Block:
     """Attention and MLP, each behind a norm and beside the residual stream."""
 
-    def __init__(self, config: VisionConfig, weights: Weights, device: Device, prefix: str) -> None:
+    def __init__(
+        self, config: VisionConfig, weights: Weights, device: Operators, prefix: str
+    ) -> None:
         size, inner = config.hidden_size, config.intermediate_size
         self._norms = [_LayerNorm(weights, f"{prefix}.norm{n}", size) for n in (1, 2)]
         self._qkv = _linear(weights, device, f"{prefix}.attn.qkv", size, 3 * size)
@@ -191,7 +196,7 @@ class _Merger:
         self,
         config: VisionConfig,
         weights: Weights,
-        device: Device,
+        device: Operators,
         prefix: str,
         *,
         norm_merged: bool,

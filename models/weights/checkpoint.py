@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from nanoactor.models.config import read_json
 from nanoactor.models.errors import ModelError, WeightsError
+from nanoactor.models.model_config import Quantization
 from nanoactor.models.parallel import Span
+from nanoactor.models.weights.formats import FORMATS
+from nanoactor.models.weights.linear import Dense, LinearWeights, Projection
 
 log = logging.getLogger("nanoactor.weights")
 
@@ -24,6 +28,29 @@ _FLOATING = ("F64", "F32", "BF16", "F16")
 _SPARE = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Ends of the names of buffers that older checkpoints carry along."""
 _MOST_NAMED = 5
+_NAMES = {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+"""How safetensors calls the types that packed weights and their scales may have."""
+
+Rows = Span | Sequence[Span]
+
+
+class Format(Protocol):
+    """Reads packed weights. Made from a `Quantization`, of which it refuses what it does not
+    know."""
+
+    def has(self, projection: Projection) -> bool:
+        """Return whether a projection is packed; others are read as they are."""
+
+    def read(self, weights: Weights, projection: Projection) -> LinearWeights:
+        """Return this rank's part. Raises `WeightsError` where tensors do not fit."""
 
 
 class Weights:
@@ -34,13 +61,20 @@ class Weights:
     """
 
     def __init__(
-        self, directory: Path, dtype: torch.dtype, device: torch.device, check: bool = True
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        check: bool = True,
+        *,
+        packed: Format | None = None,
     ) -> None:
-        """`check`: whether to look at every value. Raises `WeightsError` where files are missing,
-        damaged, or hold the same tensor twice."""
+        """`check`: whether to look at every value. `packed` reads what is packed, if anything is.
+        Raises `WeightsError` where files are missing, damaged, or hold the same tensor twice."""
         self.dtype = dtype
         self.device = device
         self._check = check
+        self._format = packed
         self._taken: set[str] = set()
         self._directory = directory
         self._open = contextlib.ExitStack()
@@ -120,12 +154,21 @@ class Weights:
         return name in self._home
 
     def load(
-        self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None
+        self,
+        name: str,
+        *shape: int,
+        rows: Rows | None = None,
+        columns: Span | None = None,
+        dtype: torch.dtype | None = None,
+        stored: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """One tensor, or a part of it, of the wanted type on the wanted device.
+        """One tensor, or a part of it, on the wanted device.
 
-        `shape` is that of the whole; of the file only the part is read. Rows past the end are
-        zero. Raises `WeightsError` where it is missing, of another shape or unreadable.
+        `shape` is that of the whole; of the file only the part is read: rows of one span or of
+        several, in their order. Rows of a single span past the end are zero. It gets the type
+        `dtype`, by default the model's. A packed tensor is `stored` in a type and keeps it.
+
+        Raises `WeightsError` where it is missing, of another shape or type, or unreadable.
         """
         home = self._home.get(name)
         if home is None:
@@ -141,34 +184,38 @@ class Weights:
                     f"{path}: {name} has the shape {tuple(found.get_shape())}, "
                     f"config.json asks for {shape}"
                 )
-            if found.get_dtype() not in _FLOATING:
+            wanted = _FLOATING if stored is None else (_NAMES[stored],)
+            if found.get_dtype() not in wanted:
                 raise WeightsError(
-                    f"{path}: {name} is stored as {found.get_dtype()}; quantized weights are not "
-                    f"supported, only {', '.join(_FLOATING)}"
+                    f"{path}: {name} is stored as {found.get_dtype()}, which config.json does not "
+                    f"say: this tensor may be {', '.join(wanted)}"
                 )
             tensor = self._read(home, name, shape, rows, columns)
         except SafetensorError as error:
             raise WeightsError(f"{path}: {name}: {error}") from error
-        if self._check:
-            self._check_values(tensor, f"{path}: {name}")
-        moved = tensor.to(self.device, self.dtype)
+        dtype = stored or dtype or self.dtype
+        if self._check and tensor.is_floating_point():
+            self._check_values(tensor, dtype, f"{path}: {name}")
+        moved = tensor.to(self.device, dtype)
         # A tensor that needs no conversion is still the file, which may change at any time.
         return moved.clone() if moved.data_ptr() == tensor.data_ptr() else moved
 
-    def _check_values(self, tensor: torch.Tensor, where: str) -> None:
+    def _check_values(self, tensor: torch.Tensor, dtype: torch.dtype, where: str) -> None:
         """Raise `WeightsError` for values that are not finite, or are not in the wanted type."""
         if not tensor.numel():
             return
+        if tensor.dtype.itemsize == 1:  # of which there is no minimum
+            tensor = tensor.to(torch.bfloat16)
         low, high = (float(value) for value in torch.aminmax(tensor))  # NaN comes through
         if not math.isfinite(low) or not math.isfinite(high):
             raise WeightsError(
                 f"{where} holds values that are not finite (NaN or infinity): the file is damaged, "
                 "or its training has diverged (check_weights=False loads it nevertheless)"
             )
-        most = torch.finfo(self.dtype).max
+        most = torch.finfo(dtype).max
         if max(-low, high) > most:
             raise WeightsError(
-                f"{where} holds {low if -low > high else high:g}, which {self.dtype} cannot: its "
+                f"{where} holds {low if -low > high else high:g}, which {dtype} cannot: its "
                 f"largest number is {most:g}; choose another dtype"
             )
 
@@ -191,7 +238,7 @@ class Weights:
             )
 
     def _read(
-        self, home: str, name: str, shape: tuple[int, ...], rows: Span | None, columns: Span | None
+        self, home: str, name: str, shape: tuple[int, ...], rows: Rows | None, columns: Span | None
     ) -> torch.Tensor:
         file = self._files[home]
         tensor: torch.Tensor
@@ -200,9 +247,12 @@ class Weights:
             return tensor
         part = file.get_slice(name)
         if columns is not None:
+            assert rows is None
             tensor = part[:, columns.start : columns.stop]
             return tensor
         assert rows is not None
+        if not isinstance(rows, Span):
+            return torch.cat([part[span.start : span.stop] for span in rows])
         stop = min(rows.stop, shape[0])
         there = max(0, stop - rows.start)
         tensor = part[rows.start : stop] if there else torch.empty(0, *shape[1:])
@@ -210,17 +260,62 @@ class Weights:
             tensor = torch.cat((tensor, tensor.new_zeros(rows.size - there, *shape[1:])))
         return tensor
 
-    def concatenated(
-        self, names: list[str], outputs: list[int], *rest: int, rows: list[Span] | None = None
-    ) -> torch.Tensor:
-        """Several tensors, or parts of each, stacked along their first dimension, for one fused
-        multiplication."""
-        spans: Sequence[Span | None] = rows or [None] * len(names)
-        parts = [
-            self.load(name, n, *rest, rows=span)
-            for name, n, span in zip(names, outputs, spans, strict=True)
+    def linear(self, projection: Projection) -> LinearWeights:
+        """Return the weights of a projection, in the format that the checkpoint has them in.
+
+        Raises `WeightsError` as `load` does."""
+        if self._format is not None and self._format.has(projection):
+            return self._format.read(self, projection)
+        weight = [
+            self.load(
+                f"{part.name}.weight",
+                *(part.outputs, projection.inputs),
+                rows=part.rows,
+                columns=projection.columns,
+            )
+            for part in projection.parts
         ]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return Dense(_joined(weight), self.bias_of(projection))
+
+    def bias_of(self, projection: Projection) -> torch.Tensor | None:
+        """Return the biases of a projection's outputs; None if it has none."""
+        if not projection.bias:
+            return None
+        parts = projection.parts
+        return _joined([self.load(f"{p.name}.bias", p.outputs, rows=p.rows) for p in parts])
+
+    def stacked(
+        self,
+        names: Sequence[str],
+        *shape: int,
+        rows: Rows | None = None,
+        columns: Span | None = None,
+        stored: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Return tensors of one shape, or the same part of each, as one: (names, ...). Each goes to
+        its place as it is read, so that the whole is never there twice."""
+        whole: torch.Tensor | None = None
+        for at, name in enumerate(names):
+            one = self.load(name, *shape, rows=rows, columns=columns, stored=stored)
+            if whole is None:
+                whole = one.new_empty(len(names), *one.shape)
+            whole[at].copy_(one)
+        assert whole is not None, "nothing to stack"
+        return whole
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def format_of(quantization: Quantization | None) -> Format | None:
+    """Return the reader of packed weights; None where nothing is packed. Raises `ModelError` for a
+    configuration that contradicts itself."""
+    if quantization is None:
+        return None
+    module, _, name = FORMATS[quantization.method].partition(":")
+    made: Format = getattr(importlib.import_module(module), name)(quantization)
+    return made
 
 
 def _listed(names: set[str]) -> str:
@@ -236,10 +331,16 @@ class RandomWeights(Weights):
     """
 
     def __init__(
-        self, directory: Path, dtype: torch.dtype, device: torch.device, check: bool = True
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        check: bool = True,
+        *,
+        packed: Format | None = None,
     ) -> None:
         """Reads nothing."""
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self._format = dtype, device, packed
         self._generator = torch.Generator(device).manual_seed(0)
 
     def __exit__(self, *_: object) -> None:
@@ -253,15 +354,24 @@ class RandomWeights(Weights):
         return name != "lm_head.weight"
 
     def load(
-        self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None
+        self,
+        name: str,
+        *shape: int,
+        rows: Rows | None = None,
+        columns: Span | None = None,
+        dtype: torch.dtype | None = None,
+        stored: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Normal with a deviation of 0.02, as models are initialised; norms are ones."""
         sizes = list(shape)
         if rows is not None:
-            sizes[0] = rows.size
+            sizes[0] = rows.size if isinstance(rows, Span) else sum(span.size for span in rows)
         if columns is not None:
             sizes[1] = columns.size
+        dtype = stored or dtype or self.dtype
         if len(shape) == 1 and "norm" in name:
-            return torch.ones(sizes, dtype=self.dtype, device=self.device)
-        drawn = torch.empty(sizes, dtype=self.dtype, device=self.device)
-        return drawn.normal_(0.0, 0.02, generator=self._generator)
+            return torch.ones(sizes, dtype=dtype, device=self.device)
+        floating = dtype.is_floating_point and dtype.itemsize > 1
+        drawn = torch.empty(sizes, dtype=dtype if floating else torch.float32, device=self.device)
+        drawn.normal_(0.0, 0.02 if dtype.is_floating_point else 20.0, generator=self._generator)
+        return drawn.to(dtype)

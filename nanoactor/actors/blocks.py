@@ -54,6 +54,7 @@ class BlockManagerActor(Actor):
             salt=self._config.salt,
             prefix_caching=engine.enable_prefix_caching,
             encoder=encoder_limits(self._config, cache),
+            slot_state=self._config.files.has_slot_state,
         )
 
     def handlers(self) -> Mapping[type, Handler]:

@@ -157,7 +157,7 @@ def _limits(config: ActorConfig, cache: RunnerReady) -> SchedulerConfig:
         depth=engine.pipeline_depth,
         max_depth=cache.max_depth,
         plan_lead=engine.plan_lead,
-        prefix_caching=engine.enable_prefix_caching,
+        prefix_caching=engine.enable_prefix_caching and not config.files.has_slot_state,
         priority_window=engine.priority_window,
         encoder=encoder_limits(config, cache),
         ranks=engine.tensor_parallel_size,

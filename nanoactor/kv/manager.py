@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from nanoactor.errors import ProtocolBug
+from nanoactor.kv.copies import PendingCopies
 from nanoactor.kv.hashing import block_hash
 from nanoactor.kv.holding import Answers, Holding, Sharing, spread_doubt
 from nanoactor.kv.items import HeldItems, ItemKeeper
@@ -21,7 +22,6 @@ from nanoactor.kv.pool import BlockPool
 from nanoactor.messages import (
     Admission,
     Answer,
-    BlockCopies,
     Failures,
     Forks,
     Int32,
@@ -67,7 +67,11 @@ class BlockManager:
         salt: bytes,
         prefix_caching: bool = True,
         encoder: EncoderLimits = NO_ENCODER,
+        slot_state: bool = False,
     ) -> None:
+        """With `slot_state` layers keep something of each slot that no block holds: no prefix is
+        ever found, and copies of slots are told to the runners."""
+        prefix_caching = prefix_caching and not slot_state
         self.pool = BlockPool(blocks)
         self.items = ItemKeeper(encoder)
         self._leftovers = Leftovers(self.pool, block_size)
@@ -83,8 +87,7 @@ class BlockManager:
         self._holdings: dict[int, Holding] = {}
         self._left: deque[tuple[int, int, Holding]] = deque()
         """(fence, slot, what it held) of slots that were given up while steps had rows in them."""
-        self._copies: list[tuple[int, int]] = []
-        """Blocks to copy before the layers of the next step: (source, target)."""
+        self._copies = PendingCopies(slots=slot_state)
         # By slot, as arrays: a step of hundreds of decodes costs a few operations.
         self._tokens = np.empty((max_seqs, max_model_len), np.int32)
         """Every token whose value is known."""
@@ -154,7 +157,7 @@ class BlockManager:
         refund = sum(map(self.pool.share, table))
         hits = len(table)
         computed = hits * self._block_size
-        most = min(len(tokens) - 1, event.most_hits)
+        most = min(len(tokens) - 1, self._most_hits(event))
         if hits not in extras and (
             begun := self._leftovers.take(hashes[:hits], tokens[computed:most])
         ):
@@ -188,7 +191,7 @@ class BlockManager:
     def _find(self, event: Admission, hashes: list[bytes]) -> list[int]:
         """Return the blocks that hold the longest known prefix, in the index or, without one, in
         another answer to the request."""
-        hashes = hashes[: event.most_hits // self._block_size]
+        hashes = hashes[: self._most_hits(event) // self._block_size]
         if not self._prefix_caching:
             return self._lent(event.request)[: len(hashes)]
         found: list[int] = []
@@ -197,6 +200,9 @@ class BlockManager:
                 break
             found.append(block)
         return found
+
+    def _most_hits(self, event: Admission) -> int:
+        return 0 if self._copies.has_slots else event.most_hits
 
     def _lent(self, request: int) -> list[int]:
         """Return the prompt's full blocks in an answer to a request that has computed them."""
@@ -227,7 +233,7 @@ class BlockManager:
             self._of(slot).table.append(block)
             self._sharing.hold(slot, (block,))
             self._room[slot] += self._block_size
-        copies, self._copies = self._copies, []
+        copies, slot_copies = self._copies.take()
         sent = self._behind_hits(plan.rows) if self._admitted else plan.rows
         rows = self._rows.expand(sent, plan.leaves)
         computing, token_ids = NO_ROWS, _NOTHING
@@ -247,7 +253,8 @@ class BlockManager:
             token_ids,
             **(self._announce(changed) if changed else _UNCHANGED),
             admissions=plan.admissions,
-            copies=BlockCopies(*map(_int32, zip(*copies, strict=True))) if copies else None,
+            copies=copies,
+            slot_copies=slot_copies,
             vision=vision,
         )
 
@@ -309,6 +316,7 @@ class BlockManager:
                 raise ProtocolBug(f"step {plan.step} copies {source} to {self._story(slot)}")
             copy, tokens = self._copy(uids[slot], source, spare=False)
             self._take_slot(slot, copy, tokens, indexed=len(copy.hashes))
+        self._copies.copy_slots(rows.slots.tolist(), rows.sources.tolist())
 
     def _copy(self, uid: int, slot: int, *, spare: bool) -> tuple[Holding, Int32]:
         """Share a computed slot's full blocks; have the rest copied to a block, which there is also
@@ -322,10 +330,8 @@ class BlockManager:
             self.pool.share(block)
         if rest or spare:
             table.append(self.pool.allocate())
-        if rest:  # of a block that is to be copied itself, what that one is a copy of
-            pending = {target: block for block, target in self._copies}
-            last = source.table[full]
-            self._copies.append((pending.get(last, last), table[full]))
+        if rest:
+            self._copies.copy_block(source.table[full], table[full])
         if source.tainted:
             self._answers.tainted.append(uid)
         copy = dataclasses.replace(source, uid=uid, hashes=source.hashes[:full], table=table)
@@ -401,6 +407,7 @@ class BlockManager:
         slots = event.slots.tolist()
         pairs = zip(slots, event.sources.tolist(), strict=True)
         copies = [self._copy(self._of(slot).uid, source, spare=True) for slot, source in pairs]
+        self._copies.copy_slots(slots, event.sources.tolist())
         for slot, (copy, tokens) in zip(slots, copies, strict=True):
             self._let_go(slot, fence)
             self._take_slot(slot, copy, tokens, indexed=len(copy.hashes))
@@ -476,7 +483,7 @@ class BlockManager:
     def _let_go(self, slot: int, fence: int) -> None:
         """Give up all blocks of a slot; steps up to `fence` may still use them."""
         table = self._holdings.pop(slot).table
-        self._copies = [pair for pair in self._copies if pair[1] not in table]
+        self._copies.drop_blocks(table)
         self._sharing.let_go(slot, table)
         self._answers.free(fence, self.pool.release(table[::-1], fence))
         self._answers.is_due = True

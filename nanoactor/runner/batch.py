@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoactor.messages import Admissions, BlockCopies, Int32, Int64, Step
+from nanoactor.messages import Admissions, Copies, Int32, Int64, Step
 from nanoactor.models.limits import FREEZE_IDS
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.sampling.columns import WORDS
@@ -122,6 +122,8 @@ class BatchTraits:
     """Rows that are sampled together without the fused sampler."""
     runs_as_rows_from: int = 1 << 30
     """Steps of so many decode rows may have several of one sequence."""
+    slot_state: bool = False
+    """Whether layers keep states of slots, which begin with each sequence."""
 
 
 class HostBatch:
@@ -181,6 +183,8 @@ class HostBatch:
                 prefill=self._prefill(step.token_ids, layout) if len(layout.chunks) else None,
                 fallback=fallback,
                 copies=_copies(step.copies),
+                slot_copies=_copies(step.slot_copies),
+                admitted=self._admitted(step),
                 kept=_kept(layout),
                 choices=self._choices(len(slots) - len(layout.choices), slots, positions, masks),
                 scored=scored,
@@ -282,6 +286,11 @@ class HostBatch:
         decodes = np.concatenate((layout.rows.decode_starts, layout.behind.positions)) + 1
         return HostSeqLens(counts, contexts, decodes.tolist())
 
+    def _admitted(self, step: Step) -> Long | None:
+        """Return the slots whose states begin anew; None if there are none."""
+        slots = step.admissions.slots
+        return slots.astype(np.int64) if self._traits.slot_state and len(slots) else None
+
     # -- sampling -------------------------------------------------------------------------
 
     def _fallback_rows(
@@ -361,7 +370,7 @@ class HostBatch:
         return ScoredRows(prompts, targets, asking), ScoredResults(rows, counts)
 
 
-def _copies(copies: BlockCopies | None) -> tuple[Array, ...]:
+def _copies(copies: Copies | None) -> tuple[Array, ...]:
     if copies is None:
         return ()
     return copies.sources.astype(np.int64), copies.targets.astype(np.int64)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanoactor.models.batch import SamplingBatch, SlotTables
+from nanoactor.models.batch import RowChoice, SamplingBatch, SlotTables
 from nanoactor.models.limits import FROZEN, NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.sampling.logit_rules import TokenIds, apply_rules
@@ -59,7 +59,7 @@ class TokenChooser:
         """By row of the step's logits."""
         self.logits: torch.Tensor | None = None
         """Those of the latest step, where rows may keep them."""
-        if constrains and device.keeps_logits and model.group.size == 1:
+        if constrains and device.traits.keeps_logits and model.group.size == 1:
             self.logits = device.zeros(rows, config.vocab_size, dtype=model.dtype)
         heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
         self.scratch = device.scratch(rows, heads, kv_heads, config.head_dim, config.vocab_size)
@@ -78,7 +78,10 @@ class TokenChooser:
             if logits is None:
                 logits = self._model.whole_logits(hidden, self.room(len(slots)))
             chosen = self.chosen[: len(slots)]
-            self._device.sample_rows(logits, slots, self._tables, self.scratch, chosen)
+            self._device.sample_rows(self._choice(logits, slots, chosen))
+
+    def _choice(self, logits: torch.Tensor, slots: torch.Tensor, chosen: torch.Tensor) -> RowChoice:
+        return RowChoice(logits, slots, self._tables, self.scratch, chosen)
 
     def choose_behind(
         self, hidden: torch.Tensor, rows: SampledRows[torch.Tensor], prompts: tuple[int, int]
@@ -100,8 +103,7 @@ class TokenChooser:
         if kept.logits is not None and masks is not None:
             slots = rows.slots.int()
             chosen = torch.empty_like(slots)
-            places = self._tables, self.scratch, chosen
-            self._device.sample_masked_rows(kept.logits, slots, masks, *places)
+            self._device.sample_masked_rows(self._choice(kept.logits, slots, chosen), masks)
             return chosen
         if masks is not None:
             hidden = kept.states.index_select(0, rows.index)
@@ -121,7 +123,7 @@ class TokenChooser:
         logits = self._model.whole_logits(hidden)
         masked = self._masks.apply(logits, masks)
         chosen = torch.empty_like(slots)
-        self._device.sample_rows(masked, slots, self._tables, self.scratch, chosen)
+        self._device.sample_rows(self._choice(masked, slots, chosen))
         none = torch.where(logits.amax(-1).isfinite(), NOTHING_ALLOWED, NO_TOKEN).int()
         return torch.where(masked.amax(-1).isfinite(), chosen, none)
 
@@ -135,8 +137,7 @@ class TokenChooser:
         masks = torch.full((1, -(-model.config.vocab_size // BITS)), -1, **kind)
         if self.logits is not None:
             chosen = torch.empty_like(slots)
-            places = self._tables, self.scratch, chosen
-            self._device.sample_masked_rows(self.logits, slots, masks, *places)
+            self._device.sample_masked_rows(self._choice(self.logits, slots, chosen), masks)
         else:
             hidden = self._device.zeros(1, model.config.hidden_size, dtype=model.dtype)
             self._choose_masked(hidden, masks, slots)

@@ -107,7 +107,7 @@ class Encoder:
     def _upload(self, array: NDArray[Any]) -> torch.Tensor:
         """Queue a copy to the device. From pageable memory it would wait for all steps before."""
         given = torch.from_numpy(array)
-        if not self._device.asynchronous:
+        if not self._device.traits.asynchronous:
             return given
         locked = self._device.pinned(*given.shape, dtype=given.dtype)
         return locked.copy_(given).to(self._device.torch_device, non_blocking=True)

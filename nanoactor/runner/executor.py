@@ -72,12 +72,12 @@ class DeviceExecutor:
         engine = config.engine
         self._config, self._device, self._longest = engine, device, config.files.max_model_len
         alone = engine.tensor_parallel_size == 1
-        self.any_thread = device.any_thread and alone
-        self.max_depth = engine.steps_in_flight(deep=device.deep_pipeline)
+        self.any_thread = device.traits.any_thread and alone
+        self.max_depth = engine.steps_in_flight(deep=device.traits.deep_pipeline)
         self._dropped: list[int] = []
         with device.stream():
             self._model = LoadedModel(config, device)
-            fused = device.fused_sampling if alone else device.fused_sampling_of_ranks
+            fused = device.traits.fused_sampling if alone else device.traits.fused_sampling_of_ranks
             self._traits = self._model.batch_traits(fused, engine.max_num_seqs)
             self._double = BatchDouble(self._traits, self.block_size)
             self._free_buffers: deque[InFlight] = deque()
@@ -85,7 +85,7 @@ class DeviceExecutor:
             """The clock counts from their end; they are used again after the next step."""
             self._clock = DeviceClock.started(device)
             # What a rank measures while it waits for the others is theirs.
-            measures = alone and not engine.threads and not device.asynchronous
+            measures = alone and not engine.threads and not device.traits.asynchronous
             self._threads = ThreadChoice(self._model.threads) if measures else None
             constrains = has_grammars(config.files)
             self.num_blocks = self._model.size_cache(*self._warm_up(constrains))
@@ -98,12 +98,12 @@ class DeviceExecutor:
     @property
     def device_name(self) -> str:
         """The device's name."""
-        return self._device.name
+        return self._device.traits.name
 
     @property
     def asynchronous(self) -> bool:
         """Whether `launch` returns before the step is done."""
-        return self._device.asynchronous
+        return self._device.traits.asynchronous
 
     @property
     def dtype_name(self) -> str:
@@ -143,7 +143,7 @@ class DeviceExecutor:
         )
         self._choices = StepChoices(model, chooser, self._batch.layout.slots)
         tokens, mixed = config.max_num_batched_tokens, MixedSizes((), ())
-        if device.captures_prompts:
+        if device.traits.captures_prompts:
             mixed = MixedSizes.of(tokens, config.max_num_seqs, sees=model.encoder is not None)
         self._forward = StepForward(
             model,
@@ -173,7 +173,10 @@ class DeviceExecutor:
 
     @property
     def _captures(self) -> bool:
-        return self._device.captures_graphs and self._config.device_options.graph_mode != "eager"
+        return (
+            self._device.traits.captures_graphs
+            and self._config.device_options.graph_mode != "eager"
+        )
 
     def _capture(self) -> None:
         limits = self.num_blocks, self.block_size, self._longest
@@ -194,7 +197,7 @@ class DeviceExecutor:
         rows = min(-(-config.max_num_batched_tokens // longest), config.max_num_seqs)
         most = min(config.max_num_batched_tokens, rows * longest)
         tokens, decoding = most, config.max_num_seqs
-        if not device.asynchronous:
+        if not device.traits.asynchronous:
             tokens, decoding = min(most, _SMALL_WARMUP_TOKENS), min(decoding, _SMALL_WARMUP_ROWS)
         prefill = prefill_step(tokens, min(rows, tokens), self.block_size)
         blocks = int(prefill.table_blocks.max()) + 1
@@ -217,15 +220,15 @@ class DeviceExecutor:
         if self._captures:
             peak += captured + _GRAPH_BYTES * len(self._graphs)
         log.info("warm-up took %.1f s", time.monotonic() - begin)
-        self._resident.caches.clear()
-        return used, peak + kept + (_DRIVER_BYTES if device.asynchronous else 0)
+        self._resident.states.clear()
+        return used, peak + kept + (_DRIVER_BYTES if device.traits.asynchronous else 0)
 
     def _warm_up_encoder(self) -> int:
         """Return the bytes that the largest picture takes."""
         if (encoder := self._model.encoder) is None:
             return 0
         most = encoder.largest(self._longest)
-        rows = most if self._device.asynchronous else min(most, _SMALL_WARMUP_TOKENS)
+        rows = most if self._device.traits.asynchronous else min(most, _SMALL_WARMUP_TOKENS)
         encoder.warm_up(rows)
         seconds, taken = self._measured(lambda: encoder.warm_up(rows))
         self.warmed_up += ((rows, seconds),)

@@ -6,7 +6,13 @@ import functools
 
 import torch
 
-from nanoactor.models.batch import AttentionBatch, RowBuffers, decode_batch, with_final_rows
+from nanoactor.models.batch import (
+    AttentionBatch,
+    ForwardInputs,
+    RowBuffers,
+    decode_batch,
+    with_final_rows,
+)
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.runner.choosing import TokenChooser
 from nanoactor.runner.inputs import Prefill, SeenPictures
@@ -53,7 +59,7 @@ class StepForward:
         batch, slots = self._resident, self._resident.rows.slots[:rows]
         buffers = self._sliced(0, rows)
         self._device.advance(batch.tables, batch.rows.first(rows), buffers, batch.tokens.ids)
-        where = buffers, slots, batch.tables.blocks, batch.caches
+        where = buffers, slots, batch.tables.blocks, batch.states
         if whole := self._model.whole_step(*where, self._chooser.room(rows)):
             hidden, logits = whole
         else:
@@ -122,8 +128,8 @@ class StepForward:
         self, buffers: RowBuffers, batch: AttentionBatch, positions: torch.Tensor
     ) -> torch.Tensor:
         batch = self._device.plan(self._chooser.scratch, batch)
-        forward, caches = self._model.network.forward, self._resident.caches
-        return self._device.run(forward, buffers.token_ids, positions, caches, batch)
+        inputs = ForwardInputs(buffers.token_ids, positions, self._resident.states, batch)
+        return self._device.run(self._model.network.forward, inputs)
 
     def _sliced(self, first: int, rows: int) -> RowBuffers:
         buffers, at = self._buffers, slice(first, first + rows)

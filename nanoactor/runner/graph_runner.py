@@ -51,7 +51,7 @@ class GraphRunner:
     def __len__(self) -> int:
         """Return how many graphs `capture` records."""
         # Lengths that the host writes into a graph: one graph for each step under way.
-        in_flight = self._in_flight if self._device.needs_host_seq_lens else 1
+        in_flight = self._in_flight if self._device.traits.needs_host_seq_lens else 1
         return in_flight * len(self._sizes) + len(self._mixed)
 
     def capture(
@@ -118,7 +118,7 @@ class GraphRunner:
         forward = self._forward
         forward.prompts = None
         if inputs.prefill is not None:
-            narrows = self._device.narrows_last_layer and inputs.seen is None
+            narrows = self._device.traits.narrows_last_layer and inputs.seen is None
             final = update.final_lengths if narrows else None
             rows = update.decode_rows
             hidden = forward.mixed(inputs.prefill, rows, inputs.seen, update.lengths, final=final)

@@ -98,6 +98,12 @@ class Inputs(Generic[T]):
     """Samplers that the fused sampler does not do, a few at a time."""
     copies: tuple[T, ...] = ()
     """Blocks that are copied before the layers: sources and destinations, or nothing."""
+    slot_copies: tuple[T, ...] = ()
+    """Slots whose states are copied before the layers: sources and targets, or nothing. They are
+    read before any is written."""
+    admitted: T | None = None
+    """Slots that have new sequences, whose states are zero after these copies; None where layers
+    keep none."""
     kept: KeptRows[T] | None = None
     choices: tuple[SampledRows[T], ...] = ()
     """Rows that choose from the states that their slots keep, a few at a time."""

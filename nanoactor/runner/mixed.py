@@ -14,6 +14,8 @@ from nanoactor.runner.graphs import MixedSize, MixedSizes, most_prompts
 from nanoactor.runner.inputs import Prefill, SeenPictures, Update
 
 D = TypeVar("D", Prefill[torch.Tensor], SeenPictures[torch.Tensor])
+Padding = int | list[list[int]]
+"""A number, or a column of them."""
 
 
 class FixedInputs(Generic[D]):
@@ -24,7 +26,7 @@ class FixedInputs(Generic[D]):
         self,
         device: Device,
         kind: type[D],
-        arrays: dict[str, tuple[tuple[int, ...], int]],
+        arrays: dict[str, tuple[tuple[int, ...], Padding]],
         in_flight: int,
     ) -> None:
         """`arrays` are the shape and the padding of each field; at most `in_flight` steps may be
@@ -64,11 +66,11 @@ def fixed_prefill(
     """Make the inputs of steps with `tokens` prompt tokens; `dummy` is the slot of padded ones."""
     rows = most_prompts(tokens)
     tiles = -(-tokens // tokens_per_program) + rows
-    arrays = {
+    arrays: dict[str, tuple[tuple[int, ...], Padding]] = {
         "token_ids": ((tokens,), 0),
         "positions": ((tokens,), 0),
         "slots": ((tokens,), dummy),
-        "rows": ((4, rows), 0),
+        "rows": ((4, rows), [[dummy], [0], [0], [0]]),
         "tiles": ((2, tiles), -1),
         "ends": ((rows,), 0),
         "sampling": ((rows,), dummy),
@@ -96,7 +98,10 @@ class MixedInputs:
             limits = tokens, tokens_per_program, dummy, self._in_flight
             self._prefills[tokens] = fixed_prefill(self._device, *limits)
             if self._sizes.sees:
-                arrays = {"rows": ((tokens,), -1), "positions": ((3, tokens), 0)}
+                arrays: dict[str, tuple[tuple[int, ...], Padding]] = {
+                    "rows": ((tokens,), -1),
+                    "positions": ((3, tokens), 0),
+                }
                 self._pictures[tokens] = FixedInputs(
                     self._device, SeenPictures, arrays, self._in_flight
                 )

@@ -10,21 +10,22 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from nanoactor.actors.config import encoder_pages
-from nanoactor.models.batch import KVCache, RowBuffers, SamplingBatch
+from nanoactor.models.batch import RowBuffers, SamplingBatch
 from nanoactor.models.collective import Group, RankGroup, SingleRank
-from nanoactor.models.config import ModelConfig
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.protocols import Device, WholeStep, WholeSteps
 from nanoactor.models.errors import NotEnoughMemory, RanksDisagree
 from nanoactor.models.families.registry import family_of
+from nanoactor.models.layers.state import LayerState, paged
+from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.options import FusedSampling
-from nanoactor.models.sampling.logit_rules import TokenIds
 from nanoactor.models.sampling.sharded import ShardedSampler, whole_logits
 from nanoactor.models.vision.tower import VisionTower
-from nanoactor.models.weights.checkpoint import RandomWeights, Weights
+from nanoactor.models.weights.checkpoint import RandomWeights, Weights, format_of
 from nanoactor.runner.batch import FALLBACK_AT_ONCE, BatchTraits
 from nanoactor.runner.config import RankConfig, check_cache
 from nanoactor.runner.encoder import Encoder
+from nanoactor.runner.layer_states import block_bytes, slot_bytes
 from nanoactor.runner.threads import usable_cores
 
 log = logging.getLogger("nanoactor.runner")
@@ -47,7 +48,7 @@ class LoadedModel:
         """How it pools; None if it does not."""
         self.dtype = self._choose_dtype()
         self.dtype_name = str(self.dtype).removeprefix("torch.")
-        self.block_size = engine.block_size or device.default_block_size
+        self.block_size = engine.block_size or device.traits.default_block_size
         device.check(self.dtype, self.block_size, self.config.head_dim)
         begin = time.monotonic()
         self.free = device.memory().free
@@ -74,12 +75,15 @@ class LoadedModel:
     def batch_traits(self, fused: FusedSampling, rows: int) -> BatchTraits:
         """Return how steps of at most so many decode rows are laid out."""
         heads, kv_heads = self.network.shard.heads.size, self.network.shard.kv_heads.size
+        slot_state = slot_bytes(self.network.states) > 0
         return BatchTraits(
             self.device.tokens_per_program(heads, kv_heads),
-            self.device.needs_host_seq_lens,
+            self.device.traits.needs_host_seq_lens,
             fused,
-            FALLBACK_AT_ONCE if self.device.asynchronous else rows,
-            self.device.runs_as_rows_from,
+            FALLBACK_AT_ONCE if self.device.traits.asynchronous else rows,
+            # Rows of one sequence that share a step would all begin with the same state.
+            1 << 30 if slot_state else self.device.traits.runs_as_rows_from,
+            slot_state,
         )
 
     def make_whole_steps(self, sizes: Sequence[int]) -> None:
@@ -98,11 +102,15 @@ class LoadedModel:
         rows: RowBuffers,
         slots: torch.Tensor,
         tables: torch.Tensor,
-        caches: list[KVCache],
+        states: list[LayerState],
         into: torch.Tensor | None,
     ) -> WholeStep | None:
         """Queue a decode step as one operator, see `WholeSteps.run`; None where there is none."""
-        return None if self._whole is None else self._whole.run(rows, slots, tables, caches, into)
+        if self._whole is None:
+            return None
+        caches = paged(states)
+        assert caches is not None, "only layers with pages have weights for it"
+        return self._whole.run(rows, slots, tables, caches, into)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -164,7 +172,7 @@ class LoadedModel:
         if size == 1:
             return SingleRank()
         port, listener = config.rendezvous_port, config.rendezvous_socket
-        backend, where = self.device.collective_backend, self.device.torch_device
+        backend, where = self.device.traits.collective_backend, self.device.torch_device
         return RankGroup(config.rank, size, backend, port, listener, where)
 
     def _sharded_sampler(self) -> ShardedSampler:
@@ -174,7 +182,13 @@ class LoadedModel:
     def _open_weights(self) -> Weights:
         engine, directory = self._config.engine, self._config.files.directory
         kind = RandomWeights if engine.load_format == "dummy" else Weights
-        return kind(directory, self.dtype, self.device.torch_device, engine.check_weights)
+        return kind(
+            directory,
+            self.dtype,
+            self.device.torch_device,
+            engine.check_weights,
+            packed=format_of(self.config.quantization),
+        )
 
     def _choose_dtype(self) -> torch.dtype:
         if self._config.engine.dtype != "auto":
@@ -182,7 +196,7 @@ class LoadedModel:
         stored: torch.dtype = getattr(torch, self.config.dtype)
         if self.device.supports(stored):
             return stored
-        fallback = self.device.default_dtype
+        fallback = self.device.traits.default_dtype
         log.warning("the checkpoint is %s, which is slow here: computing in %s", stored, fallback)
         return fallback
 
@@ -190,9 +204,11 @@ class LoadedModel:
 
     def block_bytes(self) -> int:
         """Return the bytes that one block takes in all layers, and the ids of its tokens."""
-        kv_heads = self.network.shard.kv_heads.size
-        elements = 2 * self.config.num_layers * self.block_size * kv_heads * self.config.head_dim
-        return elements * self.dtype.itemsize + 4 * self.block_size
+        return block_bytes(self.network.states, self.block_size)
+
+    def slots_bytes(self) -> int:
+        """Return the bytes that layers keep of all sequences beside blocks; a dummy is one more."""
+        return slot_bytes(self.network.states) * (self._config.engine.max_num_seqs + 1)
 
     def size_cache(self, used: int, peak: int) -> int:
         """Return how many blocks the cache gets: as given, or as many as fit and can be used.
@@ -202,19 +218,20 @@ class LoadedModel:
         """
         config, files = self._config.engine, self._config.files
         needed = -(-files.max_model_len // self.block_size)
+        by_slot = self.slots_bytes()
         if config.num_kv_blocks is not None:
             blocks, arithmetic = config.num_kv_blocks, "num_kv_blocks"
             self._check_room(blocks, used, peak)
         else:
-            share = config.memory_utilization or self.device.default_memory_utilization
-            if self.device.shared_memory:  # and so are the figures of what is free and used
+            share = config.memory_utilization or self.device.traits.default_memory_utilization
+            if self.device.traits.shared_memory:  # and so are the figures of what is free and used
                 share, used = share / self.group.size, used // self.group.size
-            left = int(self.free * share) - used - peak
+            left = int(self.free * share) - used - peak - by_slot
             blocks = min(left // self.block_bytes(), config.max_num_seqs * needed)
             arithmetic = (
                 f"{share:.0%} of {self.free // _MIB} MiB free - {used // _MIB} MiB of weights - "
-                f"{peak // _MIB} MiB for a step = {left // _MIB} MiB in blocks of "
-                f"{self.block_bytes() / _MIB:.2f} MiB"
+                f"{peak // _MIB} MiB for a step{self._of_slots()} = {left // _MIB} MiB in blocks "
+                f"of {self.block_bytes() / _MIB:.2f} MiB"
             )
         check_cache(blocks, files, self.block_size, arithmetic)
         blocks = self.group.all_reduce_min(blocks)
@@ -223,25 +240,32 @@ class LoadedModel:
 
     def _check_room(self, blocks: int, used: int, peak: int) -> None:
         """Raise `NotEnoughMemory` for a cache that memory cannot hold once it fills."""
-        share = self.group.size if self.device.shared_memory else 1
-        free = self.free // share - used // share - peak
+        share = self.group.size if self.device.traits.shared_memory else 1
+        free = self.free // share - used // share - peak - self.slots_bytes()
         if blocks * self.block_bytes() > free:
             raise NotEnoughMemory(
                 f"num_kv_blocks {blocks}: {blocks} blocks of {self.block_bytes() / _MIB:.2f} MiB "
                 f"take {blocks * self.block_bytes() // _MIB} MiB, but {self.free // _MIB} MiB free "
-                f"- {used // _MIB} MiB of weights - {peak // _MIB} MiB for a step leave "
+                f"- {used // _MIB} MiB of weights - {peak // _MIB} MiB for a step"
+                f"{self._of_slots()} leave "
                 f"{max(0, free) // _MIB} MiB, or {max(0, free) // self.block_bytes()} blocks"
             )
 
-    def allocate(self, blocks: int) -> list[KVCache]:
-        """Keys and values of all layers."""
-        kv_heads = self.network.shard.kv_heads.size
-        shape = (blocks, self.block_size, kv_heads, self.config.head_dim)
+    def _of_slots(self) -> str:
+        """Name what layers keep beside blocks, as a part of the arithmetic."""
+        each = slot_bytes(self.network.states)
+        if not each:
+            return ""
+        sequences = self._config.engine.max_num_seqs
+        return (
+            f" - {self.slots_bytes() // _MIB} MiB of states ({each / _MIB:.2f} MiB for each of "
+            f"max_num_seqs {sequences} and one more)"
+        )
 
-        def zeros() -> torch.Tensor:  # padded reads must see finite numbers from the start on
-            return self.device.zeros(*shape, dtype=self.dtype)
-
-        return [KVCache(zeros(), zeros()) for _ in range(self.config.num_layers)]
+    def allocate(self, blocks: int, slots: int) -> list[LayerState]:
+        """Return what all layers keep, in so many blocks and of so many sequences."""
+        zeros, size = self.device.zeros, self.block_size
+        return [state.allocate(zeros, blocks, size, slots) for state in self.network.states]
 
     def check_agreement(self, step: int, chosen: torch.Tensor) -> None:
         """Raise `RanksDisagree` where another rank has chosen other tokens."""
@@ -249,13 +273,3 @@ class LoadedModel:
         hashes = self.group.all_gather(((chosen + 1) * weights).sum()[None])
         if (hashes != hashes[0]).any():
             raise RanksDisagree(f"step {step}: the ranks' choices hash to {hashes.tolist()}")
-
-
-def copy_blocks(
-    caches: list[KVCache], tokens: TokenIds, sources: torch.Tensor, copies: torch.Tensor
-) -> None:
-    """Copy blocks, int64, in all layers, with the ids of their tokens."""
-    ids = tokens.ids.view(-1, tokens.tables.block_size)
-    parts = [part for cache in caches for part in (cache.keys, cache.values)]
-    for part in (*parts, ids):
-        part.index_copy_(0, copies, part.index_select(0, sources))

@@ -38,7 +38,7 @@ class PublishedIds:
 
     def __init__(self, device: Device, in_flight: int, rows: int) -> None:
         """So many steps, of so many rows at most, may be under way at once."""
-        self._publishes = device.publishes_ids
+        self._publishes = device.traits.publishes_ids
         places = 1 << (in_flight - 1).bit_length()
         self._device = device
         self._ring = device.pinned(places, 1 + rows, dtype=torch.int32)

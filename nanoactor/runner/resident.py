@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from nanoactor.models.batch import DecodeRows, KVCache, SlotTables
+from nanoactor.models.batch import DecodeRows, SlotTables
+from nanoactor.models.layers.state import LayerState, SlotArrays
 from nanoactor.models.limits import FREEZE_IDS
 from nanoactor.models.sampling.columns import WORDS
 from nanoactor.models.sampling.logit_rules import TokenIds
 from nanoactor.runner.batch import StateLayout
 from nanoactor.runner.inputs import Inputs
-from nanoactor.runner.model import LoadedModel, copy_blocks
+from nanoactor.runner.layer_states import copy_blocks
+from nanoactor.runner.model import LoadedModel
 
 
 class ResidentBatch:
@@ -21,7 +23,8 @@ class ResidentBatch:
         """Allocate tables, and a cache of so many blocks and of those that padded rows write to."""
         device, self._layout, self._blocks = model.device, layout, blocks
         every = blocks + device.dummy_blocks(layout.slots - 1, model.block_size)
-        self.caches: list[KVCache] = model.allocate(every)
+        self.states: list[LayerState] = model.allocate(every, layout.slots)
+        self._by_slot = [state for state in self.states if isinstance(state, SlotArrays)]
         self._state = device.zeros(layout.size, dtype=torch.int32)
         self.tables = SlotTables(
             blocks=self._state[: layout.lengths].view(layout.slots, layout.max_blocks),
@@ -54,13 +57,18 @@ class ResidentBatch:
         return self._layout.dummy
 
     def renew(self) -> None:
-        """Forget all sequences; what is in the cache stays there."""
+        """Forget all sequences; what is in blocks stays there."""
         self._state.zero_()
         self._reset()
 
     def apply(self, inputs: Inputs[torch.Tensor]) -> None:
-        """Queue the changes and the copies of blocks that come before a step."""
+        """Queue the changes and the copies that come before a step."""
         if inputs.changes:
             self._state[inputs.changes[0]] = inputs.changes[1]
         if inputs.copies:
-            copy_blocks(self.caches, self.tokens, *inputs.copies)
+            copy_blocks(self.states, self.tokens, *inputs.copies)
+        for arrays in self._by_slot:  # a copy's source may have a new sequence in this step
+            if inputs.slot_copies:
+                arrays.copy(*inputs.slot_copies)
+            if inputs.admitted is not None:
+                arrays.zero(inputs.admitted)

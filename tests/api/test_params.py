@@ -430,7 +430,7 @@ def test_a_directory_without_configuration_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        (dict(architectures=["MistralForCausalLM"]), UnsupportedModel, "MistralForCausalLM"),
+        (dict(architectures=["GemmaForCausalLM"]), UnsupportedModel, "GemmaForCausalLM"),
         (dict(hidden_act="gelu"), UnsupportedModel, "hidden_act"),
         (dict(use_sliding_window=True), UnsupportedModel, "sliding"),
         (dict(quantization_config={"bits": 4}), UnsupportedModel, "quantized"),

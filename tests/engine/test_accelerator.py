@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nanoactor.models.devices as devices
 from nanoactor import SamplingParams
 from nanoactor.actors.runner import RunnerActor
+from nanoactor.models.batch import ForwardInputs
 from nanoactor.models.devices.cuda.kernels import batch as slots_kernels
 from nanoactor.models.errors import NotEnoughMemory
 from nanoactor.models.sampling.columns import pack
@@ -276,8 +277,8 @@ def test_without_triton_the_portable_device_is_taken():
     """In a process in which Triton cannot be imported."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from nanoactor.models.devices.cuda.device import HAS_TRITON, PortableCUDADevice\n"
-        "assert not HAS_TRITON and not PortableCUDADevice.captures_graphs"
+        "from nanoactor.models.devices.cuda.device import HAS_TRITON, PORTABLE_TRAITS\n"
+        "assert not HAS_TRITON and not PORTABLE_TRAITS.captures_graphs"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -454,18 +455,20 @@ def our_logits(directory, dtype, tokens, block):
     device = devices.open_device("cuda")
     with device.stream():
         model = LoadedModel(config, device)
-        caches = model.allocate(64)
+        states = model.allocate(64, 2)
         length, half = len(tokens), len(tokens) // 2
         ids_ = torch.tensor(tokens, device="cuda")
         positions = torch.arange(length, device="cuda")
         table = [list(range(64))]
         heads = model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
         chunk = attention_batch(device, table, [(half, half)], [], heads, block, places=range(half))
-        hidden = [model.network.forward(ids_[:half], positions[:half], caches, chunk)]
+        first = ForwardInputs(ids_[:half], positions[:half], states, chunk)
+        hidden = [model.network.forward(first)]
         for at in range(half, length):
             one = positions[at : at + 1]
             step = attention_batch(device, table, [], [at + 1], heads, block, places=[at])
-            hidden.append(model.network.forward(ids_[at : at + 1], one, caches, step))
+            inputs = ForwardInputs(ids_[at : at + 1], one, states, step)
+            hidden.append(model.network.forward(inputs))
         return model.network.logits(torch.cat(hidden)).double().cpu()
 
 

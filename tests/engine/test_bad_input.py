@@ -156,10 +156,10 @@ DAMAGES = [
     (dict(intermediate_size=641), None, WeightsError, r"gate_proj.*\(640, 256\).*\(641, 256\)"),
     (dict(tie_word_embeddings=False), None, WeightsError, "no weight 'lm_head.weight'"),
     (
-        dict(architectures=["MistralForCausalLM"]),
+        dict(architectures=["GemmaForCausalLM"]),
         None,
         UnsupportedModel,
-        "MistralForCausalLM.*Qwen3",
+        "GemmaForCausalLM.*Qwen3",
     ),
     (dict(), lambda d: (d / "config.json").unlink(), ModelError, "config.json does not exist"),
     (dict(), lambda d: (d / "tokenizer.json").unlink(), ModelError, "no tokenizer.json"),

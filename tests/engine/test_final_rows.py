@@ -18,9 +18,9 @@ def rows(monkeypatch):
     """Of each forward pass: its tokens, and the rows that the last layer computed."""
     found, forward = [], Decoder.forward
 
-    def noted(self, token_ids, positions, caches, batch):
-        hidden = forward(self, token_ids, positions, caches, batch)
-        found.append((len(token_ids), len(hidden)))
+    def noted(self, inputs):
+        hidden = forward(self, inputs)
+        found.append((len(inputs.token_ids), len(hidden)))
         return hidden
 
     monkeypatch.setattr(Decoder, "forward", noted)

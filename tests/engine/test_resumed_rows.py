@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 import nanoactor.models.devices as devices
-from nanoactor.models.devices.cuda.device import CUDADevice
-from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.rows import RowExpander, Want
 from nanoactor.runner import row_layout
 from nanoactor.runner.batch import NO_MASKS
@@ -100,10 +98,14 @@ def run(executor, steps):
 def test_rows_give_the_tokens_of_chunks_in_their_order(device, tmp_path, monkeypatch):
     heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
     make_checkpoint(tmp_path, **CONFIGURATIONS["untied"], **heads)
-    monkeypatch.setattr(PortableOperators, "runs_as_rows_from", 1)
-    monkeypatch.setattr(CUDADevice, "runs_as_rows_from", 1)
-    if device == "interpreted":
-        monkeypatch.setattr(devices, "open_device", lambda *_: InterpretedDevice())
+    original = devices.open_device
+
+    def open_device(*arguments):
+        found = InterpretedDevice() if device == "interpreted" else original(*arguments)
+        found.traits = dataclasses.replace(found.traits, runs_as_rows_from=1)
+        return found
+
+    monkeypatch.setattr(devices, "open_device", open_device)
     config = rank_config(
         tmp_path,
         device="cuda" if device == "cuda" else "cpu",

@@ -29,8 +29,8 @@ from nanoactor.messages import (
     Admissions,
     Admit,
     Answer,
-    BlockCopies,
     Continue,
+    Copies,
     Failures,
     Finish,
     Forks,
@@ -148,7 +148,7 @@ def worst_messages(config, files):
     )
     tables = dict(table_slots=rows, table_starts=rows, table_counts=rows)
     tables["table_blocks"] = i32(seqs * blocks)
-    copies, ids = BlockCopies(rows, rows), i32(step + seqs)
+    copies, ids = Copies(rows, rows), i32(step + seqs)
     yield (
         "blocks",
         "runners",

@@ -43,6 +43,15 @@ CONFIGURATIONS = {
     ),
     "qwen2": dict(family="Qwen2"),
     "qwen3_vl": dict(family="Qwen3VL", seed=1),
+    "mistral": dict(family="Mistral", head_dim=24, sliding_window=None),
+    "granite": dict(
+        family="Granite",
+        attention_bias=True,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.7,
+        attention_multiplier=0.35,
+        logits_scaling=1.7,
+    ),
     "llama3": dict(
         family="Llama",
         attention_bias=True,

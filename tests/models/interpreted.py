@@ -4,10 +4,12 @@ Its queue is the calling thread, a captured step is run anew by each replay. bfl
 wrong in the interpreter, so nothing here is tried in that type.
 """
 
+import dataclasses
+
 import torch
 from triton.runtime import interpreter
 
-from nanoactor.models.devices.cuda.device import CUDADevice
+from nanoactor.models.devices.cuda.device import PORTABLE_TRAITS, CUDADevice, with_kernels
 from nanoactor.models.devices.cuda.kernels.prefill import PrefillAttention
 from nanoactor.models.devices.portable import HostEvent
 from nanoactor.models.seq_lens import NO_SEQ_LENS
@@ -58,11 +60,15 @@ class Rerun:
 
 
 class InterpretedDevice(HostMachine, CUDADevice):
-    name = "interpreted"
-    default_block_size = 16
-
     def __init__(self):
         self._base = 0
+        self.traits = dataclasses.replace(
+            with_kernels(PORTABLE_TRAITS),
+            name="interpreted",
+            collective_backend=self.collective_backend,
+            default_dtype=self.default_dtype,
+            default_block_size=16,
+        )
         self.prefill_attention = PrefillAttention((8, 0), 0)
 
     def supports(self, dtype):

@@ -20,6 +20,7 @@ from nanoactor.models.devices.cpu.device import CPUDevice
 from nanoactor.models.devices.cpu.kernels import elements
 from nanoactor.models.devices.cpu.kernels.elements import BITS, FLOAT, exp, finite, narrow, wide
 from nanoactor.models.devices.portable import PortableOperators
+from nanoactor.models.weights.linear import Dense
 
 
 @numba.njit
@@ -94,7 +95,7 @@ def test_products_of_any_number_of_rows(inputs, outputs, dtype, threads, monkeyp
 
     weight, bias = make(outputs, inputs), make(outputs)
     for added in (bias, None):
-        product = device.linear(weight, added)
+        product = device.linear(Dense(weight, added))
         for rows in (0, 1, 3, 4, 5, 8, 11):
             x = make(rows, 2 * inputs)[:, :inputs]  # with gaps
             expected = x.double() @ weight.double().T + (0 if added is None else added.double())
@@ -112,7 +113,7 @@ def test_second_layouts_take_a_bounded_share_of_memory(monkeypatch):
         compiled, "product", lambda x, weight, *_: kept.append(weight) or x @ weight.T
     )
     weights = [torch.randn(8, 64) for _ in range(3)]
-    for product in [device.linear(weight, None) for weight in weights]:
+    for product in [device.linear(Dense(weight)) for weight in weights]:
         product(torch.randn(1, 64))
     assert len(kept) == 1
     assert torch.equal(kept[0], weights[0])
@@ -128,7 +129,7 @@ def test_products_of_large_weights_are_onednns_where_there_is_amx(amx, kept, mon
     )
     device = CompiledCPUDevice()
     for size in (1024, 1 << 21):
-        device.linear(torch.randn(size // 64, 64), None)(torch.randn(1, 64))
+        device.linear(Dense(torch.randn(size // 64, 64)))(torch.randn(1, 64))
     assert found == kept
 
 

@@ -7,11 +7,12 @@ import random
 import pytest
 import torch
 
-from nanoactor.models.batch import FinalRows, KVCache, VisualTokens
-from nanoactor.models.config import RopeConfig, parse_config, read_config
+from nanoactor.models.batch import FinalRows, ForwardInputs, KVCache, VisualTokens
+from nanoactor.models.config import parse_config, read_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import open_device
 from nanoactor.models.layers.rope import RotaryEmbedding
+from nanoactor.models.model_config import RopeConfig
 from nanoactor.models.weights.checkpoint import Weights
 from tests.models.batches import attention_batch
 from tests.models.checkpoints import ALONE, SMALL, make_checkpoint
@@ -92,14 +93,15 @@ class Driver:
             places, visual = self.pictures(rows)
             batch = dataclasses.replace(batch, visual=visual)
         with torch.inference_mode():
-            hidden = self.model.forward(torch.tensor(tokens), places, self.caches, batch)
+            inputs = ForwardInputs(torch.tensor(tokens), places, self.caches, batch)
+            hidden = self.model.forward(inputs)
             logits = self.model.logits(hidden)
             if final:
-                self.run_final(batch, rows, (torch.tensor(tokens), places), logits)
+                self.run_final(rows, inputs, logits)
         for (sequence, _), part in zip(rows, logits.split([n for _, n in rows]), strict=True):
             sequence.logits.append(part)
 
-    def run_final(self, batch, rows, inputs, whole):
+    def run_final(self, rows, inputs, whole):
         before = [(cache.keys.clone(), cache.values.clone()) for cache in self.caches]
         ends = torch.tensor([count for _, count in rows]).cumsum(0).int() - 1
         alone = attention_batch(
@@ -110,17 +112,17 @@ class Driver:
             self.heads,
             self.block_size,
         )
-        narrowed = dataclasses.replace(batch, final=FinalRows(ends, lambda: alone))
-        hidden = self.model.forward(*inputs, self.caches, narrowed)
+
+        def narrowed(ends, plan):
+            batch = dataclasses.replace(inputs.batch, final=FinalRows(ends, plan))
+            return self.model.forward(dataclasses.replace(inputs, batch=batch))
+
+        hidden = narrowed(ends, lambda: alone)
         assert_close(self.model.logits(hidden), whole[ends])
         for cache, kept in zip(self.caches, before, strict=True):
             for now, then in zip((cache.keys, cache.values), kept, strict=True):
                 assert torch.equal(now, then)
-        nobody = FinalRows(ends[:0], lambda: pytest.fail("there is nothing to plan"))
-        assert (
-            len(self.model.forward(*inputs, self.caches, dataclasses.replace(batch, final=nobody)))
-            == 0
-        )
+        assert not len(narrowed(ends[:0], lambda: pytest.fail("there is nothing to plan")))
 
     def pictures(self, rows):
         """Positions, and the features of those tokens of these rows that are of pictures."""

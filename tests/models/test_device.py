@@ -47,13 +47,13 @@ def device(request):
 
 @pytest.fixture(params=DTYPES, ids=str)
 def dtype(request, device):
-    if not device.supports(request.param) and device.name == INTERPRETED:
+    if not device.supports(request.param) and device.traits.name == INTERPRETED:
         pytest.skip("Triton's interpreter has no products in bfloat16")
     return request.param
 
 
 def emulated(device):
-    return device.name == "npu" and device.torch_device.type == "cpu"
+    return device.traits.name == "npu" and device.torch_device.type == "cpu"
 
 
 class Maker:
@@ -357,17 +357,17 @@ def test_devices_sample_the_same_tokens_from_the_same_logits(device):
 
 
 def test_the_device_describes_itself(device):
-    if device.name == INTERPRETED:
+    if device.traits.name == INTERPRETED:
         pytest.skip("it is no device of the project")
-    assert device.name in KNOWN
-    assert device.torch_device.type == device.name or emulated(device)
-    assert device.collective_backend in ("gloo", "nccl", "hccl")
-    assert device.default_block_size > 0
-    assert 0 < device.default_memory_utilization <= 1
+    assert device.traits.name in KNOWN
+    assert device.torch_device.type == device.traits.name or emulated(device)
+    assert device.traits.collective_backend in ("gloo", "nccl", "hccl")
+    assert device.traits.default_block_size > 0
+    assert 0 < device.traits.default_memory_utilization <= 1
 
 
 def test_the_default_type_is_a_supported_one(device):
-    assert device.supports(device.default_dtype)
+    assert device.supports(device.traits.default_dtype)
     assert not device.supports(torch.int8)
     assert not device.supports(torch.float64)
 
@@ -378,7 +378,7 @@ def test_memory_says_what_there_is_and_what_is_free(device):
 
 
 def test_peak_counts_what_is_allocated_after_its_reset(device):
-    if device.name == INTERPRETED or emulated(device):
+    if device.traits.name == INTERPRETED or emulated(device):
         pytest.skip("it has no memory of its own")
     mebibyte = 2**20
 
@@ -494,4 +494,4 @@ def test_the_cpu_prefers_bfloat16_where_the_processor_has_it(host, cpuinfo, nati
     found = open_device("cpu")
     assert found.supports(torch.float32)
     assert found.supports(torch.bfloat16) == native
-    assert found.default_dtype == (torch.bfloat16 if native else torch.float32)
+    assert found.traits.default_dtype == (torch.bfloat16 if native else torch.float32)

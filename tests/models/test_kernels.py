@@ -12,8 +12,10 @@ import torch
 
 from nanoactor.models.batch import (
     DecodeRows,
+    HeadTransform,
     KVCache,
     RowBuffers,
+    RowChoice,
     SamplingBatch,
     SlotTables,
 )
@@ -162,8 +164,8 @@ def test_locate_finds_each_tokens_place(device, tokens):
 @pytest.mark.parametrize("rows", [1, 40])
 def test_ids_are_published_with_the_number_of_their_step(device, rows):
     """The count goes on where it overflows."""
-    if not device.publishes_ids:
-        pytest.skip(f"{device.name} publishes none")
+    if not device.traits.publishes_ids:
+        pytest.skip(f"{device.traits.name} publishes none")
     ring = device.pinned(4, 1 + 50, dtype=torch.int32).fill_(-99)
     count = int32(device, [2**31 - 2])
     for step in range(3):
@@ -204,7 +206,9 @@ def test_heads_are_normed_rotated_and_stored_as_one_operator_after_the_other(
     for operators in (device, PortableOperators()):
         shape = (blocks, SIZE, kv_heads, dim)
         cache = KVCache(*(torch.full(shape, 5.0, device=device.torch_device) for _ in range(2)))
-        q = operators.norm_rotate_store(qkv.clone(), weights, 1e-5, rotation, cache, slots)
+        q = operators.norm_rotate_store(
+            qkv.clone(), HeadTransform(weights, 1e-5, rotation), cache, slots
+        )
         caches.append((q, cache.keys, cache.values))
     for found, expected in zip(*caches, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -244,7 +248,9 @@ def check_sampling(device, tables, logits, slots=ROWS):
     written."""
     scratch = device.scratch(len(slots), 4, 2, 24, logits.shape[1])
     chosen = poisoned(device, len(slots) + 1)
-    device.sample_rows(logits, slots.int().to(device.torch_device), tables, scratch, chosen)
+    device.sample_rows(
+        RowChoice(logits, slots.int().to(device.torch_device), tables, scratch, chosen)
+    )
     assert chosen[:-1].tolist() == sampled_by_hand(logits, tables, slots).tolist()
     assert int(chosen[-1]) == -99
     last = tables.last_tokens.cpu()
@@ -258,9 +264,9 @@ def test_frozen_slots_bring_no_token(device, rows):
     slots, scratch = int32(device, range(SLOTS)), device.scratch(SLOTS, 4, 2, 24, 211)
     free, chosen = poisoned(device, SLOTS), poisoned(device, SLOTS)
     there = logits.to(device.torch_device)
-    device.sample_rows(there, slots, tables, scratch, free)
+    device.sample_rows(RowChoice(there, slots, tables, scratch, free))
     tables.frozen[1:5] = 1
-    device.sample_rows(there, slots, tables, scratch, chosen)
+    device.sample_rows(RowChoice(there, slots, tables, scratch, chosen))
     expected = free.clone()
     expected[1:5] = FROZEN
     assert chosen.tolist() == expected.tolist()
@@ -334,7 +340,7 @@ def test_what_top_p_and_min_p_alone_leave_is_not_sorted(device, vocabulary, kind
 def test_a_cpu_samples_from_what_top_p_and_large_top_ks_leave(vocabulary, kind):
     pytest.importorskip("numba")
     device = open_device("cpu")
-    assert device.fused_sampling == "every"
+    assert device.traits.fused_sampling == "every"
     generator = torch.Generator().manual_seed(vocabulary)
     logits = make_logits(kind, vocabulary, generator)
     top_k = [0, 0, 300, 1000, 0, 0, 8999, 0, 0]
@@ -349,7 +355,7 @@ def test_without_rows_nothing_is_sampled(device):
     scratch = device.scratch(4, 4, 2, 24, 100)
     tables = make_tables(device)
     logits = torch.empty(0, 100, device=device.torch_device)
-    device.sample_rows(logits, int32(device, []), tables, scratch, poisoned(device, 1))
+    device.sample_rows(RowChoice(logits, int32(device, []), tables, scratch, poisoned(device, 1)))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +366,7 @@ def test_without_rows_nothing_is_sampled(device):
     ],
 )
 def test_rows_whose_logits_are_not_finite_get_no_token_and_harm_no_other(device, vocabulary, top_k):
-    if vocabulary > 100_000 and device.name == "interpreted":
+    if vocabulary > 100_000 and device.traits.name == "interpreted":
         pytest.skip("where there is a GPU, Triton's interpreter is off")
     tables = make_tables(device, by_slot([0.0, 1.0] * 4 + [0.0], [top_k] * SLOTS))
     generator = torch.Generator().manual_seed(vocabulary)
@@ -371,7 +377,7 @@ def test_rows_whose_logits_are_not_finite_get_no_token_and_harm_no_other(device,
     logits = logits.to(device.torch_device)
     scratch = device.scratch(SLOTS, 4, 2, 24, vocabulary)
     chosen = poisoned(device, SLOTS)
-    device.sample_rows(logits, int32(device, range(SLOTS)), tables, scratch, chosen)
+    device.sample_rows(RowChoice(logits, int32(device, range(SLOTS)), tables, scratch, chosen))
     assert chosen[:7].tolist() == [NO_TOKEN] * 7
     assert chosen[7:].tolist() == sampled_by_hand(logits, tables, torch.arange(SLOTS))[7:].tolist()
     last = tables.last_tokens.cpu()[:SLOTS]
@@ -407,9 +413,8 @@ def test_kept_logits_are_sampled_under_masks(device, vocabulary):
     masks = mask_words(allowed).to(device.torch_device)
     scratch = device.scratch(len(slots), 4, 2, 24, vocabulary)
     chosen = poisoned(device, len(slots) + 1)
-    device.sample_masked_rows(
-        kept, slots.int().to(device.torch_device), masks, tables, scratch, chosen[:-1]
-    )
+    there = slots.int().to(device.torch_device)
+    device.sample_masked_rows(RowChoice(kept, there, tables, scratch, chosen[:-1]), masks)
     masked = kept[slots].masked_fill(~allowed.to(device.torch_device), -math.inf)
     expected = sampled_by_hand(masked, tables, slots).tolist()
     expected[5:8] = [NOTHING_ALLOWED, NO_TOKEN, NO_TOKEN]
@@ -430,7 +435,7 @@ def test_a_large_vocabulary_in_bfloat16(top_k):
     slots = torch.arange(256, device="cuda").int() % SLOTS
     chosen = poisoned(device, 256)
     scratch = device.scratch(256, 16, 8, 128, 151_936)
-    device.sample_rows(logits, slots, tables, scratch, chosen)
+    device.sample_rows(RowChoice(logits, slots, tables, scratch, chosen))
     expected = sampled_by_hand(logits, tables, slots)
     assert (chosen == expected).float().mean() > 0.98  # the rest are ties within a rounding
 
@@ -503,7 +508,7 @@ def test_contexts_in_chunks(device):
     """One, two and four chunks to a row; prompts with a prefix of some tiles."""
     prefills = [(150, 90), (70, 1), (129, 65)]
     case = Ragged(device, torch.float32, 4, 2, 24, 16, prefills, [1, 64, 65, 200, 130])
-    if device.name != "cpu":
+    if device.traits.name != "cpu":
         assert len({int(first) for first in case.batch.plan.firsts}) == 5
     assert max(case.errors()) < 2e-6
 

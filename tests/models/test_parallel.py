@@ -46,14 +46,15 @@ def test_shards_cover_everything_once_and_heads_keep_their_keys(kv, group, ranks
         assert (kv * group) % ranks or (kv % ranks and ranks % kv)
         return
 
-    def numbers(name):
-        return [n for s in shards for n in range(getattr(s, name).start, getattr(s, name).stop)]
+    def numbers(span_of):
+        return [n for s in shards for n in range(span_of(s).start, span_of(s).stop)]
 
-    assert numbers("heads") == list(range(kv * group))
-    assert numbers("inner") == list(range(inner))
-    assert numbers("vocabulary")[:words] == list(range(words))
-    assert len(numbers("vocabulary")) < words + ranks * ranks
-    assert sorted(set(numbers("kv_heads"))) == list(range(kv))
+    assert numbers(lambda s: s.heads) == list(range(kv * group))
+    assert numbers(lambda s: s.part(inner)) == list(range(inner))
+    vocabulary = numbers(lambda s: s.vocabulary)
+    assert vocabulary[:words] == list(range(words))
+    assert len(vocabulary) < words + ranks * ranks
+    assert sorted(set(numbers(lambda s: s.kv_heads))) == list(range(kv))
     for shard in shards:
         needed = {head // group for head in range(shard.heads.start, shard.heads.stop)}
         assert needed == set(range(shard.kv_heads.start, shard.kv_heads.stop))

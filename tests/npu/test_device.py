@@ -132,7 +132,7 @@ def test_auto_takes_the_cpu_and_says_why_where_cann_is_missing(monkeypatch, capl
         raise UnsupportedModel("libhccl.so of CANN cannot be loaded")
 
     monkeypatch.setattr("nanoactor.models.devices.npu.runtime.load_torch_npu", refuse)
-    assert devices.open_device("auto").name == "cpu"
+    assert devices.open_device("auto").traits.name == "cpu"
     assert "many times slower: libhccl.so of CANN" in caplog.text
 
 
@@ -142,7 +142,7 @@ def test_other_devices_never_import_torch_npu():
         "import nanoactor\n"
         "from nanoactor.models.devices import open_device\n"
         "import nanoactor.models.devices.cuda.device\n"
-        "assert open_device('cpu').name == 'cpu'\n"
+        "assert open_device('cpu').traits.name == 'cpu'\n"
         "assert 'nanoactor.models.devices.npu.device' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

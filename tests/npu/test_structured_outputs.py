@@ -19,7 +19,7 @@ def continued(monkeypatch):
 
     def checked(self, update, staged, fits):
         states = run(self, update, staged, fits)
-        if self._device.needs_host_seq_lens:
+        if self._device.traits.needs_host_seq_lens:
             batch = self._forward._resident
             slots = batch.rows.slots[: update.decode_rows].tolist()
             counted = self._forward._buffers.contexts[: update.decode_rows].tolist()

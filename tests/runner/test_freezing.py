@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-import nanoactor.models.decoder as decoder
 import nanoactor.models.devices as devices
-from nanoactor.models.layers.layers import DecoderLayer
+from nanoactor.models.families.registry import FAMILIES
 from nanoactor.models.limits import FREEZE_IDS, FROZEN
 from nanoactor.rows import RowExpander
 from nanoactor.runner.open import open_executor
 from nanoactor.runner.warmup import admissions
 from tests.engine.harness import rank_config
-from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.models.interpreted import InterpretedDevice
+from tests.models.summing import make_summing_checkpoint
+from tests.models.summing_family import SUMMING
 from tests.runner.steps import DECODE, SAMPLE, introduced, step_of
 
 # The interpreter computes in NumPy, which warns where 32-bit products wrap around.
@@ -25,28 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SLOTS, BLOCKS_EACH, SIZE = 3, 4, 4
 PROMPTS = [3, 4]
 DEPTH = 4
-HIDDEN = 64
 # Hot, so that tokens differ.
 DRAWN = admissions(np.arange(SLOTS, dtype=np.int32), temperature=4.0, seed=3).sampling
-
-
-class SummingLayer(DecoderLayer):
-    """A layer that adds up what it has seen of each sequence, and goes by it."""
-
-    sums: torch.Tensor
-    """(slots, hidden)."""
-
-    def __call__(self, x, residual, rotation, cache, batch, final=None):
-        first, sums = batch.prefill_tokens, SummingLayer.sums
-        for slot, at, tokens, context in batch.prefill_rows.T.tolist():
-            before = sums[slot] * (context > tokens)
-            sums[slot] = before + x[at : at + tokens].sum(0)
-            x[at : at + tokens] += sums[slot]
-        slots = batch.decode_slots.long()
-        kept = (batch.frozen.index_select(0, slots) == 0)[:, None]
-        sums.index_add_(0, slots, x[first:] * kept)
-        x[first:] += sums.index_select(0, slots)
-        return super().__call__(x, residual, rotation, cache, batch, final)
 
 
 @pytest.fixture(
@@ -59,20 +39,16 @@ def executor(request, tmp_path_factory):
 
 
 def open_rank(name, directory, patch):
-    heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
-    make_checkpoint(directory, **CONFIGURATIONS["untied"], **heads)
+    # One layer of sums, one of attention.
+    make_summing_checkpoint(directory, num_attention_heads=2, num_key_value_heads=1)
+    patch.setitem(FAMILIES, SUMMING.architecture, SUMMING)
     if name == "interpreted":
         patch.setattr(devices, "open_device", lambda *_: InterpretedDevice())
-    patch.setattr(decoder, "DecoderLayer", SummingLayer)
-    where = "cuda" if name == "cuda" else "cpu"
-    SummingLayer.sums = torch.zeros(SLOTS + 1, HIDDEN, device=where)
-    # A layer that asks the host for its prompts' rows is not captured.
     config = rank_config(
         directory,
-        device=where,
+        device="cuda" if name == "cuda" else "cpu",
         dtype="float32",
         num_kv_blocks=SLOTS * BLOCKS_EACH,
-        enforce_eager=True,
         max_num_seqs=SLOTS,
         max_num_batched_tokens=64,
         block_size=SIZE,
@@ -111,9 +87,9 @@ def decoding(joining=(0, 1), steps=DEPTH):
 def clear(executor):
     executor.renew()
     batch = executor._resident
-    caches = [tensor for cache in batch.caches for tensor in (cache.keys, cache.values)]
+    sums, cache = batch.states
     with torch.inference_mode():
-        for tensor in (SummingLayer.sums, batch.tokens.ids, *caches):
+        for tensor in (*sums.arrays, batch.tokens.ids, cache.keys, cache.values):
             tensor.zero_()
 
 
@@ -135,9 +111,11 @@ def kept(executor, slot, positions):
     written behind them."""
     at = slot * BLOCKS_EACH * SIZE
     end = (slot + 1) * BLOCKS_EACH * SIZE
-    parts = [SummingLayer.sums[slot]]
-    tensors = [t for cache in executor._resident.caches for t in (cache.keys, cache.values)]
-    for part in (*(t.flatten(0, 1) for t in tensors), executor._resident.tokens.ids):
+    sums, cache = executor._resident.states
+    parts = [array[slot] for array in sums.arrays]
+    assert int(parts[1]) == positions
+    tensors = cache.keys.flatten(0, 1), cache.values.flatten(0, 1), executor._resident.tokens.ids
+    for part in tensors:
         assert not part[at + positions : end].any(), "an overrun was written"
         parts.append(part[at : at + positions])
     return [part.clone() for part in parts]

@@ -1,5 +1,7 @@
 """The ring in which decode steps leave their ids for the host."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -12,7 +14,9 @@ ROWS = 5
 class Publishing(CPUDevice):
     """Publishes as the kernel does."""
 
-    publishes_ids = True
+    def __init__(self):
+        super().__init__()
+        self.traits = dataclasses.replace(self.traits, publishes_ids=True)
 
     def publish(self, ids, ring, count):
         place = ring[int(count) % len(ring)]

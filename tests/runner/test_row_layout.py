@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoactor.models.devices.cuda.device import CUDADevice
+from nanoactor.models.devices.cuda.device import PORTABLE_TRAITS, with_kernels
 from nanoactor.models.devices.cuda.kernels.decode_step.table import MOST_ROWS
 from nanoactor.rows import NO_ROWS, RowExpander, Want, compressed
 from nanoactor.runner.batch import BatchTraits, HostBatch
@@ -171,7 +171,9 @@ def test_steps_of_the_kernel_for_few_rows_have_no_two_of_a_sequence():
     """It reads the cache of a row while others still write theirs."""
     slots, sizes = MOST_ROWS + 8, set()
     for decodes in range(slots - 2):
-        batch = HostBatch(slots, 4, BatchTraits(runs_as_rows_from=CUDADevice.runs_as_rows_from))
+        batch = HostBatch(
+            slots, 4, BatchTraits(runs_as_rows_from=with_kernels(PORTABLE_TRAITS).runs_as_rows_from)
+        )
         rows = [*decoding(*range(decodes)), (slots - 1, 12, 3, KEEP)]
         update = batch.update(step_of(*rows, new=introduced(slots, [10] * slots)))
         assert (update.prefill is None) == (update.decode_rows > decodes)

@@ -8,7 +8,7 @@ import pytest
 from nanoactor.kv.hashing import block_hashes
 from nanoactor.kv.holding import Sharing
 from nanoactor.kv.manager import BlockManager
-from nanoactor.messages import Abort, Admission, Failures, KnownTokens, Plan, Turn
+from nanoactor.messages import Abort, Admission, Failures, Forks, KnownTokens, Plan, Turn
 from nanoactor.rows import Rows, Want
 from nanoactor.scheduling.turns import _NO_ADMISSIONS
 from tests.scheduling.events import (
@@ -163,6 +163,33 @@ def test_a_copys_blocks_are_its_sources_and_come_back_once():
         turns.take(frees=int32(slot), fence=2)
         answer = manager.take_answer()
         assert (answer.fences.tolist(), answer.freed.tolist()) == ([2], [freed])
+    manager.check()
+
+
+def test_copies_of_slots_are_told_where_layers_keep_states_of_them():
+    """Copies of a prompt's row come with the step behind it, forks of a turn with the next step."""
+    turns = Turns(slot_state=True)
+    manager, prompt = turns.manager, np.arange(6, dtype=np.int32)
+    plan = planned(1, 0, 0, 6, copies=[(1, 1)])
+    step = turns.take(admissions=(admission(0, 0, prompt),), plan=plan)
+    assert step.slot_copies is None
+    step = turns.take(done=1, admissions=(admission(2, 2, prompt),), plan=planned(2, 2, 0, 6))
+    assert (step.slot_copies.sources.tolist(), step.slot_copies.targets.tolist()) == ([0], [1])
+    turns.take(done=2, forks=Forks(int32(0, 2), int32(2, 0)))
+    step = turns.take(done=2, admissions=(admission(3, 3, prompt),), plan=planned(3, 3, 0, 6))
+    assert step.slot_copies is not None
+    pairs = zip(step.slot_copies.sources.tolist(), step.slot_copies.targets.tolist(), strict=True)
+    assert sorted(pairs) == [(0, 2), (2, 0)]
+    manager.check()
+
+
+def test_no_answer_is_found_where_layers_keep_states_of_slots():
+    """Not in the index, not in another answer to the request."""
+    turns = Turns(slot_state=True)
+    manager, prompt = turns.manager, np.arange(10, dtype=np.int32)
+    turns.take(admissions=(admission(0, 0, prompt),), plan=planned(1, 0, 0, 10))
+    turns.take(done=1, admissions=(admission(1, 1, prompt, request=0),))
+    assert manager.take_answer().hits.tolist() == [0, 0]
     manager.check()
 
 

@@ -22,6 +22,12 @@ def keeps_what_comes_during_a_trial():
 
 
 FINDERS = {
+    "copies of slots are not told where layers keep states of them": (
+        test_forking.test_copies_of_slots_are_told_where_layers_keep_states_of_them
+    ),
+    "a prefix is found though no block says what a layer's state was": (
+        test_forking.test_no_answer_is_found_where_layers_keep_states_of_slots
+    ),
     "what decode rows compute in the place of forced tokens is left": (
         test_forking.test_what_decode_rows_compute_in_the_place_of_forced_tokens_does_not_survive
     ),

@@ -726,8 +726,8 @@ _PATCHES = [
     Mutation(
         "the last block of a copy stays empty",
         MANAGER,
-        "self._copies.append((pending.get(last, last), table[full]))",
-        "self._copies.append((table[full], table[full]))",
+        "self._copies.copy_block(source.table[full], table[full])",
+        "self._copies.copy_block(table[full], table[full])",
     ),
     Mutation(
         "the copy of a block costs no credit",
@@ -768,7 +768,7 @@ _PATCHES = [
     Mutation(
         "a prefix hit skips what is to be scored",
         MANAGER,
-        "        hashes = hashes[: event.most_hits // self._block_size]\n",
+        "        hashes = hashes[: self._most_hits(event) // self._block_size]\n",
         "        hashes = hashes[:]\n",
     ),
     Mutation(
@@ -1031,8 +1031,8 @@ _PATCHES = [
     Mutation(
         "a fork's last block stays empty",
         MANAGER,
-        "        if rest:  # of a block",
-        "        if rest and not spare:  # of a block",
+        "        if rest:\n",
+        "        if rest and not spare:\n",
     ),
     Mutation(
         "what a fork gives up is not fenced by the steps of those it shared with",
@@ -1497,9 +1497,9 @@ def _one_further(plan: Plan) -> Plan:
 _PATCHES.append(
     Mutation(
         "a copy of a copy takes what that block held before",
-        MANAGER,
-        "pending.get(last, last)",
-        "last",
+        "nanoactor.kv.copies",
+        "self._blocks.get(source, source)",
+        "source",
     )
 )
 SEAMS = [
@@ -1605,6 +1605,18 @@ _PATCHES.append(
     )
 )
 RARE = [
+    Mutation(
+        "copies of slots are not told where layers keep states of them",
+        MANAGER,
+        "        self._copies.copy_slots(slots, event.sources.tolist())\n",
+        "",
+    ),
+    Mutation(
+        "a prefix is found though no block says what a layer's state was",
+        MANAGER,
+        "return 0 if self._copies.has_slots else event.most_hits",
+        "return event.most_hits",
+    ),
     Mutation(
         "what decode rows compute in the place of forced tokens is left",
         MANAGER,

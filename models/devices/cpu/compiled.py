@@ -11,8 +11,10 @@ import torch
 from nanoactor.models.batch import (
     AttentionBatch,
     DecodeRows,
+    HeadTransform,
     KVCache,
     RowBuffers,
+    RowChoice,
     SlotTables,
 )
 from nanoactor.models.devices.cpu.device import CPUDevice, has_instructions
@@ -24,11 +26,12 @@ from nanoactor.models.devices.cpu.kernels.elementwise import (
     norm_rotate_store,
     rms_norm,
     swiglu,
+    takes_heads,
 )
 from nanoactor.models.devices.cpu.kernels.linear import product
 from nanoactor.models.devices.cpu.kernels.sampling import sample_rows
 from nanoactor.models.devices.protocols import LinearOperator
-from nanoactor.models.options import FusedSampling
+from nanoactor.models.weights.linear import LinearWeights, dense_of
 
 # Measured by bench/cpu_kernels.py; docs/cpu.md has the figures.
 _FEW_ROWS = 2
@@ -47,11 +50,12 @@ class CompiledCPUDevice(CPUDevice):
     """Kernels compiled by Numba, and oneDNN's products; other types than float32 and bfloat16 are
     PyTorch's alone."""
 
-    fused_sampling: FusedSampling = "every"
-    default_memory_utilization = CPUDevice.default_memory_utilization + _SHARE
-
     def __init__(self) -> None:
         super().__init__()
+        share = self.traits.default_memory_utilization + _SHARE
+        self.traits = dataclasses.replace(
+            self.traits, fused_sampling="every", default_memory_utilization=share
+        )
         self._threads = 1
         self._spare = int(self.memory().free * _SHARE)
 
@@ -89,22 +93,16 @@ class CompiledCPUDevice(CPUDevice):
         """In one pass."""
         locate(tables, slots, positions, slot_mapping)
 
-    def sample_rows(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        tables: SlotTables,
-        scratch: Any,
-        chosen: torch.Tensor,
-    ) -> None:
+    def sample_rows(self, rows: RowChoice) -> None:
         """Whatever rows ask for."""
-        sample_rows(logits, slots, tables, chosen, self._threads)
+        sample_rows(rows, self._threads)
 
     # -- operators ------------------------------------------------------------------------
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
+    def linear(self, weights: LinearWeights) -> LinearOperator:
         """In two layouts where memory allows: for a few rows, and for many."""
-        many = super().linear(weight, bias)
+        dense = dense_of(weights)
+        many, weight, bias = super().linear(dense), dense.weight, dense.bias
         slower = weight.nbytes > _LARGE_BYTES and has_instructions("amx_tile")
         if slower or not knows(weight) or weight.nbytes > self._spare:
             return many
@@ -121,13 +119,15 @@ class CompiledCPUDevice(CPUDevice):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """In one pass."""
-        return rms_norm(x, weight, eps) if self._takes(x) else super().rms_norm(x, weight, eps)
+        norm = rms_norm if self._takes(x) and weight.dtype == x.dtype else super().rms_norm
+        return norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """In one pass."""
-        norm = add_rms_norm if self._takes(x) else super().add_rms_norm
+        known = self._takes(x) and weight.dtype == x.dtype
+        norm = add_rms_norm if known else super().add_rms_norm
         return norm(x, residual, weight, eps)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -139,17 +139,12 @@ class CompiledCPUDevice(CPUDevice):
         return cos.float().contiguous(), sin.float().contiguous()
 
     def norm_rotate_store(
-        self,
-        qkv: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        cache: KVCache,
-        slots: torch.Tensor,
+        self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
     ) -> torch.Tensor:
         """In one pass."""
-        store = norm_rotate_store if self._takes(qkv) else super().norm_rotate_store
-        return store(qkv, weights, eps, rotation, cache, slots)
+        known = self._takes(qkv) and takes_heads(qkv, how)
+        store = norm_rotate_store if known else super().norm_rotate_store
+        return store(qkv, how, cache, slots)
 
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from nanoactor.models.devices.portable import HostEvent, PortableOperators
-from nanoactor.models.devices.protocols import LinearOperator, Memory
+from nanoactor.models.devices.protocols import DeviceTraits, LinearOperator, Memory
+from nanoactor.models.weights.linear import LinearWeights, dense_of
 
 log = logging.getLogger("nanoactor.models.cpu")
 
@@ -20,18 +21,20 @@ log = logging.getLogger("nanoactor.models.cpu")
 class CPUDevice(PortableOperators):
     """PyTorch on the host's cores."""
 
-    name = "cpu"
     torch_device = torch.device("cpu")
-    collective_backend = "gloo"
-    default_block_size = 16
-    shared_memory = True
-    asynchronous = any_thread = False
-    default_memory_utilization = 0.4
 
     def __init__(self) -> None:
         self._base = 0
         native = self.supports(torch.bfloat16)
-        self.default_dtype = torch.bfloat16 if native else torch.float32
+        self.traits = DeviceTraits(
+            name="cpu",
+            collective_backend="gloo",
+            default_dtype=torch.bfloat16 if native else torch.float32,
+            default_block_size=16,
+            default_memory_utilization=0.4,
+            shared_memory=True,
+            asynchronous=False,
+        )
 
     def prepare_thread(self, threads: int) -> None:
         """Limit OpenMP here; each thread that computes has its own setting."""
@@ -84,13 +87,15 @@ class CPUDevice(PortableOperators):
     def synchronize(self) -> None:
         """Nothing is ever queued."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
+    def linear(self, weights: LinearWeights) -> LinearOperator:
         """oneDNN's own layout, reordered once instead of in every call."""
+        dense = dense_of(weights)
+        bias = dense.bias
         try:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+            packed = torch.ops.mkldnn._reorder_linear_weight(dense.weight)
         except (AttributeError, RuntimeError) as error:  # a build of PyTorch without oneDNN
             _log_once(f"weights stay unpacked, which costs up to half of the speed: {error}")
-            return super().linear(weight, bias)
+            return super().linear(dense)
         apply = torch.ops.mkldnn._linear_pointwise
         return lambda x: apply(x, packed, bias, "none", [], "")
 

@@ -16,17 +16,18 @@ import torch
 from nanoactor.models.batch import (
     AttentionBatch,
     DecodeRows,
+    HeadTransform,
     KVCache,
     RowBuffers,
+    RowChoice,
     SlotTables,
 )
-from nanoactor.models.config import ModelConfig
 from nanoactor.models.devices.cuda.kernels.decode_step.steps import DecodeSteps
 from nanoactor.models.devices.cuda.kernels.decode_step.table import MOST_ROWS
 from nanoactor.models.devices.portable import PortableOperators
-from nanoactor.models.devices.protocols import CapturedFunction, Memory, WholeSteps
+from nanoactor.models.devices.protocols import CapturedFunction, DeviceTraits, Memory, WholeSteps
 from nanoactor.models.errors import UnsupportedModel
-from nanoactor.models.options import FusedSampling
+from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.models.weights.whole_step import ModelWeights
 
@@ -45,6 +46,33 @@ except ImportError:
 log = logging.getLogger("nanoactor.models.cuda")
 
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+PORTABLE_TRAITS = DeviceTraits(
+    name="cuda",
+    collective_backend="nccl",
+    default_dtype=torch.float16,
+    default_block_size=64,
+    default_memory_utilization=0.9,
+    any_thread=True,
+)
+
+
+def with_kernels(traits: DeviceTraits) -> DeviceTraits:
+    """Return the traits of a device whose operators are our kernels, and whose steps are graphs."""
+    return dataclasses.replace(
+        traits,
+        captures_graphs=True,
+        captures_prompts=True,
+        deep_pipeline=True,
+        keeps_logits=True,
+        publishes_ids=True,
+        # The kernel of smaller steps reads rows of one sequence while it writes them.
+        runs_as_rows_from=MOST_ROWS + 1,
+        needs_host_seq_lens=False,
+        fused_sampling="all",
+        fused_sampling_of_ranks="all",
+    )
 
 
 class CudaEvent:
@@ -70,13 +98,6 @@ class CudaEvent:
 class PortableCUDADevice(PortableOperators):
     """Memory, events and plain PyTorch operators of one GPU."""
 
-    name = "cuda"
-    collective_backend = "nccl"
-    default_block_size = 64
-    shared_memory = False
-    asynchronous = any_thread = True
-    default_memory_utilization = 0.9
-
     def __init__(self, index: int = 0) -> None:
         """Raises `UnsupportedModel` where there is no such GPU."""
         count = torch.cuda.device_count()
@@ -88,7 +109,10 @@ class PortableCUDADevice(PortableOperators):
         self.torch_device = torch.device("cuda", index)
         self._base = 0
         self._stream: torch.cuda.Stream | None = None
-        self.default_dtype = torch.bfloat16 if self._has_bfloat16() else torch.float16
+        self.traits = dataclasses.replace(
+            PORTABLE_TRAITS,
+            default_dtype=torch.bfloat16 if self._has_bfloat16() else torch.float16,
+        )
 
     def _has_bfloat16(self) -> bool:
         return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
@@ -171,17 +195,10 @@ class Scratch:
 class CUDADevice(PortableCUDADevice):
     """The same with operators in Triton, and steps as graphs."""
 
-    captures_graphs = captures_prompts = deep_pipeline = True
-    keeps_logits = publishes_ids = True
-    # The kernel of smaller steps reads rows of one sequence while it writes them.
-    runs_as_rows_from = MOST_ROWS + 1
-    needs_host_seq_lens = False
-    fused_sampling: FusedSampling = "all"
-    fused_sampling_of_ranks: FusedSampling = "all"
-
     def __init__(self, index: int = 0) -> None:
         """Raises `UnsupportedModel` where there is no such GPU."""
         super().__init__(index)
+        self.traits = with_kernels(self.traits)
         log.info("our Triton kernels on %s", torch.cuda.get_device_name(index))
         self._pool: Any = None
         found = torch.cuda.get_device_properties(index)
@@ -256,29 +273,15 @@ class CUDADevice(PortableCUDADevice):
             decode_attention.plan_splits(contexts, splits)
         return dataclasses.replace(batch, plan=splits)
 
-    def sample_rows(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        tables: SlotTables,
-        scratch: Scratch,
-        chosen: torch.Tensor,
-    ) -> None:
+    def sample_rows(self, rows: RowChoice) -> None:
         """Four kernels; only what may be among the best k is sorted, for rows with a top-k."""
-        if len(slots):
-            sampling.sample_rows(logits, slots, tables, scratch.partials, chosen)
+        if len(rows.slots):
+            partials = rows.scratch.partials
+            sampling.sample_rows(rows.logits, rows.slots, rows.tables, partials, rows.chosen)
 
-    def sample_masked_rows(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        masks: torch.Tensor,
-        tables: SlotTables,
-        scratch: Scratch,
-        chosen: torch.Tensor,
-    ) -> None:
+    def sample_masked_rows(self, rows: RowChoice, masks: torch.Tensor) -> None:
         """Two kernels more than `sample_rows`."""
-        sample_masked_rows(logits, slots, masks, tables, scratch.partials, chosen)
+        sample_masked_rows(rows, masks)
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
         """One kernel."""
@@ -298,6 +301,8 @@ class CUDADevice(PortableCUDADevice):
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """In float32, rounded once."""
+        if 2 * cos.shape[-1] != x.shape[-1]:
+            return super().rotary(x, cos, sin)
         return elementwise.rotary(x, cos, sin)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -305,16 +310,12 @@ class CUDADevice(PortableCUDADevice):
         return elementwise.swiglu(gate_up.contiguous())
 
     def norm_rotate_store(
-        self,
-        qkv: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        cache: KVCache,
-        slots: torch.Tensor,
+        self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
     ) -> torch.Tensor:
-        """One pass."""
-        return elementwise.norm_rotate_store(qkv.contiguous(), weights, eps, rotation, cache, slots)
+        """One pass; operator by operator where only a part of each head is rotated."""
+        if 2 * how.rotation[0].shape[-1] != qkv.shape[-1]:
+            return super().norm_rotate_store(qkv, how, cache, slots)
+        return elementwise.norm_rotate_store(qkv.contiguous(), how, cache, slots)
 
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float

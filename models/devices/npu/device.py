@@ -20,8 +20,11 @@ from torch.nn import functional as F
 from nanoactor.models.batch import (
     AttentionBatch,
     DecodeRows,
+    ForwardInputs,
+    HeadTransform,
     KVCache,
     RowBuffers,
+    RowChoice,
     SamplingBatch,
     SlotTables,
 )
@@ -33,14 +36,16 @@ from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.devices.protocols import (
     Captured,
     CapturedFunction,
+    DeviceTraits,
     ForwardFunction,
     LinearOperator,
     Memory,
 )
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.limits import FROZEN
-from nanoactor.models.options import DeviceOptions, FusedSampling
+from nanoactor.models.options import DeviceOptions
 from nanoactor.models.seq_lens import HostSeqLens
+from nanoactor.models.weights.linear import LinearWeights, dense_of
 
 log = logging.getLogger("nanoactor.models.npu")
 
@@ -52,22 +57,23 @@ _ROTATED_TOGETHER = (64, 128)
 class NPUDevice(PortableOperators):
     """One NPU, and the batch kept on it."""
 
-    default_block_size = 128
-    fused_sampling: FusedSampling = "greedy"
-    shared_memory = False
-    asynchronous = True
-    any_thread = narrows_last_layer = False
-    runs_as_rows_from = 1
-    default_memory_utilization = 0.9
-
     def __init__(self, runtime: AscendRuntime, options: DeviceOptions) -> None:
         """`runtime` is the machine's half."""
         self.runtime = runtime
-        self.name, self.torch_device = runtime.name, runtime.torch_device
-        self.collective_backend = runtime.collective_backend
-        self.default_dtype = runtime.default_dtype
+        self.torch_device = runtime.torch_device
         mode = "npugraph" if options.graph_mode == "auto" else options.graph_mode
-        self.graph_mode, self.captures_graphs = mode, mode != "eager"
+        self.graph_mode = mode
+        self.traits = DeviceTraits(
+            name=runtime.name,
+            collective_backend=runtime.collective_backend,
+            default_dtype=runtime.default_dtype,
+            default_block_size=128,
+            default_memory_utilization=0.9,
+            captures_graphs=mode != "eager",
+            narrows_last_layer=False,
+            runs_as_rows_from=1,
+            fused_sampling="greedy",
+        )
         self._options = options
         compiled = mode in ("max-autotune", "reduce-overhead")
         self._directory = graph_cache(options.graph_cache_dir) if compiled else Path()
@@ -95,7 +101,8 @@ class NPUDevice(PortableOperators):
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """Raises `UnsupportedModel` for what fused attention does not take."""
         if not self.supports(dtype):
-            given, known = (str(t).removeprefix("torch.") for t in (dtype, self.default_dtype))
+            types = dtype, self.traits.default_dtype
+            given, known = (str(one).removeprefix("torch.") for one in types)
             raise UnsupportedModel(
                 f"{self.runtime.chip} has no fused attention in {given}: give dtype {known}"
             )
@@ -158,17 +165,10 @@ class NPUDevice(PortableOperators):
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         return captured
 
-    def run(
-        self,
-        forward: ForwardFunction,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        caches: list[KVCache],
-        batch: AttentionBatch,
-    ) -> torch.Tensor:
+    def run(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
         """Operator by operator, or as `capture` has compiled it."""
         run = self._compiled or super().run
-        return run(forward, token_ids, positions, caches, batch)
+        return run(forward, inputs)
 
     def run_compiled(
         self, compiled: CompiledStep, function: CapturedFunction, lengths: HostSeqLens
@@ -211,38 +211,37 @@ class NPUDevice(PortableOperators):
             self._mask = ones.triu(1).to(self.torch_device)
         return self._mask
 
-    def sample_rows(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        tables: SlotTables,
-        scratch: None,
-        chosen: torch.Tensor,
-    ) -> None:
+    def sample_rows(self, rows: RowChoice) -> None:
         """The likeliest of all; rows that draw are chosen behind the graph."""
-        if len(slots):
-            likeliest = logits.argmax(-1).int()
-            tables.last_tokens.index_copy_(0, slots.long(), likeliest)
-            frozen = tables.frozen.index_select(0, slots) > 0
-            chosen.copy_(torch.where(frozen, FROZEN, likeliest))
+        if len(rows.slots):
+            likeliest = rows.logits.argmax(-1).int()
+            rows.tables.last_tokens.index_copy_(0, rows.slots.long(), likeliest)
+            frozen = rows.tables.frozen.index_select(0, rows.slots) > 0
+            rows.chosen.copy_(torch.where(frozen, FROZEN, likeliest))
 
     # -- operators ------------------------------------------------------------------------
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOperator:
+    def linear(self, weights: LinearWeights) -> LinearOperator:
         """The weight as it is, or in the matrix units' layout."""
+        dense = dense_of(weights)
+        weight, bias = dense.weight, dense.bias
         if self._options.weight_format == "nz" and weight.dtype in (torch.float16, torch.bfloat16):
             weight = self.runtime.to_fractal(weight)
         return lambda x: F.linear(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """npu_rms_norm."""
+        """npu_rms_norm, which takes one type alone."""
+        if weight.dtype != x.dtype:
+            return super().rms_norm(x, weight, eps)
         normed: torch.Tensor = torch.ops.npu.npu_rms_norm(x.contiguous(), weight, eps)[0]
         return normed
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """npu_add_rms_norm."""
+        """npu_add_rms_norm, which takes one type alone."""
+        if weight.dtype != x.dtype:
+            return super().add_rms_norm(x, residual, weight, eps)
         normed, _, added = torch.ops.npu.npu_add_rms_norm(
             x.contiguous(), residual.contiguous(), weight, eps
         )
@@ -254,7 +253,7 @@ class NPUDevice(PortableOperators):
         return product
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(1, tokens, 1, head_dim), once a step."""
+        """(1, tokens, 1, rotated dimensions), once a step."""
         return tuple(torch.cat((half, half), -1)[None, :, None] for half in (cos, sin))  # type: ignore[return-value]
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -262,6 +261,9 @@ class NPUDevice(PortableOperators):
         return self._rotate(x.to(cos.dtype), *self.rotation(cos, sin)).to(x.dtype)
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        size = cos.shape[-1]
+        if size < x.shape[-1]:  # of a part of each head
+            return torch.cat((self._rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
         rotated: torch.Tensor = torch.ops.npu.npu_rotary_mul(x.contiguous()[None], cos, sin)
         return rotated[0]
 
@@ -276,27 +278,21 @@ class NPUDevice(PortableOperators):
         )
 
     def norm_rotate_store(
-        self,
-        qkv: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        cache: KVCache,
-        slots: torch.Tensor,
+        self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
     ) -> torch.Tensor:
         """Five operators."""
         kv_heads, size = cache.keys.shape[2:]
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        if weights is not None:
-            q, k = self.rms_norm(q, weights[0], eps), self.rms_norm(k, weights[1], eps)
+        if how.norms is not None:
+            q, k = (self.rms_norm(x, w, how.eps) for x, w in zip((q, k), how.norms, strict=True))
         else:
             q, k = q.contiguous(), k.contiguous()
-        if size in _ROTATED_TOGETHER:
+        if how.rotation[0].shape[-1] == size and size in _ROTATED_TOGETHER:
             # It may work in place: what went in is not used again.
-            q, k = torch.ops.npu.npu_apply_rotary_pos_emb(q[None], k[None], *rotation, "BSND")
-            q, k = q[0], k[0]
+            turned = torch.ops.npu.npu_apply_rotary_pos_emb(q[None], k[None], *how.rotation, "BSND")
+            q, k = turned[0][0], turned[1][0]
         else:
-            q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)
+            q, k = self._rotate(q, *how.rotation), self._rotate(k, *how.rotation)
         self.write_kv(k, v, cache, slots)
         return q
 

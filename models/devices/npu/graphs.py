@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from nanoactor.models.batch import AttentionBatch, KVCache
+from nanoactor.models.batch import AttentionBatch, ForwardInputs, KVCache
 from nanoactor.models.devices.npu.attention import Plan
 from nanoactor.models.devices.npu.runtime import AscendRuntime, RecordedGraph
 from nanoactor.models.devices.protocols import CapturedFunction, ForwardFunction
 from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.layers.state import paged
 from nanoactor.models.options import DeviceOptions
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 
@@ -81,24 +82,20 @@ class CompiledStep:
         self._directory = directory
         self._module: DecodePass | None = None
 
-    def __call__(
-        self,
-        forward: ForwardFunction,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        caches: list[KVCache],
-        batch: AttentionBatch,
-    ) -> torch.Tensor:
+    def __call__(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
         """(rows, hidden)."""
+        batch, token_ids = inputs.batch, inputs.token_ids
         plan: Plan = batch.plan
         if self._module is None:
+            caches = paged(inputs.states)
+            assert caches is not None, "states by slot are not in compiled graphs"
             self._module = DecodePass(forward, caches, plan)
             self._compile(self._module, len(token_ids), plan)
         contexts: Any = plan.contexts
         if self._mode == "max-autotune":
             contexts = batch.decode_contexts.long()
         hidden: torch.Tensor = self._module(
-            token_ids, positions, batch.slot_mapping, plan.tables, contexts
+            token_ids, inputs.positions, batch.slot_mapping, plan.tables, contexts
         )
         return hidden
 
@@ -185,7 +182,7 @@ class DecodePass(torch.nn.Module):
             lengths=NO_SEQ_LENS,
             plan=plan,
         )
-        return self.forward_function(token_ids, positions, self.caches, batch)
+        return self.forward_function(ForwardInputs(token_ids, positions, self.caches, batch))
 
 
 def _named(module: DecodePass, rows: int) -> types.FunctionType:

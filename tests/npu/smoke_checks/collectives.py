@@ -74,7 +74,7 @@ def _add(rank: int, port: int, listener: int) -> None:
         inherited = listener if rank == 0 else None
         where = device.torch_device
         group = RankGroup(rank, RANKS, device.collective_backend, port, inherited, where)
-        for dtype in (device.default_dtype, torch.float32):
+        for dtype in (device.traits.default_dtype, torch.float32):
             for size in SIZES:
                 parts = [part(number, size, dtype) for number in range(RANKS)]
                 _compare(

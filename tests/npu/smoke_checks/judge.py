@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanoactor.models.batch import AttentionBatch, KVCache
+from nanoactor.models.batch import AttentionBatch, ForwardInputs, KVCache
 from nanoactor.models.config import read_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.cpu.device import CPUDevice
@@ -78,7 +78,7 @@ class Model:
             )
             batch = self._device.plan(None, batch)
             ids = torch.tensor(tokens, device=where)
-            hidden = self._network.forward(ids, places, caches, batch)
+            hidden = self._network.forward(ForwardInputs(ids, places, caches, batch))
             return self._network.logits(hidden).float().cpu()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from nanoactor.models.batch import KVCache
+from nanoactor.models.batch import HeadTransform, KVCache
 from tests.npu.reference.registry import KERNELS
 from tests.npu.smoke_checks.frame import (
     BLOCK,
@@ -130,7 +130,8 @@ def norm_rotate_store(rig: Rig, dtype: torch.dtype, shape: Shape) -> float:
     cache = KVCache(*map(rig.to, pools))
     turned = rig.device.rotation(*map(rig.to, angles(dtype, TOKENS, shape.size)))
     moved = tuple(map(rig.to, weights))
-    found = rig.device.norm_rotate_store(rig.to(qkv), moved, EPS, turned, cache, rig.to(slots))
+    how = HeadTransform((moved[0], moved[1]), EPS, turned)
+    found = rig.device.norm_rotate_store(rig.to(qkv), how, cache, rig.to(slots))
     wide = qkv.float().split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
     tables = [table.float() for table in rotation(dtype, TOKENS, shape.size)]
     q, k = (

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from nanoactor.models.batch import (
     AttentionBatch,
     DecodeRows,
+    ForwardInputs,
     KVCache,
     RowBuffers,
     SamplingBatch,
@@ -45,9 +46,9 @@ class NoWeights(RandomWeights):
     """Of the right shapes and nothing else."""
 
     def __init__(self, device):
-        self.dtype, self.device = HALF, device
+        self.dtype, self.device, self._format = HALF, device, None
 
-    def load(self, name, *shape, rows=None, columns=None):
+    def load(self, name, *shape, **part):
         return torch.empty(shape, dtype=HALF, device=self.device)
 
 
@@ -113,8 +114,8 @@ class Traced:
             frozen=tables.frozen,
         )
         batch = self.device.plan(None, batch)
-        forward = self.network.forward
-        hidden = self.device.run(forward, buffers.token_ids, buffers.positions, self.caches, batch)
+        inputs = ForwardInputs(buffers.token_ids, buffers.positions, self.caches, batch)
+        hidden = self.device.run(self.network.forward, inputs)
         assert hidden.shape == (total, self.config.hidden_size)
         assert hidden.dtype == HALF
         return hidden
@@ -258,7 +259,7 @@ def test_states_are_kept_and_choices_made_under_masks_without_values(fused):
         model = loaded(traced)
         tokens = TokenIds(whole(BLOCKS * SIZE), whole(9), tables)
         chooser = TokenChooser(
-            model, traced.device.fused_sampling, tokens, max_num_seqs=8, debug=True
+            model, traced.device.traits.fused_sampling, tokens, max_num_seqs=8, debug=True
         )
         choices = StepChoices(model, chooser, 9)
 

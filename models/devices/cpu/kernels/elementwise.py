@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanoactor.models.batch import KVCache
+from nanoactor.models.batch import HeadTransform, KVCache
 from nanoactor.models.devices.cpu.kernels.elements import (
     FLOAT,
     INT64,
@@ -152,15 +152,16 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def takes_heads(qkv: torch.Tensor, how: HeadTransform) -> bool:
+    """Return whether `norm_rotate_store` does it: whole heads, norms of their type."""
+    whole = 2 * how.rotation[0].shape[-1] == qkv.shape[-1]
+    return whole and (how.norms is None or how.norms[0].dtype == qkv.dtype)
+
+
 def norm_rotate_store(
-    qkv: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
-    rotation: tuple[torch.Tensor, torch.Tensor],
-    cache: KVCache,
-    slots: torch.Tensor,
+    qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
 ) -> torch.Tensor:
-    """See `models.device.Device`; cosines and sines are contiguous and float32."""
+    """See `Operators.norm_rotate_store`; cosines and sines are contiguous and float32."""
     qkv = qkv.contiguous()
     tokens, heads, size = qkv.shape
     kv_heads = cache.keys.shape[2]
@@ -168,8 +169,8 @@ def norm_rotate_store(
     queries = qkv.new_empty((tokens, heads, size))
     _norm_rotate_store(
         qkv.data_ptr(),
-        *((0, 0) if weights is None else (weight.data_ptr() for weight in weights)),
-        *(part.data_ptr() for part in rotation),
+        *((0, 0) if how.norms is None else (weight.data_ptr() for weight in how.norms)),
+        *(part.data_ptr() for part in how.rotation),
         slots.data_ptr(),
         queries.data_ptr(),
         cache.keys.data_ptr(),
@@ -178,7 +179,7 @@ def norm_rotate_store(
         heads,
         kv_heads,
         size,
-        eps,
+        how.eps,
         like_of(qkv),
     )
     return queries

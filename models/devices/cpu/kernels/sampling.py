@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from numba import prange
 
-from nanoactor.models.batch import SlotTables
+from nanoactor.models.batch import RowChoice
 from nanoactor.models.devices.cpu.kernels.elements import (
     FLOAT,
     INT32,
@@ -231,14 +230,9 @@ def _sample_rows(
             last[slot] = max(ids[row], 0)
 
 
-def sample_rows(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    tables: SlotTables,
-    chosen: torch.Tensor,
-    threads: int,
-) -> None:
-    """Choose a token for each row of logits (rows, vocabulary), whose slot is in `slots` int32."""
+def sample_rows(choice: RowChoice, threads: int) -> None:
+    """Choose a token for each row of logits."""
+    logits, tables = choice.logits, choice.tables
     if not knows(logits):
         logits = logits.float()
     logits, (rows, vocabulary), by = logits.contiguous(), logits.shape, tables.sampling
@@ -247,7 +241,7 @@ def sample_rows(
         threads,
         logits.numel(),
         logits.data_ptr(),
-        slots.data_ptr(),
+        choice.slots.data_ptr(),
         by.temperature.data_ptr(),
         by.top_k.data_ptr(),
         by.top_p.data_ptr(),
@@ -256,7 +250,7 @@ def sample_rows(
         tables.lengths.data_ptr(),
         tables.last_tokens.data_ptr(),
         tables.frozen.data_ptr(),
-        chosen.data_ptr(),
+        choice.chosen.data_ptr(),
         rows,
         vocabulary,
         tables.words.shape[1],

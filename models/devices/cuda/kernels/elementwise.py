@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoactor.models.batch import KVCache
+from nanoactor.models.batch import HeadTransform, KVCache
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -130,18 +130,12 @@ def _rotary(x, cosines, sines, output, stride, heads, half: tl.constexpr, padded
 
 
 def norm_rotate_store(
-    qkv: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
-    rotation: tuple[torch.Tensor, torch.Tensor],
-    cache: KVCache,
-    slots: torch.Tensor,
+    qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
 ) -> torch.Tensor:
     """Norm and rotate the heads of queries and keys, store keys and values; returns the queries.
 
-    `qkv` is (tokens, heads + 2 * kv_heads, head_dim), contiguous; `weights` those of the two norms,
-    None where there are none; `rotation` cosines and sines (tokens, head_dim / 2); `slots` int64
-    (tokens,).
+    `qkv` is (tokens, heads + 2 * kv_heads, head_dim), contiguous; cosines and sines are (tokens,
+    head_dim / 2); `slots` int64 (tokens,).
     """
     tokens, all_heads, size = qkv.shape
     kv_heads = cache.keys.shape[2]
@@ -151,20 +145,20 @@ def norm_rotate_store(
         each = 1 if tokens <= 64 else 8
         _norm_rotate_store[(triton.cdiv(tokens, each), all_heads)](
             qkv,
-            *(weights or (qkv, qkv)),
-            *rotation,
+            *(how.norms or (qkv, qkv)),
+            *how.rotation,
             queries,
             cache.keys,
             cache.values,
             slots,
-            eps,
+            how.eps,
             tokens,
             heads=heads,
             kv_heads=kv_heads,
             half=size // 2,
             padded=triton.next_power_of_2(size // 2),
             each=each,
-            normed=weights is not None,
+            normed=how.norms is not None,
             num_warps=1 if each == 1 else 4,
         )
     return queries

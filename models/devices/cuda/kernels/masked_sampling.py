@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from nanoactor.models import limits
-from nanoactor.models.batch import SlotTables
-from nanoactor.models.devices.cuda.kernels.sampling import Partials, sample_rows
+from nanoactor.models.batch import RowChoice
+from nanoactor.models.devices.cuda.kernels.sampling import sample_rows
 
 NO_TOKEN = tl.constexpr(limits.NO_TOKEN)
 NOTHING_ALLOWED = tl.constexpr(limits.NOTHING_ALLOWED)
@@ -17,20 +17,14 @@ _PART = 4096
 """Token ids that a program looks at."""
 
 
-def sample_masked_rows(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    masks: torch.Tensor,
-    tables: SlotTables,
-    partials: Partials,
-    chosen: torch.Tensor,
-) -> None:
-    """Choose a token for each of `slots`, int32 (rows,), from its row of logits (slots, vocabulary)
-    under its mask, int32 (rows, words): bit t % 32 of word t // 32 is set where id t may be chosen.
+def sample_masked_rows(choice: RowChoice, masks: torch.Tensor) -> None:
+    """Choose a token for each slot from its row of logits (slots, vocabulary) under its mask, int32
+    (rows, words): bit t % 32 of word t // 32 is set where id t may be chosen.
 
-    Ids go to `chosen` int32 (rows,) and to the table of last tokens; `limits.NO_TOKEN` where the
-    highest logit is not finite, `limits.NOTHING_ALLOWED` where the highest that is allowed is not.
+    Ids go to `chosen` and to the table of last tokens; `limits.NO_TOKEN` where the highest logit is
+    not finite, `limits.NOTHING_ALLOWED` where the highest that is allowed is not.
     """
+    logits, slots, chosen = choice.logits, choice.slots, choice.chosen
     rows, vocabulary = len(slots), logits.shape[1]
     parts = triton.cdiv(vocabulary, _PART)
     masked = torch.empty(rows, vocabulary, dtype=logits.dtype, device=logits.device)
@@ -47,7 +41,7 @@ def sample_masked_rows(
         part=_PART,
         num_warps=8,
     )
-    sample_rows(masked, slots, tables, partials, chosen)
+    sample_rows(masked, slots, choice.tables, choice.scratch.partials, chosen)
     _mark_nothing_allowed[(rows,)](
         highest, chosen, parts, padded=triton.next_power_of_2(parts), num_warps=1
     )

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from nanoactor.models.batch import KVCache, RowBuffers
-from nanoactor.models.config import ModelConfig
 from nanoactor.models.devices.cuda.kernels.decode_step.arguments import (
     Scratch,
     StepInputs,
@@ -26,6 +25,7 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     refusal,
 )
 from nanoactor.models.devices.protocols import WholeStep
+from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.weights.whole_step import ModelWeights
 
 log = logging.getLogger("nanoactor.models.decode_step")
@@ -55,6 +55,7 @@ _HONOURED = frozenset(
         "architecture",
         "dtype",
         "eos_token_ids",
+        "has_head",
         "head_dim",
         "hidden_size",
         "intermediate_size",
@@ -69,10 +70,12 @@ _HONOURED = frozenset(
         "tie_embeddings",
         "vision",
         "vocab_size",
+        "window",
     ]
 )
 """Fields of a model's configuration that the kernel computes with, or that are not its affair:
-pictures have become rows before, and rotations are read from tables."""
+pictures have become rows before, rotations are read from tables, and no sequence is longer than a
+window."""
 _NEUTRAL = {"output_bias": False, "mlp_bias": False}
 """Other fields, and the value with which they change nothing. What stands in neither must have its
 default, so that a family with a new option does not run without it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from nanoactor.models.config import ModelConfig
+from nanoactor.models.model_config import ModelConfig
 
 MOST_ROWS = 16
 WARPS = 8

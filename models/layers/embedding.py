@@ -1,0 +1,27 @@
+"""The embedding of tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from nanoactor.models.layers.step import LayerContext
+
+
+class Embedding:
+    """Rows of a table, of which each rank has those of its token ids."""
+
+    def __init__(self, context: LayerContext, name: str) -> None:
+        config, shard, group = context.config, context.shard, context.group
+        rows = shard.vocabulary if group.size > 1 else None
+        self.weight = context.weights.load(name, config.vocab_size, config.hidden_size, rows=rows)
+        self._start, self._group = shard.vocabulary.start, group
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """(tokens,) to (tokens, hidden)."""
+        if self._group.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self._start
+        foreign = (local < 0) | (local >= len(self.weight))
+        x = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self._group.all_reduce(x.masked_fill(foreign[:, None], 0.0))

@@ -1,0 +1,91 @@
+"""Descriptions of layers: a family gives one for each layer of a model; imports no torch.
+
+The mixer of a layer lets tokens of a sequence see each other, its feed-forward part treats each by
+itself. Each description names the class that is made from it, so that a new kind is a description
+and a class, wherever they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+QKVLayout = Literal["separate", "stacked", "grouped"]
+"""Three tensors; one with all queries, then all keys, then all values; or one in which each group's
+queries are followed by its key and its value."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A root mean square norm."""
+
+    eps: float
+    adds_one: bool = False
+    """Whether the file holds w where 1 + w is multiplied with."""
+    in_float32: bool = False
+    """Whether weights stay float32, and the product is rounded once."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MixerSpec:
+    """The base of all mixers."""
+
+    implementation: ClassVar[str]
+    """The class that is made from it, as "module:name": a `nanoactor.models.layers.layer.Mixer`."""
+    keeps_slot_state: ClassVar[bool] = False
+    """Whether it keeps an array for each sequence. Prefixes of such a model are not found in the
+    cache: what a block holds does not say what the array was at its end."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FeedForwardSpec:
+    """The base of all feed-forward parts."""
+
+    implementation: ClassVar[str]
+    """The class that is made from it, as "module:name": a
+    `nanoactor.models.layers.layer.FeedForward`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionSpec(MixerSpec):
+    """Causal attention with grouped queries and rotated positions."""
+
+    implementation: ClassVar[str] = "nanoactor.models.layers.attention:Attention"
+    qk_norm: NormSpec | None = None
+    """Queries and keys are normed, head by head, before they are rotated."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    scale: float | None = None
+    """Of the products of queries and keys; None: head_dim ** -0.5."""
+    rotary_dim: int | None = None
+    """How many of a head's first dimensions are rotated; None: all."""
+    qkv: QKVLayout = "separate"
+    """How the file holds the projections."""
+    name: str = "self_attn"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MLPSpec(FeedForwardSpec):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    implementation: ClassVar[str] = "nanoactor.models.layers.mlp:MLP"
+    inner: int
+    """The size between the projections."""
+    bias: bool = False
+    fused: bool = False
+    """Whether the file holds one tensor of gates, then ups."""
+    name: str = "mlp"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: a mixer and a feed-forward part, each after a norm, added to the residual."""
+
+    mixer: MixerSpec
+    feed_forward: FeedForwardSpec
+    norm: NormSpec
+    """Of both norms."""
+    residual_scale: float = 1.0
+    """What both parts' results are multiplied with before they are added."""
+    input_norm: str = "input_layernorm"
+    post_norm: str = "post_attention_layernorm"

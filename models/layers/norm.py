@@ -1,0 +1,35 @@
+"""Norms."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.layers.kinds import NormSpec
+from nanoactor.models.layers.step import LayerContext
+
+
+class RMSNorm:
+    """Root mean square normalisation, optionally with the residual sum before it."""
+
+    def __init__(self, spec: NormSpec, context: LayerContext, name: str, size: int) -> None:
+        self.weight = norm_weight(spec, context, name, size)
+        self._eps = spec.eps
+        self._device = context.device
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x over its last dimension."""
+        return self._device.rms_norm(x, self.weight, self._eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual)."""
+        return self._device.add_rms_norm(x, residual, self.weight, self._eps)
+
+
+def norm_weight(spec: NormSpec, context: LayerContext, name: str, size: int) -> torch.Tensor:
+    """Return what a norm multiplies with, (size,): the tensor of this name, or 1 more."""
+    weights = context.weights
+    wide = spec.in_float32 or spec.adds_one  # in less, 1 + w would lose what w says
+    weight = weights.load(f"{name}.weight", size, dtype=torch.float32 if wide else None)
+    if spec.adds_one:
+        weight = weight + 1
+    return weight if spec.in_float32 else weight.to(weights.dtype)

@@ -1,0 +1,102 @@
+"""What mixers keep of sequences from step to step, and the memory that it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from nanoactor.models.batch import KVCache
+
+Zeros = Callable[..., torch.Tensor]
+"""`Memory.zeros` of a device."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PagedKV:
+    """Keys and values of each position, in the blocks of its sequence. All layers share a block
+    table, so that a block's bytes are the sum of what each keeps in it."""
+
+    kv_heads: int
+    """Of this rank."""
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of this rank and layer."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Nothing."""
+        return 0
+
+    def allocate(self, zeros: Zeros, blocks: int, block_size: int, slots: int) -> KVCache:
+        """Return zeros: padded reads must see finite numbers from the start on."""
+        shape = blocks, block_size, self.kv_heads, self.head_dim
+        return KVCache(zeros(*shape, dtype=self.dtype), zeros(*shape, dtype=self.dtype))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotArray:
+    """An array that is kept for each sequence."""
+
+    shape: tuple[int, ...]
+    """Of one sequence, on this rank."""
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotState:
+    """Arrays for each sequence, whatever its length.
+
+    A slot's are zero when a sequence is admitted, and are copied when one becomes a copy of
+    another. A layer leaves those of frozen slots as they are, see `AttentionBatch.frozen`.
+    """
+
+    arrays: tuple[SlotArray, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Nothing."""
+        return 0
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Of this rank and layer."""
+        return sum(math.prod(array.shape) * array.dtype.itemsize for array in self.arrays)
+
+    def allocate(self, zeros: Zeros, blocks: int, block_size: int, slots: int) -> SlotArrays:
+        """Return zeros for so many slots, the dummy of padded rows included."""
+        arrays = (zeros(slots, *array.shape, dtype=array.dtype) for array in self.arrays)
+        return SlotArrays(tuple(arrays))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotArrays:
+    """One layer's arrays, each (slots, ...)."""
+
+    arrays: tuple[torch.Tensor, ...]
+
+    def zero(self, slots: torch.Tensor) -> None:
+        """Begin anew in slots, int64."""
+        for array in self.arrays:
+            array.index_fill_(0, slots, 0)
+
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Let slots, int64, become copies of others, as all of them are before: two may swap."""
+        for array in self.arrays:
+            array.index_copy_(0, targets, array.index_select(0, sources))
+
+
+StateSpec = PagedKV | SlotState
+LayerState = KVCache | SlotArrays
+
+
+def paged(states: Sequence[LayerState]) -> list[KVCache] | None:
+    """Return all layers' states if each keeps keys and values, else None."""
+    caches = [state for state in states if isinstance(state, KVCache)]
+    return caches if len(caches) == len(states) else None

@@ -1,0 +1,104 @@
+"""The configuration of a model as layers and planners read it; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nanoactor.models.vision.config import VisionConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding: which scaling, and its numbers."""
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    original_max_positions: int = 0
+    """yarn: the length that the model was trained with before it was stretched."""
+    says_original: bool = dataclasses.field(default=False, compare=False)
+    """Whether the configuration says that length, or `max_position_embeddings` stands for it."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    """llama3: pairs that turn no more than so often over the original length are stretched, ..."""
+    high_freq_factor: float = 4.0
+    """... those that turn so often or more are kept."""
+    sections: tuple[int, int, int] | None = None
+    """Frequencies of time, height and width, where tokens of pictures have three positions."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scales:
+    """Factors that some families have; 1 changes nothing."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    """On what each part of a layer adds."""
+    attention: float | None = None
+    """On products of queries and keys; None: head_dim ** -0.5."""
+    logits_divisor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Quantization:
+    """A checkpoint's `quantization_config`."""
+
+    method: str
+    raw: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The sizes and options of a decoder."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    """Of attention's output projection."""
+    mlp_bias: bool
+    tie_embeddings: bool
+    dtype: str
+    """The data type in which the weights are stored, as the configuration says."""
+    eos_token_ids: tuple[int, ...]
+    vision: VisionConfig | None = None
+    has_head: bool = True
+    """False for a decoder alone, which can pool, but choose no tokens."""
+    scales: Scales = Scales()
+    window: int | None = None
+    """Positions that a token sees, itself included; None: all. Sequences are not longer, so that
+    each token sees all before it."""
+    quantization: Quantization | None = None
+    """How matrices are packed; None: not at all."""
+
+    @property
+    def longest(self) -> int:
+        """Positions that the rotary embedding is made for: where a scaling stretches it, as YaRN's
+        recipe does with `max_position_embeddings` left as it was, that many times its original
+        length."""
+        longest = self.max_positions
+        if self.rope.kind in ("yarn", "linear"):
+            longest = max(longest, int(self.rope.factor * self.rope.original_max_positions))
+        return longest if self.window is None else min(longest, self.window)
+
+    @property
+    def default_length(self) -> int:
+        """Positions of a sequence, unless the engine's options say how many."""
+        return self.longest if self.rope.says_original else min(self.longest, self.max_positions)

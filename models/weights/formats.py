@@ -1,0 +1,6 @@
+"""Formats of packed weights by the `quant_method` of a `quantization_config`; imports no torch."""
+
+from __future__ import annotations
+
+FORMATS: dict[str, str] = {}
+"""The class that reads each, as "module:name": a `nanoactor.models.weights.checkpoint.Format`."""

@@ -1,0 +1,77 @@
+"""The weights of a projection in whatever format a checkpoint holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+from nanoactor.models.parallel import Span
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """Some outputs of one logical matrix of a checkpoint."""
+
+    name: str
+    """Without the `.weight` that its tensor's name ends with."""
+    outputs: int
+    """All that the matrix has."""
+    rows: tuple[Span, ...] | None = None
+    """The outputs that are wanted, in this order; None: all."""
+
+    @property
+    def size(self) -> int:
+        """The number of outputs that are wanted."""
+        return self.outputs if self.rows is None else sum(span.size for span in self.rows)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Projection:
+    """What a linear operator computes: y = x Wᵀ + b, of parts that follow each other."""
+
+    parts: tuple[Part, ...]
+    inputs: int
+    """All that the matrices have."""
+    columns: Span | None = None
+    """The inputs that are wanted; None: all."""
+    bias: bool = False
+    """Whether the checkpoint has biases for it, of all of the parts' rows."""
+
+
+class LinearWeights(Protocol):
+    """One of the formats: `Dense`, or one that `nanoactor.models.weights.formats` names. Devices
+    with an operator for a format take it as it is, others take what `dequantize` returns."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """(outputs,)."""
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the matrix (outputs, inputs) in the model's type."""
+
+    def without_bias(self) -> LinearWeights:
+        """Return the same matrix alone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dense:
+    """A matrix in the type that is computed with."""
+
+    weight: torch.Tensor
+    """(outputs, inputs)."""
+    bias: torch.Tensor | None = None
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the matrix."""
+        return self.weight
+
+    def without_bias(self) -> Dense:
+        """Return the same matrix alone."""
+        return Dense(self.weight)
+
+
+def dense_of(weights: LinearWeights) -> Dense:
+    """Return the matrix of any format."""
+    return weights if isinstance(weights, Dense) else Dense(weights.dequantize(), weights.bias)

@@ -1,0 +1,57 @@
+"""Copies that the runners make before the layers of the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from nanoactor.messages import Copies
+
+
+class PendingCopies:
+    """Blocks, and what layers keep of slots, that have become copies since the last step.
+
+    The runners read all sources before they write any target: two slots may swap, and a source that
+    is a copy itself is named by its own source.
+    """
+
+    def __init__(self, *, slots: bool) -> None:
+        """Without `slots` layers keep nothing of slots, and no copy of one is noted."""
+        self.has_slots = slots
+        self._blocks: dict[int, int] = {}
+        """The source of each target."""
+        self._slots: dict[int, int] = {}
+        """The source of each target."""
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Let a block become a copy of another."""
+        self._blocks[target] = self._blocks.get(source, source)
+
+    def copy_slots(self, targets: Iterable[int], sources: Iterable[int]) -> None:
+        """Let slots become copies of others, as all of them are before this call."""
+        if self.has_slots:
+            before = dict(self._slots)
+            pairs = zip(targets, sources, strict=True)
+            self._slots |= {target: before.get(source, source) for target, source in pairs}
+
+    def drop_blocks(self, targets: Iterable[int]) -> None:
+        """Let none of these blocks become a copy any more."""
+        for target in targets if self._blocks else ():
+            self._blocks.pop(target, None)
+
+    def take(self) -> tuple[Copies | None, Copies | None]:
+        """Return those of blocks and those of slots, and forget them; None where there are none."""
+        taken = _message(self._blocks), _message(self._slots)
+        self.clear()
+        return taken
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._blocks, self._slots = {}, {}
+
+
+def _message(sources: Mapping[int, int]) -> Copies | None:
+    if not sources:
+        return None
+    return Copies(np.array([*sources.values()], np.int32), np.array([*sources], np.int32))
