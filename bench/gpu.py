@@ -1,7 +1,7 @@
 """The engine on a GPU: nano-vllm's workload, latency, decode steps, prefill, and what is left idle.
 
-    python bench/gpu.py --model 0.6b|8b [--tests workload,latency,decode,prefill] [--depth 1 2]
-                        [--rounds 3] [--out FILE] [--trace FILE]
+    python bench/gpu.py --model 0.6b|8b|30b-a3b [--tests workload,latency,decode,prefill]
+                        [--depth 1 2] [--rounds 3] [--out FILE] [--trace FILE]
 
 Random weights of the true configurations in bfloat16, prompts of random token ids, no tokenizer.
 workload: 256 prompts of 100 to 1,024 tokens, 100 to 1,024 tokens each, temperature 0.6. latency:
@@ -68,6 +68,22 @@ MODELS = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
         **_SHARED,
+    },
+    "30b-a3b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+        **_SHARED,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
     },
 }
 TESTS = ("workload", "latency", "decode", "idle", "recommended", "prefill", "prompts", "burst")

@@ -107,6 +107,7 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
         scales=_read_scales(raw, family, origin),
         window=_read_window(raw, family, origin),
         quantization=_read_quantization(raw, origin),
+        family_options=family.read_options(raw, origin) if family.read_options else None,
     )
     _refuse_unknown(raw, config, origin)
     return config

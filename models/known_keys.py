@@ -173,7 +173,7 @@ def check_keys(raw: Mapping[str, Any], family: Family, origin: object) -> None:
     The objects within are looked into in the same way.
     """
     options = (getattr(family, field.name) for field in dataclasses.fields(family))
-    known = _READ | {option for option in options if isinstance(option, str)}
+    known = _READ | {option for option in options if isinstance(option, str)} | family.option_keys
     _check(raw, known, family, origin)
     for name, inner in (("rope_parameters", _OF_ROPE), ("rope_scaling", _OF_ROPE)):
         _check_within(raw, name, inner, family, origin)

@@ -87,6 +87,8 @@ class ModelConfig:
     each token sees all before it."""
     quantization: Quantization | None = None
     """How matrices are packed; None: not at all."""
+    family_options: object = None
+    """What `Family.read_options` has read: the family's own affair."""
 
     @property
     def longest(self) -> int:

@@ -26,6 +26,7 @@ from nanoactor.models.batch import (
 from nanoactor.models.devices.protocols import (
     Captured,
     CapturedFunction,
+    ExpertsOperator,
     ForwardFunction,
     Linear,
     LinearOperator,
@@ -34,7 +35,7 @@ from nanoactor.models.devices.protocols import (
 from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.sampling.sampler import sample
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.models.weights.linear import LinearWeights, dense_of
+from nanoactor.models.weights.linear import DenseExperts, LinearWeights, Router, dense_of
 from nanoactor.models.weights.whole_step import ModelWeights
 
 
@@ -200,6 +201,32 @@ class PortableOperators:
         """The weight as it is, or unpacked."""
         dense = dense_of(weights)
         return Linear(dense.weight, dense.bias)
+
+    def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
+        """In float32, by a stable sort."""
+        likely = F.linear(x.float(), router.weight).softmax(-1)
+        shares, ids = likely.sort(stable=True, dim=-1, descending=True)
+        shares, ids = shares[:, : router.chosen], ids[:, : router.chosen]
+        if router.normalizes:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return ids.int().contiguous(), shares.to(x.dtype).float().contiguous()
+
+    def experts(self, weights: DenseExperts) -> ExpertsOperator:
+        """Expert by expert; how many tokens each has is read back."""
+
+        def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+            chosen = ids.shape[1]
+            order = ids.flatten().long().argsort(stable=True)
+            counts = ids.flatten().long().bincount(minlength=len(weights.down)).tolist()
+            y = x.new_empty(len(order), x.shape[1])
+            for expert, rows in enumerate(torch.split(order, counts)):
+                if len(rows):
+                    inner = F.linear(x[rows // chosen], weights.gate_up[expert])
+                    y[rows] = F.linear(self.swiglu(inner), weights.down[expert])
+            weighted = y.view(-1, chosen, x.shape[1]).float() * shares[..., None]
+            return weighted.sum(1).to(x.dtype)
+
+        return operator
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Normalise in float32, as transformers does, and return the type of x."""

@@ -25,7 +25,7 @@ from nanoactor.models.batch import (
 from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.models.weights.linear import LinearWeights
+from nanoactor.models.weights.linear import DenseExperts, LinearWeights, Router
 from nanoactor.models.weights.whole_step import ModelWeights
 
 
@@ -52,6 +52,11 @@ class TimedEvent(Protocol):
 
 LinearOperator = Callable[[torch.Tensor], torch.Tensor]
 """(tokens, inputs) to (tokens, outputs)."""
+
+
+ExpertsOperator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(tokens, hidden), experts int32 (tokens, chosen), shares float32 (tokens, chosen) to (tokens,
+hidden)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,6 +209,13 @@ class Operators(Protocol):
     def linear(self, weights: LinearWeights) -> LinearOperator:
         """x Wᵀ + b. The device may keep weights in a layout of its own; the caller lets go of
         them. A format without an operator here is unpacked."""
+
+    def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each token's experts, int32 (tokens, chosen), the likeliest first, ties to the
+        lower one; and their shares, float32, of the type of x in value."""
+
+    def experts(self, weights: DenseExperts) -> ExpertsOperator:
+        """Each token through its experts: sum of share * down(silu(gate x) * up x)."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x²) + eps) * weight over the last dimension (arXiv:1910.07467). With a

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from nanoactor.models.layers.kinds import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 from nanoactor.models.model_config import ModelConfig
@@ -58,6 +59,11 @@ class Family:
     """The key of the number of positions that a token sees in every layer; null: all."""
     default_window: int | None = None
     """That number where the file has no such key."""
+    read_options: Callable[[Mapping[str, Any], object], object] | None = None
+    """Reads options of the family's own from the decoder's part of `config.json`, for its `layers`;
+    the second argument names the file in errors. Raises `ModelError`."""
+    option_keys: frozenset[str] = frozenset()
+    """The keys that it reads, and others of the family that change no result."""
     text_config: str | None = None
     """The object of `config.json` that holds the decoder's sizes; None: the file itself."""
     text_prefix: str = "model"

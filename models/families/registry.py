@@ -9,6 +9,7 @@ from nanoactor.models.families.llama import LLAMA
 from nanoactor.models.families.mistral import MISTRAL
 from nanoactor.models.families.qwen2 import QWEN2
 from nanoactor.models.families.qwen3 import QWEN3
+from nanoactor.models.families.qwen3_moe import QWEN3_MOE, QWEN3_VL_MOE
 from nanoactor.models.families.qwen3_vl import QWEN3_VL
 from nanoactor.models.layers.kinds import LayerSpec
 from nanoactor.models.model_config import ModelConfig
@@ -22,6 +23,8 @@ FAMILIES: dict[str, Family] = {
         MISTRAL,
         GRANITE,
         QWEN3_VL,
+        QWEN3_MOE,
+        QWEN3_VL_MOE,
     )
 }
 

@@ -159,6 +159,7 @@ class Weights:
         *shape: int,
         rows: Rows | None = None,
         columns: Span | None = None,
+        spans: tuple[Span | None, ...] = (),
         dtype: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> torch.Tensor:
@@ -190,7 +191,11 @@ class Weights:
                     f"{path}: {name} is stored as {found.get_dtype()}, which config.json does not "
                     f"say: this tensor may be {', '.join(wanted)}"
                 )
-            tensor = self._read(home, name, shape, rows, columns)
+            if spans:
+                index = tuple(slice(s.start, s.stop) if s else slice(None) for s in spans)
+                tensor: torch.Tensor = found[index]
+            else:
+                tensor = self._read(home, name, shape, rows, columns)
         except SafetensorError as error:
             raise WeightsError(f"{path}: {name}: {error}") from error
         dtype = stored or dtype or self.dtype
@@ -286,22 +291,36 @@ class Weights:
 
     def stacked(
         self,
-        names: Sequence[str],
+        names: Sequence[Sequence[str]],
         *shape: int,
-        rows: Rows | None = None,
+        rows: Span | None = None,
         columns: Span | None = None,
         stored: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return tensors of one shape, or the same part of each, as one: (names, ...). Each goes to
-        its place as it is read, so that the whole is never there twice."""
+        """Return tensors of one shape, or the same part of each, as one: (lists of names, tensors
+        of a list after each other, ...). Each goes to its place as it is read, so that the whole is
+        never there twice."""
         whole: torch.Tensor | None = None
-        for at, name in enumerate(names):
-            one = self.load(name, *shape, rows=rows, columns=columns, stored=stored)
-            if whole is None:
-                whole = one.new_empty(len(names), *one.shape)
-            whole[at].copy_(one)
+        for at, several in enumerate(names):
+            for number, name in enumerate(several):
+                one = self.load(name, *shape, rows=rows, columns=columns, stored=stored)
+                size = len(one)
+                if whole is None:
+                    whole = one.new_empty(len(names), len(several) * size, *one.shape[1:])
+                whole[at, number * size : (number + 1) * size].copy_(one)
         assert whole is not None, "nothing to stack"
         return whole
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor that is there."""
+        return tuple(self._files[self._home[name]].get_slice(name).get_shape())
+
+    def block(
+        self, name: str, shape: tuple[int, ...], spans: tuple[Span | None, ...]
+    ) -> torch.Tensor:
+        """Return a part of a tensor of any number of dimensions; None: all of one. Raises
+        `WeightsError` as `load` does."""
+        return self.load(name, *shape, spans=spans)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -350,8 +369,9 @@ class RandomWeights(Weights):
         """There is nothing else."""
 
     def __contains__(self, name: str) -> bool:
-        """Whatever the configuration asks for; beside a tied embedding there is no other head."""
-        return name != "lm_head.weight"
+        """Whatever the configuration asks for; beside a tied embedding there is no other head, and
+        experts have tensors of their own."""
+        return name != "lm_head.weight" and not name.endswith("experts.gate_up_proj")
 
     def load(
         self,
@@ -359,6 +379,7 @@ class RandomWeights(Weights):
         *shape: int,
         rows: Rows | None = None,
         columns: Span | None = None,
+        spans: tuple[Span | None, ...] = (),
         dtype: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> torch.Tensor:
@@ -368,6 +389,8 @@ class RandomWeights(Weights):
             sizes[0] = rows.size if isinstance(rows, Span) else sum(span.size for span in rows)
         if columns is not None:
             sizes[1] = columns.size
+        for axis, span in enumerate(spans):
+            sizes[axis] = span.size if span else sizes[axis]
         dtype = stored or dtype or self.dtype
         if len(shape) == 1 and "norm" in name:
             return torch.ones(sizes, dtype=dtype, device=self.device)

@@ -72,6 +72,27 @@ class Dense:
         return Dense(self.weight)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DenseExperts:
+    """The matrices of all experts of a layer, in the type that is computed with."""
+
+    gate_up: torch.Tensor
+    """(experts, 2 * inner, hidden): gates, then ups."""
+    down: torch.Tensor
+    """(experts, hidden, inner)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Router:
+    """What chooses the experts of a token: the likeliest by the softmax of its products."""
+
+    weight: torch.Tensor
+    """float32 (experts, hidden)."""
+    chosen: int
+    normalizes: bool
+    """Whether the shares of a token's experts add up to 1."""
+
+
 def dense_of(weights: LinearWeights) -> Dense:
     """Return the matrix of any format."""
     return weights if isinstance(weights, Dense) else Dense(weights.dequantize(), weights.bias)

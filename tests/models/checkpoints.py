@@ -43,7 +43,21 @@ CONFIGURATIONS = {
     ),
     "qwen2": dict(family="Qwen2"),
     "qwen3_vl": dict(family="Qwen3VL", seed=1),
+    "qwen3_vl_moe": dict(
+        family="Qwen3VLMoe",
+        seed=1,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+    ),
     "mistral": dict(family="Mistral", head_dim=24, sliding_window=None),
+    "qwen3_moe": dict(
+        family="Qwen3Moe",
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        norm_topk_prob=True,
+    ),
     "granite": dict(
         family="Granite",
         attention_bias=True,
@@ -111,12 +125,12 @@ def make_checkpoint(
         noise = torch.randn(parameter.shape, generator=generator) * scale
         # Rounded now, so that what is stored and what is returned are the same numbers.
         parameter.copy_((noise + ("norm" in name)).to(dtype))
-        if name == "lm_head.weight" and family == "Qwen3VL":
+        if name == "lm_head.weight" and family.startswith("Qwen3VL"):
             # What is generated here is a prompt there, and must not have placeholders.
             parameter[model.config.image_token_id :] = 0
     size = {} if shard is None else {"max_shard_size": shard}
     copy.deepcopy(model).to(dtype).save_pretrained(directory, **size)
-    if family == "Qwen3VL":
+    if family.startswith("Qwen3VL"):
         _save_image_config(Path(directory), model.config.vision_config)
     return model
 
@@ -144,22 +158,22 @@ def _make_model(family, config):
     import transformers
 
     values = {"tie_word_embeddings": False, **SMALL}
-    if family == "Qwen3VL":
-        return _make_vision_model(transformers, values, config)
-    if family != "Qwen3":
+    if family.startswith("Qwen3VL"):
+        return _make_vision_model(transformers, family, values, config)
+    if family not in ("Qwen3", "Qwen3Moe"):
         del values["head_dim"]
     made = getattr(transformers, f"{family}Config")(**{**values, **config})
     return getattr(transformers, f"{family}ForCausalLM")(made)
 
 
-def _make_vision_model(transformers, values, config):
+def _make_vision_model(transformers, family, values, config):
     """The file has a part for the text and one for the tower; `tower` changes the latter."""
     tower = {**TOWER, **config.pop("tower", {})}
     tied = config.pop("tie_word_embeddings", values.pop("tie_word_embeddings"))
     ids = config.pop("vision_ids", VISION_IDS)
     rope = dict(rope_type="default", rope_theta=5e4, mrope_section=[6, 3, 3])
     text = {"rope_parameters": rope, **values, "vocab_size": 215, **config}
-    made = transformers.Qwen3VLConfig(
+    made = getattr(transformers, f"{family}Config")(
         text_config=text, vision_config=tower, tie_word_embeddings=tied, **ids
     )
-    return transformers.Qwen3VLForConditionalGeneration(made)
+    return getattr(transformers, f"{family}ForConditionalGeneration")(made)

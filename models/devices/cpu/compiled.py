@@ -28,14 +28,17 @@ from nanoactor.models.devices.cpu.kernels.elementwise import (
     swiglu,
     takes_heads,
 )
+from nanoactor.models.devices.cpu.kernels.experts import experts_of_few
 from nanoactor.models.devices.cpu.kernels.linear import product
 from nanoactor.models.devices.cpu.kernels.sampling import sample_rows
-from nanoactor.models.devices.protocols import LinearOperator
-from nanoactor.models.weights.linear import LinearWeights, dense_of
+from nanoactor.models.devices.protocols import ExpertsOperator, LinearOperator
+from nanoactor.models.weights.linear import DenseExperts, LinearWeights, dense_of
 
 # Measured by bench/cpu_kernels.py; docs/cpu.md has the figures.
 _FEW_ROWS = 2
 """Rows up to which our product is faster than oneDNN's."""
+_FEW_CHOICES = 256
+"""Pairs of token and expert up to which our kernel is faster than a product for each expert."""
 _LARGE_BYTES = 2 << 20
 """Weights that come from memory; on processors with AMX oneDNN's products of them are faster."""
 _SHARE = 0.1
@@ -114,6 +117,17 @@ class CompiledCPUDevice(CPUDevice):
             if x.shape[:-1].numel() > _FEW_ROWS:
                 return many(x)
             return product(x, own, bias, self._threads)
+
+        return few_or_many
+
+    def experts(self, weights: DenseExperts) -> ExpertsOperator:
+        """By our kernel for a few tokens, by PyTorch's products for many."""
+        many = super().experts(weights)
+
+        def few_or_many(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+            if not knows(x) or ids.numel() > _FEW_CHOICES:
+                return many(x, ids, shares)
+            return experts_of_few(x, weights, ids, shares, self._threads)
 
         return few_or_many
 

@@ -25,15 +25,27 @@ from nanoactor.models.batch import (
 from nanoactor.models.devices.cuda.kernels.decode_step.steps import DecodeSteps
 from nanoactor.models.devices.cuda.kernels.decode_step.table import MOST_ROWS
 from nanoactor.models.devices.portable import PortableOperators
-from nanoactor.models.devices.protocols import CapturedFunction, DeviceTraits, Memory, WholeSteps
+from nanoactor.models.devices.protocols import (
+    CapturedFunction,
+    DeviceTraits,
+    ExpertsOperator,
+    Memory,
+    WholeSteps,
+)
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.seq_lens import HostSeqLens
+from nanoactor.models.weights.linear import DenseExperts, Router
 from nanoactor.models.weights.whole_step import ModelWeights
 
 try:
     from nanoactor.models.devices.cuda.kernels import batch as slots_kernels
-    from nanoactor.models.devices.cuda.kernels import decode_attention, elementwise, sampling
+    from nanoactor.models.devices.cuda.kernels import (
+        decode_attention,
+        elementwise,
+        experts,
+        sampling,
+    )
     from nanoactor.models.devices.cuda.kernels.masked_sampling import sample_masked_rows
     from nanoactor.models.devices.cuda.kernels.prefill import HOPPER, PrefillAttention
     from nanoactor.models.devices.cuda.kernels.prefill_attention import tokens_per_program
@@ -288,6 +300,15 @@ class CUDADevice(PortableCUDADevice):
         publish(ids, ring, count)
 
     # -- operators ------------------------------------------------------------------------
+
+    def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
+        """A product, and one kernel."""
+        logits = torch.mm(x.float(), router.weight.t())
+        return experts.route(logits, router.chosen, router.normalizes, x.dtype)
+
+    def experts(self, weights: DenseExperts) -> ExpertsOperator:
+        """Four kernels, none of which the host waits for."""
+        return experts.TritonExperts(weights)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """In float32, rounded once."""

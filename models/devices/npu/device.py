@@ -37,6 +37,7 @@ from nanoactor.models.devices.protocols import (
     Captured,
     CapturedFunction,
     DeviceTraits,
+    ExpertsOperator,
     ForwardFunction,
     LinearOperator,
     Memory,
@@ -45,7 +46,7 @@ from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.limits import FROZEN
 from nanoactor.models.options import DeviceOptions
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.models.weights.linear import LinearWeights, dense_of
+from nanoactor.models.weights.linear import DenseExperts, LinearWeights, dense_of
 
 log = logging.getLogger("nanoactor.models.npu")
 
@@ -228,6 +229,22 @@ class NPUDevice(PortableOperators):
         if self._options.weight_format == "nz" and weight.dtype in (torch.float16, torch.bfloat16):
             weight = self.runtime.to_fractal(weight)
         return lambda x: F.linear(x, weight, bias)
+
+    def experts(self, weights: DenseExperts) -> ExpertsOperator:
+        """Every expert for every token, as captured steps read nothing back."""
+        log.warning(
+            "every expert is computed for every token, which costs as many times the work as there "
+            "are experts for each that is chosen: grouped products are not used on NPUs yet"
+        )
+
+        def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+            total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+            for expert, (pair, down) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
+                share = (shares * (ids == expert)).sum(-1, keepdim=True)
+                total = total + F.linear(self.swiglu(F.linear(x, pair)), down).float() * share
+            return total.to(x.dtype)
+
+        return operator
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """npu_rms_norm, which takes one type alone."""

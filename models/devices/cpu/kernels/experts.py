@@ -1,0 +1,146 @@
+"""Experts of a few tokens: each expert's matrices are read once, for all of its tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import prange
+
+from nanoactor.models.devices.cpu.kernels.elements import (
+    FLOAT,
+    INT32,
+    both,
+    exp,
+    inlined,
+    inlined_reordered,
+    like_of,
+    narrow,
+    spread,
+    view,
+    wide,
+)
+from nanoactor.models.devices.cpu.kernels.linear import _four, _one
+from nanoactor.models.weights.linear import DenseExperts
+
+
+@inlined_reordered
+def _swish(gate, up):
+    return gate / (np.float32(1) + exp(-gate)) * up
+
+
+@inlined_reordered
+def _activate(values, matrix, between, begin, end, j, like):
+    """Compute the j-th number between an expert's projections, of its rows."""
+    inner = between.shape[1]
+    for row in range(begin, end - 3, 4):
+        gates = _four(values, matrix, row, j)
+        ups = _four(values, matrix, row, inner + j)
+        for n in range(4):
+            between[row + n, j] = wide(narrow(_swish(gates[n], ups[n]), like))
+    for row in range(begin + (end - begin) // 4 * 4, end):
+        gate, up = _one(values, matrix, row, j), _one(values, matrix, row, inner + j)
+        between[row, j] = wide(narrow(_swish(gate, up), like))
+
+
+@inlined_reordered
+def _lead_back(between, matrix, found, choices, begin, end, j):
+    """Compute the j-th output of an expert's rows."""
+    for row in range(begin, end - 3, 4):
+        four = _four(between, matrix, row, j)
+        for n in range(4):
+            found[choices[row + n], j] = four[n]
+    for row in range(begin + (end - begin) // 4 * 4, end):
+        found[choices[row], j] = _one(between, matrix, row, j)
+
+
+@inlined
+def _gather(source, choices, chosen, values):
+    for row in range(values.shape[0]):
+        for i in range(values.shape[1]):
+            values[row, i] = wide(source[choices[row] // chosen, i])
+
+
+@inlined
+def _sum(found, weights, token, results, like):
+    """Add a token's products in the order of its choices, whatever others are in the step."""
+    chosen = weights.shape[1]
+    for j in range(results.shape[1]):
+        total = np.float32(0)
+        for choice in range(chosen):
+            total += weights[token, choice] * found[token * chosen + choice, j]
+        results[token, j] = narrow(total, like)
+
+
+@both("aaaaaaaannnnnn")
+def _experts(
+    x, gate_up, down, order, firsts, shares, products, output, tokens, chosen, experts, hidden,
+    inner, parts, like
+):  # fmt: skip
+    """Rows (tokens * chosen) stand by expert: `order` int32 says which token's choice each is,
+    `firsts` int32 (experts + 1,) where each expert's begin. `products` is float32 (rows, hidden),
+    `output` (tokens, hidden).
+
+    Each thread has one of `parts` stretches of the outputs of every matrix.
+    """
+    rows = tokens * chosen
+    source, results = view(x, (tokens, hidden), like), view(output, (tokens, hidden), like)
+    first_matrices = view(gate_up, (experts, 2 * inner, hidden), like)
+    second_matrices = view(down, (experts, hidden, inner), like)
+    choices, begins = view(order, (rows,), INT32), view(firsts, (experts + 1,), INT32)
+    weights = view(shares, (tokens, chosen), FLOAT)
+    found = view(products, (rows, hidden), FLOAT)
+    values = np.empty((rows, hidden), np.float32)
+    _gather(source, choices, chosen, values)
+    between = np.empty((rows, inner), np.float32)
+    for part in prange(parts):
+        for expert in range(experts):
+            begin, end = begins[expert], begins[expert + 1]
+            for j in range(part * inner // parts, (part + 1) * inner // parts):
+                _activate(values, first_matrices[expert], between, begin, end, j, like)
+    for part in prange(parts):
+        for expert in range(experts):
+            begin, end = begins[expert], begins[expert + 1]
+            for j in range(part * hidden // parts, (part + 1) * hidden // parts):
+                _lead_back(between, second_matrices[expert], found, choices, begin, end, j)
+    for part in prange(parts):
+        for token in range(part * tokens // parts, (part + 1) * tokens // parts):
+            _sum(found, weights, token, results, like)
+
+
+def experts_of_few(
+    x: torch.Tensor,
+    weights: DenseExperts,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+    threads: int,
+) -> torch.Tensor:
+    """See `Operators.experts`; matrices are contiguous."""
+    x, shares, (tokens, chosen) = x.contiguous(), shares.contiguous(), ids.shape
+    experts, hidden, inner = weights.down.shape
+    flat = ids.flatten()
+    order = flat.argsort(stable=True).int()
+    firsts = torch.zeros(experts + 1, dtype=torch.int32)
+    torch.cumsum(flat.bincount(minlength=experts), 0, out=firsts[1:])
+    y = torch.empty_like(x)
+    products = torch.empty(tokens * chosen, hidden)
+    spread(
+        _experts,
+        threads,
+        tokens * chosen * 3 * inner * hidden,
+        x.data_ptr(),
+        weights.gate_up.data_ptr(),
+        weights.down.data_ptr(),
+        order.data_ptr(),
+        firsts.data_ptr(),
+        shares.data_ptr(),
+        products.data_ptr(),
+        y.data_ptr(),
+        tokens,
+        chosen,
+        experts,
+        hidden,
+        inner,
+        threads,
+        like_of(x),
+    )
+    return y

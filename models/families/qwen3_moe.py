@@ -1,0 +1,111 @@
+"""Qwen3 with a mixture of experts in some layers, or in all.
+
+Source: Qwen3 Technical Report, arXiv:2505.09388; options as in transformers' `Qwen3MoeConfig`, and
+`Qwen3VLMoeTextConfig` for the one that sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from nanoactor.models.errors import ModelError
+from nanoactor.models.families.family import dense_layers
+from nanoactor.models.families.qwen3 import QWEN3
+from nanoactor.models.families.qwen3_vl import QWEN3_VL
+from nanoactor.models.fields import flag, positive
+from nanoactor.models.layers.kinds import FeedForwardSpec, LayerSpec
+from nanoactor.models.model_config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertsSpec(FeedForwardSpec):
+    """SwiGLU experts, of which a router chooses some for each token."""
+
+    implementation: ClassVar[str] = "nanoactor.models.layers.experts:Experts"
+    experts: int
+    chosen: int
+    """Experts of each token."""
+    inner: int
+    """The size between the projections of an expert."""
+    normalizes: bool
+    """Whether the weights of a token's experts add up to 1."""
+    transposed: bool = False
+    """Whether a file that holds all experts of a layer in one tensor has inputs before outputs;
+    shapes decide where they can."""
+    name: str = "mlp"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertOptions:
+    """The part of `config.json` that is about experts."""
+
+    spec: ExpertsSpec
+    step: int
+    """Every such layer has experts, ..."""
+    dense: tuple[int, ...]
+    """... but for these."""
+
+
+def _read(transposed: bool, raw: Mapping[str, Any], origin: object) -> ExpertOptions:
+    counts = [key for key in ("num_experts", "num_local_experts") if raw.get(key) is not None]
+    if len({raw[key] for key in counts}) > 1:
+        raise ModelError(f"{origin}: num_experts and num_local_experts contradict each other")
+    experts = positive(raw, counts[0] if counts else "num_experts", origin, 128)
+    chosen = positive(raw, "num_experts_per_tok", origin, 8)
+    if chosen > experts:
+        raise ModelError(f"{origin}: num_experts_per_tok {chosen} of {experts} experts")
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ModelError(f"{origin}: mlp_only_layers must be numbers of layers, got {dense!r:.50}")
+    spec = ExpertsSpec(
+        experts,
+        chosen,
+        positive(raw, "moe_intermediate_size", origin, 768),
+        flag(raw, "norm_topk_prob", origin, transposed),
+        transposed,
+    )
+    return ExpertOptions(spec, positive(raw, "decoder_sparse_step", origin, 1), tuple(dense))
+
+
+def _layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    options = config.family_options
+    assert isinstance(options, ExpertOptions)
+    return tuple(
+        layer
+        if index in options.dense or (index + 1) % options.step
+        else dataclasses.replace(layer, feed_forward=options.spec)
+        for index, layer in enumerate(dense_layers(config))
+    )
+
+
+_KEYS = frozenset(
+    [
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_local_experts",
+        # Of training, and of what is returned.
+        "output_router_logits",
+        "router_aux_loss_coef",
+    ]
+)
+
+QWEN3_MOE = dataclasses.replace(
+    QWEN3,
+    architecture="Qwen3MoeForCausalLM",
+    layers=_layers,
+    read_options=lambda raw, origin: _read(False, raw, origin),
+    option_keys=_KEYS,
+)
+QWEN3_VL_MOE = dataclasses.replace(
+    QWEN3_VL,
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    layers=_layers,
+    read_options=lambda raw, origin: _read(True, raw, origin),
+    option_keys=_KEYS,
+)

@@ -1,0 +1,69 @@
+"""A mixture of experts as the feed-forward part of a layer."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.errors import UnsupportedModel
+from nanoactor.models.families.qwen3_moe import ExpertsSpec
+from nanoactor.models.layers.step import LayerContext, LayerStep
+from nanoactor.models.parallel import Span
+from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.linear import DenseExperts, Router
+
+
+class Experts:
+    """A router in float32, then SwiGLU by each token's experts. Each rank has a part of every
+    expert's inner dimension; the products are summed."""
+
+    def __init__(self, spec: ExpertsSpec, context: LayerContext, prefix: str) -> None:
+        """Raises `UnsupportedModel` where experts are too small for the ranks."""
+        name, hidden = f"{prefix}.{spec.name}", context.config.hidden_size
+        mine = context.shard.part(spec.inner)
+        if spec.inner < context.shard.ranks:
+            raise UnsupportedModel(
+                f"{context.shard.ranks} ranks cannot divide experts of moe_intermediate_size "
+                f"{spec.inner}"
+            )
+        gate = context.weights.load(
+            f"{name}.gate.weight", spec.experts, hidden, dtype=torch.float32
+        )
+        self.router = Router(gate, spec.chosen, spec.normalizes)
+        self._device, self._group = context.device, context.group
+        read = _fused if f"{name}.experts.gate_up_proj" in context.weights else _separate
+        experts = read(spec, context.weights, f"{name}.experts", hidden, mine)
+        self._operator = context.device.experts(experts)
+
+    def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        """(tokens, hidden) to the same."""
+        ids, shares = self._device.route(x, self.router)
+        return self._group.all_reduce(self._operator(x, ids, shares))
+
+
+def _separate(
+    spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Span
+) -> DenseExperts:
+    """Read a tensor for each projection of each expert."""
+    numbers = range(spec.experts)
+    pairs = [[f"{name}.{n}.{kind}_proj.weight" for kind in ("gate", "up")] for n in numbers]
+    downs = [[f"{name}.{n}.down_proj.weight"] for n in numbers]
+    return DenseExperts(
+        weights.stacked(pairs, spec.inner, hidden, rows=mine),
+        weights.stacked(downs, hidden, spec.inner, columns=mine),
+    )
+
+
+def _fused(spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Span) -> DenseExperts:
+    """Read one tensor for all experts' gates and ups, and one for what leads back."""
+    pair, down = f"{name}.gate_up_proj", f"{name}.down_proj"
+    experts, inner, up = spec.experts, spec.inner, mine.moved(spec.inner)
+    plain, turned = (experts, 2 * inner, hidden), (experts, hidden, 2 * inner)
+    transposed = spec.transposed if plain == turned else weights.shape_of(pair) == turned
+    if transposed:
+        parts = [weights.block(pair, turned, (None, None, span)) for span in (mine, up)]
+        gate_up = torch.cat(parts, -1).transpose(1, 2).contiguous()
+        back = weights.block(down, (experts, inner, hidden), (None, mine, None))
+        return DenseExperts(gate_up, back.transpose(1, 2).contiguous())
+    parts = [weights.block(pair, plain, (None, span, None)) for span in (mine, up)]
+    back = weights.block(down, (experts, hidden, inner), (None, None, mine))
+    return DenseExperts(torch.cat(parts, 1), back)

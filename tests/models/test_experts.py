@@ -1,0 +1,247 @@
+"""Mixtures of experts: operators against float64, routing, and how checkpoints hold them."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from nanoactor.models.config import parse_config, read_config
+from nanoactor.models.decoder import Decoder
+from nanoactor.models.devices import open_device
+from nanoactor.models.devices.cpu import compiled
+from nanoactor.models.devices.cpu.compiled import CompiledCPUDevice
+from nanoactor.models.devices.cpu.device import CPUDevice
+from nanoactor.models.devices.portable import PortableOperators
+from nanoactor.models.errors import ModelError, WeightsError
+from nanoactor.models.layers.experts import Experts
+from nanoactor.models.layers.mlp import MLP
+from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.linear import DenseExperts
+from tests.models.checkpoints import CONFIGURATIONS, SMALL, make_checkpoint
+from tests.models.interpreted import InterpretedDevice
+from tests.models.test_decoder import Driver, Sequence
+
+MOE = CONFIGURATIONS["qwen3_moe"]
+TOKENS = [3, 77, 5, 120, 8, 8, 201, 44, 1, 90, 13, 7]
+
+
+# -- the operator -------------------------------------------------------------------------
+
+
+def by_hand(x, weights, ids, shares):
+    """float64, token by token."""
+    x, gate_up, down = x.double(), weights.gate_up.double(), weights.down.double()
+    result = torch.zeros_like(x)
+    for token, experts in enumerate(ids.tolist()):
+        for expert, share in zip(experts, shares[token].double(), strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            result[token] += share * (down[expert] @ (F.silu(gate) * up))
+    return result
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        "compiled",
+        "threads",
+        "interpreted",
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def device(request, monkeypatch):
+    if request.param == "cuda":
+        made = open_device("cuda")
+    elif request.param == "interpreted":
+        made = InterpretedDevice()
+    else:
+        monkeypatch.setattr("nanoactor.models.devices.cpu.kernels.elements._WORTH", 0)
+        monkeypatch.setattr(compiled, "_FEW_CHOICES", 1 << 20)
+        made = CPUDevice() if request.param == "cpu" else CompiledCPUDevice()
+    made.prepare_thread(2 if request.param == "threads" else 1)
+    return made
+
+
+def make(seed, dtype, *shape, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "hidden", "inner"),
+    [
+        (0, 4, 2, 16, 8),
+        (1, 4, 2, 16, 8),
+        (3, 5, 3, 40, 24),
+        (9, 3, 3, 64, 40),  # every token has every expert
+        (33, 64, 2, 32, 24),  # most have one token or none
+        pytest.param(70, 8, 1, 48, 16, id="one expert each"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_tokens_go_through_their_experts(device, dtype, tokens, experts, chosen, hidden, inner):
+    if not device.supports(dtype):
+        pytest.skip("not in this type")
+    where = device.torch_device
+    x = make(1, dtype, tokens, hidden)
+    weights = DenseExperts(
+        make(2, dtype, experts, 2 * inner, hidden, scale=hidden**-0.5),
+        make(3, dtype, experts, hidden, inner, scale=inner**-0.5),
+    )
+    ids = make(4, torch.float32, tokens, experts).argsort(-1)[:, :chosen].int()
+    # A part of more columns, as a router's choice of the best is.
+    shares = make(5, torch.float32, tokens, experts).softmax(-1)[:, :chosen]
+    there = DenseExperts(weights.gate_up.to(where), weights.down.to(where))
+    found = device.experts(there)(x.to(where), ids.to(where), shares.to(where)).cpu()
+    assert found.dtype == dtype
+    allowed = 1e-5 if dtype == torch.float32 else 2e-2
+    expected = by_hand(x, weights, ids, shares)
+    torch.testing.assert_close(found.double(), expected, rtol=allowed, atol=allowed)
+
+
+@pytest.mark.parametrize("kind", [CPUDevice, CompiledCPUDevice])
+def test_a_tokens_result_does_not_depend_on_the_others(kind):
+    """Whatever a step has beside it; products of other shapes may round differently."""
+    device = kind()
+    device.prepare_thread(1)
+    x = make(1, torch.float32, 6, 32)
+    weights = DenseExperts(make(2, torch.float32, 4, 48, 32), make(3, torch.float32, 4, 32, 24))
+    ids = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 1], [0, 2], [1, 2]], dtype=torch.int32)
+    shares = make(5, torch.float32, 6, 2).softmax(-1)
+    operator = device.experts(weights)
+    together = operator(x, ids, shares)
+    for token in range(6):
+        at = slice(token, token + 1)
+        alone = operator(x[at], ids[at], shares[at])
+        torch.testing.assert_close(alone, together[at], rtol=1e-4, atol=1e-4)
+
+
+# -- routing ------------------------------------------------------------------------------
+
+
+def layers_of(directory):
+    device = open_device("cpu")
+    with Weights(directory, torch.float32, device.torch_device) as weights:
+        decoder = Decoder(read_config(directory), weights, device, 64)
+    return [layer._feed_forward for layer in decoder._layers]
+
+
+def test_ties_go_to_the_lower_expert(device, tmp_path):
+    make_checkpoint(tmp_path, **MOE)
+    router = layers_of(tmp_path)[0].router
+    router.weight[5] = router.weight[2]
+    router.weight[7] = router.weight[2]
+    router = dataclasses.replace(router, weight=router.weight.to(device.torch_device))
+    x = make(1, torch.float32, 200, SMALL["hidden_size"]).to(device.torch_device)
+    ids, shares = device.route(x, router)
+    assert (ids.dtype, shares.dtype) == (torch.int32, torch.float32)
+    assert {2, 5, 7} <= set(ids.flatten().tolist())
+    for row in ids.tolist():
+        assert [n for n in row if n in (2, 5, 7)] == [2, 5, 7][: sum(n in (2, 5, 7) for n in row)]
+    torch.testing.assert_close(shares.sum(-1).cpu(), torch.ones(200))
+    plain = PortableOperators().route(x, router)
+    assert torch.equal(plain[0], ids)
+    torch.testing.assert_close(plain[1], shares)
+
+
+def test_shares_need_not_add_up(tmp_path):
+    make_checkpoint(tmp_path, **{**MOE, "norm_topk_prob": False})
+    router = layers_of(tmp_path)[0].router
+    _, shares = PortableOperators().route(make(1, torch.float32, 5, SMALL["hidden_size"]), router)
+    assert (shares.sum(-1) < 1).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "sparse"),
+    [
+        (dict(), [0, 1, 2, 3]),
+        (dict(mlp_only_layers=[0, 3]), [1, 2]),
+        (dict(decoder_sparse_step=2), [1, 3]),
+        (dict(decoder_sparse_step=2, mlp_only_layers=[1]), [3]),
+    ],
+)
+def test_dense_layers_between_sparse_ones(tmp_path, options, sparse):
+    """The logits are transformers'."""
+    moe = {**MOE, "norm_topk_prob": False, "num_hidden_layers": 4}
+    model = make_checkpoint(tmp_path, **moe, **options)
+    kinds = [type(part) for part in layers_of(tmp_path)]
+    assert kinds == [Experts if n in sparse else MLP for n in range(4)]
+    torch.testing.assert_close(logits_of(tmp_path), expected_of(model), rtol=1e-4, atol=1e-4)
+
+
+def logits_of(directory):
+    driver, sequence = Driver(directory), Sequence(torch.tensor(TOKENS))
+    driver.step([(sequence, 5)])
+    driver.step([(sequence, len(TOKENS) - 6)])
+    driver.step([], [sequence])
+    return torch.cat(sequence.logits)
+
+
+def expected_of(model):
+    with torch.inference_mode():
+        return model(torch.tensor([TOKENS])).logits[0]
+
+
+# -- checkpoints --------------------------------------------------------------------------
+
+
+def fuse(directory, transposed):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for number in range(SMALL["num_hidden_layers"]):
+        at = f"model.layers.{number}.mlp.experts"
+
+        def taken(kind, at=at):
+            return torch.stack([tensors.pop(f"{at}.{n}.{kind}_proj.weight") for n in range(8)])
+
+        fused = torch.cat((taken("gate"), taken("up")), 1), taken("down")
+        for name, tensor in zip(("gate_up_proj", "down_proj"), fused, strict=True):
+            tensors[f"{at}.{name}"] = (
+                tensor.transpose(1, 2) if transposed else tensor
+            ).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_of_a_layer_may_be_one_tensor(tmp_path, transposed):
+    model = make_checkpoint(tmp_path, **MOE)
+    fuse(tmp_path, transposed)
+    torch.testing.assert_close(logits_of(tmp_path), expected_of(model), rtol=1e-4, atol=1e-4)
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path):
+    make_checkpoint(tmp_path, **MOE)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(WeightsError, match="layers.1.mlp.experts.5.up_proj.weight"):
+        layers_of(tmp_path)
+
+
+def edited(tmp_path, **changes):
+    make_checkpoint(tmp_path, **MOE)
+    path = tmp_path / "config.json"
+    return json.loads(path.read_text()) | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        (dict(num_experts_per_tok=9), "num_experts_per_tok 9 of 8"),
+        (dict(num_experts_per_tok=0), "num_experts_per_tok"),
+        (dict(moe_intermediate_size="x"), "moe_intermediate_size"),
+        (dict(norm_topk_prob=1), "norm_topk_prob"),
+        (dict(mlp_only_layers=3), "mlp_only_layers"),
+        (dict(mlp_only_layers=["0"]), "mlp_only_layers"),
+        (dict(decoder_sparse_step=0), "decoder_sparse_step"),
+        (dict(num_experts=7), "contradict"),
+        (dict(n_shared_experts=1), "n_shared_experts"),
+    ],
+)
+def test_what_is_wrong_with_a_configuration_is_named(tmp_path, changes, word):
+    with pytest.raises(ModelError, match=word):
+        parse_config(edited(tmp_path, **changes))
