@@ -46,6 +46,8 @@ USUAL = [
     "qwen2",
     "qwen3_vl",
     "llama3",
+    "qwen3_moe",
+    "granite",
 ]
 
 

@@ -458,8 +458,8 @@ def test_values_that_cannot_be_are_model_errors_that_name_the_key(changes, text)
 
 
 def test_an_unknown_architecture_is_named_before_all_that_its_file_lacks():
-    raw = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": dict(SMALL)}
-    with pytest.raises(UnsupportedModel, match="'Qwen3VLMoeForCond.*' is not supp"):
+    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": dict(SMALL)}
+    with pytest.raises(UnsupportedModel, match="'Gemma3ForCond.*' is not supp"):
         parse_config(raw)
 
 

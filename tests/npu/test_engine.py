@@ -31,7 +31,7 @@ def variant(schedule):
 
 def chosen(schedule):
     """In every run of the suite: each model, budget and variant with each other, or nearly."""
-    return COVERED.index(schedule) % 7 == 3
+    return COVERED.index(schedule) % 7 == 2
 
 
 @pytest.mark.parametrize(
