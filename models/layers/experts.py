@@ -6,10 +6,11 @@ import torch
 
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.families.qwen3_moe import ExpertsSpec
+from nanoactor.models.layers.linear import part_of
 from nanoactor.models.layers.step import LayerContext, LayerStep
 from nanoactor.models.parallel import Span
 from nanoactor.models.weights.checkpoint import Weights
-from nanoactor.models.weights.linear import DenseExperts, Router
+from nanoactor.models.weights.linear import DenseExperts, Part, Projection, Router
 
 
 class Experts:
@@ -44,13 +45,13 @@ def _separate(
     spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Span
 ) -> DenseExperts:
     """Read a tensor for each projection of each expert."""
-    numbers = range(spec.experts)
-    pairs = [[f"{name}.{n}.{kind}_proj.weight" for kind in ("gate", "up")] for n in numbers]
-    downs = [[f"{name}.{n}.down_proj.weight"] for n in numbers]
-    return DenseExperts(
-        weights.stacked(pairs, spec.inner, hidden, rows=mine),
-        weights.stacked(downs, hidden, spec.inner, columns=mine),
-    )
+    pairs, downs = [], []
+    for number in range(spec.experts):
+        kinds = (f"{name}.{number}.{kind}_proj" for kind in ("gate", "up"))
+        pairs.append(Projection(tuple(Part(one, spec.inner, (mine,)) for one in kinds), hidden))
+        down = Part(f"{name}.{number}.down_proj", hidden)
+        downs.append(Projection((down,), spec.inner, columns=part_of(spec.inner, mine)))
+    return DenseExperts(weights.stacked(pairs), weights.stacked(downs))
 
 
 def _fused(spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Span) -> DenseExperts:

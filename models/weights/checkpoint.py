@@ -291,23 +291,17 @@ class Weights:
 
     def stacked(
         self,
-        names: Sequence[Sequence[str]],
-        *shape: int,
-        rows: Span | None = None,
-        columns: Span | None = None,
-        stored: torch.dtype | None = None,
+        projections: Sequence[Projection],
     ) -> torch.Tensor:
-        """Return tensors of one shape, or the same part of each, as one: (lists of names, tensors
-        of a list after each other, ...). Each goes to its place as it is read, so that the whole is
-        never there twice."""
+        """Return the matrices of projections of one shape as one, (projections, outputs, inputs),
+        in the model's type. Each goes to its place as it is read, so that the whole is never there
+        twice."""
         whole: torch.Tensor | None = None
-        for at, several in enumerate(names):
-            for number, name in enumerate(several):
-                one = self.load(name, *shape, rows=rows, columns=columns, stored=stored)
-                size = len(one)
-                if whole is None:
-                    whole = one.new_empty(len(names), len(several) * size, *one.shape[1:])
-                whole[at, number * size : (number + 1) * size].copy_(one)
+        for at, projection in enumerate(projections):
+            one = self.linear(projection).dequantize()
+            if whole is None:
+                whole = one.new_empty(len(projections), *one.shape)
+            whole[at].copy_(one)
         assert whole is not None, "nothing to stack"
         return whole
 

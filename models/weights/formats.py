@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-FORMATS: dict[str, str] = {}
+FORMATS: dict[str, str] = {"fp8": "nanoactor.models.weights.fp8:Fp8Format"}
 """The class that reads each, as "module:name": a `nanoactor.models.weights.checkpoint.Format`."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from typing import Protocol
 
 import torch
 
 from nanoactor.models.parallel import Span
+
+log = logging.getLogger("nanoactor.weights")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,4 +99,15 @@ class Router:
 
 def dense_of(weights: LinearWeights) -> Dense:
     """Return the matrix of any format."""
-    return weights if isinstance(weights, Dense) else Dense(weights.dequantize(), weights.bias)
+    if isinstance(weights, Dense):
+        return weights
+    _log_once(
+        f"weights in {type(weights).__name__} are unpacked: this device has no product for them, "
+        "and they take as much memory and time as weights of the model's type"
+    )
+    return Dense(weights.dequantize(), weights.bias)
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    log.warning(text)

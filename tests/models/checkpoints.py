@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from tests.models.fp8_checkpoints import pack_checkpoint
+
 SMALL = dict(
     vocab_size=211,
     hidden_size=64,
@@ -43,6 +45,7 @@ CONFIGURATIONS = {
     ),
     "qwen2": dict(family="Qwen2"),
     "qwen3_vl": dict(family="Qwen3VL", seed=1),
+    "fp8": dict(fp8_blocks=(16, 32)),
     "qwen3_vl_moe": dict(
         family="Qwen3VLMoe",
         seed=1,
@@ -112,12 +115,19 @@ ALONE = {"llama": dict(family="Llama"), **CONFIGURATIONS}
 
 
 def make_checkpoint(
-    directory, seed=0, dtype=torch.float32, shard=None, family="Qwen3", scale=0.3, **config
+    directory,
+    seed=0,
+    dtype=torch.float32,
+    shard=None,
+    family="Qwen3",
+    scale=0.3,
+    fp8_blocks=None,
+    **config,
 ):
     """Save random weights of `dtype`; returns transformers' model of them, in float32.
 
     `scale` is their standard deviation, `shard` a `max_shard_size` such as "40KB"; `config` changes
-    the family's configuration.
+    the family's configuration. With `fp8_blocks`, (rows, columns), projections are packed.
     """
     model = _make_model(family, copy.deepcopy(config)).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -132,6 +142,8 @@ def make_checkpoint(
     copy.deepcopy(model).to(dtype).save_pretrained(directory, **size)
     if family.startswith("Qwen3VL"):
         _save_image_config(Path(directory), model.config.vision_config)
+    if fp8_blocks is not None:
+        pack_checkpoint(Path(directory), model, list(fp8_blocks))
     return model
 
 

@@ -101,13 +101,15 @@ def test_rows_of_several_spans_come_in_their_order(originals, sharded):
 
 def test_tensors_are_stacked_as_they_are_read(originals, sharded, monkeypatch):
     """Each goes to its place at once: of 18,432 experts no second copy is ever made."""
-    pair = "gate", "up"
-    names = [[f"model.layers.{n}.mlp.{kind}_proj.weight" for kind in pair] for n in (0, 1)]
-    whole = [[originals[2].state_dict()[name][8:24] for name in both] for both in names]
-    for joined in ("cat", "stack"):
-        monkeypatch.setattr(torch, joined, lambda *_: pytest.fail("the parts are there twice"))
+    names = [[f"model.layers.{n}.mlp.{kind}_proj" for kind in ("gate", "up")] for n in (0, 1)]
+    state = originals[2].state_dict()
+    whole = [[state[f"{name}.weight"][8:24] for name in both] for both in names]
+    wanted = [
+        Projection(tuple(Part(name, 96, (Span(8, 24),)) for name in both), 64) for both in names
+    ]
+    monkeypatch.setattr(torch, "stack", lambda *_: pytest.fail("all parts are there twice"))
     with Weights(sharded, torch.float32, CPU) as weights:
-        found = weights.stacked(names, 96, 64, rows=Span(8, 24))
+        found = weights.stacked(wanted)
     monkeypatch.undo()
     for part, expected in zip(found, whole, strict=True):
         assert torch.equal(part, torch.cat(expected))
@@ -350,7 +352,7 @@ def test_a_malformed_configuration_is_named(single, content):
             ["partial_rotary_factor"],
         ),
         (dict(use_sliding_window=True, sliding_window=4096), ["use_sliding_window"]),
-        (dict(quantization_config={"quant_method": "fp8"}), ["quantized"]),
+        (dict(quantization_config={"quant_method": "gptq"}), ["'gptq'", "known are fp8"]),
         (dict(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
         (dict(dtype="float8_e4m3fn"), ["'float8_e4m3fn'", "float32, bfloat16, float16"]),
         (dict(architectures=["GemmaForCausalLM"]), ["'GemmaForCausalLM'", "Qwen3ForCausalLM"]),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numba
 import torch
+from torch.nn import functional as F
 
 from nanoactor.models.batch import (
     AttentionBatch,
@@ -29,9 +31,11 @@ from nanoactor.models.devices.cpu.kernels.elementwise import (
     takes_heads,
 )
 from nanoactor.models.devices.cpu.kernels.experts import experts_of_few
+from nanoactor.models.devices.cpu.kernels.fp8 import fp8_product
 from nanoactor.models.devices.cpu.kernels.linear import product
 from nanoactor.models.devices.cpu.kernels.sampling import sample_rows
 from nanoactor.models.devices.protocols import ExpertsOperator, LinearOperator
+from nanoactor.models.weights.fp8 import Fp8Blocks
 from nanoactor.models.weights.linear import DenseExperts, LinearWeights, dense_of
 
 # Measured by bench/cpu_kernels.py; docs/cpu.md has the figures.
@@ -39,6 +43,9 @@ _FEW_ROWS = 2
 """Rows up to which our product is faster than oneDNN's."""
 _FEW_CHOICES = 256
 """Pairs of token and expert up to which our kernel is faster than a product for each expert."""
+_FEW_PACKED_ROWS = 16
+"""Rows up to which packed weights are multiplied as they are read, not unpacked before."""
+_UNPACKED_OUTPUTS = 512
 _LARGE_BYTES = 2 << 20
 """Weights that come from memory; on processors with AMX oneDNN's products of them are faster."""
 _SHARE = 0.1
@@ -47,6 +54,14 @@ _MANY_THREADS = 4
 _MANY_ELEMENTS = 1 << 18
 """From so many threads and elements on PyTorch's operators, each of which uses all threads, are
 faster than one pass of one thread."""
+
+
+def _unpacked(weights: Fp8Blocks) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Yield a matrix in parts, each with its biases: no more than one is there unpacked."""
+    for at in range(0, len(weights.weight), _UNPACKED_OUTPUTS):
+        some = slice(at, at + _UNPACKED_OUTPUTS)
+        bias = None if weights.bias is None else weights.bias[some]
+        yield weights.unpacked(some).to(weights.dtype), bias
 
 
 class CompiledCPUDevice(CPUDevice):
@@ -103,7 +118,9 @@ class CompiledCPUDevice(CPUDevice):
     # -- operators ------------------------------------------------------------------------
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """In two layouts where memory allows: for a few rows, and for many."""
+        """In two layouts where memory allows: for a few rows, and for many. FP8 stays packed."""
+        if isinstance(weights, Fp8Blocks) and weights.dtype in (torch.float32, torch.bfloat16):
+            return self._packed(weights)
         dense = dense_of(weights)
         many, weight, bias = super().linear(dense), dense.weight, dense.bias
         slower = weight.nbytes > _LARGE_BYTES and has_instructions("amx_tile")
@@ -117,6 +134,14 @@ class CompiledCPUDevice(CPUDevice):
             if x.shape[:-1].numel() > _FEW_ROWS:
                 return many(x)
             return product(x, own, bias, self._threads)
+
+        return few_or_many
+
+    def _packed(self, weights: Fp8Blocks) -> LinearOperator:
+        def few_or_many(x: torch.Tensor) -> torch.Tensor:
+            if x.shape[:-1].numel() <= _FEW_PACKED_ROWS:
+                return fp8_product(x, weights, self._threads)
+            return torch.cat([F.linear(x, *part) for part in _unpacked(weights)], -1)
 
         return few_or_many
 

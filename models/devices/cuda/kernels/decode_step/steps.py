@@ -65,6 +65,7 @@ _HONOURED = frozenset(
         "num_layers",
         "qk_norm",
         "qkv_bias",
+        "quantization",
         "rms_norm_eps",
         "rope",
         "tie_embeddings",
@@ -75,7 +76,7 @@ _HONOURED = frozenset(
 )
 """Fields of a model's configuration that the kernel computes with, or that are not its affair:
 pictures have become rows before, rotations are read from tables, and no sequence is longer than a
-window."""
+window, and packed weights are unpacked or not given at all."""
 _NEUTRAL = {"output_bias": False, "mlp_bias": False}
 """Other fields, and the value with which they change nothing. What stands in neither must have its
 default, so that a family with a new option does not run without it."""

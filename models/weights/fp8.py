@@ -1,0 +1,155 @@
+"""FP8 in blocks, as Qwen and DeepSeek publish: e4m3 with a scale for each block of a matrix.
+
+Source: DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.3.2; the names and the meaning of
+`quantization_config` are those of transformers' `FineGrainedFP8Config`. In published checkpoints a
+block has 128 x 128 numbers, and `weight_scale_inv` is what these are multiplied with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from nanoactor.models.errors import ModelError, UnsupportedModel
+from nanoactor.models.model_config import Quantization
+from nanoactor.models.parallel import Span
+from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.linear import Part, Projection
+
+E4M3 = torch.float8_e4m3fn
+_AT_ONCE = 1024
+"""Outputs that are unpacked together, so that little is there in float32."""
+_KNOWN = {
+    "quant_method": ("fp8",),
+    "activation_scheme": ("dynamic",),
+    "fmt": ("e4m3",),
+    "dequantize": (False,),
+    "scale_fmt": ("float",),
+}
+"""The values that are honoured, of keys that may be missing."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fp8Blocks:
+    """A matrix in e4m3."""
+
+    weight: torch.Tensor
+    """float8_e4m3fn (outputs, inputs)."""
+    scales: torch.Tensor
+    """float32 (outputs, blocks): the scale of each output's numbers in each block of inputs."""
+    block: int
+    """Inputs of a block."""
+    offset: int
+    """How many of the first block's inputs are another rank's."""
+    dtype: torch.dtype
+    """The model's."""
+    bias: torch.Tensor | None = None
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the matrix in the model's type."""
+        whole = torch.empty(self.weight.shape, dtype=self.dtype, device=self.weight.device)
+        for at in range(0, len(whole), _AT_ONCE):
+            some = slice(at, at + _AT_ONCE)
+            whole[some] = self.unpacked(some)
+        return whole
+
+    def unpacked(self, outputs: slice) -> torch.Tensor:
+        """Return some outputs, float32."""
+        each = self.scales[outputs].repeat_interleave(self.block, 1)
+        each = each[:, self.offset : self.offset + self.weight.shape[1]]
+        return self.weight[outputs].float() * each
+
+    def without_bias(self) -> Fp8Blocks:
+        """Return the same matrix alone."""
+        return dataclasses.replace(self, bias=None)
+
+
+class Fp8Format:
+    """Reads such checkpoints."""
+
+    def __init__(self, quantization: Quantization) -> None:
+        """Raises `UnsupportedModel` for options that are not honoured, `ModelError` for what makes
+        no sense."""
+        raw = quantization.raw
+        for key, value in raw.items():
+            if key in ("weight_block_size", "modules_to_not_convert") or value is None:
+                continue
+            if key not in _KNOWN or value not in _KNOWN[key]:
+                known = f": known is {_KNOWN[key][0]!r}" if key in _KNOWN else ""
+                raise UnsupportedModel(
+                    f"quantization_config: {key} {value!r:.50} is not supported{known}"
+                )
+        sizes = raw.get("weight_block_size")
+        pair = sizes if isinstance(sizes, list) else []
+        if len(pair) != 2 or not all(type(size) is int and size > 0 for size in pair):
+            raise UnsupportedModel(
+                "quantization_config: weight_block_size must be two whole numbers, got "
+                f"{sizes!r:.50}: FP8 without blocks is not supported"
+            )
+        self._rows, self._columns = pair
+        spared = raw.get("modules_to_not_convert") or []
+        if not isinstance(spared, list) or not all(isinstance(name, str) for name in spared):
+            raise ModelError(
+                "quantization_config: modules_to_not_convert must be a list of names, got "
+                f"{spared!r:.50}"
+            )
+        self._spared = tuple(spared)
+
+    def has(self, projection: Projection) -> bool:
+        """Return whether a projection is packed. Raises `ModelError` where only a part of it is:
+        its parts are one product."""
+        packed = {part.name: not self._is_spared(part.name) for part in projection.parts}
+        if len({*packed.values()}) > 1:
+            apart = ", ".join(name for name, there in packed.items() if not there)
+            raise ModelError(
+                f"quantization_config: modules_to_not_convert names {apart} and not the other "
+                f"parts of {', '.join(packed)}: mixed projections are not supported"
+            )
+        return all(packed.values())
+
+    def _is_spared(self, name: str) -> bool:
+        return any(
+            name == one or name.startswith(f"{one}.") or name.endswith(f".{one}")
+            for one in self._spared
+        )
+
+    def read(self, weights: Weights, projection: Projection) -> Fp8Blocks:
+        """Return this rank's part. Raises `WeightsError` where tensors do not fit."""
+        inputs, columns = projection.inputs, projection.columns or Span(0, projection.inputs)
+        first, last = columns.start // self._columns, -(-columns.stop // self._columns)
+        parts, scales = [], []
+        for part in projection.parts:
+            parts.append(self._matrix(weights, part, projection))
+            shape = -(-part.outputs // self._rows), -(-inputs // self._columns)
+            given = weights.load(f"{part.name}.weight_scale_inv", *shape, dtype=torch.float32)
+            rows = _numbers(part, given.device) // self._rows
+            scales.append(given[:, first:last].index_select(0, rows))
+        return Fp8Blocks(
+            _joined(parts),
+            _joined(scales).contiguous(),
+            self._columns,
+            columns.start - first * self._columns,
+            weights.dtype,
+            weights.bias_of(projection),
+        )
+
+    @staticmethod
+    def _matrix(weights: Weights, part: Part, projection: Projection) -> torch.Tensor:
+        return weights.load(
+            f"{part.name}.weight",
+            *(part.outputs, projection.inputs),
+            rows=part.rows,
+            columns=projection.columns,
+            stored=E4M3,
+        )
+
+
+def _numbers(part: Part, device: torch.device) -> torch.Tensor:
+    """Return which outputs a part wants, int64."""
+    spans = part.rows or (Span(0, part.outputs),)
+    return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -1,0 +1,272 @@
+"""FP8 in blocks: what is read is what the format says, on every rank; products of packed weights;
+and everything that may be wrong with a checkpoint is named."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanoactor.models.config import parse_config, read_config
+from nanoactor.models.decoder import Decoder
+from nanoactor.models.devices import open_device
+from nanoactor.models.devices.cpu import compiled
+from nanoactor.models.devices.cpu.compiled import CompiledCPUDevice
+from nanoactor.models.devices.cpu.device import CPUDevice
+from nanoactor.models.errors import ModelError, UnsupportedModel, WeightsError
+from nanoactor.models.model_config import Quantization
+from nanoactor.models.parallel import Span, shard_of
+from nanoactor.models.weights.checkpoint import Weights, format_of
+from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks, Fp8Format
+from nanoactor.models.weights.linear import Part, Projection
+from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
+from tests.models.fp8_checkpoints import BLOCK, pack, pack_checkpoint
+from tests.models.test_decoder import Driver, Sequence
+from tests.models.test_experts import TOKENS, expected_of
+
+CPU = torch.device("cpu")
+QUANTIZED = {"quant_method": "fp8", "weight_block_size": [16, 32], "activation_scheme": "dynamic"}
+
+
+def made(raw=QUANTIZED):
+    return Fp8Format(Quantization("fp8", raw))
+
+
+def opened(directory):
+    packed = format_of(read_config(directory).quantization)
+    return Weights(directory, torch.float32, CPU, packed=packed)
+
+
+def logits_of(directory, device=None):
+    """float32 (tokens, vocabulary): two chunks, then one token."""
+    driver, sequence = Driver(directory), Sequence(torch.tensor(TOKENS))
+    driver.step([(sequence, 5)])
+    driver.step([(sequence, len(TOKENS) - 6)])
+    driver.step([], [sequence])
+    return torch.cat(sequence.logits)
+
+
+# -- whole models -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["untied", "llama3", "gqa_5", "qwen3_moe"])
+@pytest.mark.parametrize("plain", [False, True], ids=["packed", "unpacked"])
+def test_logits_are_those_of_what_the_numbers_stand_for(tmp_path, monkeypatch, name, plain):
+    """Against transformers with the unpacked matrices, float32. Activations are not rounded on a
+    CPU, so that nothing but the order of sums differs."""
+    model = make_checkpoint(tmp_path, **CONFIGURATIONS[name])
+    pack_checkpoint(tmp_path, model)
+    if plain:
+        monkeypatch.setattr("tests.models.test_decoder.open_device", lambda _: CPUDevice())
+    torch.testing.assert_close(logits_of(tmp_path), expected_of(model), rtol=2e-4, atol=2e-4)
+
+
+def test_modules_that_are_not_converted_stay_as_they_are(tmp_path):
+    spared = ["lm_head", "model.layers.0.self_attn", "model.layers.1.mlp"]
+    model = make_checkpoint(tmp_path)
+    pack_checkpoint(tmp_path, model, spared=spared)
+    kinds = {str(tensor.dtype) for tensor in load_file(tmp_path / "model.safetensors").values()}
+    assert kinds == {"torch.float32", "torch.float8_e4m3fn"}
+    torch.testing.assert_close(logits_of(tmp_path), expected_of(model), rtol=2e-4, atol=2e-4)
+
+
+# -- what is read -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """(directory, the dense matrices by name)."""
+    directory = tmp_path_factory.mktemp("packed")
+    model = make_checkpoint(directory)
+    pack_checkpoint(directory, model)
+    return directory, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "rows", [None, (Span(0, 96),), (Span(7, 40),), (Span(50, 90), Span(3, 20))]
+)
+@pytest.mark.parametrize("columns", [None, Span(0, 64), Span(32, 64), Span(5, 50), Span(33, 34)])
+def test_a_part_has_the_scales_of_its_blocks(packed, rows, columns):
+    """Wherever a rank's part begins within a block."""
+    directory, dense = packed
+    name = "model.layers.0.mlp.gate_proj"
+    if rows is not None and columns is not None:
+        return  # no rank has a part of both
+    with opened(directory) as weights:
+        found = weights.linear(Projection((Part(name, 96, rows),), 64, columns=columns))
+    assert isinstance(found, Fp8Blocks)
+    assert found.weight.dtype == E4M3
+    whole = dense[f"{name}.weight"]
+    if rows is not None:
+        whole = torch.cat([whole[span.start : span.stop] for span in rows])
+    if columns is not None:
+        whole = whole[:, columns.start : columns.stop]
+    torch.testing.assert_close(found.dequantize(), whole, rtol=1e-6, atol=0)
+
+
+def test_it_takes_no_more_than_its_bytes(packed):
+    directory, _ = packed
+    part = Part("model.layers.0.mlp.gate_proj", 96)
+    with opened(directory) as weights:
+        found = weights.linear(Projection((part,), 64))
+    assert found.weight.nbytes == 96 * 64
+    assert found.scales.nbytes == 96 * 2 * 4  # of published blocks: 0.03 of the weights
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_have_parts_of_the_whole(packed, ranks):
+    """The products of all ranks, put together or added up, are those of one."""
+    directory, dense = packed
+    config = read_config(directory)
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
+    total = torch.zeros(3, 64)
+    for rank in range(ranks):
+        mine = shard_of(config, rank, ranks).part(96)
+        with opened(directory) as weights:
+            part = Part("model.layers.0.mlp.down_proj", 64)
+            found = weights.linear(Projection((part,), 96, columns=mine))
+        total += x[:, mine.start : mine.stop] @ found.dequantize().T
+    expected = x @ dense["model.layers.0.mlp.down_proj.weight"].T
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+# -- products -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [1, 3, 4, 9, 40])
+@pytest.mark.parametrize(("outputs", "inputs", "offset"), [(5, 37, 0), (600, 128, 0), (48, 70, 11)])
+def test_products_of_packed_weights(monkeypatch, dtype, threads, rows, outputs, inputs, offset):
+    monkeypatch.setattr("nanoactor.models.devices.cpu.kernels.elements._WORTH", 0)
+    device = CompiledCPUDevice()
+    device.prepare_thread(threads)
+    generator = torch.Generator().manual_seed(rows)
+    numbers = torch.randn(outputs, inputs, generator=generator)
+    numbers[0, :3] = torch.tensor([0.0, 2.0**-9, -(2.0**-7)])  # zero and denormal numbers
+    blocks = -(-(inputs + offset) // 32)
+    scales = torch.rand(outputs, blocks, generator=generator) + 0.5
+    bias = torch.randn(outputs, generator=generator).to(dtype)
+    weights = Fp8Blocks(numbers.to(E4M3), scales, 32, offset, dtype, bias)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    each = scales.repeat_interleave(32, 1)[:, offset : offset + inputs].double()
+    expected = x.double() @ (numbers.to(E4M3).double() * each).T + bias.double()
+    allowed = 1e-5 if dtype == torch.float32 else 2e-2
+    found = device.linear(weights)(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(
+        found.double(), expected, rtol=allowed, atol=allowed * float(expected.abs().max())
+    )
+
+
+def test_every_number_is_unpacked_as_the_format_says():
+    device = CompiledCPUDevice()
+    device.prepare_thread(1)
+    bits = torch.tensor([n for n in range(256) if n & 0x7F != 0x7F], dtype=torch.uint8)
+    weights = Fp8Blocks(
+        bits.view(E4M3)[:, None].contiguous(), torch.ones(len(bits), 1), 1, 0, torch.float32
+    )
+    found = device.linear(weights)(torch.ones(1, 1))[0]
+    assert torch.equal(found, bits.view(E4M3).float())
+
+
+def test_a_cpu_keeps_weights_packed(monkeypatch):
+    """Neither a second layout nor an unpacked copy stays."""
+    device = CompiledCPUDevice()
+    device.prepare_thread(1)
+    spare = device._spare
+    weights = Fp8Blocks(torch.zeros(64, 64).to(E4M3), torch.ones(64, 2), 32, 0, torch.bfloat16)
+    operator = device.linear(weights)
+    assert device._spare == spare
+    monkeypatch.setattr(compiled, "_UNPACKED_OUTPUTS", 16)
+    held = [cell.cell_contents for cell in operator.__closure__]
+    assert {id(weights), id(device)} == {id(one) for one in held}
+
+
+# -- errors -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        (dict(activation_scheme="static"), "activation_scheme 'static'.*'dynamic'"),
+        (dict(fmt="e5m2"), "fmt 'e5m2'"),
+        (dict(weight_block_size=None), "weight_block_size.*without blocks"),
+        (dict(weight_block_size=[128]), "weight_block_size"),
+        (dict(weight_block_size=[128, 0]), "weight_block_size"),
+        (dict(weight_block_size=[128, True]), "weight_block_size"),
+        (dict(scale_fmt="ue8m0"), "scale_fmt"),
+        (dict(dequantize=True), "dequantize"),
+        (dict(act_bits=4), "act_bits 4 is not supported"),
+        (dict(modules_to_not_convert="lm_head"), "modules_to_not_convert"),
+    ],
+)
+def test_options_that_are_not_honoured_are_refused_by_name(changes, word):
+    with pytest.raises(ModelError, match=word):
+        made(QUANTIZED | changes)
+
+
+def test_other_methods_are_refused_before_anything_is_read(packed):
+    text = json.loads((packed[0] / "config.json").read_text())
+    text["quantization_config"]["quant_method"] = "awq"
+    with pytest.raises(UnsupportedModel, match=r"'awq' are not supported; known are fp8"):
+        parse_config(text)
+    text["quantization_config"] = "fp8"
+    with pytest.raises(ModelError, match="quantization_config must be an object"):
+        parse_config(text)
+
+
+def resaved(tmp_path, change, **options):
+    model = make_checkpoint(tmp_path)
+    pack_checkpoint(tmp_path, model, **options)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda t: t.pop(f"{GATE}_scale_inv"), "gate_proj.weight_scale_inv"),
+        (lambda t: t.update({f"{GATE}_scale_inv": torch.ones(3, 2)}), r"\(3, 2\).*\(6, 2\)"),
+        (lambda t: t.update({GATE: t[GATE].float()}), "stored as F32.*F8_E4M3"),
+        (lambda t: t.update({GATE: torch.zeros(96, 64, dtype=torch.int8)}), "stored as I8"),
+        (lambda t: t[f"{GATE}_scale_inv"].fill_(float("nan")), "scale_inv holds.*not finite"),
+        (lambda t: t[GATE].view(torch.uint8)[3, 3].fill_(0x7F), "gate_proj.weight holds.*not fin"),
+    ],
+    ids=["no scales", "other scales", "not packed", "of another type", "NaN scale", "NaN"],
+)
+def test_what_is_wrong_with_a_tensor_is_named(tmp_path, change, word):
+    resaved(tmp_path, change)
+    with pytest.raises(WeightsError, match=word) as caught, opened(tmp_path) as weights:
+        Decoder(read_config(tmp_path), weights, open_device("cpu"), 64)
+    assert "model.safetensors" in str(caught.value) or "has no weight" in str(caught.value)
+
+
+def test_a_projection_that_is_packed_in_part_is_refused(tmp_path):
+    model = make_checkpoint(tmp_path)
+    pack_checkpoint(tmp_path, model, spared=["model.layers.0.self_attn.k_proj"])
+    error = pytest.raises(ModelError, match=r"names .*k_proj and not the other")
+    with error, opened(tmp_path) as weights:
+        Decoder(read_config(tmp_path), weights, open_device("cpu"), 64)
+
+
+def test_packed_weights_that_no_configuration_announces_are_refused(tmp_path):
+    resaved(tmp_path, lambda tensors: None)
+    path = tmp_path / "config.json"
+    text = json.loads(path.read_text())
+    del text["quantization_config"]
+    path.write_text(json.dumps(text))
+    with pytest.raises(WeightsError, match="stored as F8_E4M3"), opened(tmp_path) as weights:
+        Decoder(read_config(tmp_path), weights, open_device("cpu"), 64)
+
+
+def test_blocks_of_the_tests_do_not_divide_all_sizes():
+    assert 24 * 4 % BLOCK[0] == 0
+    assert 40 % BLOCK[1]
+    packed, scales, whole = pack(torch.randn(33, 40), BLOCK)
+    assert (packed.shape, scales.shape, whole.shape) == ((33, 40), (3, 2), (33, 40))
