@@ -86,7 +86,7 @@ def _same(scope: Scope, names: str) -> Iterator[Name]:
 
 
 _NO_LORA = "adapters are not applied: merge them into the weights"
-_NO_QUANTIZATION = "weights are computed in their own type: float32, float16 or bfloat16"
+_NO_QUANTIZATION = "a checkpoint says itself how its weights are packed: `quantization_config`"
 _ONE_STAGE = "layers are not spread over devices: see tensor_parallel_size"
 
 ENGINE: tuple[Name, ...] = (

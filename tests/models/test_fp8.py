@@ -19,6 +19,7 @@ from nanoactor.models.parallel import Span, shard_of
 from nanoactor.models.weights.checkpoint import Weights, format_of
 from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks, Fp8Format
 from nanoactor.models.weights.linear import Part, Projection
+from tests.models import fp8_golden
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.models.fp8_checkpoints import BLOCK, pack, pack_checkpoint
 from tests.models.test_decoder import Driver, Sequence
@@ -128,6 +129,21 @@ def test_ranks_have_parts_of_the_whole(packed, ranks):
         total += x[:, mine.start : mine.stop] @ found.dequantize().T
     expected = x @ dense["model.layers.0.mlp.down_proj.weight"].T
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_numbers_are_those_of_another_package():
+    """compressed-tensors has packed and unpacked them, see `fp8_golden.py`."""
+    rows, columns = fp8_golden.SHAPE
+    packed = made(QUANTIZED | {"weight_block_size": fp8_golden.BLOCK})
+    with Weights(fp8_golden.FILE.parent, torch.float32, CPU, packed=packed) as weights:
+        found = weights.linear(Projection((Part(fp8_golden.NAME, rows),), columns))
+        expected = weights.load("numbers", rows, columns)
+    assert torch.equal(found.dequantize(), expected)
+    assert not expected[9, :4].any()
+    x = torch.randn(3, columns, generator=torch.Generator().manual_seed(1))
+    device = CompiledCPUDevice()
+    device.prepare_thread(1)
+    torch.testing.assert_close(device.linear(found)(x), x @ expected.T, rtol=1e-4, atol=1e-4)
 
 
 # -- products -----------------------------------------------------------------------------
