@@ -149,8 +149,7 @@ async def run(args: argparse.Namespace) -> dict:
     medians = {
         name: {
             "start_s": statistics.median(one["start_s"] for one in runs),
-            "beyond_small_mib": (statistics.median(one["rss"] for one in runs) - small["rss"])
-            / 2**20,
+            "mib": (statistics.median(one["rss"] for one in runs) - small["rss"]) / 2**20,
             "tokens_per_s": {
                 n: statistics.median(one["tokens_per_s"][n] for one in runs) for n in STREAMS
             },
@@ -176,8 +175,7 @@ async def run(args: argparse.Namespace) -> dict:
         "parameters": parameters,
         "medians": medians,
         "fp8_over_bfloat16": ratios,
-        "memory_ratio": medians["fp8"]["beyond_small_mib"]
-        / medians["bfloat16"]["beyond_small_mib"],
+        "memory_ratio": medians["fp8"]["mib"] / medians["bfloat16"]["mib"],
     }
 
 

@@ -31,7 +31,7 @@ from nanoactor.models.devices.cpu.kernels.elementwise import (
     takes_heads,
 )
 from nanoactor.models.devices.cpu.kernels.experts import experts_of_few
-from nanoactor.models.devices.cpu.kernels.fp8 import fp8_product
+from nanoactor.models.devices.cpu.kernels.fp8 import fp8_product, fp8_unpacked
 from nanoactor.models.devices.cpu.kernels.linear import product
 from nanoactor.models.devices.cpu.kernels.sampling import sample_rows
 from nanoactor.models.devices.protocols import ExpertsOperator, LinearOperator
@@ -43,7 +43,7 @@ _FEW_ROWS = 2
 """Rows up to which our product is faster than oneDNN's."""
 _FEW_CHOICES = 256
 """Pairs of token and expert up to which our kernel is faster than a product for each expert."""
-_FEW_PACKED_ROWS = 16
+_FEW_PACKED_ROWS = 4
 """Rows up to which packed weights are multiplied as they are read, not unpacked before."""
 _UNPACKED_OUTPUTS = 512
 _LARGE_BYTES = 2 << 20
@@ -56,12 +56,14 @@ _MANY_ELEMENTS = 1 << 18
 faster than one pass of one thread."""
 
 
-def _unpacked(weights: Fp8Blocks) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+def _unpacked(
+    weights: Fp8Blocks, threads: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Yield a matrix in parts, each with its biases: no more than one is there unpacked."""
     for at in range(0, len(weights.weight), _UNPACKED_OUTPUTS):
         some = slice(at, at + _UNPACKED_OUTPUTS)
         bias = None if weights.bias is None else weights.bias[some]
-        yield weights.unpacked(some).to(weights.dtype), bias
+        yield fp8_unpacked(weights, some, threads), bias
 
 
 class CompiledCPUDevice(CPUDevice):
@@ -141,7 +143,7 @@ class CompiledCPUDevice(CPUDevice):
         def few_or_many(x: torch.Tensor) -> torch.Tensor:
             if x.shape[:-1].numel() <= _FEW_PACKED_ROWS:
                 return fp8_product(x, weights, self._threads)
-            return torch.cat([F.linear(x, *part) for part in _unpacked(weights)], -1)
+            return torch.cat([F.linear(x, *part) for part in _unpacked(weights, self._threads)], -1)
 
         return few_or_many
 

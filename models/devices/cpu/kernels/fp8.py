@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import prange
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic
 
 from nanoactor.models.devices.cpu.kernels.elements import (
     FLOAT,
     both,
-    float_of,
     inlined,
     inlined_reordered,
     like_of,
@@ -25,32 +26,41 @@ _BIAS = np.float32(2.0**120)
 """A number's four bits of exponent, read as float32's last four, are so much too small."""
 
 
-@inlined
-def _unpacked(byte):
-    """An e4m3 number over `_BIAS`; denormal numbers are denormal here too."""
-    bits = np.uint32(byte)
-    return float_of(
-        np.uint32(
-            ((bits & np.uint32(0x7F)) << np.uint32(20))
-            | ((bits & np.uint32(0x80)) << np.uint32(24))
-        )
-    )
+@intrinsic
+def _unpacked(typing_context, byte):
+    """An e4m3 number over `_BIAS`, as float32; denormal numbers are denormal here too."""
+
+    def generate(context, builder, signature, arguments):
+        bits = builder.zext(arguments[0], ir.IntType(32))
+
+        def moved(mask, places):
+            return builder.shl(
+                builder.and_(bits, ir.Constant(bits.type, mask)), ir.Constant(bits.type, places)
+            )
+
+        return builder.bitcast(builder.or_(moved(0x7F, 20), moved(0x80, 24)), ir.FloatType())
+
+    return types.float32(byte), generate
+
+
+# Loops count from 0: Numba takes another beginning for one that may be negative, and looks at each
+# index, which keeps numbers from being multiplied several at once.
 
 
 @inlined_reordered
-def _one(x, weights, row, output, begin, end):
+def _one(x, weights, row):
     total = np.float32(0)
-    for i in range(begin, end):
-        total += x[row, i] * _unpacked(weights[output, i])
+    for i in range(len(weights)):
+        total += x[row, i] * _unpacked(weights[i])
     return total
 
 
 @inlined_reordered
-def _four(x, weights, row, output, begin, end):
+def _four(x, weights, row):
     """Products of four rows with one stretch of an output's weights, which is read once."""
     a = b = c = d = np.float32(0)
-    for i in range(begin, end):
-        weight = _unpacked(weights[output, i])
+    for i in range(len(weights)):
+        weight = _unpacked(weights[i])
         a += x[row, i] * weight
         b += x[row + 1, i] * weight
         c += x[row + 2, i] * weight
@@ -59,17 +69,29 @@ def _four(x, weights, row, output, begin, end):
 
 
 @inlined
-def _add_block(x, weights, totals, output, begin, end, scale):
+def _add_block(x, weights, totals, scale):
     """Add what one block of inputs gives to each row's total."""
     rows = x.shape[0]
     for row in range(0, rows - 3, 4):
-        a, b, c, d = _four(x, weights, row, output, begin, end)
+        a, b, c, d = _four(x, weights, row)
         totals[row] += a * scale
         totals[row + 1] += b * scale
         totals[row + 2] += c * scale
         totals[row + 3] += d * scale
     for row in range(rows // 4 * 4, rows):
-        totals[row] += _one(x, weights, row, output, begin, end) * scale
+        totals[row] += _one(x, weights, row) * scale
+
+
+@inlined
+def _in_blocks(source, values, offset):
+    """Lay inputs out by block, (blocks, rows, block): numbers of a block follow each other."""
+    blocks, rows, block = values.shape
+    for number in range(blocks):
+        first = number * block - offset
+        for row in range(rows):
+            for i in range(block):
+                inside = 0 <= first + i < source.shape[1]
+                values[number, row, i] = wide(source[row, first + i]) if inside else np.float32(0)
 
 
 @both("aaaaannnnnnn")
@@ -81,23 +103,66 @@ def _linear(
 
     Each thread has one of `parts` stretches of the outputs.
     """
-    source, weights = view(x, (rows, inputs), like), view(weight, (outputs, inputs), BYTE)
     results, added = view(output, (rows, outputs), like), view(bias, (outputs,), like)
     factors = view(scales, (outputs, blocks), FLOAT)
-    values = np.empty((rows, inputs), np.float32)
-    for row in range(rows):
-        for i in range(inputs):
-            values[row, i] = wide(source[row, i])
+    # The first block begins where its inputs do, so that each is read from its beginning.
+    values = np.empty((blocks, rows, block), np.float32)
+    _in_blocks(view(x, (rows, inputs), like), values, offset)
+    values[0, :, : block - offset] = values[0, :, offset:].copy()
     for part in prange(parts):
         totals = np.empty(rows, np.float32)
         for j in range(part * outputs // parts, (part + 1) * outputs // parts):
             totals[:] = wide(added[j]) if bias else np.float32(0)
             for number in range(blocks):
                 begin = max(0, number * block - offset)
-                end = min(inputs, (number + 1) * block - offset)
-                _add_block(values, weights, totals, j, begin, end, factors[j, number] * _BIAS)
+                size = min(inputs, (number + 1) * block - offset) - begin
+                numbers = view(weight + j * inputs + begin, (size,), BYTE)
+                _add_block(values[number], numbers, totals, factors[j, number] * _BIAS)
             for row in range(rows):
                 results[row, j] = narrow(totals[row], like)
+
+
+@both("aaannnnnn")
+def _unpack(weight, scales, output, inputs, outputs, blocks, block, offset, parts, like):
+    """Write the numbers of (outputs, inputs) to `output`."""
+    results = view(output, (outputs, inputs), like)
+    factors = view(scales, (outputs, blocks), FLOAT)
+    for part in prange(parts):
+        for j in range(part * outputs // parts, (part + 1) * outputs // parts):
+            for number in range(blocks):
+                begin = max(0, number * block - offset)
+                size = min(inputs, (number + 1) * block - offset) - begin
+                numbers = view(weight + j * inputs + begin, (size,), BYTE)
+                at = output + (j * inputs + begin) * results.itemsize
+                _scale(numbers, view(at, (size,), like), factors[j, number] * _BIAS, like)
+
+
+@inlined
+def _scale(numbers, results, scale, like):
+    for i in range(len(numbers)):
+        results[i] = narrow(_unpacked(numbers[i]) * scale, like)
+
+
+def fp8_unpacked(weights: Fp8Blocks, outputs: slice, threads: int) -> torch.Tensor:
+    """Return some outputs of a matrix in the model's type."""
+    packed, scales = weights.weight[outputs], weights.scales[outputs]
+    whole = torch.empty(packed.shape, dtype=weights.dtype)
+    spread(
+        _unpack,
+        threads,
+        packed.numel(),
+        packed.data_ptr(),
+        scales.data_ptr(),
+        whole.data_ptr(),
+        packed.shape[1],
+        packed.shape[0],
+        scales.shape[1],
+        weights.block,
+        weights.offset,
+        threads,
+        like_of(whole),
+    )
+    return whole
 
 
 def fp8_product(x: torch.Tensor, weights: Fp8Blocks, threads: int) -> torch.Tensor:
