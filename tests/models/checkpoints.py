@@ -45,7 +45,7 @@ CONFIGURATIONS = {
     ),
     "qwen2": dict(family="Qwen2"),
     "qwen3_vl": dict(family="Qwen3VL", seed=1),
-    "fp8": dict(fp8_blocks=(16, 32)),
+    "fp8": dict(fp8_blocks=(16, 32), seed=1),
     "qwen3_vl_moe": dict(
         family="Qwen3VLMoe",
         seed=1,
