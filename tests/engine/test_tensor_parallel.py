@@ -25,13 +25,13 @@ from tests.promises import Delay, check_promise
 __all__ = ["loads"]
 
 # What 2 and 4 ranks divide; the others are refused by name, which tests/models show.
-OTHERS = ["qwen2", "llama3", "qwen3_vl"]
+OTHERS = ["qwen2", "llama3", "qwen3_vl", "mistral", "granite", "qwen3_moe", "fp8"]
 DIVIDED = {
     2: ["untied", "tied", "gqa_5", "gqa_8", "attention_bias", "rope_yarn", *OTHERS],
     4: ["untied", "tied", "gqa_8", "attention_bias", "wide_heads", *OTHERS],
 }
 ALL = [(ranks, name) for ranks, names in DIVIDED.items() for name in names]
-ALWAYS = {(2, "gqa_8", (8, 64), 3)}
+ALWAYS = {(2, "gqa_8", (8, 64), 3), (2, "qwen3_moe", (4, 5), 2)}
 MATRIX = list(itertools.product(ALL, BUDGETS, DEPTHS))
 
 
