@@ -133,9 +133,7 @@ def _read_window(raw: Mapping[str, Any], family: Family, origin: object) -> int 
         return None
     if key in raw and raw[key] is None:
         return None
-    window = positive(raw, key, origin, family.default_window)
-    longest = positive(raw, "max_position_embeddings", origin)
-    return window if window < longest else None
+    return positive(raw, key, origin, family.default_window)
 
 
 def _read_quantization(raw: Mapping[str, Any], origin: object) -> Quantization | None:

@@ -91,9 +91,9 @@ class WholeSteps(Protocol):
         caches: Sequence[KVCache],
         into: torch.Tensor | None,
     ) -> WholeStep | None:
-        """Queue a step of rows that `Device.advance` has laid out, of slots int32 (rows,); None
-        where there is no operator for so many. Results are rewritten by the next; logits go to
-        `into`, where there is one."""
+        """Queue a step of rows that `BatchOperators.advance` has laid out, of slots int32 (rows,);
+        None where there is no operator for so many. Results are rewritten by the next; logits go
+        to `into`, where there is one."""
 
     def check(self) -> None:
         """Raise what has stopped a step, where the device says that one has failed."""

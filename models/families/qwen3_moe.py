@@ -7,34 +7,17 @@ Source: Qwen3 Technical Report, arXiv:2505.09388; options as in transformers' `Q
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from nanoactor.models.errors import ModelError
 from nanoactor.models.families.family import dense_layers
 from nanoactor.models.families.qwen3 import QWEN3
 from nanoactor.models.families.qwen3_vl import QWEN3_VL
 from nanoactor.models.fields import flag, positive
-from nanoactor.models.layers.kinds import FeedForwardSpec, LayerSpec
+from nanoactor.models.layers.kinds import ExpertsSpec, LayerSpec
 from nanoactor.models.model_config import ModelConfig
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExpertsSpec(FeedForwardSpec):
-    """SwiGLU experts, of which a router chooses some for each token."""
-
-    implementation: ClassVar[str] = "nanoactor.models.layers.experts:Experts"
-    experts: int
-    chosen: int
-    """Experts of each token."""
-    inner: int
-    """The size between the projections of an expert."""
-    normalizes: bool
-    """Whether the weights of a token's experts add up to 1."""
-    transposed: bool = False
-    """Whether a file that holds all experts of a layer in one tensor has inputs before outputs;
-    shapes decide where they can."""
-    name: str = "mlp"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +31,10 @@ class ExpertOptions:
     """... but for these."""
 
 
-def _read(transposed: bool, raw: Mapping[str, Any], origin: object) -> ExpertOptions:
+def _read(
+    raw: Mapping[str, Any], origin: object, *, normalizes: bool, transposed: bool
+) -> ExpertOptions:
+    """`normalizes` is what a missing `norm_topk_prob` means, `transposed` as in `ExpertsSpec`."""
     counts = [key for key in ("num_experts", "num_local_experts") if raw.get(key) is not None]
     if len({raw[key] for key in counts}) > 1:
         raise ModelError(f"{origin}: num_experts and num_local_experts contradict each other")
@@ -63,7 +49,7 @@ def _read(transposed: bool, raw: Mapping[str, Any], origin: object) -> ExpertOpt
         experts,
         chosen,
         positive(raw, "moe_intermediate_size", origin, 768),
-        flag(raw, "norm_topk_prob", origin, transposed),
+        flag(raw, "norm_topk_prob", origin, normalizes),
         transposed,
     )
     return ExpertOptions(spec, positive(raw, "decoder_sparse_step", origin, 1), tuple(dense))
@@ -99,13 +85,13 @@ QWEN3_MOE = dataclasses.replace(
     QWEN3,
     architecture="Qwen3MoeForCausalLM",
     layers=_layers,
-    read_options=lambda raw, origin: _read(False, raw, origin),
+    read_options=functools.partial(_read, normalizes=False, transposed=False),
     option_keys=_KEYS,
 )
 QWEN3_VL_MOE = dataclasses.replace(
     QWEN3_VL,
     architecture="Qwen3VLMoeForConditionalGeneration",
     layers=_layers,
-    read_options=lambda raw, origin: _read(True, raw, origin),
+    read_options=functools.partial(_read, normalizes=True, transposed=True),
     option_keys=_KEYS,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanoactor.models.errors import UnsupportedModel
-from nanoactor.models.families.qwen3_moe import ExpertsSpec
+from nanoactor.models.layers.kinds import ExpertsSpec
 from nanoactor.models.layers.linear import part_of
 from nanoactor.models.layers.step import LayerContext, LayerStep
 from nanoactor.models.parallel import Span
@@ -61,10 +61,10 @@ def _fused(spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Sp
     plain, turned = (experts, 2 * inner, hidden), (experts, hidden, 2 * inner)
     transposed = spec.transposed if plain == turned else weights.shape_of(pair) == turned
     if transposed:
-        parts = [weights.block(pair, turned, (None, None, span)) for span in (mine, up)]
+        parts = [weights.load(pair, *turned, spans=(None, None, span)) for span in (mine, up)]
         gate_up = torch.cat(parts, -1).transpose(1, 2).contiguous()
-        back = weights.block(down, (experts, inner, hidden), (None, mine, None))
+        back = weights.load(down, experts, inner, hidden, spans=(None, mine, None))
         return DenseExperts(gate_up, back.transpose(1, 2).contiguous())
-    parts = [weights.block(pair, plain, (None, span, None)) for span in (mine, up)]
-    back = weights.block(down, (experts, hidden, inner), (None, None, mine))
+    parts = [weights.load(pair, *plain, spans=(None, span, None)) for span in (mine, up)]
+    back = weights.load(down, experts, hidden, inner, spans=(None, None, mine))
     return DenseExperts(torch.cat(parts, 1), back)

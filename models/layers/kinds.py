@@ -78,6 +78,24 @@ class MLPSpec(FeedForwardSpec):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ExpertsSpec(FeedForwardSpec):
+    """SwiGLU experts, of which a router chooses some for each token."""
+
+    implementation: ClassVar[str] = "nanoactor.models.layers.experts:Experts"
+    experts: int
+    chosen: int
+    """Experts of each token."""
+    inner: int
+    """The size between the projections of an expert."""
+    normalizes: bool
+    """Whether the weights of a token's experts add up to 1."""
+    transposed: bool = False
+    """Whether a file that holds all experts of a layer in one tensor has inputs before outputs;
+    shapes decide where they can."""
+    name: str = "mlp"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer: a mixer and a feed-forward part, each after a norm, added to the residual."""
 

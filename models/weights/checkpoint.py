@@ -166,7 +166,8 @@ class Weights:
         """One tensor, or a part of it, on the wanted device.
 
         `shape` is that of the whole; of the file only the part is read: rows of one span or of
-        several, in their order. Rows of a single span past the end are zero. It gets the type
+        several, in their order; or of a tensor of any number of dimensions a span of each, None for
+        all. Rows of a single span past the end are zero. It gets the type
         `dtype`, by default the model's. A packed tensor is `stored` in a type and keeps it.
 
         Raises `WeightsError` where it is missing, of another shape or type, or unreadable.
@@ -308,13 +309,6 @@ class Weights:
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor that is there."""
         return tuple(self._files[self._home[name]].get_slice(name).get_shape())
-
-    def block(
-        self, name: str, shape: tuple[int, ...], spans: tuple[Span | None, ...]
-    ) -> torch.Tensor:
-        """Return a part of a tensor of any number of dimensions; None: all of one. Raises
-        `WeightsError` as `load` does."""
-        return self.load(name, *shape, spans=spans)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -113,7 +113,7 @@ class StateLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchTraits:
-    """Properties of a device that decide how its steps are laid out; see `models.device.Device`."""
+    """Properties of a device that decide how its steps are laid out; see `DeviceTraits`."""
 
     tokens_per_program: int = 1 << 30
     needs_host_seq_lens: bool = False
@@ -296,7 +296,7 @@ class HostBatch:
     def _fallback_rows(
         self, layout: StepLayout, slots: Long, positions: Long
     ) -> tuple[SampledRows[Array], ...]:
-        """Samplers that `Device.sample_rows` does not do, choices aside."""
+        """Samplers that `BatchOperators.sample_rows` does not do, choices aside."""
         first, decodes = len(layout.sampled), len(layout.rows.decode_slots)
         last = len(slots) - len(layout.choices)
         at = slice(first, first + decodes)

@@ -240,7 +240,7 @@ class SimulatedRunner(RunnerActor):
         return self._world.oracle.owners_of_slots(inputs.step, slots)
 
     def _freezes(self, uid: int, slot: int, context: int, watched: Any) -> bool:
-        """Whether the slot of a decode row is frozen, as `Device.advance` has it."""
+        """Whether the slot of a decode row is frozen, as `BatchOperators.advance` has it."""
         oracle, token = self._world.oracle, int(self._next_token[slot])
         if not self._world.scenario.freezes:
             return False

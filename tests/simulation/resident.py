@@ -233,7 +233,7 @@ class ResidentState:
         return self._tables[slots, positions // size].astype(np.int64) * size + positions % size
 
     def _advance(self, update: Update) -> Any:
-        """As `Device.advance`: (slots, positions, contexts) of the decode rows."""
+        """As `BatchOperators.advance`: (slots, positions, contexts) of the decode rows."""
         listed = self._column(self._layout.rows)
         rows = listed[: update.decode_rows].copy()
         assert (listed[update.decode_rows :] == self._layout.dummy).all()

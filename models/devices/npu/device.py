@@ -7,6 +7,7 @@ Never run on an NPU: docs/ascend.md says what has been verified, and how far.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Sequence
@@ -232,7 +233,7 @@ class NPUDevice(PortableOperators):
 
     def experts(self, weights: DenseExperts) -> ExpertsOperator:
         """Every expert for every token, as captured steps read nothing back."""
-        log.warning(
+        _log_once(
             "every expert is computed for every token, which costs as many times the work as there "
             "are experts for each that is chosen: grouped products are not used on NPUs yet"
         )
@@ -349,6 +350,11 @@ class NPUDevice(PortableOperators):
         if self.runtime.is_a2_or_a3:
             return sampling.sample(logits, batch)
         return super().sample(logits, batch)
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    log.warning(text)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -229,8 +229,8 @@ class DecodeSteps:
         """A decode step, its logits in `into` bfloat16 (rows, vocabulary), where there is one; None
         where the operators must run.
 
-        `rows` as `Device.advance` has filled them in, `slots` int32 (rows,), `tables` int32 (slots,
-        blocks)."""
+        `rows` as `BatchOperators.advance` has filled them in, `slots` int32 (rows,), `tables` int32
+        (slots, blocks)."""
         step = self.steps.get(len(slots))
         if step is None:
             return None
