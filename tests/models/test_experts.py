@@ -79,6 +79,8 @@ def make(seed, dtype, *shape, scale=1.0):
         (9, 3, 3, 64, 40),  # every token has every expert
         (33, 64, 2, 32, 24),  # most have one token or none
         pytest.param(70, 8, 1, 48, 16, id="one expert each"),
+        pytest.param(150, 8, 2, 32, 24, id="more pairs than are looked at at once"),
+        pytest.param(1100, 8, 1, 64, 40, id="the largest tile", marks=pytest.mark.gpu),
     ],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
