@@ -44,7 +44,7 @@ from bench.gpu import arguments
 from nanoactor.models.batch import KVCache
 from nanoactor.models.devices.cuda.kernels.decode_step.arguments import StepInputs
 from nanoactor.models.devices.cuda.kernels.decode_step.compile import compiled
-from nanoactor.models.devices.cuda.kernels.decode_step.steps import DecodeStep, maps_of
+from nanoactor.models.devices.cuda.kernels.decode_step.steps import DecodeStep
 from nanoactor.models.devices.cuda.kernels.decode_step.table import PHASES, Shape, refusal
 from nanoactor.models.weights.whole_step import ModelWeights
 
@@ -57,7 +57,8 @@ class Model:
 
     weights: ModelWeights
     operators: Operators
-    maps: list[bytes]
+    step: DecodeStep | None = None
+    """The first that was made."""
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -85,7 +86,7 @@ class Worker:
             operators = Operators(shape, weights)
             cos, sin = operators.tables()
             weights = dataclasses.replace(weights, cos=cos, sin=sin)
-            self.models[key] = Model(weights, operators, maps_of(shape, weights))
+            self.models[key] = Model(weights, operators)
         return self.models[key]
 
     def run(self, case: Case, seed: int) -> dict[str, Any]:
@@ -94,7 +95,8 @@ class Worker:
         if why:
             return {"refused": why}
         model = self.model(case, shape)
-        self.step = DecodeStep(shape, model.weights, EPS, self.patience, model.maps)
+        self.step = DecodeStep(shape, model.weights, EPS, self.patience, model.step)
+        model.step = model.step or self.step
         generator = torch.Generator(DEVICE).manual_seed(seed)
         methods = {"check": self.check, "time": self.time, "repeat": self.repeat, "walk": self.walk}
         return methods[case["kind"]](case, shape, model, generator)
@@ -129,7 +131,7 @@ class Worker:
         assert step is not None
         inputs, caches = self.inputs(case, shape, g)
         kind = torch.float64 if shape.layers <= 4 else torch.float32
-        wanted = expected_of(shape, model.weights, caches, inputs, kind)
+        wanted = expected_of(shape, model.weights, caches, inputs, kind, rounds=False)
         before = [KVCache(cache.keys.clone(), cache.values.clone()) for cache in caches]
         held = dataclasses.make_dataclass("Held", ["hidden", "logits"])
         step.scratch.hidden.fill_(torch.nan)
@@ -162,7 +164,7 @@ class Worker:
         found, _, _ = self.compare(case, shape, model, g)
         ours, theirs = found["kernel"], found.get("operators")
         found["good"] = found["touched"] == 0 and all(
-            ours[name] <= (1.05 * theirs[name] if theirs else 1e-2)
+            ours[name] <= (margin(shape) * theirs[name] if theirs else 1e-2)
             for name in ("hidden", "logits", "written")
         )
         return found
@@ -176,7 +178,8 @@ class Worker:
         found["ms"] = clocked(graph, 100)
         again = step.scratch.hidden, step.logits
         found["same"] = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-        found["good"] = found["same"] and found["kernel"]["hidden"] <= found["operators"]["hidden"]
+        allowed = found["operators"]["hidden"] * (margin(shape) if shape.packed else 1)
+        found["good"] = found["same"] and found["kernel"]["hidden"] <= allowed
         if not case.get("options"):
             run = model.operators.step(shape, inputs, caches)
             found["operators_ms"] = clocked(captured(run), 30)
@@ -214,7 +217,7 @@ class Worker:
             apart = difference(results[0][1], model.operators.logits)
             worst = apart if apart != apart else max(worst, apart)
             count += 1
-        good = unlike == 0 and worst < 0.1
+        good = unlike == 0 and worst < (0.3 if shape.packed else 0.1)
         return {"good": good, "unlike": unlike, "worst": worst, "count": count}
 
     def walk(self, case: Case, shape: Shape, model: Model, g: torch.Generator) -> dict[str, Any]:
@@ -223,7 +226,7 @@ class Worker:
         sizes = (1, 2, 4, 8, 16)
         shapes = {rows: dataclasses.replace(shape, rows=rows) for rows in sizes}
         steps = {
-            rows: DecodeStep(of, model.weights, EPS, self.patience, model.maps)
+            rows: DecodeStep(of, model.weights, EPS, self.patience, model.step)
             for rows, of in shapes.items()
         }
         walk = Walk(shape, g, seed=1)
@@ -250,18 +253,24 @@ class Worker:
                 ours += difference(got, exact[0])
                 theirs += difference(other, exact[1])
         return {
-            "good": worst < 0.1 and 0 < ours < 1.05 * theirs,
+            "good": worst < (0.3 if shape.packed else 0.1) and 0 < ours < margin(shape) * theirs,
             "count": count, "worst": worst, "unlike": 0, "error": ours / theirs,
             "joined": walk.joined, "left": walk.left, "page ends": walk.page_ends,
             "longest": walk.longest,
         }  # fmt: skip
 
 
+def margin(shape: Shape) -> float:
+    """Return how much larger our errors may be than the operators'. Both round activations to e4m3
+    where matrices are packed, not all of them alike."""
+    return 1.25 if shape.packed else 1.05
+
+
 def bytes_of(shape: Shape, contexts: list[int]) -> int:
     """Bytes that a step must read: weights and cache, once."""
     layer = shape.hidden * (shape.qkv + shape.width + 3 * shape.inter)
-    weights = shape.layers * layer + shape.vocab * shape.hidden
-    return 2 * weights + 4 * shape.layers * sum(contexts) * shape.kv_heads * shape.head_dim
+    weights = (1 if shape.packed else 2) * shape.layers * layer + 2 * shape.vocab * shape.hidden
+    return weights + 4 * shape.layers * sum(contexts) * shape.kv_heads * shape.head_dim
 
 
 def synchronize() -> None:

@@ -27,6 +27,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "layers": 2, "hidden": 1024, "inter": 2048, "heads": 8, "kv_heads": 4, "vocab": 4096,
     },
 }  # fmt: skip
+SIZES |= {f"{name}-fp8": {**SIZES[name], "packed": True} for name in ("8b", "0.6b", "small")}
 MIX = [1, 1030, 17, 64, 700, 333, 2, 129, 65, 1500, 16, 900, 48, 255, 1024, 511]
 """Contexts of the rows of a ragged batch."""
 

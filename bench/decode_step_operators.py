@@ -15,7 +15,9 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
 from nanoactor.models.model_config import ModelConfig, RopeConfig
 from nanoactor.models.seq_lens import NO_SEQ_LENS
 from nanoactor.models.weights.checkpoint import Weights
-from nanoactor.models.weights.whole_step import ModelWeights
+from nanoactor.models.weights.fp8 import Fp8Blocks
+from nanoactor.models.weights.linear import LinearWeights, Projection
+from nanoactor.models.weights.whole_step import ModelWeights, PackedMatrix
 
 DEVICE = "cuda"
 
@@ -31,12 +33,23 @@ class GivenWeights(Weights):
             "model.norm.weight": weights.norm,
             "lm_head.weight": weights.head,
         }
+        self._packed: dict[str, PackedMatrix] = {}
         for index, layer in enumerate(weights.layers):
             self._add_layer(shape, f"model.layers.{index}", layer)
 
     def _add_layer(self, shape: Shape, prefix: str, layer: Any) -> None:
         kv = shape.kv_heads * shape.head_dim
         named = self._tensors
+        named[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
+        named[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
+        named[f"{prefix}.input_layernorm.weight"] = layer.norm1
+        named[f"{prefix}.post_attention_layernorm.weight"] = layer.norm2
+        if shape.packed:
+            named[f"{prefix}.self_attn.q_proj.bias"] = layer.bias
+            firsts = "self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"
+            for first, matrix in zip(firsts, layer.matrices, strict=True):
+                self._packed[f"{prefix}.{first}"] = matrix
+            return
         for kind, fused in (("weight", layer.qkv), ("bias", layer.bias)):
             if fused is not None:
                 for name, part in zip("qkv", fused.split([shape.width, kv, kv]), strict=True):
@@ -45,10 +58,18 @@ class GivenWeights(Weights):
             named[f"{prefix}.mlp.{name}_proj.weight"] = part
         named[f"{prefix}.self_attn.o_proj.weight"] = layer.o
         named[f"{prefix}.mlp.down_proj.weight"] = layer.down
-        named[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
-        named[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
-        named[f"{prefix}.input_layernorm.weight"] = layer.norm1
-        named[f"{prefix}.post_attention_layernorm.weight"] = layer.norm2
+
+    def __contains__(self, name: str) -> bool:
+        """Tell whether there is such a tensor."""
+        return name in self._tensors
+
+    def linear(self, projection: Projection) -> LinearWeights:
+        first = projection.parts[0].name
+        if first not in self._packed:
+            return super().linear(projection)
+        matrix, bias = self._packed[first], self._tensors.get(f"{first}.bias")
+        scales = matrix.scales.repeat_interleave(8, 0)
+        return Fp8Blocks(matrix.weight, scales, 128, 0, torch.bfloat16, bias)
 
     def load(self, name: str, *shape: int, **part: Any) -> torch.Tensor:
         tensor = self._tensors[name]

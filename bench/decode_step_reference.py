@@ -1,4 +1,4 @@
-"""A decode step in float64 on the same bfloat16 weights, and random models to run it on."""
+"""A decode step in float64 on the same weights, and random models to run it on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import torch
 from nanoactor.models.batch import KVCache
 from nanoactor.models.devices.cuda.kernels.decode_step.arguments import StepInputs
 from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
-from nanoactor.models.weights.whole_step import LayerWeights, ModelWeights
+from nanoactor.models.weights.whole_step import (
+    LayerWeights,
+    Matrix,
+    ModelWeights,
+    PackedMatrix,
+)
 
 EPS = 1e-6
 
@@ -26,18 +31,28 @@ def random_weights(shape: Shape, generator: torch.Generator, positions: int = 40
         drawn = torch.randn(size, device=device, generator=generator)
         return (1 + 0.1 * drawn).bfloat16()
 
+    def matrix(outputs: int, inputs: int) -> Matrix:
+        numbers = normal(outputs, inputs, scale=inputs**-0.5)
+        if not shape.packed:
+            return numbers
+        size = outputs // 16, inputs // 128
+        scales = 2.0 ** (torch.rand(size, device=device, generator=generator) * 4 - 9)
+        scales = scales.repeat_interleave(2, 0)
+        each = scales.repeat_interleave(8, 0).repeat_interleave(128, 1)
+        return PackedMatrix((numbers.float() / each).to(torch.float8_e4m3fn), scales)
+
     def layer() -> LayerWeights:
         s = shape
         return LayerWeights(
             norm(s.hidden),
-            normal(s.qkv, s.hidden, scale=s.hidden**-0.5),
+            matrix(s.qkv, s.hidden),
             normal(s.qkv, scale=0.5) if s.qkv_bias else None,
             norm(s.head_dim) if s.qk_norm else None,
             norm(s.head_dim) if s.qk_norm else None,
-            normal(s.hidden, s.width, scale=s.width**-0.5),
+            matrix(s.hidden, s.width),
             norm(s.hidden),
-            normal(2 * s.inter, s.hidden, scale=s.hidden**-0.5),
-            normal(s.hidden, s.inter, scale=s.inter**-0.5),
+            matrix(2 * s.inter, s.hidden),
+            matrix(s.hidden, s.inter),
         )
 
     layers = [layer() for _ in range(shape.layers)]
@@ -114,6 +129,36 @@ def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.to(x.dtype)
 
 
+def _product(x: torch.Tensor, matrix: Matrix, rounds: bool) -> torch.Tensor:
+    """x Wᵀ; in FP8 by activations that are rounded to e4m3, with a scale for each row and 128
+    inputs.
+
+    Rounding to three bits makes much of little: what is handed over in bfloat16 is rounded here
+    too, or else results would be as far apart as if nothing were rounded."""
+    if not isinstance(matrix, PackedMatrix):
+        return x @ matrix.to(x.dtype).T
+    factors = matrix.scales.repeat_interleave(8, 0).repeat_interleave(128, 1).to(x.dtype)
+    if rounds:
+        each = x.unflatten(-1, (-1, 128))
+        scale = each.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+        x = ((each / scale).float().to(torch.float8_e4m3fn).to(x.dtype) * scale).flatten(-2)
+    return x @ (matrix.weight.to(x.dtype) * factors).T
+
+
+def _normed_product(
+    x: torch.Tensor, norm: torch.Tensor, matrix: Matrix, rounds: bool
+) -> torch.Tensor:
+    if not isinstance(matrix, PackedMatrix):
+        return _product(_norm(x, norm), matrix, rounds)
+    x = x.bfloat16().to(x.dtype)
+    factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    return _product(x * norm.to(x.dtype), matrix, rounds) * factor
+
+
+def _handed_over(x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    return x.bfloat16().to(x.dtype) if isinstance(matrix, PackedMatrix) else x
+
+
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -143,15 +188,17 @@ def expected_of(
     caches: list[KVCache],
     inputs: StepInputs,
     dtype: torch.dtype = torch.float64,
+    rounds: bool = True,
 ) -> Expected:
-    """Compute a step; `caches` as they are before it. New keys and values are rounded as stored."""
+    """Compute a step; `caches` as they are before it. `rounds`: activations before products in FP8,
+    as the format says."""
     x = weights.embed[inputs.token_ids.long()].to(dtype)
     positions = inputs.positions.long()
     cos = weights.cos[positions].to(dtype)[:, None]
     sin = weights.sin[positions].to(dtype)[:, None]
     all_keys, all_values = [], []
     for layer, cache in zip(weights.layers, caches, strict=True):
-        qkv = _norm(x, layer.norm1) @ layer.qkv.to(dtype).T
+        qkv = _normed_product(x, layer.norm1, layer.qkv, rounds)
         if layer.bias is not None:
             qkv = qkv + layer.bias.to(dtype)
         heads = qkv.view(len(x), -1, shape.head_dim)
@@ -168,9 +215,10 @@ def expected_of(
             ).flatten()
             for r in range(len(x))
         ]  # fmt: skip
-        x = x + torch.stack(rows) @ layer.o.to(dtype).T
-        gate, up = (_norm(x, layer.norm2) @ layer.gate_up.to(dtype).T).chunk(2, -1)
-        x = x + (torch.nn.functional.silu(gate) * up) @ layer.down.to(dtype).T
+        x = x + _product(_handed_over(torch.stack(rows), layer.o), layer.o, rounds)
+        gate, up = _normed_product(x, layer.norm2, layer.gate_up, rounds).chunk(2, -1)
+        inner = _handed_over(torch.nn.functional.silu(gate) * up, layer.down)
+        x = x + _product(inner, layer.down, rounds)
     hidden = _norm(x, weights.norm)
     logits = torch.cat([hidden @ part.to(dtype).T for part in weights.head.split(16384)], -1)
     return Expected(hidden, logits, all_keys, all_values)

@@ -1,11 +1,12 @@
 """Grouped products of a mixture of experts on a GPU: what share of its bandwidth, and of its rate?
 
-    python bench/experts.py [--hidden 2048] [--inner 768] [--rounds 20] [--out FILE]
+    python bench/experts.py [--format bf16|fp8] [--rows 1 8 64] [--hidden 2048]
+                            [--inner 768] [--rounds 20] [--out FILE]
 
 For rows of 1 to 4,096 tokens, experts of 8 to 128 and choices of 2 to 8: the time of a layer's
 experts, routing aside, in a graph of several layers whose weights are larger than any cache. Tokens
 choose experts uniformly, all different; `distinct` experts are counted, and their bytes over the
-time are a share of what a large copy reads and writes (`bandwidth`). With many rows the products
+time are a share of what a sum of 4 GB reads (`bandwidth`). With many rows the products
 are a share of those of one dense product of as many rows (`rate`). Routing alone (`route_us`) is a
 product in float32 and a choice.
 """
@@ -25,7 +26,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from nanoactor.models.devices.cuda.device import CUDADevice
-from nanoactor.models.weights.linear import DenseExperts, Router
+from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks
+from nanoactor.models.weights.linear import Dense, ExpertWeights, LinearWeights, Router
 
 LAYERS = 4
 ROWS = (1, 8, 64, 256, 1024, 4096)
@@ -53,10 +55,9 @@ def milliseconds(function: Callable[[], object], rounds: int) -> float:
 
 
 def bandwidth(rounds: int) -> float:
-    """Bytes a second of a copy, both ways."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source), rounds) * 1e3
+    """Bytes a second that are read by a sum."""
+    source = torch.zeros(1 << 30, dtype=torch.float32, device="cuda")
+    return source.nbytes / milliseconds(source.sum, rounds) * 1e3
 
 
 def rate(rows: int, hidden: int, inner: int, rounds: int) -> float:
@@ -67,14 +68,23 @@ def rate(rows: int, hidden: int, inner: int, rounds: int) -> float:
     return 2 * rows * hidden * 3 * inner / spent * 1e3
 
 
+def matrices(format_: str, *shape: int) -> LinearWeights:
+    """Random, in bfloat16 or in blocks of FP8."""
+    numbers = torch.empty(*shape, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
+    if format_ == "bf16":
+        return Dense(numbers)
+    scales = torch.ones(*shape[:-1], -(-shape[-1] // 128), device="cuda")
+    return Fp8Blocks(numbers.to(E4M3), scales, 128, 0, torch.bfloat16)
+
+
 def measure(args: argparse.Namespace, rows: int, experts: int, chosen: int, copy: float) -> dict:
     device = CUDADevice()
     generator = torch.Generator("cuda").manual_seed(rows + experts)
     options = {"device": "cuda", "dtype": torch.bfloat16}
     layers = [
-        DenseExperts(
-            torch.empty(experts, 2 * args.inner, args.hidden, **options).normal_(0, 0.02),
-            torch.empty(experts, args.hidden, args.inner, **options).normal_(0, 0.02),
+        ExpertWeights(
+            matrices(args.format, experts, 2 * args.inner, args.hidden),
+            matrices(args.format, experts, args.hidden, args.inner),
         )
         for _ in range(LAYERS)
     ]
@@ -92,7 +102,7 @@ def measure(args: argparse.Namespace, rows: int, experts: int, chosen: int, copy
     router = Router(torch.randn(experts, args.hidden, device="cuda"), chosen, True)
     spent = milliseconds(step, args.rounds) / LAYERS
     routed = milliseconds(lambda: device.route(x, router), args.rounds)
-    read = distinct * 3 * args.inner * args.hidden * 2
+    read = distinct * 3 * args.inner * args.hidden * (2 if args.format == "bf16" else 1)
     operations = 2 * rows * chosen * 3 * args.inner * args.hidden
     dense = rate(rows * chosen, args.hidden, args.inner, args.rounds)
     return {
@@ -111,16 +121,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--inner", type=int, default=768)
+    parser.add_argument("--format", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.cuda.set_device(0)
     with torch.inference_mode():
         copy = bandwidth(args.rounds)
-        print(f"{torch.cuda.get_device_name()}: a copy moves {copy / 1e12:.2f} TB/s")
+        print(f"{torch.cuda.get_device_name()}: a sum reads {copy / 1e12:.2f} TB/s")
         results = []
         for experts, chosen in SHAPES:
-            for rows in ROWS:
+            for rows in args.rows:
                 results.append(measure(args, rows, experts, chosen, copy))
                 print(json.dumps(results[-1]))
     report = {
@@ -128,7 +140,8 @@ def main() -> None:
         "command": " ".join(["python", *sys.argv]),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "copy_tb_s": copy / 1e12,
+        "sum_tb_s": copy / 1e12,
+        "format": args.format,
         "hidden": args.hidden,
         "inner": args.inner,
         "results": results,

@@ -1,6 +1,6 @@
 """The engine on a GPU: nano-vllm's workload, latency, decode steps, prefill, and what is left idle.
 
-    python bench/gpu.py --model 0.6b|8b|30b-a3b [--tests workload,latency,decode,prefill]
+    python bench/gpu.py --model 0.6b|8b|30b-a3b[-fp8] [--tests workload,latency,decode,prefill]
                         [--depth 1 2] [--rounds 3] [--out FILE] [--trace FILE]
 
 Random weights of the true configurations in bfloat16, prompts of random token ids, no tokenizer.
@@ -86,6 +86,8 @@ MODELS = {
         "decoder_sparse_step": 1,
     },
 }
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MODELS |= {f"{name}-fp8": {**MODELS[name], "quantization_config": FP8} for name in [*MODELS]}
 TESTS = ("workload", "latency", "decode", "idle", "recommended", "prefill", "prompts", "burst")
 TESTS += ("gap",)
 

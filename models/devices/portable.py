@@ -35,7 +35,13 @@ from nanoactor.models.devices.protocols import (
 from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.sampling.sampler import sample
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.models.weights.linear import DenseExperts, LinearWeights, Router, dense_of
+from nanoactor.models.weights.linear import (
+    ExpertWeights,
+    LinearWeights,
+    Router,
+    dense_experts_of,
+    dense_of,
+)
 from nanoactor.models.weights.whole_step import ModelWeights
 
 
@@ -211,18 +217,19 @@ class PortableOperators:
             shares = shares / shares.sum(-1, keepdim=True)
         return ids.int().contiguous(), shares.to(x.dtype).float().contiguous()
 
-    def experts(self, weights: DenseExperts) -> ExpertsOperator:
-        """Expert by expert; how many tokens each has is read back."""
+    def experts(self, weights: ExpertWeights) -> ExpertsOperator:
+        """Expert by expert, unpacked; how many tokens each has is read back."""
+        dense = dense_experts_of(weights)
 
         def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
             chosen = ids.shape[1]
             order = ids.flatten().long().argsort(stable=True)
-            counts = ids.flatten().long().bincount(minlength=len(weights.down)).tolist()
+            counts = ids.flatten().long().bincount(minlength=len(dense.down)).tolist()
             y = x.new_empty(len(order), x.shape[1])
             for expert, rows in enumerate(torch.split(order, counts)):
                 if len(rows):
-                    inner = F.linear(x[rows // chosen], weights.gate_up[expert])
-                    y[rows] = F.linear(self.swiglu(inner), weights.down[expert])
+                    inner = F.linear(x[rows // chosen], dense.gate_up[expert])
+                    y[rows] = F.linear(self.swiglu(inner), dense.down[expert])
             weighted = y.view(-1, chosen, x.shape[1]).float() * shares[..., None]
             return weighted.sum(1).to(x.dtype)
 

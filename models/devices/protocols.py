@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.nn import functional as F
@@ -25,8 +25,8 @@ from nanoactor.models.batch import (
 from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.models.weights.linear import DenseExperts, LinearWeights, Router
-from nanoactor.models.weights.whole_step import ModelWeights
+from nanoactor.models.weights.linear import ExpertWeights, LinearWeights, Router
+from nanoactor.models.weights.whole_step import Matrix, ModelWeights
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +59,17 @@ ExpertsOperator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Ten
 hidden)."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@runtime_checkable
+class HasMatrix(Protocol):
+    """A linear operator that can say what an operator for a whole step needs."""
+
+    bias: torch.Tensor | None
+
+    def matrix(self) -> Matrix | None:
+        """Return its weight; None where it is laid out in no way that such an operator reads."""
+
+
+@dataclasses.dataclass(slots=True)
 class Linear:
     """A linear operator that has its weight, (outputs, inputs), as it was given."""
 
@@ -69,6 +79,10 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x Wᵀ + b."""
         return F.linear(x, self.weight, self.bias)
+
+    def matrix(self) -> torch.Tensor:
+        """Return its weight."""
+        return self.weight
 
 
 class WholeStep(NamedTuple):
@@ -214,8 +228,9 @@ class Operators(Protocol):
         """Return each token's experts, int32 (tokens, chosen), the likeliest first, ties to the
         lower one; and their shares, float32, of the type of x in value."""
 
-    def experts(self, weights: DenseExperts) -> ExpertsOperator:
-        """Each token through its experts: sum of share * down(silu(gate x) * up x)."""
+    def experts(self, weights: ExpertWeights) -> ExpertsOperator:
+        """Each token through its experts: sum of share * down(silu(gate x) * up x). A format
+        without an operator here is unpacked."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x²) + eps) * weight over the last dimension (arXiv:1910.07467). With a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanoactor.models.devices.protocols import Linear
+from nanoactor.models.devices.protocols import HasMatrix
 from nanoactor.models.layers.attention import Attention
 from nanoactor.models.layers.kinds import LayerSpec
 from nanoactor.models.layers.layer import make_feed_forward, make_mixer
@@ -57,18 +57,18 @@ class DecoderLayer:
         if not attention.is_plain or not self._is_plain:
             return None
         found = [layer.operator for layer in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
-        matrices = [each.weight for each in found if isinstance(each, Linear)]
-        if len(matrices) < len(found):
-            return None
-        if any(isinstance(each, Linear) and each.bias is not None for each in found[1:]):
+        known = [each for each in found if isinstance(each, HasMatrix)]
+        matrices = [each.matrix() for each in known]
+        if len(known) < len(found) or any(each.bias is not None for each in known[1:]):
             return None
         qkv, o, gate_up, down = matrices
+        if qkv is None or o is None or gate_up is None or down is None:
+            return None
         q_norm, k_norm = attention.norms or (None, None)
-        bias = found[0].bias if isinstance(found[0], Linear) else None
         return LayerWeights(
             norm1=self._input_norm.weight,
             qkv=qkv,
-            bias=bias,
+            bias=known[0].bias,
             q_norm=q_norm,
             k_norm=k_norm,
             o=o,

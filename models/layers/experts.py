@@ -10,7 +10,7 @@ from nanoactor.models.layers.linear import part_of
 from nanoactor.models.layers.step import LayerContext, LayerStep
 from nanoactor.models.parallel import Span
 from nanoactor.models.weights.checkpoint import Weights
-from nanoactor.models.weights.linear import DenseExperts, Part, Projection, Router
+from nanoactor.models.weights.linear import Dense, ExpertWeights, Part, Projection, Router
 
 
 class Experts:
@@ -43,7 +43,7 @@ class Experts:
 
 def _separate(
     spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Span
-) -> DenseExperts:
+) -> ExpertWeights:
     """Read a tensor for each projection of each expert."""
     pairs, downs = [], []
     for number in range(spec.experts):
@@ -51,10 +51,12 @@ def _separate(
         pairs.append(Projection(tuple(Part(one, spec.inner, (mine,)) for one in kinds), hidden))
         down = Part(f"{name}.{number}.down_proj", hidden)
         downs.append(Projection((down,), spec.inner, columns=part_of(spec.inner, mine)))
-    return DenseExperts(weights.stacked(pairs), weights.stacked(downs))
+    return ExpertWeights(weights.stacked(pairs), weights.stacked(downs))
 
 
-def _fused(spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Span) -> DenseExperts:
+def _fused(
+    spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Span
+) -> ExpertWeights:
     """Read one tensor for all experts' gates and ups, and one for what leads back."""
     pair, down = f"{name}.gate_up_proj", f"{name}.down_proj"
     experts, inner, up = spec.experts, spec.inner, mine.moved(spec.inner)
@@ -64,7 +66,7 @@ def _fused(spec: ExpertsSpec, weights: Weights, name: str, hidden: int, mine: Sp
         parts = [weights.load(pair, *turned, spans=(None, None, span)) for span in (mine, up)]
         gate_up = torch.cat(parts, -1).transpose(1, 2).contiguous()
         back = weights.load(down, experts, inner, hidden, spans=(None, mine, None))
-        return DenseExperts(gate_up, back.transpose(1, 2).contiguous())
+        return ExpertWeights(Dense(gate_up), Dense(back.transpose(1, 2).contiguous()))
     parts = [weights.load(pair, *plain, spans=(None, span, None)) for span in (mine, up)]
     back = weights.load(down, experts, hidden, inner, spans=(None, None, mine))
-    return DenseExperts(torch.cat(parts, 1), back)
+    return ExpertWeights(Dense(torch.cat(parts, 1)), Dense(back))

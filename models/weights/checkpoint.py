@@ -25,6 +25,8 @@ log = logging.getLogger("nanoactor.weights")
 INDEX = "model.safetensors.index.json"
 _FLOATING = ("F64", "F32", "BF16", "F16")
 """The types of safetensors that hold weights as they are."""
+_WIDE = {"I32": 4, "I64": 8, "I16": 2, "U16": 2, "U32": 4, "U64": 8}
+"""Bytes of other types that have several."""
 _SPARE = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Ends of the names of buffers that older checkpoints carry along."""
 _MOST_NAMED = 5
@@ -293,18 +295,38 @@ class Weights:
     def stacked(
         self,
         projections: Sequence[Projection],
-    ) -> torch.Tensor:
-        """Return the matrices of projections of one shape as one, (projections, outputs, inputs),
-        in the model's type. Each goes to its place as it is read, so that the whole is never there
-        twice."""
-        whole: torch.Tensor | None = None
+    ) -> LinearWeights:
+        """Return the matrices of projections of one shape as one, (projections, outputs, inputs).
+        Each goes to its place as it is read, so that the whole is never there twice.
+
+        Raises `WeightsError` as `load` does, and where they are in several formats."""
+        whole: LinearWeights | None = None
         for at, projection in enumerate(projections):
-            one = self.linear(projection).dequantize()
-            if whole is None:
-                whole = one.new_empty(len(projections), *one.shape)
-            whole[at].copy_(one)
+            one = self.linear(projection)
+            whole = one.room(len(projections)) if whole is None else whole
+            if type(one) is not type(whole):
+                raise WeightsError(
+                    f"{self._directory}: {projection.parts[0].name} is "
+                    f"{type(one).__name__}, and what it is stacked with {type(whole).__name__}: "
+                    "experts of one layer in several formats are not supported"
+                )
+            whole.put(at, one)
         assert whole is not None, "nothing to stack"
         return whole
+
+    def least_bytes(self, spare: Collection[str] = ()) -> int:
+        """Return the bytes that all ranks' weights take at least: tensors in the model's type,
+        packed ones as they are stored. `spare` as for `warn_of_unused`."""
+        own = torch.empty(0, dtype=self.dtype).element_size()
+        total = 0
+        for name, home in self._home.items():
+            if name in spare:
+                continue
+            found = self._files[home].get_slice(name)
+            stored = found.get_dtype()
+            each = own if stored in _FLOATING else _WIDE.get(stored, 1)
+            total += math.prod(found.get_shape()) * each
+        return total
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor that is there."""
@@ -355,6 +377,10 @@ class RandomWeights(Weights):
 
     def warn_of_unused(self, spare: Collection[str] = ()) -> None:
         """There is nothing else."""
+
+    def least_bytes(self, spare: Collection[str] = ()) -> int:
+        """Unknown: there are no files."""
+        return 0
 
     def __contains__(self, name: str) -> bool:
         """Whatever the configuration asks for; beside a tied embedding there is no other head, and

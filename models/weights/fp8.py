@@ -35,9 +35,10 @@ class Fp8Blocks:
     """A matrix in e4m3."""
 
     weight: torch.Tensor
-    """float8_e4m3fn (outputs, inputs)."""
+    """float8_e4m3fn (outputs, inputs), or (matrices, outputs, inputs)."""
     scales: torch.Tensor
-    """float32 (outputs, blocks): the scale of each output's numbers in each block of inputs."""
+    """float32 (..., outputs, blocks): the scale of each output's numbers in each block of
+    inputs."""
     block: int
     """Inputs of a block."""
     offset: int
@@ -49,20 +50,28 @@ class Fp8Blocks:
     def dequantize(self) -> torch.Tensor:
         """Return the matrix in the model's type."""
         whole = torch.empty(self.weight.shape, dtype=self.dtype, device=self.weight.device)
-        for at in range(0, len(whole), _AT_ONCE):
+        packed, scales = self.weight.flatten(0, -2), self.scales.flatten(0, -2)
+        for at in range(0, len(packed), _AT_ONCE):
             some = slice(at, at + _AT_ONCE)
-            whole[some] = self.unpacked(some)
+            each = scales[some].repeat_interleave(self.block, 1)
+            each = each[:, self.offset : self.offset + packed.shape[1]]
+            whole.view(packed.shape)[some] = packed[some].float() * each
         return whole
-
-    def unpacked(self, outputs: slice) -> torch.Tensor:
-        """Return some outputs, float32."""
-        each = self.scales[outputs].repeat_interleave(self.block, 1)
-        each = each[:, self.offset : self.offset + self.weight.shape[1]]
-        return self.weight[outputs].float() * each
 
     def without_bias(self) -> Fp8Blocks:
         """Return the same matrix alone."""
         return dataclasses.replace(self, bias=None)
+
+    def room(self, count: int) -> Fp8Blocks:
+        """Return memory for so many matrices."""
+        weight = self.weight.new_empty(count, *self.weight.shape)
+        scales = self.scales.new_empty(count, *self.scales.shape)
+        return dataclasses.replace(self, weight=weight, scales=scales, bias=None)
+
+    def put(self, at: int, matrix: Fp8Blocks) -> None:
+        """Copy a matrix to its place."""
+        self.weight[at].copy_(matrix.weight)
+        self.scales[at].copy_(matrix.scales)
 
 
 class Fp8Format:

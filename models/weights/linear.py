@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -58,6 +58,12 @@ class LinearWeights(Protocol):
     def without_bias(self) -> LinearWeights:
         """Return the same matrix alone."""
 
+    def room(self, count: int) -> Self:
+        """Return memory for so many matrices of the same shape, without biases."""
+
+    def put(self, at: int, matrix: Self) -> None:
+        """Copy a matrix to its place."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dense:
@@ -75,6 +81,14 @@ class Dense:
         """Return the same matrix alone."""
         return Dense(self.weight)
 
+    def room(self, count: int) -> Dense:
+        """Return memory for so many matrices."""
+        return Dense(self.weight.new_empty(count, *self.weight.shape))
+
+    def put(self, at: int, matrix: Dense) -> None:
+        """Copy a matrix to its place."""
+        self.weight[at].copy_(matrix.weight)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DenseExperts:
@@ -84,6 +98,15 @@ class DenseExperts:
     """(experts, 2 * inner, hidden): gates, then ups."""
     down: torch.Tensor
     """(experts, hidden, inner)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The matrices of all experts of a layer in a checkpoint's format; shapes are those of
+    `DenseExperts`."""
+
+    gate_up: LinearWeights
+    down: LinearWeights
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,6 +129,11 @@ def dense_of(weights: LinearWeights) -> Dense:
         "and they take as much memory and time as weights of the model's type"
     )
     return Dense(weights.dequantize(), weights.bias)
+
+
+def dense_experts_of(weights: ExpertWeights) -> DenseExperts:
+    """Return experts of any format."""
+    return DenseExperts(dense_of(weights.gate_up).weight, dense_of(weights.down).weight)
 
 
 @functools.cache

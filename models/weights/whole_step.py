@@ -1,4 +1,4 @@
-"""A dense model's tensors as an operator for a whole step reads them: fused, on the device."""
+"""A model's tensors as an operator for a whole step reads them: fused, on the device."""
 
 from __future__ import annotations
 
@@ -9,20 +9,43 @@ import torch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix in FP8, of which 8 outputs and 128 inputs have one scale."""
+
+    weight: torch.Tensor
+    """float8_e4m3fn (outputs, inputs), contiguous."""
+    scales: torch.Tensor
+    """float32 (outputs / 8, inputs / 128)."""
+
+
+Matrix = torch.Tensor | PackedMatrix
+
+
+def numbers_of(matrix: Matrix) -> torch.Tensor:
+    """Return (outputs, inputs), packed or not."""
+    return matrix.weight if isinstance(matrix, PackedMatrix) else matrix
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer's tensors, contiguous; matrices are (outputs, inputs)."""
 
     norm1: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Matrix
     bias: torch.Tensor | None
     """(qkv outputs,)."""
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    o: torch.Tensor
+    o: Matrix
     norm2: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: Matrix
     """Gates, then ups."""
-    down: torch.Tensor
+    down: Matrix
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All four."""
+        return self.qkv, self.o, self.gate_up, self.down
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,3 +59,9 @@ class ModelWeights:
     cos: torch.Tensor
     """(positions, head_dim / 2), of the weights' type."""
     sin: torch.Tensor
+
+    @property
+    def is_packed(self) -> bool | None:
+        """Whether all layers' matrices are in FP8; None where some are."""
+        kinds = {isinstance(one, PackedMatrix) for layer in self.layers for one in layer.matrices}
+        return kinds.pop() if len(kinds) == 1 else None

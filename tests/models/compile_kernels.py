@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -22,9 +23,15 @@ from nanoactor.models.devices.cuda.kernels import (
     batch,
     decode_attention,
     elementwise,
+    experts,
+    experts_dense,
+    experts_few,
+    experts_fp8,
+    fp8,
     nucleus_sampling,
     prefill_attention,
     prefill_attention_tma,
+    routing,
     sampling,
     truncated_sampling,
 )
@@ -141,7 +148,68 @@ def build_all(kind):
     build(nucleus_sampling._sample_nucleus, kind, nucleus, num_warps=16)
 
 
+def tiles_of(module):
+    return [*(tile for _, tile in module._TILES), module._LARGEST]
+
+
+PAIRS = {"ids": "*i32", "rows_of": "*i32", "owners": "*i32", "shares": "*fp32"}
+BLOCKS = {"blocks": 16, "block": 128, "group": 128}
+
+
+def build_experts(kind):
+    """Those of a model of 30 billion numbers."""
+    sizes = {"hidden": 2048, "inner": 768}
+    types = PAIRS | {"between": "*K", "parts": "*K", "down": "*K"}
+    for tile in tiles_of(experts_dense) if kind != "fp32" else [experts_dense._LARGEST_FLOAT32]:
+        cut = {"rows": tile.rows, "outputs": tile.outputs, "inputs": tile.inputs, **sizes}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        build(experts_dense._activate, kind, {**cut, "chosen": 8}, types, **options)
+        build(experts_dense._lead_back, kind, cut, types, **options)
+    types = PAIRS | {"between": "*K", "y": "*K", "parts": "*K"}
+    build(experts._add, kind, {"chosen": 8, "block": 1024}, types)
+    for packed in (False, True):
+        types |= {"weight": "*fp8e4nv", "scales": "*fp32"} if packed else {}
+        for inputs, kernel in ((2048, experts_few._activate), (768, experts_few._lead_back)):
+            shape = {"inputs": inputs, "offset": 0, "padded": inputs, "group": 128, "chosen": 8}
+            shape |= {"block": 128, "tile": triton.next_power_of_2(inputs), "outputs": 8}
+            build(kernel, kind, shape | ({} if packed else {"scales": None}), types)
+    weigh = {"hidden": 2048, "experts": 128, "outputs": 4, "inputs": 2048}
+    build(routing._weigh, kind, weigh, {"weight": "*fp32", "logits": "*fp32"}, num_warps=8)
+    choose = {"chosen": 8, "normalizes": True, "padded": 128, "slots": 8, "rounded": tl.bfloat16}
+    build(routing._route, kind, choose, PAIRS | {"logits": "*fp32"}, num_warps=1)
+    align = {"experts": 128, "padded": 128, "size": 16, "chunk": 256}
+    build(routing._align, kind, align, PAIRS | {"blocks": "i32"})
+
+
+def build_fp8(kind):
+    """Products on FP8 tensor cores, by the instructions of Hopper GPUs."""
+    packed = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "scales": "*fp32", "x_scales": "*fp32"}
+    rounding = {"offset": 0, "blocks": 32, "block": 128, "at_once": 8}
+    types = {"rounded": "*fp8e4nv", "scales": "*fp32"}
+    build(fp8._quantize, kind, rounding, types)
+    for tile in tiles_of(fp8):
+        cut = {"outputs": 4096, **BLOCKS, "each": 8, "bias": None}
+        cut |= {"tile_outputs": tile.outputs, "tile_tokens": tile.tokens}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        made = build(fp8._multiply, kind, cut, packed | {"sums": "*fp32"}, **options)
+        assert "wgmma.mma_async.sync.aligned.m64" in made.asm["ptx"]
+        assert ".e4m3.e4m3" in made.asm["ptx"]
+    add = {"splits": 4, "at_once": 1024, "bias": None}
+    build(fp8._add, kind, add, {"sums": "*fp32", "y": "*K", "outputs": "i32"})
+    for tile in tiles_of(experts_fp8):
+        cut = {**BLOCKS, "rows": tile.rows, "outputs": tile.outputs}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        types = {**packed, **PAIRS, "between": "*K"}
+        build(experts_fp8._activate, kind, {**cut, "chosen": 8, "inner": 768}, types, **options)
+        types |= {"between": "*fp8e4nv", "row_scales": "*fp32", "parts": "*K"}
+        build(experts_fp8._lead_back, kind, {**cut, "hidden": 2048}, types, **options)
+
+
 def main():
+    if sys.argv[1:] == ["experts"]:
+        build_experts("bf16")
+        build_fp8("bf16")
+        return
     if sys.argv[1:] == ["prompts"]:
         check_prompts()
         return
@@ -152,6 +220,8 @@ def main():
                 build_by_tma(kind, variant, heads, size, block_size)
     for kind in ("bf16", "fp16", "fp32"):
         build_all(kind)
+        build_experts(kind)
+    build_fp8("bf16")
     build(sampling._winners, "bf16", {"padded": 64})
     build(decode_attention._plan_splits, "bf16", {"tile": 64, "block": 256}, {"rows": "i32"})
     build(batch._advance, "bf16", {"block_size": 64, "turns": True, "width": 128})

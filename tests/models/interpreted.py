@@ -6,7 +6,9 @@ wrong in the interpreter, so nothing here is tried in that type.
 
 import dataclasses
 
+import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 from nanoactor.models.devices.cuda.device import PORTABLE_TRAITS, CUDADevice, with_kernels
@@ -41,6 +43,23 @@ def _patch_once_a_launch():
 _patch_once_a_launch()
 
 
+def _round_to_e4m3_as_gpus_do():
+    """The interpreter loses the carry where a mantissa rounds up to the next power of two."""
+    convert = interpreter._convert_float
+
+    def converted(numbers, source, target, mode):
+        if source != tl.float32 or target != tl.float8e4nv:
+            return convert(numbers, source, target, mode)
+        given = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
+        rounded = given.clamp(-448, 448).to(torch.float8_e4m3fn)
+        return rounded.view(torch.uint8).numpy().reshape(numbers.shape)
+
+    interpreter._convert_float = converted
+
+
+_round_to_e4m3_as_gpus_do()
+
+
 def by_tma(variants, multiprocessors=0):
     """Attention of prompts as on a Hopper GPU, in any type and over blocks of any size."""
     attention = PrefillAttention((9, 0), multiprocessors, variants)
@@ -70,6 +89,7 @@ class InterpretedDevice(HostMachine, CUDADevice):
             default_block_size=16,
         )
         self.prefill_attention = PrefillAttention((8, 0), 0)
+        self._multiplies_fp8 = True
 
     def supports(self, dtype):
         return dtype == torch.float32

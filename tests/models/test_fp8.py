@@ -1,6 +1,7 @@
 """FP8 in blocks: what is read is what the format says, on every rank; products of packed weights;
 and everything that may be wrong with a checkpoint is named."""
 
+import dataclasses
 import json
 
 import pytest
@@ -13,15 +14,17 @@ from nanoactor.models.devices import open_device
 from nanoactor.models.devices.cpu import compiled
 from nanoactor.models.devices.cpu.compiled import CompiledCPUDevice
 from nanoactor.models.devices.cpu.device import CPUDevice
+from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear
 from nanoactor.models.errors import ModelError, UnsupportedModel, WeightsError
 from nanoactor.models.model_config import Quantization
 from nanoactor.models.parallel import Span, shard_of
 from nanoactor.models.weights.checkpoint import Weights, format_of
 from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks, Fp8Format
-from nanoactor.models.weights.linear import Part, Projection
+from nanoactor.models.weights.linear import ExpertWeights, Part, Projection
 from tests.models import fp8_golden
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
-from tests.models.fp8_checkpoints import BLOCK, pack, pack_checkpoint
+from tests.models.fp8_checkpoints import BLOCK, is_packed, pack, pack_checkpoint
+from tests.models.interpreted import InterpretedDevice
 from tests.models.test_decoder import Driver, Sequence
 from tests.models.test_experts import TOKENS, expected_of
 
@@ -286,3 +289,183 @@ def test_blocks_of_the_tests_do_not_divide_all_sizes():
     assert 40 % BLOCK[1]
     packed, scales, whole = pack(torch.randn(33, 40), BLOCK)
     assert (packed.shape, scales.shape, whole.shape) == ((33, 40), (3, 2), (33, 40))
+
+
+# -- FP8 tensor cores ---------------------------------------------------------------------
+
+
+@pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    made = open_device("cuda") if request.param == "cuda" else InterpretedDevice()
+    made.prepare_thread(1)
+    return made
+
+
+def rounded(x, block, offset, rounds=E4M3):
+    """Activations as the format rounds them, float64: the largest of each token's block of inputs
+    becomes 448. Blocks begin `offset` inputs before the first."""
+    wide = torch.nn.functional.pad(x.float(), (offset, -(x.shape[-1] + offset) % block))
+    each = wide.unflatten(-1, (-1, block))
+    scale = each.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+    kept = (each / scale).to(rounds).double() * scale.double()
+    return kept.flatten(-2)[..., offset : offset + x.shape[-1]]
+
+
+def packed_matrix(seed, *shape, block=32, offset=0, group=16, dtype=torch.float32):
+    """Random numbers, and scales that differ from group to group and block to block."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(shape, generator=generator).to(E4M3)
+    blocks = -(-(shape[-1] + offset) // block)
+    scales = torch.rand(*shape[:-2], -(-shape[-2] // group), blocks, generator=generator) + 0.5
+    scales = scales.repeat_interleave(group, -2)[..., : shape[-2], :] / shape[-1] ** 0.5
+    return Fp8Blocks(numbers, scales.contiguous(), block, offset, dtype)
+
+
+def moved(weights, where):
+    return dataclasses.replace(
+        weights, weight=weights.weight.to(where), scales=weights.scales.to(where)
+    )
+
+
+def assert_near(found, expected, weights, x):
+    """What may differ: sums of a block are kept to 13 bits by the tensor cores of a Hopper GPU
+    (DeepSeek-V3, section 3.5.2), so 2^-12 of what is added up, without signs; and a division that
+    is rounded otherwise moves a number to its neighbour, 2^-3 of one product, where it lies between
+    two. Numbers of 8 bits often do."""
+    whole = dataclasses.replace(weights, dtype=torch.float32).dequantize().double().abs()
+    sizes = x.abs().double() @ whole.T
+    one = x.abs().amax(-1, keepdim=True).double() * whole.amax()
+    own = 2**-8 if found.dtype == torch.bfloat16 else 0.0
+    far = (found.double() - expected).abs() > sizes * 2**-12 + expected.abs() * own
+    assert far.double().mean() < (0.01 if found.dtype == torch.float32 else 0.1)
+    assert bool(((found.double() - expected).abs() <= sizes * 2**-8 + one * 2**-3).all())
+
+
+LARGE = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs", "block", "offset", "group"),
+    [
+        (1, 48, 96, 32, 0, 16),
+        (3, 160, 70, 32, 11, 32),  # a rank's part of two blocks
+        (17, 80, 320, 64, 0, 16),
+        (40, 144, 130, 128, 0, 128),
+        (70, 64, 64, 64, 0, 64),
+        pytest.param(300, 272, 512, 128, 64, 16, marks=LARGE),
+        pytest.param(1, 4096, 12288, 128, 0, 128, marks=LARGE),
+        pytest.param(12, 4096, 12288, 128, 0, 128, marks=LARGE),
+        pytest.param(700, 1024, 4096, 128, 0, 128, marks=LARGE),
+    ],
+)
+def test_products_on_fp8_tensor_cores(device, dtype, tokens, outputs, inputs, block, offset, group):
+    """Against float64 with activations rounded as the format says."""
+    if not device.supports(dtype) or (device.traits.name == "interpreted" and outputs > 200):
+        pytest.skip("not in this type, or too slow")
+    weights = packed_matrix(
+        7, outputs, inputs, block=block, offset=offset, group=group, dtype=dtype
+    )
+    weights = dataclasses.replace(weights, bias=torch.randn(outputs).to(dtype))
+    x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x[0, : inputs // 2] = 0  # a block of zeros
+    x[-1] *= 1000
+    there = moved(weights, device.torch_device)
+    there = dataclasses.replace(there, bias=weights.bias.to(device.torch_device))
+    operator = device.linear(there)
+    assert isinstance(operator, TritonFp8Linear)
+    found = operator(x.to(device.torch_device)[None])[0].cpu()
+    assert found.dtype == dtype
+    whole = dataclasses.replace(weights, dtype=torch.float32).dequantize().double()
+    expected = rounded(x, block, offset) @ whole.T + weights.bias.double()
+    assert_near(found, expected, weights, x)
+    # ... and what is not rounded is elsewhere: the test would see it.
+    if tokens > 1:
+        plain = x.double() @ whole.T + weights.bias.double()
+        assert (found - plain).abs().sum() > 3 * (found - expected).abs().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "hidden", "inner", "offset"),
+    [
+        (1, 16, 2, 64, 32, 0),
+        (4, 16, 3, 70, 40, 8),  # each pair by itself
+        (30, 4, 2, 64, 48, 0),  # in blocks
+        (9, 3, 3, 64, 40, 16),
+        pytest.param(300, 8, 2, 512, 384, 0, marks=LARGE),
+        pytest.param(700, 4, 1, 256, 192, 64, marks=LARGE),
+        pytest.param(8, 128, 8, 2048, 768, 0, marks=LARGE),
+        pytest.param(64, 128, 8, 2048, 768, 0, marks=LARGE),
+    ],
+)
+def test_experts_on_fp8_tensor_cores(device, dtype, tokens, experts, chosen, hidden, inner, offset):
+    """Against float64 with activations rounded before both products."""
+    if not device.supports(dtype) or (device.traits.name == "interpreted" and hidden > 200):
+        pytest.skip("not in this type, or too slow")
+    where, block = device.torch_device, 128 if hidden > 200 else 32
+    pair = packed_matrix(1, experts, 2 * inner, hidden, block=block, dtype=dtype)
+    down = packed_matrix(2, experts, hidden - hidden % 16, inner, block=block, offset=offset)
+    down = dataclasses.replace(down, dtype=dtype)
+    if hidden % 16:
+        pair = packed_matrix(1, experts, 2 * inner, hidden - hidden % 16, block=block, dtype=dtype)
+        hidden -= hidden % 16
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    ids = torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :chosen].int()
+    shares = torch.rand(tokens, experts, generator=generator).softmax(-1)[:, :chosen]
+    operator = device.experts(ExpertWeights(moved(pair, where), moved(down, where)))
+    found = operator(x.to(where), ids.to(where), shares.to(where)).cpu()
+    assert found.dtype == dtype
+    both, back = (
+        dataclasses.replace(one, dtype=torch.float32).dequantize().double() for one in (pair, down)
+    )
+    sums, plain = torch.zeros(2, tokens, hidden, dtype=torch.float64)
+    for token in range(tokens):
+        for expert, share in zip(ids[token].tolist(), shares[token].double(), strict=True):
+            for total, how in ((sums, rounded), (plain, lambda numbers, *_: numbers.double())):
+                gate, up = (both[expert] @ how(x[token], block, 0)).chunk(2)
+                middle = (torch.nn.functional.silu(gate) * up).to(dtype)
+                total[token] += share * (back[expert] @ how(middle, block, offset))
+    # Numbers of the middle that go to their neighbours move all outputs a little: 2^-9, to which
+    # bfloat16 rounds it, makes 2^-4 of one in 16.
+    assert (found - sums).norm() < (0.01 if dtype == torch.float32 else 0.02) * sums.norm()
+    assert (found - sums).norm() < (0.3 if dtype == torch.float32 else 0.6) * (found - plain).norm()
+
+
+@pytest.mark.parametrize("name", ["untied", "llama3", "gqa_5"])
+def test_logits_are_those_of_rounded_activations(tmp_path, monkeypatch, name):
+    """Against transformers in float32 with what the packed matrices stand for, and inputs of each
+    rounded as the format says. A last bit of a float32 moves one number in 10^5 to its neighbour,
+    so most logits are equal but for the order of sums, and some differ by one of 2^-3."""
+    model = make_checkpoint(tmp_path, **CONFIGURATIONS[name])
+    pack_checkpoint(tmp_path, model)
+    plain = expected_of(model)
+    for module, linear in model.named_modules():
+        if isinstance(linear, torch.nn.Linear) and is_packed(f"{module}.weight"):
+            linear.register_forward_pre_hook(
+                lambda _, inputs: (rounded(inputs[0], BLOCK[1], 0).float(),)
+            )
+    expected = expected_of(model)
+    monkeypatch.setattr("tests.models.test_decoder.open_device", lambda _: InterpretedDevice())
+    found = logits_of(tmp_path)
+    apart = (found - expected).norm() / expected.norm()
+    assert apart < 0.01
+    assert apart < 0.2 * (found - plain).norm() / plain.norm()
+
+
+def test_what_the_tensor_cores_do_not_take_is_unpacked_with_a_warning(caplog):
+    device = InterpretedDevice()
+    for block, group, word in ((48, 16, "blocks of 48 inputs"), (32, 8, "groups of 16 outputs")):
+        weights = packed_matrix(1, 32, 96, block=block, group=group)
+        operator = device.linear(weights)
+        assert torch.equal(operator.weight, weights.dequantize())
+        assert word in caplog.text
+
+
+def test_experts_in_several_formats_are_refused(tmp_path):
+    spared = ["model.layers.0.mlp.experts.1"]
+    model = make_checkpoint(tmp_path, **CONFIGURATIONS["qwen3_moe"])
+    pack_checkpoint(tmp_path, model, spared=spared)
+    with pytest.raises(WeightsError, match=r"experts\.1\.gate_proj is Dense.*several formats"):
+        Driver(tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from nanoactor.models.config import parse_config, read_config
@@ -111,7 +112,7 @@ def test_tensors_are_stacked_as_they_are_read(originals, sharded, monkeypatch):
     with Weights(sharded, torch.float32, CPU) as weights:
         found = weights.stacked(wanted)
     monkeypatch.undo()
-    for part, expected in zip(found, whole, strict=True):
+    for part, expected in zip(found.dequantize(), whole, strict=True):
         assert torch.equal(part, torch.cat(expected))
 
 
@@ -512,3 +513,19 @@ def test_a_tied_files_own_head_counts_as_in_transformers(single, caplog):
     found, embedding = head()
     assert found is embedding
     assert not caplog.records
+
+
+def test_the_least_that_weights_take_is_known_before_they_are_read(tmp_path):
+    save_file(
+        {
+            "a.weight": torch.zeros(3, 5, dtype=torch.bfloat16),
+            "b.weight": torch.zeros(4, 8).to(torch.float8_e4m3fn),
+            "b.weight_scale_inv": torch.zeros(1, 2),
+            "spare": torch.zeros(100),
+        },
+        tmp_path / "model.safetensors",
+    )
+    for dtype, each in ((torch.bfloat16, 2), (torch.float32, 4)):
+        with Weights(tmp_path, dtype, CPU) as weights:
+            assert weights.least_bytes(["spare"]) == each * (15 + 2) + 32
+            assert weights.least_bytes() == each * (15 + 2 + 100) + 32

@@ -36,7 +36,13 @@ from nanoactor.models.devices.cpu.kernels.linear import product
 from nanoactor.models.devices.cpu.kernels.sampling import sample_rows
 from nanoactor.models.devices.protocols import ExpertsOperator, LinearOperator
 from nanoactor.models.weights.fp8 import Fp8Blocks
-from nanoactor.models.weights.linear import DenseExperts, LinearWeights, dense_of
+from nanoactor.models.weights.linear import (
+    Dense,
+    ExpertWeights,
+    LinearWeights,
+    dense_experts_of,
+    dense_of,
+)
 
 # Measured by bench/cpu_kernels.py; docs/cpu.md has the figures.
 _FEW_ROWS = 2
@@ -147,14 +153,15 @@ class CompiledCPUDevice(CPUDevice):
 
         return few_or_many
 
-    def experts(self, weights: DenseExperts) -> ExpertsOperator:
+    def experts(self, weights: ExpertWeights) -> ExpertsOperator:
         """By our kernel for a few tokens, by PyTorch's products for many."""
-        many = super().experts(weights)
+        dense = dense_experts_of(weights)
+        many = super().experts(ExpertWeights(Dense(dense.gate_up), Dense(dense.down)))
 
         def few_or_many(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
             if not knows(x) or ids.numel() > _FEW_CHOICES:
                 return many(x, ids, shares)
-            return experts_of_few(x, weights, ids, shares, self._threads)
+            return experts_of_few(x, dense, ids, shares, self._threads)
 
         return few_or_many
 

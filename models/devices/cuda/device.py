@@ -29,13 +29,15 @@ from nanoactor.models.devices.protocols import (
     CapturedFunction,
     DeviceTraits,
     ExpertsOperator,
+    LinearOperator,
     Memory,
     WholeSteps,
 )
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.models.weights.linear import DenseExperts, Router
+from nanoactor.models.weights.fp8 import Fp8Blocks
+from nanoactor.models.weights.linear import ExpertWeights, LinearWeights, Router
 from nanoactor.models.weights.whole_step import ModelWeights
 
 try:
@@ -43,13 +45,15 @@ try:
     from nanoactor.models.devices.cuda.kernels import (
         decode_attention,
         elementwise,
-        experts,
+        fp8,
         sampling,
     )
+    from nanoactor.models.devices.cuda.kernels.experts import TritonExperts
     from nanoactor.models.devices.cuda.kernels.masked_sampling import sample_masked_rows
     from nanoactor.models.devices.cuda.kernels.prefill import HOPPER, PrefillAttention
     from nanoactor.models.devices.cuda.kernels.prefill_attention import tokens_per_program
     from nanoactor.models.devices.cuda.kernels.publishing import publish
+    from nanoactor.models.devices.cuda.kernels.routing import route
 
     HAS_TRITON = True
 except ImportError:
@@ -60,6 +64,8 @@ log = logging.getLogger("nanoactor.models.cuda")
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
+FP8_CAPABILITY = (8, 9)
+"""From which on there are FP8 tensor cores."""
 PORTABLE_TRAITS = DeviceTraits(
     name="cuda",
     collective_backend="nccl",
@@ -216,6 +222,7 @@ class CUDADevice(PortableCUDADevice):
         found = torch.cuda.get_device_properties(index)
         capability = found.major, found.minor
         self.prefill_attention = PrefillAttention(capability, found.multi_processor_count)
+        self._multiplies_fp8 = capability >= FP8_CAPABILITY
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """They take everything; some of it slower, which is said once."""
@@ -302,13 +309,21 @@ class CUDADevice(PortableCUDADevice):
     # -- operators ------------------------------------------------------------------------
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-        """A product, and one kernel."""
-        logits = torch.mm(x.float(), router.weight.t())
-        return experts.route(logits, router.chosen, router.normalizes, x.dtype)
+        """Products, and a kernel that chooses."""
+        return route(x, router)
 
-    def experts(self, weights: DenseExperts) -> ExpertsOperator:
-        """Four kernels, none of which the host waits for."""
-        return experts.TritonExperts(weights)
+    def experts(self, weights: ExpertWeights) -> ExpertsOperator:
+        """Two kernels for a few tokens, four to six for more; the host waits for none."""
+        return TritonExperts(weights, self._multiplies_fp8)
+
+    def linear(self, weights: LinearWeights) -> LinearOperator:
+        """FP8 tensor cores where the format and the GPU allow it."""
+        if not isinstance(weights, Fp8Blocks) or not self._multiplies_fp8:
+            return super().linear(weights)
+        if why := fp8.refusal(weights):
+            log.warning("%s: these weights are unpacked", why)
+            return super().linear(weights)
+        return fp8.TritonFp8Linear(weights)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """In float32, rounded once."""

@@ -47,7 +47,12 @@ from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.limits import FROZEN
 from nanoactor.models.options import DeviceOptions
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.models.weights.linear import DenseExperts, LinearWeights, dense_of
+from nanoactor.models.weights.linear import (
+    ExpertWeights,
+    LinearWeights,
+    dense_experts_of,
+    dense_of,
+)
 
 log = logging.getLogger("nanoactor.models.npu")
 
@@ -231,16 +236,17 @@ class NPUDevice(PortableOperators):
             weight = self.runtime.to_fractal(weight)
         return lambda x: F.linear(x, weight, bias)
 
-    def experts(self, weights: DenseExperts) -> ExpertsOperator:
+    def experts(self, weights: ExpertWeights) -> ExpertsOperator:
         """Every expert for every token, as captured steps read nothing back."""
         _log_once(
             "every expert is computed for every token, which costs as many times the work as there "
             "are experts for each that is chosen: grouped products are not used on NPUs yet"
         )
+        dense = dense_experts_of(weights)
 
         def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
             total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-            for expert, (pair, down) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
+            for expert, (pair, down) in enumerate(zip(dense.gate_up, dense.down, strict=True)):
                 share = (shares * (ids == expert)).sum(-1, keepdim=True)
                 total = total + F.linear(self.swiglu(F.linear(x, pair)), down).float() * share
             return total.to(x.dtype)

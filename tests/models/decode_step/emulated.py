@@ -17,15 +17,17 @@ from nanoactor.models.devices.cuda.kernels.decode_step.arguments import (
     Scratch,
     StepInputs,
     arguments_of,
+    scales_of,
 )
 from nanoactor.models.devices.cuda.kernels.decode_step.sources import source_of
 from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     LOGITS,
     PHASES,
+    UNIT_BYTES,
     Shape,
     product_of,
 )
-from nanoactor.models.weights.whole_step import ModelWeights
+from nanoactor.models.weights.whole_step import ModelWeights, numbers_of
 
 FOLDER = Path(__file__).parent
 
@@ -54,7 +56,8 @@ def map_of(matrix: torch.Tensor, box: int) -> bytes:
     """Describe a matrix to the emulated copy engine."""
     assert matrix.is_contiguous()
     rows, columns = matrix.shape
-    return struct.pack("16Q", matrix.data_ptr(), rows, columns // 64, box, *[0] * 12)
+    units = columns * matrix.itemsize // UNIT_BYTES
+    return struct.pack("16Q", matrix.data_ptr(), rows, units, box, *[0] * 12)
 
 
 class Emulated:
@@ -75,16 +78,18 @@ class Emulated:
         self.status = torch.zeros(2, dtype=torch.int32)
         boxes = {p.matrix: product_of(shape, p).box for p in (*PHASES, LOGITS) if p.matrix}
         maps = [
-            map_of(getattr(layer, p.matrix), boxes[p.matrix])
+            map_of(numbers_of(getattr(layer, p.matrix)), boxes[p.matrix])
             for layer in weights.layers
             for p in PHASES
             if p.matrix
         ]
         maps.append(map_of(weights.head, boxes["head"]))
-        self._keep = weights, caches, inputs
+        scales = scales_of(shape, weights)
+        self._keep = weights, caches, inputs, scales
         self._args = arguments_of(
-            shape, weights, caches, inputs, self.scratch, maps, self.status, EPS, patience=2e-5
-        )
+            shape, weights, caches, inputs, self.scratch, maps, scales, self.status, EPS,
+            patience=2e-5,
+        )  # fmt: skip
 
     def __call__(self, seed: int = 0) -> bool:
         """Run a step; returns whether it ended."""

@@ -186,6 +186,16 @@ DEVICE void copy_box(u32 to, const TensorMap* map, int row, int column, u32 bar)
     settle(b);
   }});
 }
+DEVICE void copy_line(u32 to, const void* from, u32 bytes, u32 bar) {
+  Block* block = now->block;
+  copies.push_back({rounds + dice() % 40, [=] {
+    if (to % 16 || (u64)from % 16 || bytes % 16) abort();
+    memcpy(block->shared + to, from, bytes);
+    Mbarrier& b = barrier_at(block, bar);
+    b.bytes -= bytes;
+    settle(b);
+  }});
+}
 
 // -- arithmetic -------------------------------------------------------------------------------
 
@@ -208,6 +218,8 @@ DEVICE u32 pack(float low, float high) { return rounded(low) | rounded(high) << 
 DEVICE float exp2_of(float x) { return exp2f(x); }
 DEVICE float rsqrt_of(float x) { return 1 / sqrtf(x); }
 DEVICE float greater(float a, float b) { return fmaxf(a, b); }
+DEVICE float greater_size(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
+DEVICE float inverse_of(float x) { return 1 / x; }
 DEVICE u32 bytes_of(u32 a, u32 b, u32 select) {
   const u64 both = a | (u64)b << 32;
   u32 out = 0;
@@ -229,6 +241,54 @@ DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 DEVICE void mma_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b1) {
   float c[4] = {c0, c1, 0, 0};
   mma(c, a0, 0, a2, 0, b0, b1);
+  c0 = c[0];
+  c1 = c[1];
+}
+static float float_of_half(u32 bits) {
+  if ((bits & 0x7c00) == 0x7c00) return NAN;  // there are no infinities here
+  const float size = std::ldexp((bits & 0x3ff) + (bits & 0x7c00 ? 1024 : 0), (bits & 0x7c00 ? (bits >> 10 & 31) : 1) - 25);
+  return bits & 0x8000 ? -size : size;
+}
+static u32 half_of_float(float v) {  // of numbers that e4m3 has
+  if (v != v) return 0x7e00;
+  if (v == 0) return std::signbit(v) ? 0x8000 : 0;
+  int exponent;
+  const float size = std::frexp(std::fabs(v), &exponent);
+  return (v < 0 ? 0x8000 : 0) | (exponent + 14) << 10 | (u32)((size * 2 - 1) * 1024);
+}
+static float round_to_e4m3(float v) {
+  if (v != v) return v;
+  const float size = std::fmin(std::fabs(v), 448.f);
+  const int exponent = size < 0x1p-6f ? -6 : std::ilogb(size);
+  const float step = std::ldexp(1.f, exponent - 3);
+  return std::copysign(std::nearbyint(size / step) * step, v);
+}
+DEVICE u32 round_pair(float low, float high) {
+  return half_of_float(round_to_e4m3(low)) | half_of_float(round_to_e4m3(high)) << 16;
+}
+static u32 half_of_e4m3(u32 bits) {
+  if ((bits & 0x7f) == 0x7f) return 0x7e00;
+  const float size = bits & 0x78 ? std::ldexp(8.f + (bits & 7), (int)(bits >> 3 & 15) - 10) : std::ldexp(bits & 7, -9);
+  return half_of_float(bits & 0x80 ? -size : size);
+}
+DEVICE uint2 unpack(u32 four) {
+  return {half_of_e4m3(four & 0xff) | half_of_e4m3(four >> 8 & 0xff) << 16,
+          half_of_e4m3(four >> 16 & 0xff) | half_of_e4m3(four >> 24) << 16};
+}
+DEVICE void mma_halves(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const u32 mine[6] = {a0, a1, a2, a3, b0, b1};
+  const u32(*all)[6] = exchange(mine, 6);
+  const int lane = now->thread & 31, g = lane / 4, t = lane % 4;
+  for (int i = 0; i < 4; ++i)
+    for (int k = 0; k < 16; ++k) {
+      const int of = k % 8 / 2, far = k / 8, column = 2 * t + i % 2, shift = k % 2 * 16;
+      c[i] += float_of_half(all[g * 4 + of][far * 2 + i / 2] >> shift & 0xffff) *
+              float_of_half(all[column * 4 + of][4 + far] >> shift & 0xffff);
+    }
+}
+DEVICE void mma_halves_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b1) {
+  float c[4] = {c0, c1, 0, 0};
+  mma_halves(c, a0, 0, a2, 0, b0, b1);
   c0 = c[0];
   c1 = c[1];
 }

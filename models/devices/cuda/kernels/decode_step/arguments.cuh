@@ -5,6 +5,7 @@ struct LayerArgs {
   const u16 *q_norm, *k_norm;  // [HEAD_DIM], with QK_NORM
   const u16* bias;             // [QKV], with QKV_BIAS
   u16 *keys, *values;          // [blocks][BLOCK_SIZE][KV_HEADS][HEAD_DIM]
+  const float* scales;         // with PACKED: of each matrix in turn, [tiles][boxes][UNITS]
 };
 
 // A line of 128 bytes for each word that blocks count with.

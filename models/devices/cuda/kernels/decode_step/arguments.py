@@ -7,10 +7,16 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional as F
 
 from nanoactor.models.batch import KVCache
-from nanoactor.models.devices.cuda.kernels.decode_step.table import PHASES, Shape
-from nanoactor.models.weights.whole_step import LayerWeights, ModelWeights
+from nanoactor.models.devices.cuda.kernels.decode_step.table import (
+    PHASES,
+    UNITS,
+    Shape,
+    product_of,
+)
+from nanoactor.models.weights.whole_step import LayerWeights, ModelWeights, PackedMatrix
 
 MATRICES = tuple(phase.matrix for phase in PHASES if phase.matrix is not None)
 """Of a layer, in the order of its maps."""
@@ -71,7 +77,7 @@ class Scratch:
 class _Layer(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_void_p)
-        for name in ("norm1", "norm2", "q_norm", "k_norm", "bias", "keys", "values")
+        for name in ("norm1", "norm2", "q_norm", "k_norm", "bias", "keys", "values", "scales")
     ]
 
 
@@ -105,9 +111,28 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _layer(weights: LayerWeights, cache: KVCache) -> _Layer:
+def _layer(weights: LayerWeights, cache: KVCache, scales: torch.Tensor | None) -> _Layer:
     norms = weights.norm1, weights.norm2, weights.q_norm, weights.k_norm, weights.bias
-    return _Layer(*map(_address, (*norms, cache.keys, cache.values)))
+    return _Layer(*map(_address, (*norms, cache.keys, cache.values, scales)))
+
+
+def scales_of(shape: Shape, weights: ModelWeights) -> list[torch.Tensor | None]:
+    """Lay out the scales of each layer's matrices by tile and box; rows make no difference."""
+    return [_scales_of(shape, layer) if shape.packed else None for layer in weights.layers]
+
+
+def _scales_of(shape: Shape, layer: LayerWeights) -> torch.Tensor:
+    laid_out = []
+    for phase in PHASES:
+        matrix = getattr(layer, phase.matrix) if phase.matrix else None
+        if isinstance(matrix, PackedMatrix):
+            cut = product_of(shape, phase)
+            tiles, units = matrix.scales.shape
+            boxes = F.pad(matrix.scales, (0, cut.boxes * cut.box - units))
+            boxes = F.pad(boxes.view(tiles, cut.boxes, cut.box), (0, UNITS - cut.box))
+            laid_out.append(boxes.flatten())
+            assert boxes.numel() == cut.scales
+    return torch.cat(laid_out)
 
 
 def arguments_of(
@@ -117,17 +142,20 @@ def arguments_of(
     inputs: StepInputs,
     scratch: Scratch,
     maps: Sequence[bytes],
+    scales: Sequence[torch.Tensor | None],
     status: torch.Tensor,
     eps: float,
     patience: float,
 ) -> ctypes.Structure:
-    """Fill in the parameters. `maps` are of each layer's matrices and of the head; `status` is
-    int32 (2,) in page-locked memory; `patience` is in seconds."""
+    """Fill in the parameters. `maps` are of each layer's matrices and of the head; `scales` of each
+    layer, see `scales_of`; `status` is int32 (2,) in page-locked memory; `patience` is in
+    seconds."""
     args = _struct(shape)()
     joined = b"".join(maps)
     ctypes.memmove(args.maps, joined, len(joined))
-    for index, (layer, cache) in enumerate(zip(weights.layers, caches, strict=True)):
-        args.layers[index] = _layer(layer, cache)
+    of_layers = zip(weights.layers, caches, scales, strict=True)
+    for index, (layer, cache, factors) in enumerate(of_layers):
+        args.layers[index] = _layer(layer, cache, factors)
     values = {
         "embed": weights.embed,
         "norm": weights.norm,

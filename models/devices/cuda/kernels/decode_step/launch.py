@@ -9,7 +9,12 @@ import torch
 
 from nanoactor.models.devices.cuda.kernels.decode_step.arguments import MAP_BYTES
 from nanoactor.models.devices.cuda.kernels.decode_step.sources import KERNEL
-from nanoactor.models.devices.cuda.kernels.decode_step.table import WARPS, Shape, layout_of
+from nanoactor.models.devices.cuda.kernels.decode_step.table import (
+    UNIT_BYTES,
+    WARPS,
+    Shape,
+    layout_of,
+)
 
 _ALIGNING = 1024
 """Bytes that align shared memory."""
@@ -32,26 +37,31 @@ def _check(result: tuple[Any, ...]) -> Any:
 
 
 def map_of(matrix: torch.Tensor, box: int) -> bytes:
-    """Describe a row-major bfloat16 matrix to the copy engine, to be read in boxes of 8 rows and
-    `box` times 64 columns.
+    """Describe a row-major matrix of bfloat16 or e4m3 to the copy engine, to be read in boxes of 8
+    rows and `box` units of 128 bytes.
 
-    A map of three dimensions (64 columns, rows, 64-column blocks) brings one box of up to 16 KB by
+    A map of three dimensions (columns of a unit, rows, units) brings one box of up to 16 KB by
     one instruction, with its 16-byte chunks exchanged so that no two threads meet a bank.
     """
     driver = _driver()
     rows, columns = matrix.shape
     assert matrix.is_contiguous()
-    assert matrix.dtype == torch.bfloat16
+    size, unit = matrix.itemsize, UNIT_BYTES // matrix.itemsize
+    kinds = driver.CUtensorMapDataType
+    kind = {
+        torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float8_e4m3fn: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    }[matrix.dtype]
     wide = driver.cuuint64_t
     small = driver.cuuint32_t
     made = _check(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            kind,
             3,
             matrix.data_ptr(),
-            [wide(64), wide(rows), wide(columns // 64)],
-            [wide(columns * 2), wide(128)],
-            [small(64), small(8), small(box)],
+            [wide(unit), wide(rows), wide(columns // unit)],
+            [wide(columns * size), wide(UNIT_BYTES)],
+            [small(unit), small(8), small(box)],
             [small(1), small(1), small(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,

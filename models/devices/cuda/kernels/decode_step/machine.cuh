@@ -124,12 +124,17 @@ DEVICE bool barrier_passed(u32 bar, u32 parity) {
                : "=r"(done) : "r"(bar), "r"(parity) : "memory");
   return done;
 }
-// A box of a matrix: `column` in units of 64, rows from `row`. Weights are read once: evict first.
+// A box of a matrix: `column` in units of 128 bytes, rows from `row`. Weights are read once: evict first.
 DEVICE void copy_box(u32 to, const TensorMap* map, int row, int column, u32 bar) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%2, %3, %4}], [%5], %6;"
       ::"r"(to), "l"(map), "r"(0), "r"(row), "r"(column), "r"(bar), "l"(0x12F0000000000000ull) : "memory");
+}
+// Plain bytes; both addresses and the count are multiples of 16.
+DEVICE void copy_line(u32 to, const void* from, u32 bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
 
 // -- arithmetic -------------------------------------------------------------------------------
@@ -149,6 +154,12 @@ DEVICE float exp2_of(float x) {
 }
 DEVICE float rsqrt_of(float x) { return rsqrtf(x); }
 DEVICE float greater(float a, float b) { return fmaxf(a, b); }
+DEVICE float greater_size(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
+DEVICE float inverse_of(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
 template <u32 SELECT> DEVICE u32 bytes_of(u32 a, u32 b) { return __byte_perm(a, b, SELECT); }
 DEVICE u32 bytes_of(u32 a, u32 b, u32 select) { return __byte_perm(a, b, select); }
 // c (16 x 8) += a (16 x 16) b (16 x 8). Of thread (g, t) = (lane / 4, lane % 4): a0 and a2 belong to
@@ -161,6 +172,30 @@ DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 DEVICE void mma_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b1) {
   [[maybe_unused]] float c2, c3;
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%0,%1,%9,%9};"
+      : "+f"(c0), "+f"(c1), "=f"(c2), "=f"(c3) : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
+}
+// Two numbers of e4m3, rounded from floats, as halves: `low` in the low half. Up to 448 they are exact.
+DEVICE u32 round_pair(float low, float high) {
+  u32 r;
+  asm("{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, %1, %2; cvt.rn.f16x2.e4m3x2 %0, p; }"
+      : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+// Four numbers of e4m3 as halves.
+DEVICE uint2 unpack(u32 four) {
+  uint2 r;
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+      : "=r"(r.x), "=r"(r.y) : "r"(four));
+  return r;
+}
+// mma() and mma_upper() of halves.
+DEVICE void mma_halves(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE void mma_halves_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b1) {
+  [[maybe_unused]] float c2, c3;
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%0,%1,%9,%9};"
       : "+f"(c0), "+f"(c1), "=f"(c2), "=f"(c3) : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
 }
 

@@ -2,8 +2,12 @@
 // by them, add what the warps have, hand the outputs to the epilogue.
 //
 // Activations are a product's 16 rows (of which 8 are zero with up to 8 rows), a tile's outputs its 8
-// columns. Columns of 64 are dealt out to the warps in turn; a thread (g, t) reads the chunks t and
-// t + 4 of 16 bytes, of activations and weights alike: the order of inputs in a product is free.
+// columns. Units are dealt out to the warps in turn; a thread (g, t) reads the chunks t and t + 4 of 16
+// bytes of weights, and the activations of the same columns: the order of inputs in a product is free.
+//
+// FP8: rows are rounded to e4m3 with a scale for each row and unit as they are received (arXiv:2412.19437,
+// section 3.3.2). Both factors are multiplied as halves, which hold every number of e4m3, and the sums of
+// a unit are scaled before they are added.
 
 struct Consumer {
   const Args& a;
@@ -11,6 +15,7 @@ struct Consumer {
   u32 xs;         // shared address of the rows: ROWS of PITCH columns of bf16
   float* work;    // two groups of sums; or attention's partial results
   float* squares; // [ROWS][WARPS]: sums of squares by the warps of a row
+  float* scales;  // [ROWS][XS_SCALES]: of the rows' units, with PACKED
   u32 flag;       // of this layer's first hand-over
   u32 target;     // arrivals when all blocks have begun this layer
   int layer;
@@ -81,13 +86,53 @@ DEVICE void receive_blocks(const Consumer& k, uint4 (&v)[N], const Source& from,
   }
 }
 
+DEVICE float2 both_of(u32 v) { return float2{low_of(v), high_of(v)}; }
+// Like weigh(), without rounding.
+DEVICE float2 weigh_exactly(u32 x, u32 weight, float& squares) {
+  const float low = low_of(x), high = high_of(x);
+  squares += low * low + high * high;
+  return float2{low * low_of(weight), high * high_of(weight)};
+}
+
+// Eight columns of each of N blocks, rounded to e4m3 by the largest number of the unit that 16 lanes have
+// together; `count` of the blocks are there. Within a unit, columns lie as load_packed() reads them: a
+// thread's first eight of chunk t, its last eight, the same of chunk t + 4, each 64 bytes on. Every step
+// is taken for all blocks before the next, as each waits long for the one before.
+template <int N>
+DEVICE void keep_rounded(const Consumer& k, const float2 (&v)[N][4], int row, int first, int count) {
+  float largest[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    largest[i] = greater(
+        greater(greater_size(v[i][0].x, v[i][0].y), greater_size(v[i][1].x, v[i][1].y)),
+        greater(greater_size(v[i][2].x, v[i][2].y), greater_size(v[i][3].x, v[i][3].y)));
+#pragma unroll
+  for (int lanes = 8; lanes; lanes >>= 1)
+#pragma unroll
+    for (int i = 0; i < N; ++i) largest[i] = greater(largest[i], shuffle_xor(largest[i], lanes));
+  // A unit is half of a block of 256 columns.
+  const int part = k.lane % 16, chunk = part / 2;
+  const u32 within = chunk / 4 * 128 + part % 2 * 64 + chunk % 4 * 16;
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (i < count) {
+      const int unit = (first + i * WARPS_OF_ROW) * 2 + k.lane / 16;
+      const float scale = greater(largest[i] * (1.f / 448.f), 1e-14f), inverse = inverse_of(scale);
+      const uint4 rounded = {
+          round_pair(v[i][0].x * inverse, v[i][0].y * inverse), round_pair(v[i][1].x * inverse, v[i][1].y * inverse),
+          round_pair(v[i][2].x * inverse, v[i][2].y * inverse), round_pair(v[i][3].x * inverse, v[i][3].y * inverse)};
+      put_shared16(k.xs + row * PITCH * 2 + unit * 256 + within, rounded);
+      if (part == 0) k.scales[row * XS_SCALES + unit] = scale;
+    }
+}
+
 // A piece of the rows into shared memory. With `norm`, columns are multiplied by its weights and sums
 // of squares are kept; the scale that follows from them is left to the epilogue. In one block's life
 // the rows are read again only behind a barrier, so that nobody multiplies by what is overwritten.
 template <int P, bool NORM, class From>
 DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const u16* norm) {
   constexpr Product p = PRODUCTS[P];
-  constexpr int MOST = p.piece_boxes * p.box * 64 < p.columns ? p.piece_boxes * p.box * 64 : p.columns;
+  constexpr int MOST = p.piece_boxes * p.box * p.unit < p.columns ? p.piece_boxes * p.box * p.unit : p.columns;
   constexpr int EACH = (MOST / 256 + WARPS_OF_ROW - 1) / WARPS_OF_ROW;  // blocks of 256 for a warp
   constexpr int MOST_AT_ONCE = ROWS <= 2 ? 2 : 4;  // as registers allow
   constexpr int N = EACH < MOST_AT_ONCE ? EACH : MOST_AT_ONCE;
@@ -118,16 +163,30 @@ DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const 
           if (i < count) weight[i] = load16(norm + (b + i * WARPS_OF_ROW) * 256 + k.lane * 8);
       }
       receive_blocks<N, p.columns>(k, v, from, row, first + b, count, where);
+      if constexpr (p.packed) {
+        float2 wide[N][4];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          if (i >= count) v[i] = uint4{0, 0, 0, 0};
+          wide[i][0] = NORM ? weigh_exactly(v[i].x, weight[i].x, squares) : both_of(v[i].x);
+          wide[i][1] = NORM ? weigh_exactly(v[i].y, weight[i].y, squares) : both_of(v[i].y);
+          wide[i][2] = NORM ? weigh_exactly(v[i].z, weight[i].z, squares) : both_of(v[i].z);
+          wide[i][3] = NORM ? weigh_exactly(v[i].w, weight[i].w, squares) : both_of(v[i].w);
+        }
+        keep_rounded(k, wide, row, b, count);
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < N; ++i)
         if (i < count) {
+          const int column = (b + i * WARPS_OF_ROW) * 256 + k.lane * 8;
           if (NORM) {
             v[i].x = weigh(v[i].x, weight[i].x, squares);
             v[i].y = weigh(v[i].y, weight[i].y, squares);
             v[i].z = weigh(v[i].z, weight[i].z, squares);
             v[i].w = weigh(v[i].w, weight[i].w, squares);
           }
-          put_shared16(k.xs + (row * PITCH + (b + i * WARPS_OF_ROW) * 256 + k.lane * 8) * 2, v[i]);
+          put_shared16(k.xs + (row * PITCH + column) * 2, v[i]);
         }
     }
     if (NORM) {
@@ -183,12 +242,74 @@ DEVICE void multiply_add(float (&c)[4], const uint4& x, const uint4& below, cons
 // two g's, whose accesses go together, find their chunks (chunk ^ row) in different banks.
 DEVICE int tile_row(int g) { return (g & 2) | (g & 1) << 2 | g >> 2; }
 
-DEVICE void multiply_column(const Consumer& k, Sums& c, const Inputs& x, u32 column) {
+DEVICE void multiply_unit(const Consumer& k, Sums& c, const Inputs& x, u32 unit) {
   const int row = tile_row(k.lane / 4);
-  const u32 at = column + row * 128 + ((k.lane % 4) ^ row) * 16;
+  const u32 at = unit + row * 128 + ((k.lane % 4) ^ row) * 16;
   const uint4 near = get_shared16(at), far = get_shared16(at ^ 64);
   multiply_add(c.near, x.upper[0], x.lower[0], near);
   multiply_add(c.far, x.upper[1], x.lower[1], far);
+}
+
+// The same of FP8: a thread's activations of 128 columns are twice as many, and rows have scales.
+struct PackedInputs {
+  uint4 upper[4], lower[4];
+  float upper_scale, lower_scale;
+};
+
+DEVICE PackedInputs load_packed(const Consumer& k, int unit) {
+  const int g = k.lane / 4, t = k.lane % 4;
+  PackedInputs x;
+  const int row = g < ROWS ? g : ROWS - 1, below = g + 8 < ROWS ? g + 8 : ROWS - 1;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x.upper[i] = get_shared16(k.xs + row * PITCH * 2 + unit * 256 + i * 64 + t * 16);
+    if (ROWS > 8) x.lower[i] = get_shared16(k.xs + below * PITCH * 2 + unit * 256 + i * 64 + t * 16);
+  }
+  x.upper_scale = k.scales[row * XS_SCALES + unit];
+  x.lower_scale = ROWS > 8 ? k.scales[below * XS_SCALES + unit] : 0;
+  return x;
+}
+
+// Eight columns, of which the weights are two words.
+DEVICE void multiply_add_packed(float (&c)[4], const uint4& x, const uint4& below, u32 first, u32 second) {
+  const uint2 low = unpack(first), high = unpack(second);
+  if (ROWS > 8) {
+    mma_halves(c, x.x, below.x, x.y, below.y, low.x, low.y);
+    mma_halves(c, x.z, below.z, x.w, below.w, high.x, high.y);
+  } else {
+    mma_halves_upper(c[0], c[1], x.x, x.y, low.x, low.y);
+    mma_halves_upper(c[0], c[1], x.z, x.w, high.x, high.y);
+  }
+}
+
+DEVICE void multiply_packed_unit(const Consumer& k, Sums& c, const PackedInputs& x, u32 unit, float scale) {
+  const int row = tile_row(k.lane / 4);
+  const u32 at = unit + row * 128 + ((k.lane % 4) ^ row) * 16;
+  const uint4 near = get_shared16(at), far = get_shared16(at ^ 64);
+  Sums own = {};
+  multiply_add_packed(own.near, x.upper[0], x.lower[0], near.x, near.y);
+  multiply_add_packed(own.far, x.upper[2], x.lower[2], far.x, far.y);
+  multiply_add_packed(own.near, x.upper[1], x.lower[1], near.z, near.w);
+  multiply_add_packed(own.far, x.upper[3], x.lower[3], far.z, far.w);
+#pragma unroll
+  for (int i = 0; i < (ROWS > 8 ? 4 : 2); ++i)
+    c.near[i] += (own.near[i] + own.far[i]) * (scale * (i < 2 ? x.upper_scale : x.lower_scale));
+}
+
+// Unit `unit` of a box in `slot`, by the rows' unit `input`.
+template <int P, int N>
+DEVICE void multiply_tiles(const Consumer& k, Sums (&c)[N], const int (&slots)[N], int unit, int input) {
+  constexpr Product p = PRODUCTS[P];
+  if constexpr (p.packed) {
+    const PackedInputs x = load_packed(k, input);
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      multiply_packed_unit(k, c[j], x, k.ring.data + slots[j] * SLOT + unit * TILE_UNIT, k.ring.scales[slots[j] * UNITS + unit]);
+  } else {
+    const Inputs x = load_inputs(k, input);
+#pragma unroll
+    for (int j = 0; j < N; ++j) multiply_unit(k, c[j], x, k.ring.data + slots[j] * SLOT + unit * TILE_UNIT);
+  }
 }
 
 // This warp's sums of a tile, added to what earlier pieces have left.
@@ -215,22 +336,18 @@ template <int P, int N>
 DEVICE void take_tiles(Consumer& k, float* sums) {
   constexpr Product p = PRODUCTS[P];
   Sums c[N] = {};
-  u32 data[N];
+  int slots[N];
   Cursor ahead = k.ring.at;
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     k.ring.wait_full(k.a, ahead, k.where(P));
-    data[j] = k.ring.data + ahead.slot * SLOT;
+    slots[j] = ahead.slot;
     ahead.next();
   }
 #pragma unroll
   for (int i = 0; i < (p.box + WARPS - 1) / WARPS; ++i) {
-    const int column = k.warp + i * WARPS;
-    if (p.box % WARPS == 0 || column < p.box) {
-      const Inputs x = load_inputs(k, column);
-#pragma unroll
-      for (int j = 0; j < N; ++j) multiply_column(k, c[j], x, data[j] + column * COLUMN);
-    }
+    const int unit = k.warp + i * WARPS;
+    if (p.box % WARPS == 0 || unit < p.box) multiply_tiles<P>(k, c, slots, unit, unit);
   }
 #pragma unroll
   for (int j = 0; j < N; ++j) free_slot(k);
@@ -242,26 +359,23 @@ DEVICE void take_tiles(Consumer& k, float* sums) {
 template <int P>
 DEVICE void take_boxes(Consumer& k, int piece, float* sums) {
   constexpr Product p = PRODUCTS[P];
-  Sums c = {};
+  Sums c[1] = {};
   const int first = piece * p.piece_boxes;
   const int end = p.pieces == 1 || first + p.piece_boxes > p.boxes ? p.boxes : first + p.piece_boxes;
 #pragma unroll 1
   for (int box = first; box < end; ++box) {
     k.ring.wait_full(k.a, k.ring.at, k.where(P));
-    const u32 data = k.ring.data + k.ring.at.slot * SLOT;
-    // The last box may stand out of the matrix: those columns are zero, and nobody has inputs for them.
-    const int columns = p.columns / 64 - box * p.box;
+    const int slots[1] = {k.ring.at.slot};
+    // The last box may stand out of the matrix: those units are zero, and nobody has inputs for them.
+    const int units = p.columns / p.unit - box * p.box;
 #pragma unroll
     for (int i = 0; i < (p.box + WARPS - 1) / WARPS; ++i) {
-      const int column = k.warp + i * WARPS;
-      if (column < p.box && column < columns) {
-        const Inputs x = load_inputs(k, (box - first) * p.box + column);
-        multiply_column(k, c, x, data + column * COLUMN);
-      }
+      const int unit = k.warp + i * WARPS;
+      if (unit < p.box && unit < units) multiply_tiles<P>(k, c, slots, unit, (box - first) * p.box + unit);
     }
     free_slot(k);
   }
-  keep_sums(k, c, sums, piece > 0);
+  keep_sums(k, c[0], sums, piece > 0);
 }
 
 // `count` tiles (gate and up counted apart) of a group.

@@ -2,15 +2,15 @@
 // order of the table, waiting for nothing but room; eight consumer warps take them in the same order.
 //
 // A *tile* is 8 outputs of a matrix with all their columns. It comes in *boxes* of 8 rows and up to
-// 1,024 columns, one to a slot of the ring. A box is made of columns of 64: 8 rows of 128 bytes, in
-// which the copy engine has exchanged 16-byte chunks (chunk ^ row), so that eight threads that read
-// chunks of two rows meet no bank twice.
+// 2,048 bytes, one to a slot of the ring. A box is made of *units*: 8 rows of 128 bytes (64 columns of
+// bf16, 128 of e4m3), in which the copy engine has exchanged 16-byte chunks (chunk ^ row), so that eight
+// threads that read chunks of two rows meet no bank twice. A packed box brings a scale for each unit.
 //
 // The hand-over of a slot is a pair of mbarriers: `full` completes when the copy's bytes have arrived,
 // `empty` when all consumer warps have read them.
 
 constexpr int SLOT = 16384;  // bytes
-constexpr int COLUMN = 1024;  // bytes of 64 columns of a tile
+constexpr int TILE_UNIT = 1024;  // bytes of a unit of a tile
 constexpr u32 END_OF_HEAD = 0xffffffffu;
 
 // Where producer or consumer stands; both walk alike.
@@ -28,6 +28,7 @@ struct Cursor {
 struct Ring {
   u32 data, full, empty;  // shared addresses
   int* chunks;            // of the head: what a slot begins
+  float* scales;          // [SLOTS][UNITS], with PACKED
   Cursor at;
 
   DEVICE void wait(const Args& a, u32 bar, u32 parity, Wait kind, int where) {
@@ -76,13 +77,16 @@ struct Producer {
     ring.wait(a, ring.full + 8 * slot, ring.at.parity ^ wrapped, WAIT_FLIGHT, where);
   }
 
-  DEVICE void send(const Product& p, const TensorMap* map, int row, int box, int where, u32 chunk) {
+  // `scales` of the matrix, where it is packed.
+  DEVICE void send(const Product& p, const TensorMap* map, const float* scales, int row, int box, int where, u32 chunk) {
     ring.wait_empty(a, where);
     bound_flight(where);
     const u32 bar = ring.full + 8 * ring.at.slot;
     if (HEAD) put_shared4(ring.chunks + ring.at.slot, chunk);
     // A box is counted whole, though what lies outside of the matrix is not read but zero.
-    barrier_expect(bar, p.box * COLUMN);
+    barrier_expect(bar, p.box * TILE_UNIT + (p.packed ? UNITS * 4 : 0));
+    if (p.packed)
+      copy_line(address_of(ring.scales + ring.at.slot * UNITS), scales + (row / 8 * p.boxes + box) * UNITS, UNITS * 4, bar);
     copy_box(ring.data + ring.at.slot * SLOT, map, row, box * p.box, bar);
     ring.at.next();
     ++sent;
@@ -93,6 +97,7 @@ struct Producer {
   DEVICE void stream(int layer) {
     constexpr Product p = PRODUCTS[P];
     const TensorMap* map = a.maps + layer * MAPS + p.map;
+    const float* scales = p.packed ? a.layers[layer].scales + p.scales : nullptr;
     prefetch_map(map + 1);  // there is always one more: the head's
     const int tiles = tiles_of(p, block_index()), where = place(layer, P);
 #pragma unroll 1
@@ -103,7 +108,7 @@ struct Producer {
         for (int half = 0; half < p.stacked; ++half)
 #pragma unroll 1
           for (int box = piece * p.piece_boxes; box < p.boxes && box < (piece + 1) * p.piece_boxes; ++box)
-            send(p, map, (half * p.tiles + block_index() + i * BLOCKS) * 8, box, where, 0);
+            send(p, map, scales, (half * p.tiles + block_index() + i * BLOCKS) * 8, box, where, 0);
   }
 
   // The phases of the table that have a matrix, in its order.
@@ -126,7 +131,7 @@ struct Producer {
       // Past the last row boxes are zero.
       for (int i = 0; i < HEAD_TILES; ++i)
         for (int box = 0; box < p.boxes; ++box)
-          send(p, map, (chunk * HEAD_TILES + i) * 8, box, where, chunk);
+          send(p, map, nullptr, (chunk * HEAD_TILES + i) * 8, box, where, chunk);
       chunk = next;
     }
     ring.wait_empty(a, where);

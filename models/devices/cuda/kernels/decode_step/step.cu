@@ -14,6 +14,8 @@ struct Shared {
   alignas(16) Plan plan;
   bool last;
   alignas(16) Attention attention;
+  alignas(16) float box_scales[PACKED ? SLOTS * UNITS : 4];
+  float input_scales[PACKED ? ROWS * XS_SCALES : 1];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "table.py reserves too little");
 static_assert(GROUP_HEADS <= WARPS && HEAD_DIM % 64 == 0 && HIDDEN % 256 == 0 && BLOCK_SIZE % 16 == 0, "");
@@ -204,7 +206,7 @@ DEVICE void end_step(const Args& a, Shared& m) {
 DEVICE void consume(const Args& a, Shared& m, Ring ring, float* work, u32 xs) {
   const int thread = thread_index();
   const u32 step = a.control->step;
-  Consumer k{a, ring, xs, work, m.squares, step * STEP_FLAGS, 0, 0, thread / 32, thread % 32};
+  Consumer k{a, ring, xs, work, m.squares, m.input_scales, step * STEP_FLAGS, 0, 0, thread / 32, thread % 32};
   for (int i = thread; i < 8 * QUERY_PITCH; i += THREADS) m.attention.queries[i] = 0;
   if (k.warp == 0) {
     make_plan(a, m.plan, k.lane);
@@ -237,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decode_step(const
       *(u32*)(memory + i) = 0x7fc07fc1;  // NaN
   if (POISON) fence_copies();
   sync_block();
-  Ring ring{address_of(memory), address_of(m.full), address_of(m.empty), m.chunks, Cursor{}};
+  Ring ring{address_of(memory), address_of(m.full), address_of(m.empty), m.chunks, m.box_scales, Cursor{}};
   if (thread == 0) make_ring(ring);
   sync_block();
   if (thread >= THREADS) {  // a warp group, for its registers' sake; one thread of it works

@@ -14,6 +14,7 @@ from nanoactor.models.devices.cuda.kernels.decode_step.arguments import (
     Scratch,
     StepInputs,
     arguments_of,
+    scales_of,
 )
 from nanoactor.models.devices.cuda.kernels.decode_step.compile import CompileError, compiled
 from nanoactor.models.devices.cuda.kernels.decode_step.launch import DriverError, Kernel, map_of
@@ -26,7 +27,7 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import (
 )
 from nanoactor.models.devices.protocols import WholeStep
 from nanoactor.models.model_config import ModelConfig
-from nanoactor.models.weights.whole_step import ModelWeights
+from nanoactor.models.weights.whole_step import ModelWeights, numbers_of
 
 log = logging.getLogger("nanoactor.models.decode_step")
 
@@ -90,6 +91,7 @@ def supports(
     capability: tuple[int, int],
     ranks: int = 1,
     processors: int = 132,
+    packed: bool = False,
 ) -> str | None:
     """Return why steps of so many rows are not run by one kernel, or None."""
     if capability != (9, 0):
@@ -104,7 +106,7 @@ def supports(
         value = getattr(config, field.name)
         if field.name not in _HONOURED and value != _NEUTRAL.get(field.name, field.default):
             return f"the kernel does not know {field.name} {value!r:.50}"
-    return refusal(Shape.of(config, rows, block_size, processors, head=1))
+    return refusal(Shape.of(config, rows, block_size, processors, head=1, packed=packed))
 
 
 class DecodeStep:
@@ -116,15 +118,20 @@ class DecodeStep:
         weights: ModelWeights,
         eps: float,
         patience: float = PATIENCE,
-        maps: Sequence[bytes] | None = None,
+        like: DecodeStep | None = None,
     ) -> None:
-        """Compile or load. Raises `CompileError`, `DriverError`."""
+        """Compile or load; `like` is one of the same weights, with other rows.
+
+        Raises `CompileError`, `DriverError`."""
         self.shape = shape
         self._weights, self._eps, self._patience = weights, eps, patience
         self._kernel = Kernel(compiled(shape).cubin, shape)
         self.scratch = Scratch(shape, weights.embed.device)
         self.status = torch.zeros(2, dtype=torch.int32, pin_memory=True)
-        self.maps = maps or maps_of(shape, weights)
+        self.maps: Sequence[bytes] = like.maps if like else maps_of(shape, weights)
+        self.scales: Sequence[torch.Tensor | None] = (
+            like.scales if like else scales_of(shape, weights)
+        )
         self._launched: list[ctypes.Structure] = []
 
     def __call__(
@@ -140,8 +147,8 @@ class DecodeStep:
         if logits is not None:
             self.scratch.logits = logits
         args = arguments_of(
-            self.shape, self._weights, caches, inputs, self.scratch, self.maps, self.status,
-            self._eps, self._patience,
+            self.shape, self._weights, caches, inputs, self.scratch, self.maps, self.scales,
+            self.status, self._eps, self._patience,
         )  # fmt: skip
         self._kernel.launch(args)
         return self.scratch.hidden
@@ -176,7 +183,7 @@ def maps_of(shape: Shape, weights: ModelWeights) -> list[bytes]:
     phases = [phase for phase in PHASES if phase.matrix is not None]
     boxes = [product_of(shape, phase).box for phase in phases]
     found = [
-        map_of(getattr(layer, str(phase.matrix)), box)
+        map_of(numbers_of(getattr(layer, str(phase.matrix))), box)
         for layer in weights.layers
         for phase, box in zip(phases, boxes, strict=True)
     ]
@@ -203,19 +210,23 @@ class DecodeSteps:
         if device.type != "cuda":
             return cls({})
         found = torch.cuda.get_device_properties(device)
-        capability = found.major, found.minor
+        capability, processors = (found.major, found.minor), found.multi_processor_count
         made: dict[int, DecodeStep] = {}
-        maps: list[bytes] | None = None
+        packed, step = weights.is_packed, None
+        if packed is None:
+            log.warning("%s: some of its matrices are in FP8", _SLOWER)
+            return cls(made)
         for rows in sizes:
-            if supports(config, rows, block_size, weights.embed.dtype, capability) is not None:
+            where = weights.embed.dtype, capability, 1, processors
+            if supports(config, rows, block_size, *where, packed) is not None:
                 continue
-            shape = Shape.of(config, rows, block_size, found.multi_processor_count, head=1)
+            shape = Shape.of(config, rows, block_size, processors, 1, packed)
             try:
-                made[rows] = DecodeStep(shape, weights, config.rms_norm_eps, patience, maps)
+                step = DecodeStep(shape, weights, config.rms_norm_eps, patience, step)
             except (CompileError, DriverError) as error:
                 log.warning("%s: %s", _SLOWER, error)
                 return cls(made)
-            maps = list(made[rows].maps)
+            made[rows] = step
         return cls(made)
 
     def run(

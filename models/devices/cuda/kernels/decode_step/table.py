@@ -19,6 +19,10 @@ SLOT_BYTES = 16384
 SHARED_LIMIT = 232_448 - 1024
 """Bytes that a block of compute capability 9.0 may have, less what aligns them."""
 PARAMETER_LIMIT = 32_764
+UNIT_BYTES = 128
+"""Of a row: what the copy engine exchanges chunks in, and of FP8 the inputs that share a scale."""
+UNITS = SLOT_BYTES // (8 * UNIT_BYTES)
+"""Of a box at most."""
 HEAD_TILES = 4
 """Of a chunk of the head."""
 _LEAST_SLOTS, _MOST_SLOTS = 4, 12
@@ -66,13 +70,22 @@ class Product:
     """Of 8 rows; where two matrices are stacked, of each."""
     stacked: int
     columns: int
+    unit: int
+    """Columns of 128 bytes: 64 in bfloat16, 128 in FP8."""
     box: int
-    """Columns of a box, in units of 64."""
+    """Units of a box."""
     boxes: int
     """Of a tile; the last may stand out of the matrix."""
     piece_boxes: int
     pieces: int
     """The inputs are read in so many pieces, each of so many boxes."""
+    packed: bool = False
+    """Whether it is in FP8."""
+
+    @property
+    def scales(self) -> int:
+        """A matrix's scales: for each tile and box as many as a box may have units."""
+        return self.stacked * self.tiles * self.boxes * UNITS if self.packed else 0
 
     def tiles_of(self, block: int, blocks: int) -> int:
         """Return how many tiles a block has: tile i of it is `block + i * blocks`."""
@@ -88,7 +101,7 @@ class Product:
                         yield piece, tile, half, box
 
 
-NO_PRODUCT = Product(0, 1, 0, 0, 0, 0, 1)
+NO_PRODUCT = Product(0, 1, 0, 64, 0, 0, 0, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +121,8 @@ class Shape:
     block_size: int
     blocks: int
     """Multiprocessors."""
+    packed: bool = False
+    """Whether the layers' matrices are in FP8, with a scale for each tile and 128 inputs."""
     head: int = 0
     """0: hidden states alone; 1: logits in bfloat16, 2: in float32."""
     flagged: bool | None = None
@@ -125,7 +140,15 @@ class Shape:
     want it."""
 
     @classmethod
-    def of(cls, config: ModelConfig, rows: int, block_size: int, blocks: int, head: int) -> Shape:
+    def of(
+        cls,
+        config: ModelConfig,
+        rows: int,
+        block_size: int,
+        blocks: int,
+        head: int,
+        packed: bool = False,
+    ) -> Shape:
         """Take the sizes of a model."""
         return cls(
             config.num_layers,
@@ -140,6 +163,7 @@ class Shape:
             rows,
             block_size,
             blocks,
+            packed,
             head,
         )
 
@@ -176,18 +200,19 @@ def product_of(shape: Shape, phase: Phase) -> Product:
     """Cut a phase's matrix."""
     if phase.rows is None or phase.columns is None:
         return NO_PRODUCT
-    columns = getattr(shape, phase.columns)
-    boxes = -(-columns // 1024)
-    box = -(-columns // 64 // boxes)
+    packed = shape.packed and phase is not LOGITS
+    columns, unit = getattr(shape, phase.columns), UNIT_BYTES if packed else UNIT_BYTES // 2
+    boxes = -(-columns // (UNITS * unit))
+    box = -(-columns // unit // boxes)
     most = _columns_whole(shape)
     piece, pieces = boxes, 1
     if columns > most:
         # Rows are received in blocks of 256 columns, so pieces are multiples of them.
-        step = next(n for n in (1, 2, 4) if n * box % 4 == 0)
-        piece = max(1, most // (64 * box) // step) * step
+        step = next(n for n in (1, 2, 4) if n * box * unit % 256 == 0)
+        piece = max(1, most // (unit * box) // step) * step
         pieces = -(-boxes // piece)
     tiles = -(-getattr(shape, phase.rows) // 8)
-    return Product(tiles, phase.stacked, columns, box, boxes, piece, pieces)
+    return Product(tiles, phase.stacked, columns, unit, box, boxes, piece, pieces, packed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,12 +239,14 @@ def layout_of(shape: Shape) -> Layout:
     group = 8 if shape.rows == 1 else 4 if shape.rows <= 8 else 2
     if any(product.pieces > 1 for product in products):
         group = max(group, -(-shape.hidden_tiles // 2))
-    columns = max(min(p.columns, p.piece_boxes * p.box * 64) for p in products)
+    columns = max(min(p.columns, p.piece_boxes * p.box * p.unit) for p in products)
     inputs = shape.rows * (columns + 32) * 2
     sums = 2 * group * WARPS * shape.rows * 8 * 4
     work = max(sums, WARPS * shape.heads // shape.kv_heads * shape.head_dim * 4)
     attention = 16 * (shape.head_dim + 32) + 8 * shape.head_dim + 64 * (WARPS + 1)
     rest = 20 * _MOST_SLOTS + shape.rows * (WARPS * 4 + shape.hidden_tiles * 32 + 16) + attention
+    if shape.packed:  # scales of the ring's boxes, and of the inputs
+        rest += 4 * UNITS * _MOST_SLOTS + 4 * shape.rows * (columns // UNIT_BYTES + 1)
     rest = (rest + 448) // 16 * 16
     slots = min(_MOST_SLOTS, (SHARED_LIMIT - inputs - work - rest) // SLOT_BYTES)
     return Layout(group, columns, inputs, work, rest, slots)
@@ -250,7 +277,7 @@ def refusal(shape: Shape) -> str | None:
 def parameter_bytes(shape: Shape) -> int:
     """Return the size of the kernel's parameters: maps, pointers of layers, the rest."""
     maps = sum(phase.matrix is not None for phase in PHASES)
-    return 128 * (maps * shape.layers + 1) + 56 * shape.layers + 256
+    return 128 * (maps * shape.layers + 1) + 64 * shape.layers + 256
 
 
 def _enumerators() -> Iterator[str]:
@@ -268,13 +295,19 @@ def _enumerators() -> Iterator[str]:
 
 
 def _products(shape: Shape) -> Iterator[str]:
-    yield "struct Product { int tiles, stacked, columns, box, boxes, piece_boxes, pieces, map; };"
+    yield "struct Product {"
+    yield "  int tiles, stacked, columns, unit, box, boxes, piece_boxes, pieces;"
+    yield "  bool packed;"
+    yield "  int scales, map;  // where the matrix's scales begin; its map's number"
+    yield "};"
     yield "constexpr Product PRODUCTS[] = {"
-    maps = 0
+    maps = scales = 0
     for phase in (*PHASES, LOGITS):
-        cut = dataclasses.astuple(product_of(shape, phase))
-        yield f"  {{{', '.join(map(str, cut))}, {maps}}},  // {phase.name}"
+        product = product_of(shape, phase)
+        cut = (*map(int, dataclasses.astuple(product)), scales, maps)
+        yield f"  {{{', '.join(map(str, cut))}}},  // {phase.name}"
         maps += phase.matrix is not None
+        scales += product.scales
     yield "};"
     yield f"constexpr int MAPS = {maps - 1};"
 
@@ -282,7 +315,8 @@ def _products(shape: Shape) -> Iterator[str]:
 def constants(shape: Shape) -> str:
     """Write the CUDA source's constants: sizes, table, layout."""
     layout = layout_of(shape)
-    in_flight = shape.in_flight or (2 if shape.hidden <= 1536 else 3)
+    narrow = shape.hidden <= 1536
+    in_flight = shape.in_flight or ((4 if shape.packed else 2) if narrow else 3)
     names = {
         "LAYERS": shape.layers,
         "HIDDEN": shape.hidden,
@@ -304,6 +338,8 @@ def constants(shape: Shape) -> str:
         "SLOTS": layout.slots,
         "IN_FLIGHT": min(in_flight, layout.slots),
         "XS_COLUMNS": layout.input_columns,
+        "XS_SCALES": layout.input_columns // UNIT_BYTES + 1 if shape.packed else 0,
+        "UNITS": UNITS,
         "XS_BYTES": layout.inputs,
         "WORK_BYTES": layout.work,
         "SHARED_BYTES": layout.rest,
@@ -313,6 +349,7 @@ def constants(shape: Shape) -> str:
         "STEP_FLAGS": len(PHASES) * shape.layers + 1,
     }
     switches = {
+        "PACKED": shape.packed,
         "QK_NORM": shape.qk_norm,
         "QKV_BIAS": shape.qkv_bias,
         "FLAGGED": shape.has_flags,
