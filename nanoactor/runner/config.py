@@ -52,3 +52,32 @@ def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> No
             f"one sequence of max_model_len {files.max_model_len} takes {needed}; {lower}give the "
             "cache more (num_kv_blocks, memory_utilization), or take a smaller model or dtype"
         )
+
+
+_MIB = 1 << 20
+_MOST_RANKS = 64
+
+
+def check_weights(
+    weights: int, sequence: int, free: int, ranks: int, *, shared: bool, what: str
+) -> None:
+    """Raise `NotEnoughMemory` where weights alone do not fit, with what would.
+
+    `weights` and `sequence` (the cache of the longest one) are bytes of all ranks; `free` of one
+    device, or of all ranks together where memory is `shared`.
+    """
+    room = free // ranks if shared else free
+    if weights // ranks <= room:
+        return
+    device = "this machine" if shared else "each device"
+    taken = weights if shared else weights // ranks
+    text = (
+        f"the weights, as {what}, take at least {taken // _MIB} MiB of {device}, of which "
+        f"{free // _MIB} MiB are free; beside them the cache takes {sequence // _MIB} MiB for one "
+        "sequence of max_model_len, and steps take their activations"
+    )
+    more = (2**n for n in range(_MOST_RANKS.bit_length()) if 2**n > ranks)
+    fits = next((n for n in more if (weights + sequence) // n < 0.9 * free), None)
+    if fits and not shared:
+        text += f"; tensor_parallel_size {fits} would take {weights // fits // _MIB} MiB of each"
+    raise NotEnoughMemory(f"{text}; or take a smaller model, another dtype, or packed weights")

@@ -23,7 +23,7 @@ from nanoactor.models.sampling.sharded import ShardedSampler, whole_logits
 from nanoactor.models.vision.tower import VisionTower
 from nanoactor.models.weights.checkpoint import RandomWeights, Weights, format_of
 from nanoactor.runner.batch import FALLBACK_AT_ONCE, BatchTraits
-from nanoactor.runner.config import RankConfig, check_cache
+from nanoactor.runner.config import RankConfig, check_cache, check_weights
 from nanoactor.runner.encoder import Encoder
 from nanoactor.runner.layer_states import block_bytes, slot_bytes
 from nanoactor.runner.threads import usable_cores
@@ -55,6 +55,7 @@ class LoadedModel:
         """Bytes, before anything was loaded."""
         self.group = self._meet()
         with torch.inference_mode(), self._open_weights() as weights:
+            self._check_weights(weights)
             self.network = Decoder(
                 self.config,
                 weights,
@@ -201,6 +202,19 @@ class LoadedModel:
         return fallback
 
     # -- memory ---------------------------------------------------------------------------
+
+    def _check_weights(self, weights: Weights) -> None:
+        """Raise `NotEnoughMemory`, before minutes of loading, where the weights cannot fit."""
+        config = self.config
+        each = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        check_weights(
+            weights.least_bytes(self._spare()),
+            each * self._config.files.max_model_len * torch.empty(0, dtype=self.dtype).itemsize,
+            self.free,
+            self.group.size,
+            shared=self.device.traits.shared_memory,
+            what=f"{self.dtype_name}{', packed where packed' if config.quantization else ''}",
+        )
 
     def block_bytes(self) -> int:
         """Return the bytes that one block takes in all layers, and the ids of its tokens."""

@@ -9,13 +9,17 @@ import pytest
 
 from nanoactor import AsyncLLM, SamplingParams
 from nanoactor.errors import EngineOverloaded, InvalidRequest
+from nanoactor.models.devices.cpu.device import CPUDevice
+from nanoactor.models.devices.protocols import Memory
 from nanoactor.models.errors import (
     ModelError,
     NotEnoughMemory,
     UnsupportedModel,
     WeightsError,
 )
+from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.params import TokenCap
+from nanoactor.runner.config import check_weights
 from tests.conftest import children
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, greedy, ids
@@ -201,6 +205,48 @@ def test_too_small_a_cache_is_refused_with_the_arithmetic():
         asyncio.run(main(num_kv_blocks=63))
     with pytest.raises(NotEnoughMemory, match="MiB free - .* MiB of weights"):
         asyncio.run(main(memory_utilization=1e-6))
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("weights", "free", "ranks", "shared", "word"),
+    [
+        (15000, 16000, 1, False, None),
+        (15000, 14000, 1, False, "15000 MiB of each device.*14000 MiB are free"),
+        (15000, 14000, 1, False, "tensor_parallel_size 2 would take 7500 MiB of each"),
+        (15000, 7400, 2, False, "7500 MiB of each device.*tensor_parallel_size 4 would"),
+        (15000, 7600, 2, False, None),
+        (15000, 14000, 4, True, "15000 MiB of this machine.*14000 MiB are free.*512 MiB for one"),
+        (15000, 16000, 4, True, None),
+    ],
+)
+def test_weights_that_cannot_fit_are_refused_with_the_arithmetic(
+    weights, free, ranks, shared, word
+):
+    def check():
+        sizes = weights * MIB, 512 * MIB, free * MIB, ranks
+        check_weights(*sizes, shared=shared, what="bfloat16")
+
+    if word is None:
+        check()
+        return
+    with pytest.raises(NotEnoughMemory, match=word) as raised:
+        check()
+    assert shared == ("tensor_parallel_size" not in str(raised.value))
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(monkeypatch):
+    monkeypatch.setattr(CPUDevice, "memory", lambda _: Memory(1 << 34, 1 << 20))
+    monkeypatch.setattr(Weights, "load", lambda *_, **__: pytest.fail("it is loaded"))
+
+    async def main():
+        async with AsyncLLM("demo", placement="single"):
+            pass
+
+    with pytest.raises(NotEnoughMemory, match="the weights, as .*float.*, take at least"):
+        asyncio.run(main())
 
 
 def test_unknown_devices_are_refused_with_the_list():
