@@ -73,8 +73,8 @@ def matrices(format_: str, *shape: int) -> LinearWeights:
     numbers = torch.empty(*shape, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
     if format_ == "bf16":
         return Dense(numbers)
-    scales = torch.ones(*shape[:-1], -(-shape[-1] // 128), device="cuda")
-    return Fp8Blocks(numbers.to(E4M3), scales, 128, 0, torch.bfloat16)
+    scales = torch.ones(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), device="cuda")
+    return Fp8Blocks(numbers.to(E4M3), scales, 128, 0, torch.bfloat16, 128)
 
 
 def measure(args: argparse.Namespace, rows: int, experts: int, chosen: int, copy: float) -> dict:

@@ -37,26 +37,32 @@ class Fp8Blocks:
     weight: torch.Tensor
     """float8_e4m3fn (outputs, inputs), or (matrices, outputs, inputs)."""
     scales: torch.Tensor
-    """float32 (..., outputs, blocks): the scale of each output's numbers in each block of
-    inputs."""
+    """float32 (..., groups, blocks): the scale of a group's numbers in each block of inputs."""
     block: int
     """Inputs of a block."""
     offset: int
     """How many of the first block's inputs are another rank's."""
     dtype: torch.dtype
     """The model's."""
+    group: int = 1
+    """Outputs of a group; the last may have fewer."""
     bias: torch.Tensor | None = None
 
     def dequantize(self) -> torch.Tensor:
         """Return the matrix in the model's type."""
         whole = torch.empty(self.weight.shape, dtype=self.dtype, device=self.weight.device)
-        packed, scales = self.weight.flatten(0, -2), self.scales.flatten(0, -2)
+        packed, scales = self.weight.flatten(0, -2), self.scales_of_outputs().flatten(0, -2)
         for at in range(0, len(packed), _AT_ONCE):
             some = slice(at, at + _AT_ONCE)
             each = scales[some].repeat_interleave(self.block, 1)
             each = each[:, self.offset : self.offset + packed.shape[1]]
             whole.view(packed.shape)[some] = packed[some].float() * each
         return whole
+
+    def scales_of_outputs(self) -> torch.Tensor:
+        """Return float32 (..., outputs, blocks): the scales of each output."""
+        each = self.scales.repeat_interleave(self.group, -2)
+        return each[..., : self.weight.shape[-2], :]
 
     def without_bias(self) -> Fp8Blocks:
         """Return the same matrix alone."""
@@ -127,20 +133,24 @@ class Fp8Format:
         """Return this rank's part. Raises `WeightsError` where tensors do not fit."""
         inputs, columns = projection.inputs, projection.columns or Span(0, projection.inputs)
         first, last = columns.start // self._columns, -(-columns.stop // self._columns)
-        parts, scales = [], []
+        parts, scales, rows, above = [], [], [], 0
         for part in projection.parts:
             parts.append(self._matrix(weights, part, projection))
             shape = -(-part.outputs // self._rows), -(-inputs // self._columns)
             given = weights.load(f"{part.name}.weight_scale_inv", *shape, dtype=torch.float32)
-            rows = _numbers(part, given.device) // self._rows
-            scales.append(given[:, first:last].index_select(0, rows))
+            scales.append(given[:, first:last])
+            rows.append(_numbers(part, given.device) // self._rows + above)
+            above += shape[0]
+        of_outputs = _joined(rows)
+        group = _largest_group(of_outputs, self._rows)
         return Fp8Blocks(
             _joined(parts),
-            _joined(scales).contiguous(),
+            _joined(scales)[of_outputs[::group]],
             self._columns,
             columns.start - first * self._columns,
             weights.dtype,
-            weights.bias_of(projection),
+            group=group,
+            bias=weights.bias_of(projection),
         )
 
     @staticmethod
@@ -158,6 +168,14 @@ def _numbers(part: Part, device: torch.device) -> torch.Tensor:
     """Return which outputs a part wants, int64."""
     spans = part.rows or (Span(0, part.outputs),)
     return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
+
+
+def _largest_group(rows: torch.Tensor, most: int) -> int:
+    """Return how many outputs that follow each other always have the same scales; `rows` are those
+    of the scales by output."""
+    sizes = (most >> halved for halved in range(most.bit_length()))
+    same = (s for s in sizes if torch.equal(rows[::s].repeat_interleave(s)[: len(rows)], rows))
+    return next(same, 1)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -114,7 +114,7 @@ def test_it_takes_no_more_than_its_bytes(packed):
     with opened(directory) as weights:
         found = weights.linear(Projection((part,), 64))
     assert found.weight.nbytes == 96 * 64
-    assert found.scales.nbytes == 96 * 2 * 4  # of published blocks: 0.03 of the weights
+    assert found.scales.nbytes == 96 // 16 * 2 * 4  # of published blocks: 0.0002 of the weights
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -155,8 +155,13 @@ def test_numbers_are_those_of_another_package():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rows", [1, 3, 4, 9, 40])
-@pytest.mark.parametrize(("outputs", "inputs", "offset"), [(5, 37, 0), (600, 128, 0), (48, 70, 11)])
-def test_products_of_packed_weights(monkeypatch, dtype, threads, rows, outputs, inputs, offset):
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "offset", "group"),
+    [(5, 37, 0, 1), (600, 128, 0, 128), (600, 64, 0, 96), (48, 70, 11, 16)],
+)
+def test_products_of_packed_weights(
+    monkeypatch, dtype, threads, rows, outputs, inputs, offset, group
+):
     monkeypatch.setattr("nanoactor.models.devices.cpu.kernels.elements._WORTH", 0)
     device = CompiledCPUDevice()
     device.prepare_thread(threads)
@@ -164,11 +169,12 @@ def test_products_of_packed_weights(monkeypatch, dtype, threads, rows, outputs, 
     numbers = torch.randn(outputs, inputs, generator=generator)
     numbers[0, :3] = torch.tensor([0.0, 2.0**-9, -(2.0**-7)])  # zero and denormal numbers
     blocks = -(-(inputs + offset) // 32)
-    scales = torch.rand(outputs, blocks, generator=generator) + 0.5
+    scales = torch.rand(-(-outputs // group), blocks, generator=generator) + 0.5
     bias = torch.randn(outputs, generator=generator).to(dtype)
-    weights = Fp8Blocks(numbers.to(E4M3), scales, 32, offset, dtype, bias)
+    weights = Fp8Blocks(numbers.to(E4M3), scales, 32, offset, dtype, group, bias)
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     each = scales.repeat_interleave(32, 1)[:, offset : offset + inputs].double()
+    each = each.repeat_interleave(group, 0)[:outputs]
     expected = x.double() @ (numbers.to(E4M3).double() * each).T + bias.double()
     allowed = 1e-5 if dtype == torch.float32 else 2e-2
     found = device.linear(weights)(x)
@@ -317,8 +323,7 @@ def packed_matrix(seed, *shape, block=32, offset=0, group=16, dtype=torch.float3
     numbers = torch.randn(shape, generator=generator).to(E4M3)
     blocks = -(-(shape[-1] + offset) // block)
     scales = torch.rand(*shape[:-2], -(-shape[-2] // group), blocks, generator=generator) + 0.5
-    scales = scales.repeat_interleave(group, -2)[..., : shape[-2], :] / shape[-1] ** 0.5
-    return Fp8Blocks(numbers, scales.contiguous(), block, offset, dtype)
+    return Fp8Blocks(numbers, scales / shape[-1] ** 0.5, block, offset, dtype, group)
 
 
 def moved(weights, where):

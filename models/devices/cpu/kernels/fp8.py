@@ -94,17 +94,18 @@ def _in_blocks(source, values, offset):
                 values[number, row, i] = wide(source[row, first + i]) if inside else np.float32(0)
 
 
-@both("aaaaannnnnnn")
+@both("aaaaannnnnnnn")
 def _linear(
-    x, weight, scales, bias, output, rows, inputs, outputs, blocks, block, offset, parts, like
+    x, weight, scales, bias, output,
+    rows, inputs, outputs, group, blocks, block, offset, parts, like,
 ):  # fmt: skip
-    """x Wᵀ + b for (rows, inputs), e4m3 (outputs, inputs) and scales float32 (outputs, blocks); a
-    bias at 0 is none. The first block has `block - offset` inputs.
+    """x Wᵀ + b for (rows, inputs), e4m3 (outputs, inputs) and scales float32 (groups, blocks) of
+    `group` outputs each; a bias at 0 is none. The first block has `block - offset` inputs.
 
     Each thread has one of `parts` stretches of the outputs.
     """
     results, added = view(output, (rows, outputs), like), view(bias, (outputs,), like)
-    factors = view(scales, (outputs, blocks), FLOAT)
+    factors = view(scales, ((outputs + group - 1) // group, blocks), FLOAT)
     # The first block begins where its inputs do, so that each is read from its beginning.
     values = np.empty((blocks, rows, block), np.float32)
     _in_blocks(view(x, (rows, inputs), like), values, offset)
@@ -117,16 +118,19 @@ def _linear(
                 begin = max(0, number * block - offset)
                 size = min(inputs, (number + 1) * block - offset) - begin
                 numbers = view(weight + j * inputs + begin, (size,), BYTE)
-                _add_block(values[number], numbers, totals, factors[j, number] * _BIAS)
+                _add_block(values[number], numbers, totals, factors[j // group, number] * _BIAS)
             for row in range(rows):
                 results[row, j] = narrow(totals[row], like)
 
 
-@both("aaannnnnn")
-def _unpack(weight, scales, output, inputs, outputs, blocks, block, offset, parts, like):
-    """Write the numbers of (outputs, inputs) to `output`."""
+@both("aaannnnnnnn")
+def _unpack(
+    weight, scales, output, first, inputs, outputs, group, blocks, block, offset, parts, like
+):  # fmt: skip
+    """Write the numbers of outputs from `first` on, (outputs, inputs), to `output`; `scales` are
+    those of all, as for `_linear`."""
     results = view(output, (outputs, inputs), like)
-    factors = view(scales, (outputs, blocks), FLOAT)
+    factors = view(scales, ((first + outputs + group - 1) // group, blocks), FLOAT)
     for part in prange(parts):
         for j in range(part * outputs // parts, (part + 1) * outputs // parts):
             for number in range(blocks):
@@ -134,7 +138,12 @@ def _unpack(weight, scales, output, inputs, outputs, blocks, block, offset, part
                 size = min(inputs, (number + 1) * block - offset) - begin
                 numbers = view(weight + j * inputs + begin, (size,), BYTE)
                 at = output + (j * inputs + begin) * results.itemsize
-                _scale(numbers, view(at, (size,), like), factors[j, number] * _BIAS, like)
+                _scale(
+                    numbers,
+                    view(at, (size,), like),
+                    factors[(first + j) // group, number] * _BIAS,
+                    like,
+                )
 
 
 @inlined
@@ -145,18 +154,20 @@ def _scale(numbers, results, scale, like):
 
 def fp8_unpacked(weights: Fp8Blocks, outputs: slice, threads: int) -> torch.Tensor:
     """Return some outputs of a matrix in the model's type."""
-    packed, scales = weights.weight[outputs], weights.scales[outputs]
+    packed = weights.weight[outputs]
     whole = torch.empty(packed.shape, dtype=weights.dtype)
     spread(
         _unpack,
         threads,
         packed.numel(),
         packed.data_ptr(),
-        scales.data_ptr(),
+        weights.scales.data_ptr(),
         whole.data_ptr(),
+        outputs.start,
         packed.shape[1],
         packed.shape[0],
-        scales.shape[1],
+        weights.group,
+        weights.scales.shape[1],
         weights.block,
         weights.offset,
         threads,
@@ -182,6 +193,7 @@ def fp8_product(x: torch.Tensor, weights: Fp8Blocks, threads: int) -> torch.Tens
         x.numel() // inputs,
         inputs,
         outputs,
+        weights.group,
         weights.scales.shape[1],
         weights.block,
         weights.offset,

@@ -27,7 +27,7 @@ _LEAST = 1e-12
 _BLOCKS = (32, 64, 128)
 """Inputs of a block that the kernels know."""
 _ROWS = 16
-"""Outputs of which each aligned group must have one scale."""
+"""Outputs of which each aligned group must have one scale, or a multiple of them."""
 _AT_ONCE = 8
 """Blocks that a program quantizes."""
 
@@ -48,28 +48,21 @@ class Packed:
 
 def refusal(weights: Fp8Blocks) -> str | None:
     """Return why a matrix, or those of all experts, has no kernel, or None."""
-    scales = weights.scales
     if weights.block not in _BLOCKS:
         return f"blocks of {weights.block} inputs are none of {', '.join(map(str, _BLOCKS))}"
-    if scales.shape[-2] % _ROWS or not _is_grouped(scales, _ROWS):
+    if weights.group % _ROWS or weights.weight.shape[-2] % _ROWS:
         return f"groups of {_ROWS} outputs have several scales"
     return None
-
-
-def _is_grouped(scales: torch.Tensor, group: int) -> bool:
-    first = scales[..., ::group, :].repeat_interleave(group, -2)
-    return torch.equal(first[..., : scales.shape[-2], :], scales)
 
 
 def packed_of(weights: Fp8Blocks) -> Packed:
     """Lay out matrices of which `refusal` says nothing."""
     weight, scales = weights.weight, weights.scales
-    group = next(size for size in (128, 64, 32, _ROWS) if _is_grouped(scales, size))
     after = scales.shape[-1] * weights.block - weight.shape[-1] - weights.offset
     if weights.offset or after:
         weight = F.pad(weight.view(torch.uint8), (weights.offset, after)).view(E4M3)
-    groups = scales[..., ::group, :].contiguous()
-    return Packed(weight.contiguous(), groups, group, weights.block, weights.offset)
+    weight, scales = weight.contiguous(), scales.contiguous()
+    return Packed(weight, scales, weights.group, weights.block, weights.offset)
 
 
 # -- activations --------------------------------------------------------------------------
