@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanoactor.actors.readmission import Readmission
+from tests.kv import test_copies
 from tests.runner import test_renewal
 from tests.scheduling import test_constraints, test_forking, test_schedules, test_table
 from tests.simulation.mutations import RARE, planted
@@ -22,11 +23,8 @@ def keeps_what_comes_during_a_trial():
 
 
 FINDERS = {
-    "copies of slots are not told where layers keep states of them": (
-        test_forking.test_copies_of_slots_are_told_where_layers_keep_states_of_them
-    ),
-    "a prefix is found though no block says what a layer's state was": (
-        test_forking.test_no_answer_is_found_where_layers_keep_states_of_slots
+    "a slot that becomes a copy of a copy in one step is given what the copy had before": (
+        test_copies.test_slots_swap_and_a_copy_of_a_copy_is_one_of_its_source
     ),
     "what decode rows compute in the place of forced tokens is left": (
         test_forking.test_what_decode_rows_compute_in_the_place_of_forced_tokens_does_not_survive

@@ -53,6 +53,8 @@ class SimulatedRunner(RunnerActor):
         self.busy_seconds = 0.0
         self.kv = np.full(world.scenario.blocks * world.scenario.block_size, -1, np.int64)
         self._next_token = np.full(world.scenario.max_num_seqs, -1, np.int64)
+        self._states = np.full((world.scenario.max_num_seqs, 2), -1, np.int64)
+        """What layers keep of each slot: how many positions, and a number that stands for them."""
         self._spoilt: set[int] = set()
         """Requests whose rows failed, or read what such rows wrote."""
         self._ends: dict[int, int] = {}
@@ -82,7 +84,8 @@ class SimulatedRunner(RunnerActor):
         scenario = self._world.scenario
         most = -(-scenario.max_model_len // scenario.block_size)
         layout = scenario.max_num_seqs, most, scenario.block_size
-        return ResidentState(*layout, scenario.runs_from, scenario.pooling)
+        traits = scenario.runs_from, scenario.pooling, scenario.slot_state
+        return ResidentState(*layout, *traits)
 
     def _what_is_ready(self) -> RunnerReady:
         scenario = self._world.scenario
@@ -109,6 +112,7 @@ class SimulatedRunner(RunnerActor):
         self._resident = self._empty()
         self._busy, self.done, self.dropped, self._half = False, 0, [], {}
         self._next_token[:] = -1
+        self._states[:] = -1
         self._kept, self._ends, self._last = {}, {}, {}
         self._spoilt, self._astray, self._frozen = set(), set(), set()
         self._life += 1
@@ -185,10 +189,11 @@ class SimulatedRunner(RunnerActor):
     # -- the forward pass -----------------------------------------------------------------
 
     def _run(self, inputs: StepInputs) -> Any:
-        """Copy blocks, then compute all chunks and all decode rows, and sample."""
+        """Copy blocks and states, then compute all chunks and all decode rows, and sample."""
         oracle = self._world.oracle
         self._frozen -= {*inputs.thawed}
         self._copy(inputs)
+        self._copy_states(inputs)
         self._encode(inputs)
         self._look(inputs)
         free = inputs.sampling_slots[: len(inputs.sampling_slots) - inputs.choices]
@@ -201,6 +206,7 @@ class SimulatedRunner(RunnerActor):
             at = slice(row.first, row.first + row.tokens)
             ids = inputs.token_ids[at]
             self._row(uid, row.context, row.blocks, ids, inputs.slot_mapping[at])
+            self._take(uid, inputs.prefill_slots[row.first], row.context - row.tokens, row.context)
             self._last[uid] = row.first + row.tokens - 1
             expected = np.arange(row.context - row.tokens, row.context)
             assert (inputs.positions[at] == expected).all(), f"request {uid}: wrong positions"
@@ -224,6 +230,7 @@ class SimulatedRunner(RunnerActor):
                 self._last[uid], self._ends[uid] = first + index, context
                 continue
             self._row(uid, context, inputs.decode_tables[index], ids, mapping)
+            self._take(uid, slot, context - 1, context)
             self._last[uid] = first + index
             assert inputs.positions[first + index] == context - 1, f"request {uid}: position"
             turned = inputs.rope_positions[:, first + index : first + index + 1]
@@ -295,6 +302,37 @@ class SimulatedRunner(RunnerActor):
         blocks = self.kv.reshape(-1, self._world.scenario.block_size)
         sources, targets = zip(*inputs.copies, strict=True) if inputs.copies else ((), ())
         blocks[list(targets)] = blocks[list(sources)]
+
+    def _copy_states(self, inputs: StepInputs) -> None:
+        """Copies, all as they are before; then new sequences begin with nothing."""
+        given = inputs.update.inputs
+        if not self._world.scenario.slot_state:
+            assert not given.slot_copies
+            assert given.admitted is None
+            return
+        if given.slot_copies:
+            sources, targets = given.slot_copies
+            self._states[targets] = self._states[sources]
+            self._world.oracle.counts["copied states"] += len(targets)
+        if given.admitted is not None:
+            self._states[given.admitted] = 0
+
+    def _take(self, uid: int, slot: int, begin: int, end: int) -> None:
+        """Have a layer's state of a slot go on by some positions; each counts once."""
+        if not self._world.scenario.slot_state:
+            return
+        answer = self._world.oracle.answers[uid]
+        assert answer is not None
+        count, value = self._states[slot].tolist()
+        assert count == begin, f"request {uid}: a state of {count} positions goes on at {begin}"
+        expected = int(answer.states[begin - 1]) if begin else 0
+        if value == SPOILT:
+            self._spoilt |= {uid}
+        else:
+            assert value == expected, f"request {uid}: the state of {begin} positions is another's"
+        spoilt = uid in self._spoilt
+        self._states[slot] = end, SPOILT if spoilt else int(answer.states[end - 1])
+        self._world.oracle.counts["rows with states"] += 1
 
     def _fork(self, inputs: StepInputs) -> None:
         """A sequence that begins as a copy has what its source has."""

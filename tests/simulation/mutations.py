@@ -1604,7 +1604,7 @@ _PATCHES.append(
         "        return False\n",
     )
 )
-RARE = [
+_PATCHES += [
     Mutation(
         "copies of slots are not told where layers keep states of them",
         MANAGER,
@@ -1616,6 +1616,26 @@ RARE = [
         MANAGER,
         "return 0 if self._copies.has_slots else event.most_hits",
         "return event.most_hits",
+    ),
+    Mutation(
+        "a new sequence goes on with the state of the slot's last one",
+        "nanoactor.runner.batch",
+        "return slots.astype(np.int64) if self._traits.slot_state and len(slots) else None",
+        "return None",
+    ),
+    Mutation(
+        "the block manager is not told that layers keep states of slots",
+        "nanoactor.actors.blocks",
+        "slot_state=self._config.files.has_slot_state",
+        "slot_state=False",
+    ),
+]
+RARE = [
+    Mutation(
+        "a slot that becomes a copy of a copy in one step is given what the copy had before",
+        "nanoactor.kv.copies",
+        "before.get(source, source)",
+        "source",
     ),
     Mutation(
         "what decode rows compute in the place of forced tokens is left",

@@ -41,6 +41,8 @@ class StepInputs:
     update: Update
     slot_mapping: Any
     prefills: list[Row]
+    prefill_slots: Any
+    """Of each token of the prompts' rows."""
     decode_slots: Any
     decode_tables: Any
     decode_contexts: Any
@@ -81,15 +83,27 @@ class ResidentState:
     does what it can, and for one without; they must tell the device the same."""
 
     def __init__(
-        self, max_num_seqs: int, max_blocks: int, block_size: int, runs_from: int, pooling: str
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        runs_from: int,
+        pooling: str,
+        slot_state: bool,
     ) -> None:
         fused = BatchTraits(
             _TOKENS_PER_PROGRAM,
             needs_host_seq_lens=True,
             fused_sampling="all",
             runs_as_rows_from=runs_from,
+            slot_state=slot_state,
         )
-        plain = BatchTraits(fused_sampling="none", fallback_at_once=2, runs_as_rows_from=runs_from)
+        plain = BatchTraits(
+            fused_sampling="none",
+            fallback_at_once=2,
+            runs_as_rows_from=runs_from,
+            slot_state=slot_state,
+        )
         self._fused = HostBatch(max_num_seqs, max_blocks, fused, pooling)
         self._plain = HostBatch(max_num_seqs, max_blocks, plain, pooling)
         self._layout = self._fused.layout
@@ -160,6 +174,7 @@ class ResidentState:
             update=update,
             slot_mapping=np.concatenate((places, self._places(decodes, positions))),
             prefills=rows,
+            prefill_slots=() if prefill is None else prefill.slots.tolist(),
             decode_slots=decodes,
             decode_tables=self._tables[decodes],
             decode_contexts=contexts,

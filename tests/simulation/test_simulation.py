@@ -38,7 +38,7 @@ EXPECTED = dict(
 )
 EXPECTED |= {"sat out": 1_000, "aborts that overtook": 1_000, "stop strings": 500, "choiceless": 20}
 EXPECTED |= {"chosen under masks": 1_000, "rows behind free text": 5, "rows of runs": 100}
-EXPECTED |= {"frozen rows": 1_000}
+EXPECTED |= {"frozen rows": 1_000, "rows with states": 10_000, "copied states": 100}
 EXPECTED |= {"planned deep beside stepwise ones": 50, "killed by a request": 50}
 EXPECTED |= {"ended for the reader": 100, "refused by the machine": 5}
 # What the first seeds are about: always the same, so that scenarios drawn otherwise show.
@@ -55,6 +55,7 @@ FIRST = dict(
 FIRST |= {"sat out": 1, "aborts that overtook": 20, "stop strings": 2, "forks": 5}
 FIRST |= {"admitted by the frontend": 3}
 FIRST |= {"chosen under masks": 200, "rows behind free text": 1, "frozen rows": 10}
+FIRST |= {"rows with states": 500}
 
 
 def play_on_every_core(first: int, tokens: int) -> Counter:
@@ -94,8 +95,8 @@ OUTSIDE = {"HoldClock", "MaskClock"}
 
 
 def test_the_first_seeds_hold_every_kind_of_traffic_and_every_message():
-    # In 84 an output goes on after a death; 72 pools.
-    total = play(0, tokens=12_000) + play(84) + play(72)
+    # In 84 an output goes on after a death; 72 pools; 77 does without a picture; 8 has states.
+    total = play(0, tokens=12_000) + play(84) + play(72) + play(77)
     assert missing(total, FIRST) == {}
     prefixes = ("nanoactor.server", "nanoactor.runtime", "nanoactor.fleet", "nanoactor.ray")
     known = {

@@ -410,7 +410,8 @@ def _config(scenario: Scenario) -> EngineConfig:
         pipeline_depth=scenario.depth,
         max_pipeline_depth=scenario.most_in_flight,
         plan_lead=scenario.plan_lead,  # type: ignore[arg-type]
-        enable_prefix_caching=scenario.prefix_caching,
+        # The engine itself must know that states are found in no block.
+        enable_prefix_caching=scenario.prefix_caching or scenario.slot_state,
         priority_window=scenario.priority_window,
         num_tokenizers=scenario.tokenizers,
         max_waiting_requests=scenario.max_waiting_requests,
@@ -439,4 +440,5 @@ def _files(scenario: Scenario) -> ModelFiles:
         given_tokenizer=Path(),
         images=IMAGES if sees else None,
         pooling=PoolingConfig(kind) if kind else None,
+        has_slot_state=scenario.slot_state,
     )
