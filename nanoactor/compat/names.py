@@ -191,7 +191,7 @@ ENGINE: tuple[Name, ...] = (
     _engine(
         "enable_expert_parallel",
         accepts=(False,),
-        note="there are no models with experts yet",
+        note="each rank has a part of every expert",
         takes="flag",
         short=("-ep",),
     ),

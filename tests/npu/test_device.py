@@ -14,12 +14,16 @@ import nanoactor.models.devices as devices
 from nanoactor.models.batch import KVCache
 from nanoactor.models.devices.npu import graphs
 from nanoactor.models.devices.npu.attention import Plan
+from nanoactor.models.devices.npu.device import NPUDevice
 from nanoactor.models.devices.npu.graphs import NativeCapture
 from nanoactor.models.devices.npu.runtime import RecordedGraph, load_torch_npu
+from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.options import DeviceOptions
 from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
+from nanoactor.models.weights.linear import Dense, ExpertWeights, Router
 from nanoactor.runner.warmup import longest_lengths
+from tests.npu.emulation import HostRuntime
 
 LENGTHS = HostSeqLens([], [], [7, 1])
 
@@ -206,3 +210,43 @@ def test_a_compiled_graph_is_found_by_all_that_it_depends_on(monkeypatch):
     monkeypatch.setattr(graphs, "_source_digest", lambda: "other")
     keys.append(key())
     assert len(set(keys)) == len(keys)
+
+
+# -- experts ------------------------------------------------------------------------------------
+
+
+def made(a2_or_a3=True):
+    runtime = HostRuntime()
+    runtime.is_a2_or_a3 = a2_or_a3
+    return NPUDevice(runtime, DeviceOptions())
+
+
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_routing_is_the_portable_devices(normalizes):
+    """Ties to the lower expert; a token that is not a number is taken by experts that exist."""
+    torch.manual_seed(1)
+    weight, x = torch.randn(9, 16), torch.randn(200, 16)
+    weight[[5, 7]] = weight[2].clone()
+    router = Router(weight, 3, normalizes)
+    ids, shares = made().route(x, router)
+    expected = PortableOperators().route(x, router)
+    assert torch.equal(ids, expected[0])
+    assert ids.dtype == torch.int32
+    torch.testing.assert_close(shares, expected[1])
+    ids, shares = made().route(torch.full((2, 16), torch.nan), router)
+    assert 0 <= int(ids.min()) <= int(ids.max()) < 9
+    assert shares.isnan().all()
+
+
+@pytest.mark.parametrize("a2_or_a3", [True, False])
+@pytest.mark.parametrize("tokens", [0, 1, 13])
+def test_experts_are_the_portable_devices(caplog, a2_or_a3, tokens):
+    """In groups where the chip has the operators, each for every token elsewhere."""
+    torch.manual_seed(2)
+    pair, down = torch.randn(5, 2 * 24, 32) / 6, torch.randn(5, 32, 24) / 5
+    x, shares = torch.randn(tokens, 32), torch.rand(tokens, 2)
+    ids = torch.rand(tokens, 5).argsort(-1)[:, :2].int().contiguous()
+    weights = ExpertWeights(Dense(pair), Dense(down))
+    expected = PortableOperators().experts(weights)(x, ids, shares)
+    torch.testing.assert_close(made(a2_or_a3).experts(weights)(x, ids, shares), expected)
+    assert ("every expert is computed" in caplog.text) <= (not a2_or_a3)

@@ -1126,6 +1126,289 @@ def test_fusion_attention_unimplemented(change: dict[str, Any]) -> None:
         )
 
 
+# ------------------------------------------------------------------ experts
+
+
+ROUTING: dict[str, Any] = {
+    "expert_num": 7,
+    "expert_tokens_num_type": 1,
+    "expert_tokens_num_flag": True,
+    "active_expert_range": [0, 7],
+}
+
+
+def routing(x: Tensor, ids: Tensor, **change: Any) -> Any:
+    """The routing of all rows, but for what is changed."""
+    given = {"active_num": ids.numel()} | ROUTING | change
+    return op("npu_moe_init_routing_v2")(x, ids, **given)
+
+
+def ragged() -> tuple[Tensor, Tensor]:
+    """Rows, and three experts for each: expert 2 idle, ties within and across rows."""
+    x = torch.randn(5, 4)
+    ids = [[4, 0, 4], [3, 4, 0], [6, 6, 1], [0, 5, 4], [4, 3, 3]]
+    return x, torch.tensor(ids, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("bounds", [[0, 7], [], [1, 5], [2, 3], [4, 7]])
+@pytest.mark.parametrize("row_idx_type", [0, 1])
+def test_routing(kind: torch.dtype, bounds: list[int], row_idx_type: int) -> None:
+    """Expert by expert, each reading the flat ids from the left: that is the stable order."""
+    x, ids = ragged()
+    x = (10 * x).to(kind)
+    flat = ids.flatten().tolist()
+    experts = range(*(bounds or [0, 7]))
+    places = [at for expert in experts for at in range(15) if flat[at] == expert]
+    expanded, rows, counts, scales = routing(
+        x, ids, active_expert_range=bounds, row_idx_type=row_idx_type
+    )
+    assert expanded.shape == (15, 4)
+    assert expanded.dtype == kind
+    for place, at in enumerate(places):
+        assert torch.equal(expanded[place], x[at // 3])
+    assert not expanded[len(places) :].any()
+    assert rows.dtype == torch.int32
+    if row_idx_type == 1:
+        undefined = [torch.iinfo(torch.int32).max] * (15 - len(places))
+        assert rows.tolist() == places + undefined
+    else:
+        assert rows.tolist() == [places.index(at) if at in places else -1 for at in range(15)]
+    assert counts.dtype == torch.int64
+    assert counts.tolist() == [flat.count(expert) for expert in experts]
+    assert scales.shape == (15,)
+    assert scales.dtype == torch.float32
+
+
+def test_routing_is_stable() -> None:
+    """Ties keep the order of the flat positions, however many there are."""
+    ids = torch.zeros(300, 2, dtype=torch.int32)
+    _, rows, counts, _ = routing(torch.randn(300, 2), ids, row_idx_type=1)
+    assert rows.tolist() == list(range(600))
+    assert counts.tolist() == [600, 0, 0, 0, 0, 0, 0]
+
+
+def test_routing_of_nothing() -> None:
+    """No rows at all, and rows of which no expert is active."""
+    expanded, rows, counts, _ = routing(torch.randn(0, 4), torch.zeros(0, 2, dtype=torch.int32))
+    assert (expanded.shape, rows.shape, counts.tolist()) == ((0, 4), (0,), [0] * 7)
+    x, ids = ragged()
+    _, rows, counts, _ = routing(x, ids, active_expert_range=[2, 3])
+    assert rows.tolist() == [-1] * 15
+    assert counts.tolist() == [0]
+
+
+def test_routing_undefined_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no document defines holds UNDEFINED_VALUE: rows of idle experts, all scales."""
+    monkeypatch.setattr(contract, "UNDEFINED_VALUE", math.nan)
+    x, ids = ragged()
+    expanded, _, counts, scales = routing(x, ids, active_expert_range=[1, 5])
+    assert expanded[int(counts.sum()) :].isnan().all()
+    assert not expanded[: int(counts.sum())].isnan().any()
+    assert scales.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("x", {"x": torch.randn(5, 2, 2)}),
+        ("x", {"x": torch.zeros(5, 4, dtype=torch.int32)}),
+        ("expert_idx", {"expert_idx": torch.zeros(15, dtype=torch.int32)}),
+        ("expert_idx", {"expert_idx": torch.zeros(5, 3, dtype=torch.int64)}),
+        ("expert_idx", {"expert_idx": torch.zeros(3, 5, dtype=torch.int32)}),
+        ("expert_idx", {"expert_num": 6, "active_expert_range": [0, 6]}),
+        ("expert_idx", {"expert_idx": torch.full((5, 3), -1, dtype=torch.int32)}),
+        ("offset", {"offset": torch.zeros(1)}),
+        ("active_num", {"active_num": 14}),
+        ("active_num", {"active_num": -1}),
+        ("expert_num", {"expert_num": 0}),
+        ("expert_num", {"expert_num": 10241}),
+        ("drop_pad_mode", {"drop_pad_mode": 2}),
+        ("expert_tokens_num_type", {"expert_tokens_num_type": 3}),
+        ("quant_mode", {"quant_mode": -2}),
+        ("active_expert_range", {"active_expert_range": [0, 8]}),
+        ("active_expert_range", {"active_expert_range": [-1, 7]}),
+        ("active_expert_range", {"active_expert_range": [3, 3]}),
+        ("active_expert_range", {"active_expert_range": [0, 3, 7]}),
+        ("row_idx_type", {"row_idx_type": -1}),
+    ],
+)
+def test_routing_contract(argument: str, change: dict[str, Any]) -> None:
+    """Ranks, dtypes, shapes, ids, ranges, modes."""
+    x, ids = ragged()
+    call = {"x": x, "expert_idx": ids} | change
+    with pytest.raises(ContractViolation) as caught:
+        routing(call.pop("x"), call.pop("expert_idx"), **call)
+    assert caught.value.argument == argument, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": torch.zeros(5)},
+        {"quant_mode": 0},
+        {"quant_mode": 1},
+        {"drop_pad_mode": 1},
+        {"expert_tokens_num_type": 0},
+        {"expert_tokens_num_type": 2},
+        {"expert_tokens_num_flag": False},
+        {"x_dtype": 1},
+    ],
+)
+def test_routing_unimplemented(change: dict[str, Any]) -> None:
+    """Named, not ignored."""
+    with pytest.raises(NotImplementedError, match=next(iter(change))):
+        routing(*ragged(), **change)
+
+
+def grouped(left: Tensor, right: Tensor, sizes: list[int], **change: Any) -> Any:
+    """The product by groups of these sizes, but for what is changed."""
+    given = {
+        "x": [left],
+        "weight": [right],
+        "group_list": torch.tensor(sizes),
+        "group_list_type": 1,
+        "group_type": 0,
+        "split_item": 2,
+    } | change
+    return op("npu_grouped_matmul")(given.pop("x"), given.pop("weight"), **given)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("split_item", [2, 3])
+@pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [0, 9, 0, 0], [9, 0, 0, 0], [0, 0, 2, 7]])
+def test_grouped(kind: torch.dtype, turned: bool, split_item: int, sizes: list[int]) -> None:
+    """Row by row against dot products in doubles; sizes and running sums say the same."""
+    x = torch.randn(9, 6).to(kind)
+    weight = torch.randn(4, 5, 6).transpose(1, 2) if turned else torch.randn(4, 6, 5)
+    weight = weight.to(kind)
+    assert weight.is_contiguous() != turned
+    owner = [expert for expert, size in enumerate(sizes) for _ in range(size)]
+    want = torch.empty(9, 5, dtype=torch.double)
+    for row, expert in enumerate(owner):
+        for column in range(5):
+            terms = zip(x[row].tolist(), weight[expert, :, column].tolist(), strict=True)
+            want[row, column] = math.fsum(one * other for one, other in terms)
+    sums = [sum(sizes[: index + 1]) for index in range(4)]
+    for form, numbers in ((1, sizes), (0, sums)):
+        (y,) = grouped(
+            x,
+            weight,
+            [],
+            split_item=split_item,
+            group_list=torch.tensor(numbers),
+            group_list_type=form,
+        )
+        assert y.dtype == kind
+        step = torch.finfo(kind).eps
+        torch.testing.assert_close(y.double(), want, atol=1e-5, rtol=max(step, 1e-5))
+
+
+def test_grouped_rounds_once() -> None:
+    """256 and 256 ones, a sum that bfloat16 would lose on the way."""
+    x = torch.ones(2, 257, dtype=torch.bfloat16)
+    weight = torch.ones(2, 257, 1, dtype=torch.bfloat16)
+    weight[:, 0] = 256
+    (y,) = grouped(x, weight, [1, 1])
+    assert y.tolist() == [[512.0], [512.0]]
+
+
+def test_grouped_edges() -> None:
+    """One group by its running sum, no rows at all, 1024 groups, a wide transposed N."""
+    x, weight = torch.randn(4, 3), torch.randn(1, 3, 2)
+    (y,) = grouped(x, weight, [4], group_list_type=0)
+    close(y, x @ weight[0])
+    (y,) = grouped(x[:0], weight.expand(2, 3, 2).contiguous(), [0, 0])
+    assert y.shape == (0, 2)
+    sizes = [0] * 1024
+    sizes[1000] = 4
+    many = torch.randn(1024, 3, 2)
+    close(grouped(x, many, sizes)[0], x @ many[1000])
+    wide = torch.randn(2, 65536, 3).transpose(1, 2)
+    assert grouped(x, wide, [1, 3])[0].shape == (4, 65536)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("x", {"x": []}),
+        ("x", {"x": [torch.randn(9, 6)] * 129}),
+        ("x", {"x": [torch.randn(1, 9, 6)]}),
+        ("x", {"x": [torch.randn(6, 9).t()]}),
+        ("x", {"x": [torch.zeros(9, 6, dtype=torch.int64)]}),
+        ("x", {"x": [torch.randn(9, 65536)], "weight": [torch.randn(3, 65536, 1)]}),
+        ("weight", {"weight": []}),
+        ("weight", {"weight": [torch.randn(6, 5)]}),
+        ("weight", {"weight": [torch.randn(3, 7, 5)]}),
+        ("weight", {"weight": [torch.randn(3, 6, 5).half()]}),
+        ("weight", {"weight": [torch.zeros(3, 6, 5, dtype=torch.int64)]}),
+        ("weight", {"weight": [torch.randn(3, 6, 10)[..., ::2]]}),
+        ("weight", {"weight": [torch.randn(3, 6, 65536)]}),
+        ("group_list", {"group_list": None}),
+        ("group_list", {"group_list": torch.tensor([4, 0, 5], dtype=torch.int32)}),
+        ("group_list", {"group_list": torch.tensor([[4, 0, 5]])}),
+        ("group_list", {"group_list": torch.tensor([4, 5])}),
+        ("group_list", {"group_list": torch.tensor([4, 0, 4])}),
+        ("group_list", {"group_list": torch.tensor([4, -1, 6])}),
+        ("group_list", {"group_list": torch.tensor([5, 4, 9]), "group_list_type": 0}),
+        ("group_list", {"group_list": torch.tensor([-1, 4, 9]), "group_list_type": 0}),
+        ("group_list", {"group_list": torch.tensor([4, 4, 8]), "group_list_type": 0}),
+        ("group_list", {"group_list": torch.tensor([9]), "weight": [torch.randn(1, 6, 5)]}),
+        (
+            "group_list",
+            {
+                "group_list": torch.tensor([9] + [0] * 1024),
+                "weight": [torch.randn(1025, 6, 5)],
+            },
+        ),
+        ("offset", {"offset": [torch.zeros(5)]}),
+        ("activation_input", {"activation_input": [torch.zeros(5)]}),
+        ("activation_quant_scale", {"activation_quant_scale": [torch.zeros(5)]}),
+        ("activation_quant_offset", {"activation_quant_offset": [torch.zeros(5)]}),
+        ("split_item", {"split_item": 4}),
+        ("group_type", {"group_type": None}),
+        ("group_type", {"group_type": 1}),
+        ("group_list_type", {"group_list_type": 2}),
+        ("act_type", {"act_type": 5}),
+        ("tuning_config", {"tuning_config": [4]}),
+    ],
+)
+def test_grouped_contract(argument: str, change: dict[str, Any]) -> None:
+    """Ranks, dtypes, strides, inner axes, the group list, modes."""
+    with pytest.raises(ContractViolation) as caught:
+        grouped(torch.randn(9, 6), torch.randn(3, 6, 5), [4, 0, 5], **change)
+    assert caught.value.argument == argument, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": [torch.randn(9, 6)] * 2},
+        {"x": [torch.zeros(9, 6, dtype=torch.int8)]},
+        {"weight": [torch.randn(6, 5)] * 3},
+        {"weight": [torch.zeros(3, 6, 5, dtype=torch.int8)]},
+        {"bias": [torch.zeros(3, 5)]},
+        {"scale": [torch.zeros(5)]},
+        {"antiquant_scale": [torch.zeros(3, 5)]},
+        {"antiquant_offset": [torch.zeros(3, 5)]},
+        {"per_token_scale": [torch.zeros(9)]},
+        {"output_dtype": 1},
+        {"x_dtype": 1},
+        {"weight_dtype": 1},
+        {"scale_dtype": 1},
+        {"per_token_scale_dtype": 1},
+        {"split_item": 0},
+        {"group_type": -1},
+        {"group_type": 2},
+    ],
+)
+def test_grouped_unimplemented(change: dict[str, Any]) -> None:
+    """Named, not ignored."""
+    with pytest.raises(NotImplementedError, match=next(iter(change))):
+        grouped(torch.randn(9, 6), torch.randn(3, 6, 5), [4, 0, 5], **change)
+
+
 # ------------------------------------------------------------------ shapes without data
 
 
@@ -1176,6 +1459,15 @@ def meta_cases() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
             {"actual_seq_qlen": [6], "actual_seq_kvlen": [6]},
         ),
         "npu_scatter_pa_kv_cache": ((), cache_case()),
+        "npu_moe_init_routing_v2": (
+            ragged(),
+            ROUTING | {"active_num": 15, "active_expert_range": [1, 5]},
+        ),
+        "npu_grouped_matmul": (
+            ([x], [torch.randn(2, 16, 3)]),
+            {"group_list": torch.tensor([2, 3]), "group_list_type": 1}
+            | {"group_type": 0, "split_item": 2},
+        ),
     }
 
 

@@ -48,8 +48,10 @@ from nanoactor.models.limits import FROZEN
 from nanoactor.models.options import DeviceOptions
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.models.weights.linear import (
+    DenseExperts,
     ExpertWeights,
     LinearWeights,
+    Router,
     dense_experts_of,
     dense_of,
 )
@@ -57,6 +59,8 @@ from nanoactor.models.weights.linear import (
 log = logging.getLogger("nanoactor.models.npu")
 
 _MOST_SEGMENTS = 1024
+_MOST_GROUPS = 1024
+"""Of a grouped product."""
 # For which heads npu_apply_rotary_pos_emb is documented on A2 and A3; npu_rotary_mul takes others.
 _ROTATED_TOGETHER = (64, 128)
 
@@ -236,13 +240,63 @@ class NPUDevice(PortableOperators):
             weight = self.runtime.to_fractal(weight)
         return lambda x: F.linear(x, weight, bias)
 
+    def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
+        """One expert after the other: torchair converts no stable sort, and no document says which
+        of equal numbers a top-k takes."""
+        likely = F.linear(x.float(), router.weight).softmax(-1)
+        count = likely.shape[-1]
+        # The lowest of equal ones has the highest; NaN equals nothing, and is taken for the last.
+        backwards = torch.arange(count, 0, -1, dtype=torch.float32, device=x.device)
+        found, shares = [], []
+        for _ in range(router.chosen):
+            highest = likely.max(-1, keepdim=True).values
+            place = torch.where(likely == highest, backwards, 1.0).max(-1, keepdim=True).values
+            found.append(place)
+            shares.append(highest)
+            likely = torch.where(backwards == place, -1.0, likely)
+        ids, share = (count - torch.cat(found, -1)).int(), torch.cat(shares, -1)
+        if router.normalizes:
+            share = share / share.sum(-1, keepdim=True)
+        return ids, share.to(x.dtype).float()
+
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
+        """Tokens sorted by expert, and grouped products whose sizes the device alone knows. Other
+        chips than Atlas A2 and A3 have no operator that sorts."""
+        dense = dense_experts_of(weights)
+        count = len(dense.down)
+        if not self.runtime.is_a2_or_a3 or not 1 < count <= _MOST_GROUPS:
+            return self._every_expert(dense)
+        # As x Wᵀ wants them; the operator takes transposed views.
+        gate_up, down = dense.gate_up.transpose(1, 2), dense.down.transpose(1, 2)
+
+        def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+            tokens, chosen = ids.shape
+            if not tokens:
+                return torch.empty_like(x)
+            rows, places, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
+                x.contiguous(),
+                ids,
+                active_num=tokens * chosen,
+                expert_num=count,
+                expert_tokens_num_type=1,
+                expert_tokens_num_flag=True,
+                quant_mode=-1,
+                active_expert_range=[0, count],
+                row_idx_type=0,
+            )
+            found = _grouped(self.swiglu(_grouped(rows, gate_up, counts)), down, counts)
+            each = found.index_select(0, places).view(tokens, chosen, -1).float()
+            return (each * shares[..., None]).sum(1).to(x.dtype)
+
+        return operator
+
+    def _every_expert(self, dense: DenseExperts) -> ExpertsOperator:
         """Every expert for every token, as captured steps read nothing back."""
         _log_once(
             "every expert is computed for every token, which costs as many times the work as there "
-            "are experts for each that is chosen: grouped products are not used on NPUs yet"
+            "are experts for each that is chosen: this chip, or so many experts, have no operator "
+            "that sorts tokens by expert"
         )
-        dense = dense_experts_of(weights)
 
         def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
             total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -374,3 +428,12 @@ class _Compiled:
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
         """A few small operators, and the compiled pass."""
         return self.device.run_compiled(self.compiled, self.function, lengths)
+
+
+def _grouped(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return x W of groups of rows that follow each other: (rows, inputs) and (groups, inputs,
+    outputs); `counts` int64 (groups,) are their sizes."""
+    found: list[torch.Tensor] = torch.ops.npu.npu_grouped_matmul(
+        [x], [weights], group_list=counts, split_item=3, group_type=0, group_list_type=1
+    )
+    return found[0]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.npu.reference import elementwise, fused, fusion, scatter
+from tests.npu.reference import elementwise, experts, fused, fusion, scatter
 
 NAMESPACE = "npu"
 SCHEMAS: dict[str, str] = json.loads(
@@ -53,6 +53,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "npu_format_cast_.acl_format": elementwise.npu_format_cast_,
     "npu_fusion_attention": fusion.npu_fusion_attention,
     "npu_prefetch": elementwise.npu_prefetch,
+    "npu_moe_init_routing_v2": experts.npu_moe_init_routing_v2,
+    "npu_grouped_matmul": experts.npu_grouped_matmul,
 }
 
 Shape = Callable[[dict[str, Any]], Any]
@@ -110,6 +112,24 @@ def _fusion(given: dict[str, Any]) -> fusion.Result:
     return query.new_empty([*sizes[:-1], dim]), maxima, totals, query.new_empty(0), 0, 0, 0
 
 
+def _routing(given: dict[str, Any]) -> experts.Four:
+    """npu_moe_init_routing_v2's four outputs, counts in the form of expert_tokens_num_type 1."""
+    x, total = given["x"], given["expert_idx"].numel()
+    start, end = experts.active_range(given["active_expert_range"], given["expert_num"])
+    return (
+        x.new_empty([total, x.size(1)]),
+        x.new_empty(total, dtype=torch.int32),
+        x.new_empty(end - start, dtype=torch.int64),
+        x.new_empty(total, dtype=torch.float32),
+    )
+
+
+def _grouped(given: dict[str, Any]) -> list[Tensor]:
+    """npu_grouped_matmul's one y."""
+    x: Tensor = given["x"][0]
+    return [x.new_empty([x.size(0), given["weight"][0].size(2)])]
+
+
 def _first(given: dict[str, Any]) -> Tensor:
     """A new tensor like the first argument."""
     return torch.empty_like(next(iter(given.values())))
@@ -146,6 +166,8 @@ SHAPES: dict[str, Shape] = {
     "npu_format_cast_.acl_format": _same,
     "npu_fusion_attention": _fusion,
     "npu_prefetch": lambda given: None,
+    "npu_moe_init_routing_v2": _routing,
+    "npu_grouped_matmul": _grouped,
 }
 """Shape functions of the kernels that cannot run on meta tensors themselves."""
 

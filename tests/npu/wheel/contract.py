@@ -185,6 +185,40 @@ def cut(logits, p, k):
         demand(all(1 <= each <= most for each in values(k) or ()), "k beyond 1024, or none")
 
 
+def route(given):
+    x, ids = given["x"], given["expert_idx"]
+    dense(x=x, expert_idx=ids)
+    demand(
+        x.dim() == ids.dim() == 2 and len(x) == len(ids), "not one row of experts for each token"
+    )
+    demand(x.dtype in HALF and ids.dtype == torch.int32, f"{x.dtype} and {ids.dtype}")
+    demand(given["active_num"] == ids.numel(), f"active_num {given['active_num']}")
+    demand(given["drop_pad_mode"] == 0 and given["quant_mode"] == -1, "tokens dropped or packed")
+    demand(given["expert_tokens_num_flag"] and given["expert_tokens_num_type"] == 1, "no counts")
+    first, last = given["active_expert_range"]
+    demand(0 <= first < last <= given["expert_num"] <= 10240, f"experts {first} to {last}")
+    demand(given["row_idx_type"] in (0, 1), f"row_idx_type {given['row_idx_type']}")
+    found = values(ids)
+    demand(all(0 <= n < given["expert_num"] for n in found or ()), "an expert that there is not")
+
+
+def groups(given):
+    (x,), (weight,), counts = given["x"], given["weight"], given["group_list"]
+    dense(x=x)
+    same_type(x=x, weight=weight)
+    demand(x.dim() == 2 and weight.dim() == 3, "x is no matrix, or weight no stack of them")
+    demand(x.shape[1] == weight.shape[1], "inputs differ")
+    turned = weight.transpose(1, 2).is_contiguous()
+    demand(turned or weight.is_contiguous(), "weights are neither as they are nor transposed")
+    last = weight.shape[1] if turned else weight.shape[2]
+    demand(max(x.shape[1], last) < 65536, "rows of 65,536 numbers or more")
+    demand(given["split_item"] in (2, 3) and given["group_type"] == 0, "not groups of rows")
+    demand(counts.dtype == torch.int64 and tuple(counts.shape) == weight.shape[:1], "groups")
+    demand(given["group_list_type"] == 1 and 1 < len(counts) <= 1024, "not sizes of groups")
+    found = values(counts)
+    demand(found is None or sum(found) == len(x), "sizes do not add up to the rows")
+
+
 RULES = {
     "npu_rms_norm": rms_norm,
     "npu_add_rms_norm": add_rms_norm,
@@ -195,6 +229,8 @@ RULES = {
     "npu_fused_infer_attention_score": lambda **given: attention(given),
     "npu_fusion_attention": lambda **given: segments(given),
     "npu_top_k_top_p": cut,
+    "npu_moe_init_routing_v2": lambda **given: route(given),
+    "npu_grouped_matmul": lambda **given: groups(given),
 }
 
 

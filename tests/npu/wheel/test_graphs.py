@@ -23,7 +23,7 @@ from nanoactor.runner.warmup import prefill_step
 from tests.engine.harness import collect, engine, greedy, ids, ragged_prompts, rank_config
 from tests.engine.test_accelerator import decode_step, submit
 from tests.engine.test_vision import Eyes, check_all, jobs_of, run_all
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.npu.constrained import (
     CONSTRAINED,
     LIMITS,
@@ -79,6 +79,26 @@ def test_compiled_steps_give_the_cpus_tokens(model, monkeypatch, tmp_path, mode,
     with without_cann(run_eagerly=True):
         found, figures = asyncio.run(outputs(device="npu", num_kv_blocks=9, **options))
         assert counters["stats"]["unique_graphs"] == 3, "each size once, whatever the thread"
+    assert figures["runner.0"]["actor"]["steps_uncaptured"] == 0
+    assert found == asyncio.run(outputs(device="cpu"))[0]
+
+
+def test_compiled_steps_have_experts(tmp_path, monkeypatch):
+    """Their operators are converted, and no step runs beside the graph."""
+    emulate(monkeypatch)
+    changes = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2)
+    make_checkpoint(tmp_path, **{**CONFIGURATIONS["qwen3_moe"], **changes})
+    prompts = ragged_prompts(211, [5, 30], seed=6)
+
+    async def outputs(**changes):
+        limits = dict(max_num_seqs=2, max_num_batched_tokens=40, max_model_len=64)
+        async with engine(tmp_path, placement="single", **limits, **changes) as llm:
+            found = await asyncio.gather(*(collect(llm, ids(p), greedy(7)) for p in prompts))
+            return [o.outputs[0].token_ids for o in found], await llm.statistics()
+
+    options = dict(graph_mode="max-autotune", graph_cache_dir=str(tmp_path / "graphs"))
+    with without_cann(run_eagerly=True):
+        found, figures = asyncio.run(outputs(device="npu", num_kv_blocks=9, **options))
     assert figures["runner.0"]["actor"]["steps_uncaptured"] == 0
     assert found == asyncio.run(outputs(device="cpu"))[0]
 

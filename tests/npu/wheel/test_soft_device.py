@@ -17,7 +17,7 @@ from nanoactor.runner.warmup import prefill_step
 from tests.engine.harness import Reference, collect, engine, ids, ragged_prompts, rank_config
 from tests.engine.test_accelerator import decode_step, submit
 from tests.engine.test_vision import Eyes, check_all, jobs_of, run_all
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.npu.constrained import (
     CONSTRAINED,
     LIMITS,
@@ -99,6 +99,22 @@ def test_the_engine_gives_the_cpus_tokens(model, opened, layout, mode, depth):
     for number, prompt in enumerate(prompts):
         if kinds(number, 1).temperature == 0:
             reference.check(prompt, found[number].token_ids)
+    assert not [name for name, what in runtime.mode.copies if what == "waits"]
+
+
+def test_experts_give_the_cpus_tokens(tmp_path, opened):
+    """Sorted and multiplied in groups by recorded steps, which read no count back."""
+    changes = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2)
+    changes = {**CONFIGURATIONS["qwen3_moe"], **changes}
+    made = make_checkpoint(tmp_path, max_position_embeddings=1024, **changes)
+    prompts = ragged_prompts(211, [7, 140, 33], seed=2)
+    found, figures = outputs(tmp_path, prompts, device="npu", num_kv_blocks=9)
+    runtime = opened[-1].runtime
+    assert figures["runner.0"]["actor"]["steps_uncaptured"] == 0
+    assert [kind for kind, _ in runtime.log].count("replay") > 5
+    expected, _ = outputs(tmp_path, prompts, device="cpu", num_kv_blocks=200)
+    assert found == expected
+    Reference(made).check(prompts[0], found[0].token_ids)
     assert not [name for name, what in runtime.mode.copies if what == "waits"]
 
 

@@ -48,8 +48,8 @@ class NoWeights(RandomWeights):
     def __init__(self, device):
         self.dtype, self.device, self._format = HALF, device, None
 
-    def load(self, name, *shape, **part):
-        return torch.empty(shape, dtype=HALF, device=self.device)
+    def load(self, name, *shape, dtype=HALF, **part):
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
 
 class Traced:
@@ -196,6 +196,21 @@ def test_heads_that_are_not_normed_keep_the_contract(layout, family):
     counts = Counter(checker.checked)
     assert counts["npu_apply_rotary_pos_emb"] == LAYERS
     assert counts["npu_rms_norm"] + counts["npu_add_rms_norm"] == 2 * LAYERS + 1
+
+
+EXPERTS = dict(num_experts=16, num_experts_per_tok=4, moe_intermediate_size=256)
+EXPERTS |= dict(architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", norm_topk_prob=True)
+
+
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_experts_keep_the_contract(name):
+    with FakeTensorMode(), torch.inference_mode():
+        traced = Traced("tnd", **EXPERTS)
+        with ContractChecker() as checker:
+            traced.step(*STEPS[name])
+    counts = Counter(checker.checked)
+    assert counts["npu_moe_init_routing_v2"] == counts["npu_swiglu"] == LAYERS
+    assert counts["npu_grouped_matmul"] == 2 * LAYERS
 
 
 @pytest.mark.parametrize("head_dim", [80, 96, 256])
@@ -385,6 +400,23 @@ NORM = dict(input=zeros(3, 64), gamma=zeros(64))
 SUM = dict(x1=zeros(3, 64), x2=zeros(3, 64), gamma=zeros(64))
 FIA, WRITE = "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache"
 FUSION = "npu_fusion_attention"
+ROUTE, GROUPS = "npu_moe_init_routing_v2", "npu_grouped_matmul"
+
+
+def routing(**changes):
+    """Three tokens, two of four experts each."""
+    ids = torch.tensor([[1, 0], [3, 1], [1, 3]], dtype=torch.int32)
+    given = dict(x=zeros(3, 64), expert_idx=ids, active_num=6, expert_num=4, quant_mode=-1)
+    given |= dict(expert_tokens_num_type=1, expert_tokens_num_flag=True, row_idx_type=0)
+    return given | dict(active_expert_range=[0, 4]) | changes
+
+
+def grouping(**changes):
+    """Six rows for four experts, one of which has none."""
+    given = dict(x=[zeros(6, 64)], weight=[zeros(4, 64, 32)], group_type=0, split_item=3)
+    return given | dict(group_list=torch.tensor([1, 3, 0, 2]), group_list_type=1) | changes
+
+
 KEPT = [
     (FIA, packed()),
     (FIA, padded()),
@@ -408,6 +440,9 @@ KEPT = [
     ("npu_swiglu", dict(input=zeros(3, 64))),
     ("npu_top_k_top_p", cutting()),
     ("npu_top_k_top_p", cutting(k=None)),
+    (ROUTE, routing()),
+    (GROUPS, grouping()),
+    (GROUPS, grouping(weight=[zeros(4, 32, 64).transpose(1, 2)])),
 ]
 BROKEN = [
     (FIA, packed(query=slanted(7, 4, 128)), "query is not contiguous"),
@@ -479,6 +514,26 @@ BROKEN = [
     ("npu_top_k_top_p", cutting(k=torch.tensor([1, 2, 3])), "k is not int32"),
     ("npu_top_k_top_p", cutting(k=torch.tensor([1, 2, 0], dtype=torch.int32)), "k beyond"),
     ("npu_top_k_top_p", cutting(k=torch.tensor([1, 2, 1025], dtype=torch.int32)), "k beyond"),
+    (ROUTE, routing(x=slanted(3, 64)), "x is not contiguous"),
+    (ROUTE, routing(x=zeros(2, 64)), "not one row of experts"),
+    (ROUTE, routing(expert_idx=torch.zeros(3, 2, dtype=torch.int64)), "torch.int64"),
+    (ROUTE, routing(x=zeros(3, 64, dtype=torch.float32)), "torch.float32 and"),
+    (ROUTE, routing(active_num=3), "active_num 3"),
+    (ROUTE, routing(quant_mode=1), "dropped or packed"),
+    (ROUTE, routing(expert_tokens_num_flag=False), "no counts"),
+    (ROUTE, routing(active_expert_range=[0, 5]), "experts 0 to 5"),
+    (ROUTE, routing(row_idx_type=-1), "row_idx_type -1"),
+    (ROUTE, routing(expert_idx=torch.full((3, 2), 4, dtype=torch.int32)), "there is not"),
+    (GROUPS, grouping(x=[slanted(6, 64)]), "x is not contiguous"),
+    (GROUPS, grouping(x=[zeros(6, 64, dtype=torch.float16)]), "different types"),
+    (GROUPS, grouping(weight=[zeros(64, 32)]), "no stack"),
+    (GROUPS, grouping(weight=[zeros(4, 60, 32)]), "inputs differ"),
+    (GROUPS, grouping(weight=[zeros(4, 64, 64)[:, :, ::2]]), "neither as they are"),
+    (GROUPS, grouping(x=[zeros(6, 65536)], weight=[zeros(4, 65536, 1)]), "65,536"),
+    (GROUPS, grouping(split_item=0), "not groups of rows"),
+    (GROUPS, grouping(group_list=torch.tensor([1, 5])), "groups"),
+    (GROUPS, grouping(group_list_type=0), "not sizes"),
+    (GROUPS, grouping(group_list=torch.tensor([1, 2, 0, 2])), "do not add up"),
 ]  # fmt: skip
 
 
