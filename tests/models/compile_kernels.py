@@ -220,6 +220,7 @@ def main():
                 build_by_tma(kind, variant, heads, size, block_size)
     for kind in ("bf16", "fp16", "fp32"):
         build_all(kind)
+    for kind in ("bf16", "fp32"):  # float16 has the tiles of bfloat16
         build_experts(kind)
     build_fp8("bf16")
     build(sampling._winners, "bf16", {"padded": 64})
