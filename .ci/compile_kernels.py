@@ -6,7 +6,13 @@ From a clean clone, each of the tests that are the first to compute would compil
 import torch
 
 import nanoactor.models.devices.cpu.compiled  # noqa: F401 - it imports every kernel
-from nanoactor.models.devices.cpu.kernels.elements import compile_kernels
+from nanoactor.models.devices.cpu.kernels.elements import (
+    EXPERTS,
+    FP8,
+    LOGITS,
+    STEPS,
+    compile_kernels,
+)
 
 for dtype in (torch.float32, torch.bfloat16):
-    compile_kernels(dtype, parallel=True)
+    compile_kernels(dtype, parallel=True, purposes=(STEPS, LOGITS, EXPERTS, FP8))

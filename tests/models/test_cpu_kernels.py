@@ -20,7 +20,8 @@ from nanoactor.models.devices.cpu.device import CPUDevice
 from nanoactor.models.devices.cpu.kernels import elements
 from nanoactor.models.devices.cpu.kernels.elements import BITS, FLOAT, exp, finite, narrow, wide
 from nanoactor.models.devices.portable import PortableOperators
-from nanoactor.models.weights.linear import Dense
+from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks
+from nanoactor.models.weights.linear import Dense, ExpertWeights
 
 
 @numba.njit
@@ -156,8 +157,27 @@ def test_every_kernel_is_compiled_before_the_first_step():
     device.check(torch.bfloat16, 16, 64)
     device.check(torch.float32, 16, 64)
     for kernel in elements._kernels:
-        assert len(kernel.function.signatures) == 2
+        if kernel.purpose in (elements.STEPS, elements.LOGITS):
+            assert len(kernel.function.signatures) == 2
     device.check(torch.float16, 16, 64)  # PyTorch's alone
+
+
+@pytest.mark.parametrize("purpose", [elements.EXPERTS, elements.FP8])
+def test_what_some_models_call_is_compiled_when_these_are_loaded(monkeypatch, purpose):
+    """A first start of a dense model does not wait for it, nor a first step of such a model."""
+    asked = []
+    monkeypatch.setattr(
+        compiled, "compile_kernels", lambda *_, purposes, **__: asked.append(purposes)
+    )
+    device = CompiledCPUDevice()
+    device.check(torch.float32, 16, 64)
+    assert not any(purpose in purposes for purposes in asked)
+    matrix = torch.zeros(2, 4, 4)
+    if purpose == elements.EXPERTS:
+        device.experts(ExpertWeights(Dense(matrix), Dense(matrix[:, :, :2])))
+    else:
+        device.linear(Fp8Blocks(matrix[0].to(E4M3), torch.ones(4, 1), 4, 0, torch.float32))
+    assert asked[-1] == (purpose,)
 
 
 COMPILE = """

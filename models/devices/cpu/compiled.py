@@ -22,7 +22,14 @@ from nanoactor.models.batch import (
 from nanoactor.models.devices.cpu.device import CPUDevice, has_instructions
 from nanoactor.models.devices.cpu.kernels.attention import decode_attention
 from nanoactor.models.devices.cpu.kernels.batch import advance, locate
-from nanoactor.models.devices.cpu.kernels.elements import compile_kernels, knows
+from nanoactor.models.devices.cpu.kernels.elements import (
+    EXPERTS,
+    FP8,
+    LOGITS,
+    STEPS,
+    compile_kernels,
+    knows,
+)
 from nanoactor.models.devices.cpu.kernels.elementwise import (
     add_rms_norm,
     norm_rotate_store,
@@ -93,9 +100,11 @@ class CompiledCPUDevice(CPUDevice):
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """They take everything; it compiles them, too."""
-        several = self._threads > 1
-        compile_kernels(dtype, parallel=several)
-        compile_kernels(torch.float32, parallel=several, of_logits=True)  # masks make them that
+        self._compile(dtype, STEPS, LOGITS)
+        self._compile(torch.float32, LOGITS)  # masks make them that
+
+    def _compile(self, dtype: torch.dtype, *purposes: str) -> None:
+        compile_kernels(dtype, parallel=self._threads > 1, purposes=purposes)
 
     def _takes(self, x: torch.Tensor) -> bool:
         many = self._threads >= _MANY_THREADS and x.numel() >= _MANY_ELEMENTS
@@ -146,6 +155,8 @@ class CompiledCPUDevice(CPUDevice):
         return few_or_many
 
     def _packed(self, weights: Fp8Blocks) -> LinearOperator:
+        self._compile(weights.dtype, FP8)
+
         def few_or_many(x: torch.Tensor) -> torch.Tensor:
             if x.shape[:-1].numel() <= _FEW_PACKED_ROWS:
                 return fp8_product(x, weights, self._threads)
@@ -156,6 +167,7 @@ class CompiledCPUDevice(CPUDevice):
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
         """By our kernel for a few tokens, by PyTorch's products for many."""
         dense = dense_experts_of(weights)
+        self._compile(dense.down.dtype, EXPERTS)
         many = super().experts(ExpertWeights(Dense(dense.gate_up), Dense(dense.down)))
 
         def few_or_many(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

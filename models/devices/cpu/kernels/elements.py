@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FunctionType
 from typing import Any
 
@@ -69,28 +69,31 @@ class _Kernel:
     arguments: tuple[Any, ...]
     """Numba's types of all but the last."""
     parallel: bool
-    of_logits: bool
-    """Whether it reads logits, which are float32 where a step has changed them."""
+    purpose: str
 
 
+STEPS, LOGITS, EXPERTS, FP8 = "steps", "logits", "experts", "FP8"
+"""What kernels are for: all models; logits, which are float32 where a step has changed them; ..."""
 _kernels: list[_Kernel] = []
 
 
-def compile_kernels(dtype: torch.dtype, parallel: bool, of_logits: bool = False) -> None:
-    """Compile, or read from disk, what there is for this type: no step is to wait for it. With
-    `of_logits`, the kernels that read logits alone."""
+def compile_kernels(
+    dtype: torch.dtype, parallel: bool, purposes: Collection[str] = (STEPS, LOGITS)
+) -> None:
+    """Compile, or read from disk, what there is for this type: no step is to wait for it. Those
+    that only some models call are compiled where these are loaded."""
     if dtype not in _LIKE:
         return
     like = numba.typeof(_LIKE[dtype])
     for kernel in _kernels:
-        if (parallel or not kernel.parallel) and (kernel.of_logits or not of_logits):
+        if (parallel or not kernel.parallel) and kernel.purpose in purposes:
             kernel.function.compile((*kernel.arguments, like))
             if kernel.function.stats.cache_misses:
                 _log_once(f"compiling kernels for {dtype}, once; this takes some 15 s")
 
 
 def kernel(
-    scalars: str, parallel: bool = False, of_logits: bool = False
+    scalars: str, parallel: bool = False, purpose: str = STEPS
 ) -> Callable[[Callable[..., None]], Any]:
     """Have a function compiled when it is called, or by `compile_kernels`, and kept on disk.
 
@@ -106,13 +109,13 @@ def kernel(
             _log_once(f"kernels are compiled at each start, which takes some 10 s: {error}")
             made = numba.njit(parallel=parallel, **options)(function)
         arguments = tuple(types.float64 if kind == "f" else types.int64 for kind in scalars)
-        _kernels.append(_Kernel(made, arguments, parallel, of_logits))
+        _kernels.append(_Kernel(made, arguments, parallel, purpose))
         return made
 
     return compiled
 
 
-def both(scalars: str, of_logits: bool = False) -> Callable[[Callable[..., None]], tuple[Any, Any]]:
+def both(scalars: str, purpose: str = STEPS) -> Callable[[Callable[..., None]], tuple[Any, Any]]:
     """Have a function compiled for one thread and for several."""
 
     def compiled(function: Callable[..., None]) -> tuple[Any, Any]:
@@ -120,8 +123,8 @@ def both(scalars: str, of_logits: bool = False) -> Callable[[Callable[..., None]
         name = f"{function.__name__}_parallel"
         twin = FunctionType(function.__code__, function.__globals__, name)
         twin.__qualname__ = name
-        of = {"of_logits": of_logits}
-        return kernel(scalars, **of)(function), kernel(scalars, parallel=True, **of)(twin)
+        alone, several = (kernel(scalars, many, purpose) for many in (False, True))
+        return alone(function), several(twin)
 
     return compiled
 

@@ -7,6 +7,7 @@ import torch
 from numba import prange
 
 from nanoactor.models.devices.cpu.kernels.elements import (
+    EXPERTS,
     FLOAT,
     INT32,
     both,
@@ -71,7 +72,7 @@ def _sum(found, weights, token, results, like):
         results[token, j] = narrow(total, like)
 
 
-@both("aaaaaaaannnnnn")
+@both("aaaaaaaannnnnn", purpose=EXPERTS)
 def _experts(
     x, gate_up, down, order, firsts, shares, products, output, tokens, chosen, experts, hidden,
     inner, parts, like

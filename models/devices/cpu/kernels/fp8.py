@@ -10,6 +10,7 @@ from numba.extending import intrinsic
 
 from nanoactor.models.devices.cpu.kernels.elements import (
     FLOAT,
+    FP8,
     both,
     inlined,
     inlined_reordered,
@@ -94,7 +95,7 @@ def _in_blocks(source, values, offset):
                 values[number, row, i] = wide(source[row, first + i]) if inside else np.float32(0)
 
 
-@both("aaaaannnnnnnn")
+@both("aaaaannnnnnnn", purpose=FP8)
 def _linear(
     x, weight, scales, bias, output,
     rows, inputs, outputs, group, blocks, block, offset, parts, like,
@@ -123,7 +124,7 @@ def _linear(
                 results[row, j] = narrow(totals[row], like)
 
 
-@both("aaannnnnnnn")
+@both("aaannnnnnnn", purpose=FP8)
 def _unpack(
     weight, scales, output, first, inputs, outputs, group, blocks, block, offset, parts, like
 ):  # fmt: skip

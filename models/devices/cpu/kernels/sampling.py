@@ -11,6 +11,7 @@ from nanoactor.models.batch import RowChoice
 from nanoactor.models.devices.cpu.kernels.elements import (
     FLOAT,
     INT32,
+    LOGITS,
     bits_of,
     both,
     exp,
@@ -200,7 +201,7 @@ def _choose(given, row, temperature, top_k, top_p, min_p, low, high, position):
     return _from_some(scores, top_k, top_p, min_p, position, low, high)
 
 
-@both("aaaaaaaaaaannn", of_logits=True)
+@both("aaaaaaaaaaannn", purpose=LOGITS)
 def _sample_rows(
     logits, slots, temperatures, top_ks, top_ps, min_ps, seeds, lengths, last_tokens, frozen_slots,
     chosen, rows, vocabulary, columns, like
