@@ -63,13 +63,15 @@ hidden)."""
 class HasMatrix(Protocol):
     """A linear operator that can say what an operator for a whole step needs."""
 
-    bias: torch.Tensor | None
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """(outputs,)."""
 
     def matrix(self) -> Matrix | None:
         """Return its weight; None where it is laid out in no way that such an operator reads."""
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Linear:
     """A linear operator that has its weight, (outputs, inputs), as it was given."""
 

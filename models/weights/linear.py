@@ -120,20 +120,22 @@ class Router:
     """Whether the shares of a token's experts add up to 1."""
 
 
-def dense_of(weights: LinearWeights) -> Dense:
-    """Return the matrix of any format."""
+def dense_of(weights: LinearWeights, why: str | None = None) -> Dense:
+    """Return the matrix of any format; `why` it is unpacked is logged once."""
     if isinstance(weights, Dense):
         return weights
     _log_once(
-        f"weights in {type(weights).__name__} are unpacked: this device has no product for them, "
-        "and they take as much memory and time as weights of the model's type"
+        f"weights in {type(weights).__name__} are unpacked: "
+        f"{why or 'this device has no product for them'}, and they take as much memory and time as "
+        "weights of the model's type"
     )
     return Dense(weights.dequantize(), weights.bias)
 
 
-def dense_experts_of(weights: ExpertWeights) -> DenseExperts:
-    """Return experts of any format."""
-    return DenseExperts(dense_of(weights.gate_up).weight, dense_of(weights.down).weight)
+def dense_experts_of(weights: ExpertWeights, why: str | None = None) -> DenseExperts:
+    """Return experts of any format; `why` they are unpacked is logged once."""
+    pair, down = (dense_of(one, why) for one in (weights.gate_up, weights.down))
+    return DenseExperts(pair.weight, down.weight)
 
 
 @functools.cache

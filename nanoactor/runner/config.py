@@ -35,6 +35,8 @@ class RankConfig:
         return self.shared.files
 
 
+_MIB = 1 << 20
+_MOST_RANKS = 64
 _LEAST_LENGTH = 2
 """Tokens of the shortest context: one of prompt, one of output."""
 
@@ -52,10 +54,6 @@ def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> No
             f"one sequence of max_model_len {files.max_model_len} takes {needed}; {lower}give the "
             "cache more (num_kv_blocks, memory_utilization), or take a smaller model or dtype"
         )
-
-
-_MIB = 1 << 20
-_MOST_RANKS = 64
 
 
 def check_weights(

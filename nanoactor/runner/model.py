@@ -213,7 +213,7 @@ class LoadedModel:
             self.free,
             self.group.size,
             shared=self.device.traits.shared_memory,
-            what=f"{self.dtype_name}{', packed where packed' if config.quantization else ''}",
+            what=f"{self.dtype_name} or packed" if config.quantization else self.dtype_name,
         )
 
     def block_bytes(self) -> int:

@@ -18,6 +18,7 @@ from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear
 from nanoactor.models.errors import ModelError, UnsupportedModel, WeightsError
 from nanoactor.models.model_config import Quantization
 from nanoactor.models.parallel import Span, shard_of
+from nanoactor.models.weights import linear as weight_formats
 from nanoactor.models.weights.checkpoint import Weights, format_of
 from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks, Fp8Format
 from nanoactor.models.weights.linear import ExpertWeights, Part, Projection
@@ -395,9 +396,9 @@ def test_products_on_fp8_tensor_cores(device, dtype, tokens, outputs, inputs, bl
     ("tokens", "experts", "chosen", "hidden", "inner", "offset"),
     [
         (1, 16, 2, 64, 32, 0),
-        (4, 16, 3, 70, 40, 8),  # each pair by itself
+        (4, 16, 3, 70, 48, 8),  # each pair by itself
         (30, 4, 2, 64, 48, 0),  # in blocks
-        (9, 3, 3, 64, 40, 16),
+        (9, 3, 3, 64, 48, 16),
         pytest.param(300, 8, 2, 512, 384, 0, marks=LARGE),
         pytest.param(700, 4, 1, 256, 192, 64, marks=LARGE),
         pytest.param(8, 128, 8, 2048, 768, 0, marks=LARGE),
@@ -421,6 +422,7 @@ def test_experts_on_fp8_tensor_cores(device, dtype, tokens, experts, chosen, hid
     shares = torch.rand(tokens, experts, generator=generator).softmax(-1)[:, :chosen]
     operator = device.experts(ExpertWeights(moved(pair, where), moved(down, where)))
     found = operator(x.to(where), ids.to(where), shares.to(where)).cpu()
+    assert operator._most == min(16, experts), "packed"
     assert found.dtype == dtype
     both, back = (
         dataclasses.replace(one, dtype=torch.float32).dequantize().double() for one in (pair, down)
@@ -460,12 +462,25 @@ def test_logits_are_those_of_rounded_activations(tmp_path, monkeypatch, name):
 
 
 def test_what_the_tensor_cores_do_not_take_is_unpacked_with_a_warning(caplog):
+    weight_formats._log_once.cache_clear()
     device = InterpretedDevice()
     for block, group, word in ((48, 16, "blocks of 48 inputs"), (32, 8, "groups of 16 outputs")):
         weights = packed_matrix(1, 32, 96, block=block, group=group)
         operator = device.linear(weights)
+        device.linear(weights)
         assert torch.equal(operator.weight, weights.dequantize())
-        assert word in caplog.text
+        assert caplog.text.count(word) == 1, "once, with its cost"
+        assert "as much memory and time" in caplog.text
+        device.experts(ExpertWeights(*[packed_matrix(1, 2, 32, 96, block=block, group=group)] * 2))
+        assert caplog.text.count(word) == 1
+
+
+def test_gates_and_ups_of_one_group_are_unpacked(caplog):
+    """No checkpoint has such: scales of gates and of ups are two tensors."""
+    weight_formats._log_once.cache_clear()
+    pair, down = packed_matrix(1, 2, 2 * 24, 32), packed_matrix(2, 2, 32, 24)
+    InterpretedDevice().experts(ExpertWeights(pair, down))
+    assert "a group of 16 outputs has gates and ups" in caplog.text
 
 
 def test_experts_in_several_formats_are_refused(tmp_path):

@@ -37,7 +37,7 @@ from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.models.weights.fp8 import Fp8Blocks
-from nanoactor.models.weights.linear import ExpertWeights, LinearWeights, Router
+from nanoactor.models.weights.linear import ExpertWeights, LinearWeights, Router, dense_of
 from nanoactor.models.weights.whole_step import ModelWeights
 
 try:
@@ -321,8 +321,7 @@ class CUDADevice(PortableCUDADevice):
         if not isinstance(weights, Fp8Blocks) or not self._multiplies_fp8:
             return super().linear(weights)
         if why := fp8.refusal(weights):
-            log.warning("%s: these weights are unpacked", why)
-            return super().linear(weights)
+            return super().linear(dense_of(weights, why))
         return fp8.TritonFp8Linear(weights)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

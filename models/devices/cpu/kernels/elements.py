@@ -70,10 +70,12 @@ class _Kernel:
     """Numba's types of all but the last."""
     parallel: bool
     purpose: str
+    """`STEPS`, `LOGITS`, `EXPERTS` or `FP8`."""
 
 
 STEPS, LOGITS, EXPERTS, FP8 = "steps", "logits", "experts", "FP8"
-"""What kernels are for: all models; logits, which are float32 where a step has changed them; ..."""
+"""Purposes of kernels: the steps of all models; logits, which are float32 where a step has changed
+them; mixtures of experts; FP8 weights."""
 _kernels: list[_Kernel] = []
 
 

@@ -23,10 +23,11 @@ class TritonExperts:
 
     def __init__(self, weights: ExpertWeights, packs: bool) -> None:
         """Those in FP8 stay packed if `packs` and where the kernels know their blocks."""
+        why = _refusal(weights) if packs else None
         packed = _packed_of(weights) if packs else None
         self._few: experts_few.Matrices
         if packed is None:
-            dense = dense_experts_of(weights)
+            dense = dense_experts_of(weights, why)
             self._few = experts_few.dense_matrices(dense)
             self._grouped: Grouped = lambda x, ids, shares: experts_dense.grouped(
                 x, dense, ids, shares
@@ -49,11 +50,19 @@ class TritonExperts:
 
 def _packed_of(weights: ExpertWeights) -> tuple[fp8.Packed, fp8.Packed] | None:
     pair, down = weights.gate_up, weights.down
-    if not isinstance(pair, Fp8Blocks) or not isinstance(down, Fp8Blocks):
-        return None
-    if any(fp8.refusal(one) for one in (pair, down)):
+    if not isinstance(pair, Fp8Blocks) or not isinstance(down, Fp8Blocks) or _refusal(weights):
         return None
     return fp8.packed_of(pair), fp8.packed_of(down)
+
+
+def _refusal(weights: ExpertWeights) -> str | None:
+    """Return why packed experts have no kernel, or None."""
+    pair, down = weights.gate_up, weights.down
+    if not isinstance(pair, Fp8Blocks) or not isinstance(down, Fp8Blocks):
+        return None
+    if pair.weight.shape[1] // 2 % pair.group:
+        return f"a group of {pair.group} outputs has gates and ups"
+    return fp8.refusal(pair) or fp8.refusal(down)
 
 
 def _sum(parts: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from nanoactor.models.devices.cuda.kernels.fp8 import Packed, rounded_to
 from nanoactor.models.weights.linear import DenseExperts
 
 MOST_PAIRS, MOST_PACKED_PAIRS = 64, 16
-"""With more, blocks of one expert are faster (docs/gpu.md)."""
+"""With more, grouped products are faster on an H200."""
 _OUTPUTS, _PACKED_OUTPUTS = 4, 8
 _MOST_INPUTS = 2048
 """That a program reads at a time."""

@@ -116,15 +116,13 @@ def _activate(
         matrix += j[:, None] * width + inside[None, :]
         columns = x + token.to(tl.int64)[None, :] * width + inside[:, None]
         factors = scales + expert * (tl.cdiv(2 * inner, group) * blocks)
-        # Where gates end within a group, a tile of ups may lie in two.
         one: tl.constexpr = group % outputs == 0
-        one_up: tl.constexpr = one and inner % group == 0
         gate = tl.zeros([outputs, rows], tl.float32)
         up = tl.zeros([outputs, rows], tl.float32)
         # Those of the next block come while one is multiplied.
         row_scale = tl.load(x_scales + token, mask=there, other=0.0)
         gate_scale = scales_at(factors, j, 0, blocks, known, group, one)
-        up_scale = scales_at(factors, inner + j, 0, blocks, known, group, one_up)
+        up_scale = scales_at(factors, inner + j, 0, blocks, known, group, one)
         for b in range(blocks):
             values = tl.load(columns + b * block, mask=there[None, :], other=0.0)
             first = tl.load(matrix + b * block, mask=known[:, None], other=0.0)
@@ -132,7 +130,7 @@ def _activate(
             after = tl.minimum(b + 1, blocks - 1)
             next_row = tl.load(x_scales + after * tokens + token, mask=there, other=0.0)
             next_gate = scales_at(factors, j, after, blocks, known, group, one)
-            next_up = scales_at(factors, inner + j, after, blocks, known, group, one_up)
+            next_up = scales_at(factors, inner + j, after, blocks, known, group, one)
             gate += tl.dot(first, values) * (gate_scale * row_scale[None, :])
             up += tl.dot(second, values) * (up_scale * row_scale[None, :])
             row_scale, gate_scale, up_scale = next_row, next_gate, next_up
