@@ -279,8 +279,12 @@ class TokenizerActor(Actor):
         return self._admission.admit(event, spec, tokens, items, free)
 
     def _freed(self, grammar: str) -> tuple[str, FreeText | None]:
-        """Return a grammar without the free text before it, and where that ends."""
-        return freed(grammar, self._id_of) if grammar else ("", None)
+        """Return a grammar without the free text before it, and where that ends. Where layers keep
+        states, free text is chosen under masks: an end that is refused goes back to a position that
+        the device has computed, which a state would count twice."""
+        if not grammar or self._config.files.has_slot_state:
+            return grammar, None
+        return freed(grammar, self._id_of)
 
     def _id_of(self, tag: str) -> int | None:
         if tag not in self._tags:

@@ -346,8 +346,8 @@ def draw(seed: int) -> Scenario:
 
 def _with_states(rng: random.Random, scenario: Scenario) -> Scenario:
     """The same with layers that keep states, in some seeds; they forgive no step too many, so only
-    where slots freeze. Then there is no index that could be forgotten. An end that thoughts refuse
-    goes back behind what the device has computed, which no state does yet (docs/models.md)."""
+    where slots freeze. Then there is no index that could be forgotten. The tokenizer
+    gives such models no free text (docs/models.md)."""
     if rng.random() < 0.85 or not scenario.freezes or scenario.resets:
         return scenario
     if any(ask.grammar is not None and ask.grammar.free for ask in scenario.asks):
