@@ -75,12 +75,13 @@ SOFT = {
     "aclrtMemsetAsync": "memset(a, (int)(long)c, (size_t)d); return 0;",
     "aclrtGetMemInfo": "*(size_t *)b = 48UL << 30; *(size_t *)c = 64UL << 30; return 0;",
     "aclrtDeviceCanAccessPeer": "*(int *)a = 0; return 0;",
-    "aclmdlRICaptureBegin": "recording = 1; graph = malloc(64); return 0;",
+    "aclmdlRICaptureBegin": "recording = 1; graph = malloc(64); *graph = ++graphs; return 0;",
     "aclmdlRICaptureEnd": "recording = 0; *(void **)b = graph; return 0;",
     "aclmdlRICaptureGetInfo": "if (b) *(int *)b = recording; if (c) *(void **)c = graph; return 0;",
     "aclmdlRICaptureTaskGrpBegin": "return recording ? 0 : 107000;",
     "aclmdlRICaptureTaskGrpEnd": "*(void **)b = malloc(64); return recording ? 0 : 107000;",
-    "aclmdlRIGetId": "*(unsigned *)b = 1; return 0;",
+    # torch_npu looks recordings up by their ids, and forgets that of a graph that goes.
+    "aclmdlRIGetId": "*(unsigned *)b = *(unsigned *)a; return 0;",
 }
 # They return handles: failure is NULL.
 _MAKERS = ("aclCreate", "aclopCreateAttr", "acltdtCreate", "acltdtGetDataItem", "acltdtGetDataAddr")
@@ -90,7 +91,7 @@ _HEAD = """\
 #include <stdlib.h>
 #include <string.h>
 static int device, recording;
-static void *graph;
+static unsigned *graph, graphs;
 static unsigned count(void) { const char *n = getenv("FAKE_NPU_COUNT"); return n ? atoi(n) : 0; }
 static const char *chip(void) {
     const char *n = getenv("FAKE_NPU_SOC");

@@ -340,6 +340,20 @@ def test_recordings_share_a_pool_and_our_stream(model, opened, monkeypatch):
         assert runtime._stream != torch_npu.npu.default_stream()
 
 
+def test_a_graph_may_go_while_another_is_recorded(opened):
+    """Python may collect an executor's graphs at any time."""
+    runtime = SoftRuntime(0)
+    with runtime.stream():
+        left = [runtime.record(lambda: torch.zeros(1, device="npu"))]
+
+        def function():
+            left.clear()
+            return torch.ones(1, device="npu")
+
+        runtime.record(function)
+    assert not left
+
+
 def test_memory_counts_what_pytorch_keeps_for_itself_as_free(opened, monkeypatch):
     runtime = SoftRuntime(0)
     figures = dict(memory_reserved=700, memory_allocated=500)
