@@ -9,11 +9,13 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import os
 import random
 
 import pytest
 
 from nanoactor import SamplingParams
+from tests.commit import commit_number
 from tests.engine.harness import Reference, collect, engine, greedy, ids, ragged_prompts, settled
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 
@@ -58,11 +60,27 @@ def covering(names=USUAL):
         yield name, BUDGETS[(i + k) % 5], DEPTHS[k], LEADS[(i + k) % 2]
 
 
-def schedules(everything, covered):
-    """All as parameters; those that are not covered are left to `make test-long`."""
+def drawn(names, shift):
+    """One schedule for each model and budget; six shifts in turn hold the whole product.
+
+    Each holds every pair of model, budget, depth and lead.
+    """
+    for (i, name), (k, budget) in itertools.product(enumerate(names), enumerate(BUDGETS)):
+        yield name, budget, DEPTHS[(i + k + shift) % 3], LEADS[(i // 3 + k + shift // 3) % 2]
+
+
+def schedules(usual, names):
+    """What `make test` runs, and what `make test-long` adds: a part that the commit's hash draws,
+    or everything with SCHEDULES=all in the environment."""
+    usual = set(usual)
+    if os.environ.get("SCHEDULES") == "all":
+        wanted = {values for shift in range(6) for values in drawn(names, shift)}
+    else:
+        wanted = {*drawn(names, commit_number())}
+    # Sorted, as each worker of pytest must collect the same.
     return [
-        pytest.param(*values, marks=() if values in covered else pytest.mark.long)
-        for values in everything
+        pytest.param(*values, marks=() if values in usual else pytest.mark.long)
+        for values in sorted(usual | wanted, key=str)
     ]
 
 
@@ -79,6 +97,13 @@ def test_what_runs_each_time_covers_every_pair_but_some_budgets_of_a_model():
         assert found == wanted or (one, other) == (0, 1)
     budgets = {name: {b for n, b, *_ in covering() if n == name} for name in USUAL}
     assert all(len(found) == 3 for found in budgets.values())
+
+
+def test_each_draw_covers_every_pair_and_six_draws_everything():
+    draws = [{*drawn(CONFIGURATIONS, 100 + shift)} for shift in range(6)]
+    for draw, (one, other) in itertools.product(draws, itertools.combinations(range(4), 2)):
+        assert {(v[one], v[other]) for v in draw} == {(v[one], v[other]) for v in MATRIX}
+    assert set().union(*draws) == {*MATRIX}
 
 
 # -- the load -----------------------------------------------------------------------------
@@ -315,7 +340,7 @@ async def run(load, budget, depth, lead, **changes):
 
 
 @pytest.mark.parametrize(
-    ("name", "budget", "depth", "lead"), schedules(MATRIX, set(covering())), ids=str
+    ("name", "budget", "depth", "lead"), schedules(covering(), CONFIGURATIONS), ids=str
 )
 def test_every_schedule_gives_the_same_tokens(loads, name, budget, depth, lead):
     load = loads(name)
@@ -324,7 +349,9 @@ def test_every_schedule_gives_the_same_tokens(loads, name, budget, depth, lead):
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "depth", "lead"), schedules(NODES, USUAL_NODES), ids=str
+    ("name", "placement", "depth", "lead"),
+    [pytest.param(*v, marks=() if v in USUAL_NODES else pytest.mark.long) for v in NODES],
+    ids=str,
 )
 def test_every_schedule_gives_the_same_tokens_on_many_nodes(loads, name, placement, depth, lead):
     load = loads(name)

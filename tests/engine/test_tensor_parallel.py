@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import itertools
 import os
 import signal
 from pathlib import Path
@@ -18,7 +17,7 @@ from nanoactor.models.parallel import shard_of
 from nanoactor.runner.model import LoadedModel
 from tests.conftest import children
 from tests.engine.harness import collect, greedy, ids
-from tests.engine.test_matrix import BUDGETS, DEPTHS, LEADS, loads, run
+from tests.engine.test_matrix import loads, run, schedules
 from tests.models.checkpoints import make_checkpoint
 from tests.promises import Delay, check_promise
 
@@ -31,21 +30,13 @@ DIVIDED = {
     4: ["untied", "tied", "gqa_8", "attention_bias", "wide_heads", *OTHERS],
 }
 ALL = [(ranks, name) for ranks, names in DIVIDED.items() for name in names]
-ALWAYS = {(2, "gqa_8", (8, 64), 3), (2, "qwen3_moe", (4, 5), 2)}
-MATRIX = list(itertools.product(ALL, BUDGETS, DEPTHS))
-
-
-def schedules():
-    """The matrix of all budgets and depths, with leads in turn; one of them each time."""
-    for number, ((ranks, name), budget, depth) in enumerate(MATRIX):
-        always = (ranks, name, budget, depth) in ALWAYS
-        marks = () if always else pytest.mark.long
-        yield pytest.param(ranks, name, budget, depth, LEADS[number % 2], marks=marks)
+ALWAYS = [((2, "gqa_8"), (8, 64), 3, "late"), ((2, "qwen3_moe"), (4, 5), 2, "eager")]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("ranks", "name", "budget", "depth", "lead"), [*schedules()], ids=str)
-def test_ranks_give_the_tokens_of_one(loads, ranks, name, budget, depth, lead):
+@pytest.mark.parametrize(("divided", "budget", "depth", "lead"), schedules(ALWAYS, ALL), ids=str)
+def test_ranks_give_the_tokens_of_one(loads, divided, budget, depth, lead):
+    ranks, name = divided
     load = loads(name)
     figures = asyncio.run(
         run(load, budget, depth, lead, placement="default", tensor_parallel_size=ranks)

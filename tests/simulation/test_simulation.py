@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from nanoactor.runtime.codec import _SCHEMAS
+from tests.commit import commit_number
 from tests.simulation.killers import kills, remembered, search
 from tests.simulation.mutations import MUTATIONS, Mutation, planted
 from tests.simulation.play import play
@@ -79,17 +80,6 @@ def play_on_every_core(first: int, tokens: int) -> Counter:
     return total
 
 
-def first_seed() -> int:
-    """Another one for each commit, so that other seeds are played over time."""
-    try:
-        told = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return 0
-    return int(told.stdout[:8], 16)
-
-
 OUTSIDE = {"HoldClock", "MaskClock"}
 """The scheduler's messages to itself cross no edge."""
 
@@ -113,14 +103,14 @@ def test_the_first_seeds_hold_every_kind_of_traffic_and_every_message():
 @pytest.mark.timeout(600)
 def test_seeds_that_no_commit_has_played():
     """They may be anything: one scenario may use up all tokens and abort nobody."""
-    assert play_on_every_core(first_seed(), 50_000)["tokens"] >= 50_000
+    assert play_on_every_core(commit_number(), 50_000)["tokens"] >= 50_000
 
 
 @pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_kind_of_traffic():
-    first = first_seed()
+    first = commit_number()
     total = play_on_every_core(first, 1_000_000)
     missed = missing(total, EXPECTED)
     assert not missed, f"from seed {first} on, {total['tokens']} tokens were about: {missed}"
