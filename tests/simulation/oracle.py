@@ -186,6 +186,7 @@ class Oracle:
         self._admit, self.scheduler._admit = self.scheduler._admit, self.admit
         self._forget, self.manager._forget_index = self.manager._forget_index, self.forget_index
         self._plan, self.scheduler._plan = self.scheduler._plan, self.plan
+        self._beside_stepwise = False
         running = self.scheduler._running
         self._lower, running.lower = running.lower, self.lower
 
@@ -510,7 +511,7 @@ class Oracle:
         assert not prompts, "planned behind a prompt"
         assert all(len(step.decode_batch.slots) for step in before), "planned where nobody decodes"
         least, most = len(before) * self._scenario.step_seconds, AHEAD_SECONDS
-        if self.scheduler._running.stepwise:
+        if self._beside_stepwise:
             self.counts["planned deep beside stepwise ones"] += 1
             least, most = least - self._scenario.step_seconds, STEPWISE_SECONDS
         assert least < most, f"the device has work for {least} s, and gets more"
@@ -555,6 +556,8 @@ class Oracle:
         """Steps are filled up, oldest first, and no step is planned too early."""
         scheduler, step = self.scheduler, self.scheduler._planned + 1
         idle = not scheduler._in_flight
+        # The last of them may end while the step is planned.
+        self._beside_stepwise = bool(scheduler._running.stepwise)
         before = {s.uid: s.scheduled for s in scheduler._running}
         self._plan()
         if scheduler._planned < step:
