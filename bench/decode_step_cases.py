@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
+from nanoactor.models.weights.whole_step import Mixture
 
 Case = dict[str, Any]
 SIZES: dict[str, dict[str, Any]] = {
@@ -23,11 +24,17 @@ SIZES: dict[str, dict[str, Any]] = {
         "layers": 16, "hidden": 2048, "inter": 8192, "heads": 32, "kv_heads": 8, "head_dim": 64,
         "qk_norm": False, "vocab": 128256,
     },
+    "30b-a3b": {
+        "layers": 48, "hidden": 2048, "inter": 768, "heads": 32, "kv_heads": 4,
+        "mixture": Mixture(experts=128, chosen=8, inner=768, normalizes=True),
+    },
     "small": {
         "layers": 2, "hidden": 1024, "inter": 2048, "heads": 8, "kv_heads": 4, "vocab": 4096,
     },
 }  # fmt: skip
-SIZES |= {f"{name}-fp8": {**SIZES[name], "packed": True} for name in ("8b", "0.6b", "small")}
+SIZES |= {
+    f"{name}-fp8": {**SIZES[name], "packed": True} for name in ("8b", "0.6b", "30b-a3b", "small")
+}
 MIX = [1, 1030, 17, 64, 700, 333, 2, 129, 65, 1500, 16, 900, 48, 255, 1024, 511]
 """Contexts of the rows of a ragged batch."""
 

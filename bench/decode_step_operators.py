@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from bench.decode_step_reference import EPS
+from bench.decode_step_reference import EPS, expert_of
 from bench.decode_step_walk import LONGEST
 from nanoactor.models.batch import AttentionBatch, ForwardInputs, KVCache
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.cuda.kernels.decode_step.arguments import StepInputs
 from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
+from nanoactor.models.families.qwen3_moe import ExpertOptions
+from nanoactor.models.layers.kinds import ExpertsSpec
 from nanoactor.models.model_config import ModelConfig, RopeConfig
 from nanoactor.models.seq_lens import NO_SEQ_LENS
 from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.models.weights.fp8 import Fp8Blocks
 from nanoactor.models.weights.linear import LinearWeights, Projection
-from nanoactor.models.weights.whole_step import ModelWeights, PackedMatrix
+from nanoactor.models.weights.whole_step import (
+    LayerWeights,
+    Matrix,
+    ModelWeights,
+    PackedMatrix,
+)
 
 DEVICE = "cuda"
+
+
+def _feed_forwards(prefix: str, layer: LayerWeights) -> Iterator[tuple[str, Matrix, Matrix]]:
+    """Yield (prefix of its names, gates and ups, what leads back), of each expert."""
+    if layer.router is None:
+        yield prefix, layer.gate_up, layer.down
+        return
+    for number in range(len(layer.router.weight)):
+        of = expert_of(layer.gate_up, number), expert_of(layer.down, number)
+        yield f"{prefix}.experts.{number}", *of
 
 
 class GivenWeights(Weights):
@@ -28,7 +46,7 @@ class GivenWeights(Weights):
     def __init__(self, shape: Shape, weights: ModelWeights) -> None:
         self.dtype, self.device = torch.bfloat16, weights.embed.device
         self._format = None
-        self._tensors = {
+        self._tensors: dict[str, torch.Tensor | None] = {
             "model.embed_tokens.weight": weights.embed,
             "model.norm.weight": weights.norm,
             "lm_head.weight": weights.head,
@@ -37,31 +55,43 @@ class GivenWeights(Weights):
         for index, layer in enumerate(weights.layers):
             self._add_layer(shape, f"model.layers.{index}", layer)
 
-    def _add_layer(self, shape: Shape, prefix: str, layer: Any) -> None:
+    def _add_layer(self, shape: Shape, prefix: str, layer: LayerWeights) -> None:
         kv = shape.kv_heads * shape.head_dim
         named = self._tensors
         named[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
         named[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
         named[f"{prefix}.input_layernorm.weight"] = layer.norm1
         named[f"{prefix}.post_attention_layernorm.weight"] = layer.norm2
-        if shape.packed:
-            named[f"{prefix}.self_attn.q_proj.bias"] = layer.bias
-            firsts = "self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"
-            for first, matrix in zip(firsts, layer.matrices, strict=True):
-                self._packed[f"{prefix}.{first}"] = matrix
+        if layer.router is not None:
+            named[f"{prefix}.mlp.gate.weight"] = layer.router.weight
+        for inner, gate_up, down in _feed_forwards(f"{prefix}.mlp", layer):
+            self._add_matrix(inner, ("gate_proj", "up_proj"), gate_up, [shape.inter] * 2)
+            self._add_matrix(inner, ("down_proj",), down, [shape.hidden])
+        attention, sizes = f"{prefix}.self_attn", [shape.width, kv, kv]
+        self._add_matrix(attention, ("q_proj", "k_proj", "v_proj"), layer.qkv, sizes, layer.bias)
+        self._add_matrix(attention, ("o_proj",), layer.o, [shape.hidden])
+
+    def _add_matrix(
+        self,
+        prefix: str,
+        names: tuple[str, ...],
+        matrix: Matrix,
+        sizes: list[int],
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """Name the parts of a matrix; a packed one stays whole, under the first name."""
+        if isinstance(matrix, PackedMatrix):
+            self._packed[f"{prefix}.{names[0]}"] = matrix
+            self._tensors[f"{prefix}.{names[0]}.bias"] = bias
             return
-        for kind, fused in (("weight", layer.qkv), ("bias", layer.bias)):
-            if fused is not None:
-                for name, part in zip("qkv", fused.split([shape.width, kv, kv]), strict=True):
-                    named[f"{prefix}.self_attn.{name}_proj.{kind}"] = part
-        for name, part in zip(("gate", "up"), layer.gate_up.chunk(2), strict=True):
-            named[f"{prefix}.mlp.{name}_proj.weight"] = part
-        named[f"{prefix}.self_attn.o_proj.weight"] = layer.o
-        named[f"{prefix}.mlp.down_proj.weight"] = layer.down
+        for kind, whole in (("weight", matrix), ("bias", bias)):
+            parts = [None] * len(names) if whole is None else whole.split(sizes)
+            for name, part in zip(names, parts, strict=True):
+                self._tensors[f"{prefix}.{name}.{kind}"] = part
 
     def __contains__(self, name: str) -> bool:
         """Tell whether there is such a tensor."""
-        return name in self._tensors
+        return self._tensors.get(name) is not None
 
     def linear(self, projection: Projection) -> LinearWeights:
         first = projection.parts[0].name
@@ -73,12 +103,17 @@ class GivenWeights(Weights):
 
     def load(self, name: str, *shape: int, **part: Any) -> torch.Tensor:
         tensor = self._tensors[name]
+        assert tensor is not None, name
         assert tuple(tensor.shape) == shape, name
         return tensor
 
 
 def config_of(shape: Shape) -> ModelConfig:
     family = "Qwen3" if shape.qk_norm else "Qwen2" if shape.qkv_bias else "Llama"
+    options = None
+    if (mixture := shape.mixture) is not None:
+        sizes = mixture.experts, mixture.chosen, mixture.inner, mixture.normalizes
+        family, options = "Qwen3Moe", ExpertOptions(ExpertsSpec(*sizes), 1, ())
     return ModelConfig(
         architecture=f"{family}ForCausalLM",
         vocab_size=shape.vocab,
@@ -98,6 +133,7 @@ def config_of(shape: Shape) -> ModelConfig:
         tie_embeddings=False,
         dtype="bfloat16",
         eos_token_ids=(),
+        family_options=options,
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch.nn import functional as F
 
 from nanoactor.models.batch import KVCache
 from nanoactor.models.devices.cuda.kernels.decode_step.arguments import StepInputs
 from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape
+from nanoactor.models.weights.linear import Router
 from nanoactor.models.weights.whole_step import (
     LayerWeights,
     Matrix,
@@ -17,6 +19,11 @@ from nanoactor.models.weights.whole_step import (
 )
 
 EPS = 1e-6
+
+
+def _each(scales: torch.Tensor) -> torch.Tensor:
+    """The scale of each number of a packed matrix."""
+    return scales.repeat_interleave(8, -2).repeat_interleave(128, -1)
 
 
 def random_weights(shape: Shape, generator: torch.Generator, positions: int = 4096) -> ModelWeights:
@@ -31,18 +38,29 @@ def random_weights(shape: Shape, generator: torch.Generator, positions: int = 40
         drawn = torch.randn(size, device=device, generator=generator)
         return (1 + 0.1 * drawn).bfloat16()
 
-    def matrix(outputs: int, inputs: int) -> Matrix:
-        numbers = normal(outputs, inputs, scale=inputs**-0.5)
+    def matrix(*size: int) -> Matrix:
+        """Outputs and inputs, of each expert where there are some."""
+        *of, outputs, inputs = size
+        numbers = normal(*size, scale=inputs**-0.5)
         if not shape.packed:
             return numbers
-        size = outputs // 16, inputs // 128
-        scales = 2.0 ** (torch.rand(size, device=device, generator=generator) * 4 - 9)
-        scales = scales.repeat_interleave(2, 0)
-        each = scales.repeat_interleave(8, 0).repeat_interleave(128, 1)
-        return PackedMatrix((numbers.float() / each).to(torch.float8_e4m3fn), scales)
+        groups = *of, outputs // 16, inputs // 128
+        scales = 2.0 ** (torch.rand(groups, device=device, generator=generator) * 4 - 9)
+        scales = scales.repeat_interleave(2, -2)
+        packed = (numbers.float() / _each(scales)).to(torch.float8_e4m3fn)
+        return PackedMatrix(packed, scales)
+
+    def router() -> Router | None:
+        """Scores so far apart that rounding changes few choices."""
+        if shape.mixture is None:
+            return None
+        drawn = torch.randn(shape.mixture.experts, shape.hidden, device=device, generator=generator)
+        scaled = drawn * (4 * shape.hidden**-0.5)
+        return Router(scaled, shape.mixture.chosen, shape.mixture.normalizes)
 
     def layer() -> LayerWeights:
         s = shape
+        each = () if s.mixture is None else (s.mixture.experts,)
         return LayerWeights(
             norm(s.hidden),
             matrix(s.qkv, s.hidden),
@@ -51,8 +69,9 @@ def random_weights(shape: Shape, generator: torch.Generator, positions: int = 40
             norm(s.head_dim) if s.qk_norm else None,
             matrix(s.hidden, s.width),
             norm(s.hidden),
-            matrix(2 * s.inter, s.hidden),
-            matrix(s.hidden, s.inter),
+            matrix(*each, 2 * s.inter, s.hidden),
+            matrix(*each, s.hidden, s.inter),
+            router(),
         )
 
     layers = [layer() for _ in range(shape.layers)]
@@ -123,6 +142,12 @@ class Expected:
     keys: list[torch.Tensor]
     """Of the new tokens, (rows, kv_heads, head_dim) in each layer."""
     values: list[torch.Tensor]
+    gaps: torch.Tensor
+    """(rows,): the least difference, over the layers, between the scores of an expert that the row
+    has chosen and of one that it has not. Where it is small, rounding changes the choice. Infinite
+    without experts."""
+    experts: list[int]
+    """That rows have chosen in each layer, where there are some."""
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -137,7 +162,7 @@ def _product(x: torch.Tensor, matrix: Matrix, rounds: bool) -> torch.Tensor:
     too, or else results would be as far apart as if nothing were rounded."""
     if not isinstance(matrix, PackedMatrix):
         return x @ matrix.to(x.dtype).T
-    factors = matrix.scales.repeat_interleave(8, 0).repeat_interleave(128, 1).to(x.dtype)
+    factors = _each(matrix.scales).to(x.dtype)
     if rounds:
         each = x.unflatten(-1, (-1, 128))
         scale = each.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
@@ -182,6 +207,40 @@ def _attend(
     return torch.einsum("ht,thd->hd", score.softmax(-1), values.repeat_interleave(group, 1))
 
 
+def _feed_forward(
+    x: torch.Tensor, layer: LayerWeights, gate_up: Matrix, down: Matrix, rounds: bool
+) -> torch.Tensor:
+    gate, up = _normed_product(x, layer.norm2, gate_up, rounds).chunk(2, -1)
+    return _product(_handed_over(F.silu(gate) * up, down), down, rounds)
+
+
+def expert_of(matrix: Matrix, expert: int) -> Matrix:
+    """Return one expert's matrix."""
+    if isinstance(matrix, PackedMatrix):
+        return PackedMatrix(matrix.weight[expert], matrix.scales[expert])
+    return matrix[expert]
+
+
+def _experts(
+    x: torch.Tensor, layer: LayerWeights, router: Router, rounds: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the likeliest experts of each row give, by their shares; this layer's `Expected.gaps`;
+    the experts, (rows, chosen)."""
+    normed = _norm(x.bfloat16().to(x.dtype), layer.norm2)
+    scores = normed @ router.weight.to(x.dtype).T
+    ranked = F.pad(scores, (0, 1), value=-torch.inf).sort(-1, descending=True).values
+    gaps = ranked[:, router.chosen - 1] - ranked[:, router.chosen]
+    best, ids = scores.softmax(-1).topk(router.chosen, -1)
+    if router.normalizes:
+        best = best / best.sum(-1, keepdim=True)
+    y = torch.zeros_like(x)
+    for row, (chosen, weights) in enumerate(zip(ids.tolist(), best, strict=True)):
+        for expert, weight in zip(chosen, weights, strict=True):
+            of = expert_of(layer.gate_up, expert), expert_of(layer.down, expert)
+            y[row] += weight * _feed_forward(x[row : row + 1], layer, *of, rounds)[0]
+    return y, gaps, ids
+
+
 def expected_of(
     shape: Shape,
     weights: ModelWeights,
@@ -196,7 +255,8 @@ def expected_of(
     positions = inputs.positions.long()
     cos = weights.cos[positions].to(dtype)[:, None]
     sin = weights.sin[positions].to(dtype)[:, None]
-    all_keys, all_values = [], []
+    all_keys, all_values, experts = [], [], []
+    gaps = torch.full((len(x),), torch.inf, dtype=dtype, device=x.device)
     for layer, cache in zip(weights.layers, caches, strict=True):
         qkv = _normed_product(x, layer.norm1, layer.qkv, rounds)
         if layer.bias is not None:
@@ -216,9 +276,12 @@ def expected_of(
             for r in range(len(x))
         ]  # fmt: skip
         x = x + _product(_handed_over(torch.stack(rows), layer.o), layer.o, rounds)
-        gate, up = _normed_product(x, layer.norm2, layer.gate_up, rounds).chunk(2, -1)
-        inner = _handed_over(torch.nn.functional.silu(gate) * up, layer.down)
-        x = x + _product(inner, layer.down, rounds)
+        if layer.router is None:
+            x = x + _feed_forward(x, layer, layer.gate_up, layer.down, rounds)
+        else:
+            y, smallest, ids = _experts(x, layer, layer.router, rounds)
+            x, gaps = x + y, torch.minimum(gaps, smallest)
+            experts.append(len(ids.unique()))
     hidden = _norm(x, weights.norm)
     logits = torch.cat([hidden @ part.to(dtype).T for part in weights.head.split(16384)], -1)
-    return Expected(hidden, logits, all_keys, all_values)
+    return Expected(hidden, logits, all_keys, all_values, gaps, experts)

@@ -71,6 +71,15 @@ class HasMatrix(Protocol):
         """Return its weight; None where it is laid out in no way that such an operator reads."""
 
 
+@runtime_checkable
+class HasExpertMatrices(Protocol):
+    """An operator of experts that can say what an operator for a whole step needs."""
+
+    def matrices(self) -> tuple[Matrix, Matrix] | None:
+        """Return the experts' gates and ups, and what leads back; None where they are laid out in
+        no way that such an operator reads."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Linear:
     """A linear operator that has its weight, (outputs, inputs), as it was given."""

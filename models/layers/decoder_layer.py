@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from nanoactor.models.devices.protocols import HasMatrix
+from nanoactor.models.devices.protocols import HasExpertMatrices, HasMatrix
 from nanoactor.models.layers.attention import Attention
+from nanoactor.models.layers.experts import Experts
 from nanoactor.models.layers.kinds import LayerSpec
-from nanoactor.models.layers.layer import make_feed_forward, make_mixer
+from nanoactor.models.layers.layer import FeedForward, make_feed_forward, make_mixer
+from nanoactor.models.layers.linear import ColumnParallel, RowParallel
 from nanoactor.models.layers.mlp import MLP
 from nanoactor.models.layers.norm import RMSNorm
 from nanoactor.models.layers.state import LayerState
 from nanoactor.models.layers.step import LayerContext, LayerStep
-from nanoactor.models.weights.whole_step import LayerWeights
+from nanoactor.models.weights.whole_step import LayerWeights, Matrix
 
 
 class DecoderLayer:
@@ -51,28 +55,53 @@ class DecoderLayer:
     def weights(self) -> LayerWeights | None:
         """Return its tensors; None where `LayerWeights` does not say all of it: other parts than
         dense ones, a device's own layout of matrices, biases that it has no place for."""
-        attention, mlp = self._mixer, self._feed_forward
-        if not isinstance(attention, Attention) or not isinstance(mlp, MLP):
+        attention, inner = self._mixer, self._feed_forward
+        if not isinstance(attention, Attention) or not attention.is_plain or not self._is_plain:
             return None
-        if not attention.is_plain or not self._is_plain:
-            return None
-        found = [layer.operator for layer in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
-        known = [each for each in found if isinstance(each, HasMatrix)]
-        matrices = [each.matrix() for each in known]
-        if len(known) < len(found) or any(each.bias is not None for each in known[1:]):
-            return None
-        qkv, o, gate_up, down = matrices
-        if qkv is None or o is None or gate_up is None or down is None:
+        mixer, fed = _pair_of(attention.qkv, attention.out), _feed_forward_of(inner)
+        if mixer is None or fed is None:
             return None
         q_norm, k_norm = attention.norms or (None, None)
         return LayerWeights(
             norm1=self._input_norm.weight,
-            qkv=qkv,
-            bias=known[0].bias,
+            qkv=mixer.into,
+            bias=mixer.bias,
             q_norm=q_norm,
             k_norm=k_norm,
-            o=o,
+            o=mixer.out,
             norm2=self._post_norm.weight,
-            gate_up=gate_up,
-            down=down,
+            gate_up=fed.into,
+            down=fed.out,
+            router=inner.router if isinstance(inner, Experts) else None,
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pair:
+    """The matrices of a mixer or a feed-forward part."""
+
+    into: Matrix
+    out: Matrix
+    bias: torch.Tensor | None = None
+    """Of the first."""
+
+
+def _pair_of(into: ColumnParallel, out: RowParallel) -> _Pair | None:
+    """Return two projections; None where one has another layout, or the second a bias."""
+    first, second = into.operator, out.operator
+    if not isinstance(first, HasMatrix) or not isinstance(second, HasMatrix):
+        return None
+    matrices = first.matrix(), second.matrix()
+    if second.bias is not None or matrices[0] is None or matrices[1] is None:
+        return None
+    return _Pair(matrices[0], matrices[1], first.bias)
+
+
+def _feed_forward_of(part: FeedForward) -> _Pair | None:
+    """Return the projections of a feed-forward part, or of all its experts."""
+    if isinstance(part, Experts):
+        operator = part.operator
+        found = operator.matrices() if isinstance(operator, HasExpertMatrices) else None
+        return None if found is None else _Pair(*found)
+    pair = _pair_of(part.gate_up, part.down) if isinstance(part, MLP) else None
+    return None if pair is None or pair.bias is not None else pair

@@ -33,12 +33,12 @@ class Experts:
         self._device, self._group = context.device, context.group
         read = _fused if f"{name}.experts.gate_up_proj" in context.weights else _separate
         experts = read(spec, context.weights, f"{name}.experts", hidden, mine)
-        self._operator = context.device.experts(experts)
+        self.operator = context.device.experts(experts)
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """(tokens, hidden) to the same."""
         ids, shares = self._device.route(x, self.router)
-        return self._group.all_reduce(self._operator(x, ids, shares))
+        return self._group.all_reduce(self.operator(x, ids, shares))
 
 
 def _separate(

@@ -7,28 +7,44 @@ from collections.abc import Sequence
 
 import torch
 
+from nanoactor.models.weights.linear import Router
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedMatrix:
     """A matrix in FP8, of which 8 outputs and 128 inputs have one scale."""
 
     weight: torch.Tensor
-    """float8_e4m3fn (outputs, inputs), contiguous."""
+    """float8_e4m3fn (outputs, inputs), contiguous; experts' (experts, outputs, inputs)."""
     scales: torch.Tensor
-    """float32 (outputs / 8, inputs / 128)."""
+    """float32 (outputs / 8, inputs / 128); experts' (experts, outputs / 8, inputs / 128)."""
 
 
 Matrix = torch.Tensor | PackedMatrix
 
 
 def numbers_of(matrix: Matrix) -> torch.Tensor:
-    """Return (outputs, inputs), packed or not."""
-    return matrix.weight if isinstance(matrix, PackedMatrix) else matrix
+    """Return (outputs, inputs), packed or not; experts' matrices follow each other."""
+    return (matrix.weight if isinstance(matrix, PackedMatrix) else matrix).flatten(0, -2)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mixture:
+    """The sizes of a mixture of experts."""
+
+    experts: int
+    chosen: int
+    """Experts of each token."""
+    inner: int
+    """The size between the projections of an expert."""
+    normalizes: bool
+    """Whether the shares of a token's experts add up to 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's tensors, contiguous; matrices are (outputs, inputs)."""
+    """One layer's tensors, contiguous; matrices are (outputs, inputs), those of experts (experts,
+    outputs, inputs)."""
 
     norm1: torch.Tensor
     qkv: Matrix
@@ -41,6 +57,17 @@ class LayerWeights:
     gate_up: Matrix
     """Gates, then ups."""
     down: Matrix
+    router: Router | None = None
+    """What chooses experts, where the layer has some."""
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """Return its experts' sizes."""
+        if self.router is None:
+            return None
+        down = self.down.weight if isinstance(self.down, PackedMatrix) else self.down
+        router = self.router
+        return Mixture(len(router.weight), router.chosen, down.shape[-1], router.normalizes)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

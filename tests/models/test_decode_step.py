@@ -21,9 +21,12 @@ from bench.decode_step_reference import (
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.cpu.device import CPUDevice
 from nanoactor.models.devices.cuda.kernels.decode_step import compile as compiling
+from nanoactor.models.devices.cuda.kernels.decode_step import steps
 from nanoactor.models.devices.cuda.kernels.decode_step.sources import source_of
 from nanoactor.models.devices.cuda.kernels.decode_step.steps import describe, supports
 from nanoactor.models.devices.cuda.kernels.decode_step.table import (
+    EXPERT_PHASES,
+    MOST_EXPERT_ROWS,
     PHASES,
     SHARED_LIMIT,
     Shape,
@@ -31,6 +34,7 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     product_of,
     refusal,
 )
+from nanoactor.models.weights.whole_step import Mixture, PackedMatrix
 from tests.models.decode_step.emulated import Emulated
 from tests.models.decode_step.hazards import disassembler, early_reads, early_reads_of
 from tests.models.decode_step.simulator import (
@@ -57,6 +61,9 @@ SMALL = Shape(
     blocks=3,
     head=1,
 )
+EXPERTS = dataclasses.replace(
+    SMALL, mixture=Mixture(experts=8, chosen=2, inner=256, normalizes=True), inter=256
+)
 REAL = list(SIZES)
 LATER = [pytest.param(name, marks=() if name == "0.6b" else pytest.mark.long) for name in REAL]
 
@@ -73,8 +80,9 @@ def real(model, rows, **options):
 # -- the table ------------------------------------------------------------------------------------
 
 
-def test_each_source_is_what_the_phase_before_hands_over():
-    for before, phase in itertools.pairwise((PHASES[-1], *PHASES)):
+@pytest.mark.parametrize("phases", [PHASES, EXPERT_PHASES], ids=len)
+def test_each_source_is_what_the_phase_before_hands_over(phases):
+    for before, phase in itertools.pairwise((phases[-1], *phases)):
         assert phase.source == before.sink
 
 
@@ -82,6 +90,9 @@ def test_each_source_is_what_the_phase_before_hands_over():
 @pytest.mark.parametrize("model", REAL)
 def test_every_real_size_has_a_kernel(model, rows):
     shape = real(model, rows)
+    if shape.mixture is not None and rows > MOST_EXPERT_ROWS:
+        assert "rows of a mixture of experts" in refusal(shape)
+        return
     assert refusal(shape) is None
     assert layout_of(shape).total <= SHARED_LIMIT
 
@@ -89,33 +100,57 @@ def test_every_real_size_has_a_kernel(model, rows):
 @pytest.mark.parametrize("model", REAL)
 @pytest.mark.parametrize("rows", [1, 8, 16])
 def test_blocks_together_copy_each_box_once(model, rows):
-    shape = real(model, rows)
-    for phase in PHASES:
+    shape, chosen = real(model, rows), 13
+    for phase in shape.phases:
         product = product_of(shape, phase)
         boxes = [
             (block + tile * shape.blocks, half, box)
             for block in range(shape.blocks)
-            for _, tile, half, box in product.boxes_of(block, shape.blocks)
+            for _, tile, half, box in product.boxes_of(block, shape.blocks, chosen)
         ]
-        assert len(set(boxes)) == len(boxes) == product.tiles * product.stacked * product.boxes
+        each = product.tiles * product.stacked * product.boxes
+        assert len(set(boxes)) == len(boxes) == each * (chosen if phase.experts else 1)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_bench_has_a_decoder_of_the_same_weights(packed):
+@pytest.mark.parametrize("small", [SMALL, EXPERTS], ids=["dense", "experts"])
+def test_the_bench_has_a_decoder_of_the_same_weights(packed, small):
     """`bench/decode_step.py` compares with it; nothing else runs it without a GPU."""
-    shape = dataclasses.replace(SMALL, packed=packed, qkv_bias=True, qk_norm=False)
+    shape = dataclasses.replace(small, packed=packed, qkv_bias=True, qk_norm=False)
+    if small is EXPERTS:
+        shape = dataclasses.replace(shape, qkv_bias=False, qk_norm=True)
     weights = random_weights(shape, torch.Generator().manual_seed(1))
     device = CPUDevice()
     decoder = Decoder(config_of(shape), GivenWeights(shape, weights), device, 64)
-    kept = decoder._layers[0]._mixer.qkv.operator
+    layer, given = decoder._layers[0], weights.layers[0]
     x = torch.randn(1, shape.hidden, dtype=torch.bfloat16)
-    matrix = weights.layers[0].qkv
-    whole = matrix
-    if packed:
-        factors = matrix.scales.repeat_interleave(8, 0).repeat_interleave(128, 1)
-        whole = matrix.weight.float() * factors
-    expected = x.float() @ whole.float().T + weights.layers[0].bias.float()
-    torch.testing.assert_close(kept(x).float(), expected, rtol=3e-2, atol=3e-2)
+    expected = x.float() @ unpacked(given.qkv).T
+    if given.bias is not None:
+        expected += given.bias.float()
+    torch.testing.assert_close(layer._mixer.qkv(x).float(), expected, rtol=3e-2, atol=3e-2)
+    fed = layer._feed_forward(x, None).float()
+    torch.testing.assert_close(fed, feed_forward(given, x.float()), rtol=5e-2, atol=5e-2)
+
+
+def unpacked(matrix):
+    if not isinstance(matrix, PackedMatrix):
+        return matrix.float()
+    factors = matrix.scales.repeat_interleave(8, -2).repeat_interleave(128, -1)
+    return matrix.weight.float() * factors
+
+
+def feed_forward(layer, x):
+    """Of one token, all experts added up by their shares where there are some."""
+    pairs, downs = unpacked(layer.gate_up), unpacked(layer.down)
+    shares, ids = torch.ones(1), [...]
+    if layer.router is not None:
+        shares, ids = (x @ layer.router.weight.T).softmax(-1)[0].topk(layer.router.chosen)
+        shares = shares / shares.sum()
+    total = torch.zeros_like(x)
+    for share, one in zip(shares, ids, strict=True):
+        gate, up = (x @ pairs[one].T).chunk(2, -1)
+        total += share * ((torch.nn.functional.silu(gate) * up) @ downs[one].T)
+    return total
 
 
 def test_what_has_no_kernel_says_why():
@@ -137,6 +172,10 @@ def test_what_has_no_kernel_says_why():
     assert "layers" in why(num_layers=100)
     assert "operators are as fast" in why(rows=9, hidden_size=4096)
     assert "operators" not in (why(rows=8, hidden_size=4096) or "")
+    assert "rows of a mixture" in refusal(dataclasses.replace(EXPERTS, rows=9))
+    assert "too small for 132 blocks" in refusal(dataclasses.replace(EXPERTS, blocks=132))
+    many = Mixture(300, 2, 256, True)
+    assert "2 of 300 experts" in refusal(dataclasses.replace(EXPERTS, mixture=many))
     assert "leave no room" in refusal(dataclasses.replace(SMALL, rows=16, hidden=8192, inter=8192))
 
 
@@ -151,6 +190,20 @@ def test_an_option_that_the_kernel_has_never_heard_of_refuses_it():
     assert "residual_scale 0.22" in supports(scaled, 1, 16, torch.bfloat16, (9, 0))
 
 
+def test_options_of_a_family_are_known_with_experts_alone(monkeypatch):
+    config = config_of(dataclasses.replace(SMALL, rows=1, hidden=2048, layers=2))
+    options = dataclasses.replace(config, family_options=("experts",))
+    mixture = Mixture(128, 8, 768, True)
+
+    def why(mixture):
+        return supports(options, 1, 16, torch.bfloat16, (9, 0), mixture=mixture)
+
+    assert "does not know family_options" in why(None)
+    assert "run in emulation only" in why(mixture)
+    monkeypatch.setattr(steps, "_RUNS_EXPERTS", True)
+    assert why(mixture) is None
+
+
 def test_a_stopped_step_names_its_phase():
     text = describe(0x80000000 | 3 << 24 | (7 * 16 + 4), 12, real("0.6b", 1))
     assert "block 12 waited too long for a tile of weights in gate_up of layer 7 of 28" in text
@@ -159,10 +212,11 @@ def test_a_stopped_step_names_its_phase():
 # -- the order, simulated -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("small", [SMALL, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("flagged", [True, False])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5, 33, 40])
-def test_no_order_of_small_shapes_is_wrong(blocks, flagged):
-    shape = dataclasses.replace(SMALL, layers=3, blocks=blocks, flagged=flagged)
+def test_no_order_of_small_shapes_is_wrong(blocks, flagged, small):
+    shape = dataclasses.replace(small, layers=3, blocks=blocks, flagged=flagged)
     for seed in range(12 if blocks < 10 else 6):
         Simulation(shape, seed).run()
 
@@ -175,18 +229,23 @@ def test_no_order_of_real_shapes_is_wrong(model, rows):
 
 
 @pytest.mark.parametrize(
-    ("bug", "flagged", "found"),
+    ("small", "blocks", "bug", "flagged", "found"),
     [
-        ("room", True, "filled before it was read"),
-        ("order", True, "wanted"),
+        (SMALL, 70, "room", True, "filled before it was read"),
+        (EXPERTS, 5, "room", True, "filled before it was read"),
+        (SMALL, 70, "order", True, "wanted"),
+        (EXPERTS, 9, "order", True, "wanted"),
         # An idle block that arrives for two phases at once lets others read what is not there.
-        ("skip", False, "wanted"),
+        (SMALL, 70, "skip", False, "wanted"),
+        (EXPERTS, 60, "skip", False, "wanted"),
         # An idle block that reads is waited for by nobody.
-        ("idle", True, "wanted"),
+        (SMALL, 70, "idle", True, "wanted"),
+        (EXPERTS, 60, "choice", True, "list: wanted"),
     ],
+    ids=str,
 )
-def test_the_simulation_finds_planted_bugs(bug, flagged, found):
-    shape = dataclasses.replace(SMALL, layers=4, blocks=70, flagged=flagged)
+def test_the_simulation_finds_planted_bugs(small, blocks, bug, flagged, found):
+    shape = dataclasses.replace(small, layers=4, blocks=blocks, flagged=flagged)
     with pytest.raises(Broken, match=found):
         for seed in range(60):
             Simulation(shape, seed, {bug}).run()
@@ -204,9 +263,10 @@ def test_every_order_of_a_real_ring_is_right(model, rows):
         assert explore(ring_of(Protocol(shape, 0), block, layout_of(shape).slots)) > 30
 
 
+@pytest.mark.parametrize("small", [SMALL, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
-def test_every_order_of_a_narrow_ring_is_right(slots):
-    shape = dataclasses.replace(SMALL, layers=3, blocks=20)
+def test_every_order_of_a_narrow_ring_is_right(slots, small):
+    shape = dataclasses.replace(small, layers=3, blocks=20)
     assert explore(ring_of(Protocol(shape, 0), 0, slots)) > 50
 
 
@@ -222,6 +282,20 @@ IDLE = [(), ("QUERIES",), ("ACTIVATED",), ("X1", "X2"), ("X1", "X2", "ACTIVATED"
 )
 def test_every_order_of_handovers_is_right(blocks, layers, sinks, flagged):
     shape = dataclasses.replace(SMALL, layers=layers, blocks=blocks, flagged=flagged)
+    idle = dict.fromkeys(sinks, LAST[blocks])
+    for seed in range(6):
+        assert explore(handovers_of(Protocol(shape, seed, idle=idle))) > 100
+
+
+EXPERTS_IDLE = [(), ("QUERIES",), ("SCORES",), ("X1", "X2"), ("X1", "X2", "SCORES", "QUERIES")]
+
+
+@pytest.mark.parametrize("flagged", [True, False])
+@pytest.mark.parametrize("sinks", EXPERTS_IDLE, ids=str)
+@pytest.mark.parametrize(("blocks", "layers"), [(3, 2), later(3, 3), later(4, 2)])
+def test_every_order_of_handovers_with_experts_is_right(blocks, layers, sinks, flagged):
+    """All blocks have tiles of the chosen experts, or there is no kernel."""
+    shape = dataclasses.replace(EXPERTS, layers=layers, blocks=blocks, flagged=flagged)
     idle = dict.fromkeys(sinks, LAST[blocks])
     for seed in range(6):
         assert explore(handovers_of(Protocol(shape, seed, idle=idle))) > 100
@@ -247,14 +321,24 @@ def test_some_order_fills_a_slot_too_early():
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
-def case(contexts, seed=0, **changes):
-    shape = dataclasses.replace(SMALL, rows=len(contexts), **changes)
+def case(contexts, seed=0, small=SMALL, **changes):
+    shape = dataclasses.replace(small, rows=len(contexts), **changes)
     assert refusal(shape) is None
     generator = torch.Generator().manual_seed(seed)
     weights = random_weights(shape, generator)
     inputs, pages, used = random_inputs(shape, contexts, generator)
     caches = random_caches(shape, pages, used, generator)
     return shape, weights, inputs, caches
+
+
+def settled(contexts, **changes):
+    """A case in which rounding changes no row's choice of experts, and its results."""
+    for seed in range(20):
+        made = shape, weights, inputs, caches = case(contexts, seed, **changes)
+        wanted = expected_of(shape, weights, caches, inputs)
+        if wanted.gaps.min() > 0.1:
+            return wanted, made
+    raise AssertionError("no seed has scores that are far apart")
 
 
 def error(got, wanted):
@@ -285,12 +369,30 @@ def error(got, wanted):
         ([900, 3, 3, 3, 3, 3, 3, 3], {"blocks": 9, "block_size": 32}),
         later([1, 2, 16, 17, 64, 65, 128, 129], {"block_size": 256, "poison": True}),
         later([33, 33, 33], {"blocks": 12, "vocab": 1003, "head": 0}),
+        ([37], {"small": EXPERTS, "poison": True, "delays": True}),
+        ([5, 90, 12], {"small": EXPERTS, "blocks": 7, "mixture": Mixture(40, 5, 256, False)}),
+        # As many experts as there are blocks, and more lanes than experts.
+        later([60], {"small": EXPERTS, "blocks": 32, "mixture": Mixture(32, 8, 256, True)}),
+        # Tiles of several boxes; experts that several rows share; several words of experts.
+        later(
+            [10 + 7 * i for i in range(8)],
+            {
+                "small": EXPERTS,
+                "hidden": 1280,
+                "inter": 768,
+                "mixture": Mixture(70, 6, 768, True),
+                "layers": 1,
+                "blocks": 6,
+                "poison": True,
+            },
+        ),
+        # All rows choose all experts.
+        ([7, 8, 9, 10], {"small": EXPERTS, "mixture": Mixture(4, 4, 256, False), "layers": 1}),
     ],
     ids=str,
 )
 def test_the_source_computes_what_float64_does(contexts, changes):
-    shape, weights, inputs, caches = case(contexts, **changes)
-    wanted = expected_of(shape, weights, caches, inputs)
+    wanted, (shape, weights, inputs, caches) = settled(contexts, **changes)
     before = [(c.keys.clone(), c.values.clone()) for c in caches]
     step = Emulated(shape, weights, caches, inputs)
     assert step(seed=1)
@@ -329,6 +431,13 @@ UNROUNDED = (
         # More units than warps, tiles of several boxes, the last of which stands out.
         ([40, 7, 300], {"hidden": 512, "inter": 2304, "poison": True}),
         later([10 + 7 * i for i in range(16)], {"block_size": 48, "blocks": 5}),
+        (
+            [37],
+            {"small": EXPERTS, "mixture": Mixture(8, 2, 512, True), "inter": 512, "seed": 1},
+        ),
+        later(
+            [9, 20, 3, 5, 6, 7, 70, 8], {"small": EXPERTS, "layers": 1, "poison": True, "seed": 1}
+        ),
         # Inputs of `down` in pieces.
         later(
             [10 + 7 * i for i in range(8)],
@@ -398,8 +507,10 @@ def test_flags_begin_again_before_they_repeat():
 
 
 @needs_compiler
-def test_values_that_are_not_finite_are_stored_as_zero():
-    shape, weights, inputs, caches = case([40, 7])
+@pytest.mark.parametrize("small", [SMALL, EXPERTS], ids=["dense", "experts"])
+def test_values_that_are_not_finite_are_stored_as_zero(small):
+    """A row whose scores are no numbers has as many experts as another: nobody waits for it."""
+    shape, weights, inputs, caches = case([40, 7], small=small)
     weights.embed[inputs.token_ids[0]] = torch.inf
     step = Emulated(shape, weights, caches, inputs)
     assert step()
@@ -408,6 +519,29 @@ def test_values_that_are_not_finite_are_stored_as_zero():
     for cache in caches:
         for held in (cache.keys, cache.values):
             assert (held.flatten(0, 1)[inputs.slot_mapping[0]] == 0).all()
+
+
+@needs_compiler
+def test_of_equal_scores_the_lower_experts_are_chosen():
+    shape, weights, inputs, caches = case([40, 7], small=EXPERTS)
+    for layer in weights.layers:
+        layer.router.weight[:] = layer.router.weight[:1].clone()
+        layer.gate_up[shape.mixture.chosen :] = torch.nan
+    step = Emulated(shape, weights, caches, inputs)
+    assert step()
+    assert torch.isfinite(step.scratch.hidden.float()).all()
+
+
+@needs_compiler
+def test_a_producer_that_never_hears_of_the_choice_says_so():
+    shape, weights, inputs, caches = case([40], small=EXPERTS)
+    edit = ("if (k.lane == 0) barrier_arrive(address_of(&choice.listed));", "")
+    step = Emulated(shape, weights, caches, inputs, (edit,))
+    assert not step()
+    first, block = (int(word) & 0xFFFFFFFF for word in step.status)
+    text = describe(first, block, shape)
+    # Whoever has waited longest: the consumers, who want tiles that nobody sends.
+    assert "a tile of weights in gate_up of layer 0" in text
 
 
 @needs_compiler
@@ -444,6 +578,7 @@ def nvrtc():
 
 ROWS = (1, 2, 8, 16)
 USUAL = [("0.6b", 1), ("8b", 1), ("8b", 16), ("qwen2.5-7b", 16), ("8b-fp8", 1), ("8b-fp8", 8)]
+USUAL += [("30b-a3b", 1), ("30b-a3b-fp8", 8)]
 
 
 @pytest.mark.parametrize(
@@ -451,12 +586,17 @@ USUAL = [("0.6b", 1), ("8b", 1), ("8b", 16), ("qwen2.5-7b", 16), ("8b-fp8", 1), 
     [*USUAL, *(later(*one) for one in itertools.product(REAL, ROWS) if one not in USUAL)],
 )
 def test_most_sizes_compile_without_spills(nvrtc, tmp_path, model, rows):
-    made = compiling.compile_source(source_of(real(model, rows)))
+    shape = real(model, rows)
+    if refusal(shape) is not None:  # a mixture of experts of so many rows
+        return
+    made = compiling.compile_source(source_of(shape))
     assert made.cubin[:4] == b"\x7fELF"
     # What a thread begins with; consumers take more, which no `trap` must undo.
     assert made.registers == 168
-    assert made.bytes_of("spill stores") + made.bytes_of("spill loads") == 0
-    assert made.bytes_of("stack frame") == 0
+    least = 80 if shape.mixture is not None and rows <= 2 else 0
+    assert made.bytes_of("spill stores") <= least
+    assert made.bytes_of("spill loads") <= 2 * least
+    assert made.bytes_of("stack frame") <= least
     assert not early_reads_in(made, tmp_path)
 
 
@@ -481,9 +621,9 @@ SPILLING = itertools.product(REAL, (3, 4))
 def test_few_bytes_are_spilt_with_three_or_four_rows(nvrtc, tmp_path, model, rows):
     made = compiling.compile_source(source_of(real(model, rows)))
     assert made.registers == 168
-    more = 60 if model.endswith("fp8") else 0
-    assert made.bytes_of("spill stores") <= 100 + more
-    assert made.bytes_of("spill loads") <= 216 + 2 * more
+    more = 60 if model.endswith("fp8") or "a3b" in model else 0
+    assert made.bytes_of("spill stores") <= 104 + more
+    assert made.bytes_of("spill loads") <= 232 + 2 * more
     assert not early_reads_in(made, tmp_path)
 
 

@@ -20,6 +20,7 @@ from nanoactor.models.layers.experts import Experts
 from nanoactor.models.layers.mlp import MLP
 from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.models.weights.linear import Dense, ExpertWeights
+from nanoactor.models.weights.whole_step import Mixture
 from tests.models.checkpoints import CONFIGURATIONS, SMALL, make_checkpoint
 from tests.models.interpreted import InterpretedDevice
 from tests.models.test_decoder import Driver, Sequence
@@ -211,6 +212,26 @@ def test_experts_of_a_layer_may_be_one_tensor(tmp_path, transposed):
     model = make_checkpoint(tmp_path, **MOE)
     fuse(tmp_path, transposed)
     torch.testing.assert_close(logits_of(tmp_path), expected_of(model), rtol=1e-4, atol=1e-4)
+
+
+def test_the_kernel_of_a_whole_step_gets_experts_and_their_router(tmp_path):
+    make_checkpoint(tmp_path, **MOE)
+    device = InterpretedDevice()
+    with Weights(tmp_path, torch.float32, device.torch_device) as weights:
+        decoder = Decoder(read_config(tmp_path), weights, device, 64)
+        given = decoder.weights().layers[0]
+        sizes = (MOE[f"num_{name}"] for name in ("experts", "experts_per_tok"))
+        inner, hidden = MOE["moe_intermediate_size"], SMALL["hidden_size"]
+        assert given.mixture == Mixture(*sizes, inner, MOE["norm_topk_prob"])
+        prefix = "model.layers.0.mlp"
+        assert torch.equal(
+            given.router.weight, weights.load(f"{prefix}.gate.weight", *given.router.weight.shape)
+        )
+        names = (f"{prefix}.experts.3.{kind}_proj.weight" for kind in ("gate", "up"))
+        pair = torch.cat([weights.load(name, inner, hidden) for name in names])
+        assert torch.equal(given.gate_up[3], pair)
+        down = weights.load(f"{prefix}.experts.3.down_proj.weight", hidden, inner)
+        assert torch.equal(given.down[3], down)
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path):

@@ -475,6 +475,18 @@ def test_what_the_tensor_cores_do_not_take_is_unpacked_with_a_warning(caplog):
         assert caplog.text.count(word) == 1
 
 
+@pytest.mark.parametrize(("offset", "given"), [(0, True), (16, False)])
+def test_the_kernel_of_a_whole_step_gets_packed_experts(offset, given):
+    """Where each block of 128 inputs is whole."""
+    pair = packed_matrix(1, 3, 2 * (128 - offset), 256, block=128, group=16)
+    down = packed_matrix(2, 3, 256, 128 - offset, block=128, group=128, offset=offset)
+    found = InterpretedDevice().experts(ExpertWeights(pair, down)).matrices()
+    assert (found is not None) == given
+    for matrix, weights in zip(found or (), (pair, down), strict=False):
+        factors = matrix.scales.repeat_interleave(8, 1).repeat_interleave(128, 2)
+        assert torch.equal(matrix.weight.float() * factors, weights.dequantize().float())
+
+
 def test_gates_and_ups_of_one_group_are_unpacked(caplog):
     """No checkpoint has such: scales of gates and of ups are two tensors."""
     weight_formats._log_once.cache_clear()

@@ -22,7 +22,6 @@ from nanoactor.models.devices.cuda.kernels.decode_step.arguments import (
 from nanoactor.models.devices.cuda.kernels.decode_step.sources import source_of
 from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     LOGITS,
-    PHASES,
     UNIT_BYTES,
     Shape,
     product_of,
@@ -76,11 +75,11 @@ class Emulated:
         self.scratch.hidden.fill_(torch.nan)
         self.scratch.logits.fill_(torch.nan)
         self.status = torch.zeros(2, dtype=torch.int32)
-        boxes = {p.matrix: product_of(shape, p).box for p in (*PHASES, LOGITS) if p.matrix}
+        boxes = {p.matrix: product_of(shape, p).box for p in (*shape.phases, LOGITS) if p.matrix}
         maps = [
             map_of(numbers_of(getattr(layer, p.matrix)), boxes[p.matrix])
             for layer in weights.layers
-            for p in PHASES
+            for p in shape.phases
             if p.matrix
         ]
         maps.append(map_of(weights.head, boxes["head"]))

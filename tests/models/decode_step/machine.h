@@ -102,6 +102,16 @@ template <class T> DEVICE T shuffle(T value, int lane) {
   memcpy(&value, &bits, 4);
   return value;
 }
+template <class Join> static u32 of_lanes(u32 value, Join join) {
+  const u32(*all)[6] = exchange(&value, 1);
+  u32 joined = all[0][0];
+  for (int lane = 1; lane < 32; ++lane) joined = join(joined, all[lane][0]);
+  return joined;
+}
+DEVICE u32 greatest_of_lanes(u32 value) { return of_lanes(value, [](u32 a, u32 b) { return a > b ? a : b; }); }
+DEVICE u32 least_of_lanes(u32 value) { return of_lanes(value, [](u32 a, u32 b) { return a < b ? a : b; }); }
+DEVICE u32 bits_of_lanes(u32 value) { return of_lanes(value, [](u32 a, u32 b) { return a | b; }); }
+DEVICE int count_bits(u32 bits) { return __builtin_popcount(bits); }
 template <class T> DEVICE T shuffle_xor(T value, int mask) { return shuffle(value, (now->thread & 31) ^ mask); }
 
 // -- global memory ----------------------------------------------------------------------------

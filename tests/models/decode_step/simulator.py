@@ -19,14 +19,15 @@ from types import MappingProxyType
 from typing import Any
 
 from nanoactor.models.devices.cuda.kernels.decode_step.table import (
-    PHASES,
+    EXPERT_PHASES,
+    ROUTE,
     Phase,
     Shape,
     layout_of,
     product_of,
 )
 
-BY_SINK = {phase.sink: number for number, phase in enumerate(PHASES)}
+SINKS = {phase.sink for phase in EXPERT_PHASES}
 IN_FLIGHT = 3
 """Copies of a block on their way at most."""
 
@@ -41,6 +42,9 @@ Op = tuple[Any, ...]
 ("read", sink, w, n)      block w's word is hand-over n, without looking
 ("write", sink, n)        this block's word becomes hand-over n
 ("arrive",)               this block counts
+("choose", n)             this block's list of experts becomes layer n's, counted from 1
+("choice", n)             the list has been layer n's
+("list", n)               the list is layer n's, without looking
 """
 
 
@@ -61,9 +65,19 @@ class Protocol:
         """`bugs` names what is left out. `idle` has, by sink, blocks that write nothing, as if
         there were no tiles for them."""
         self.shape, self.bugs, self.dice = shape, bugs, random.Random(seed)
-        self.products = [product_of(shape, phase) for phase in PHASES]
+        self.phases = shape.phases
+        self.by_sink = {phase.sink: number for number, phase in enumerate(self.phases)}
+        self.products = [product_of(shape, phase) for phase in self.phases]
         self.idle = idle
+        self.chosen = [self._draw_choice() for _ in range(shape.layers)]
         self._deal_attention()
+
+    def _draw_choice(self) -> int:
+        """Draw how many experts the rows have chosen in a layer."""
+        mixture = self.shape.mixture
+        if mixture is None:
+            return 1
+        return self.dice.randint(mixture.chosen, min(self.shape.pairs, mixture.experts))
 
     def _deal_attention(self) -> None:
         """Draw who attends, in which pairs, and whose queries each block needs."""
@@ -77,29 +91,37 @@ class Protocol:
         self.pair_of = {block: pair for pair in pairs for block in pair}
         self.combiners = {pair[i] for pair in pairs for i in range(-(-len(pair) // 2))}
         self.queries: dict[int, set[int]] = {block: set() for block in self.pair_of}
-        for writer in self.writers(BY_SINK["QUERIES"]):
+        for writer in self.writers(self.by_sink["QUERIES"]):
             readers = self.dice.sample(sorted(self.pair_of), min(2, len(self.pair_of)))
             for reader in readers:
                 self.queries[reader].add(writer)
 
     def writers(self, number: int) -> list[int]:
         """Return the blocks that write words of a phase's sink."""
-        phase, product = PHASES[number], self.products[number]
+        phase, product = self.phases[number], self.products[number]
+        if phase is ROUTE and self.shape.mixture is not None:
+            return list(range(min(self.shape.blocks, self.shape.mixture.experts)))
         if product.tiles:
-            writers = range(min(self.shape.blocks, product.tiles))
+            most = product.tiles if phase.experts != "outputs" else self.shape.blocks
+            writers = range(min(self.shape.blocks, most))
             return [block for block in writers if block not in self.idle.get(phase.sink, ())]
         return sorted(self.pair_of if phase.sink == "PARTS" else self.combiners)
 
     def number_of(self, layer: int, sink: str) -> int:
         """Return the flag of a hand-over; X1 of the layer before is this layer's 0."""
-        return layer * len(PHASES) + BY_SINK[sink] + 1
+        return layer * len(self.phases) + self.by_sink[sink] + 1
 
     def produce(self, block: int) -> Iterator[Op]:
         """Fill slots in the table's order."""
         count = 0
         for layer in range(self.shape.layers):
             for number, product in enumerate(self.products):
-                for item in product.boxes_of(block, self.shape.blocks):
+                experts = self.phases[number].experts
+                if experts == "outputs" and "choice" not in self.bugs:
+                    yield "choice", layer + 1
+                for item in product.boxes_of(block, self.shape.blocks, self.chosen[layer]):
+                    if experts:
+                        yield "list", layer + 1
                     if "room" not in self.bugs:
                         yield "room", count
                     yield "send", (layer, number, *item)
@@ -108,8 +130,12 @@ class Protocol:
     def consume(self, block: int) -> Iterator[Op]:
         """Go through the phases in the table's order."""
         for layer in range(self.shape.layers):
-            for number, phase in enumerate(PHASES):
-                if phase.matrix:
+            for number, phase in enumerate(self.phases):
+                if phase is ROUTE:
+                    yield from self._await_source(layer, phase, True)
+                    if block in self.writers(number):
+                        yield "write", phase.sink, self.number_of(layer, phase.sink)
+                elif phase.matrix:
                     yield from self._multiply(layer, number, block)
                 elif block in self.pair_of:
                     yield from self._attend(layer, phase, block)
@@ -117,16 +143,21 @@ class Protocol:
                     yield ("arrive",)
 
     def _multiply(self, layer: int, number: int, block: int) -> Iterator[Op]:
-        phase, product = PHASES[number], self.products[number]
+        phase, product = self.phases[number], self.products[number]
         mine = block in self.writers(number)
         yield from self._await_source(layer, phase, mine or "idle" in self.bugs)
-        for item in self._order(product.boxes_of(block, self.shape.blocks), number):
+        if phase.experts == "outputs":
+            yield "choose", layer + 1
+        boxes = product.boxes_of(block, self.shape.blocks, self.chosen[layer])
+        for item in self._order(boxes, number):
             yield "take", (layer, number, *item)
+        if phase.experts:
+            yield "list", layer + 1
         if mine:
             yield "write", phase.sink, self.number_of(layer, phase.sink)
 
     def _order(self, items: Iterable[tuple[int, ...]], number: int) -> list[tuple[int, ...]]:
-        if "order" in self.bugs and PHASES[number].stacked > 1:
+        if "order" in self.bugs and self.phases[number].stacked > 1:
             return sorted(items, key=lambda item: (item[0], item[2], item[1], item[3]))
         return list(items)
 
@@ -135,14 +166,15 @@ class Protocol:
         before = layer - (phase.source == "X1")
         if before < 0:
             return
-        flagged, number = self.shape.has_flags, self.number_of(before, phase.source)
+        flagged = self.shape.has_flags or phase.is_flagged
+        number = self.number_of(before, phase.source)
         if not flagged and (reads or "skip" not in self.bugs):
-            each = sum(p.to_all for p in PHASES)
-            until = sum(p.to_all for p in PHASES[: BY_SINK[phase.source] + 1])
+            each = sum(p.to_all for p in self.phases)
+            until = sum(p.to_all for p in self.phases[: self.by_sink[phase.source] + 1])
             yield "arrivals", (before * each + until) * self.shape.blocks
         if reads:
             kind = "flagged" if flagged else "read"
-            for writer in self.writers(BY_SINK[phase.source]):
+            for writer in self.writers(self.by_sink[phase.source]):
                 yield kind, phase.source, writer, number
 
     def _attend(self, layer: int, phase: Phase, block: int) -> Iterator[Op]:
@@ -211,7 +243,8 @@ class Machine:
         """A thread is the block it belongs to and its operations."""
         self.threads = threads
         self.at = [0] * len(threads)
-        self.words = {phase.sink: [0] * blocks for phase in PHASES}
+        self.words = {sink: [0] * blocks for sink in SINKS}
+        self.lists = [0] * blocks
         self.arrivals = 0
         self.rings = [Ring(slots) for _ in range(blocks)]
 
@@ -223,6 +256,7 @@ class Machine:
         other = copy.copy(self)
         other.at = self.at[:]
         other.words = {sink: words[:] for sink, words in self.words.items()}
+        other.lists = self.lists[:]
         other.rings = [ring.fork() for ring in self.rings]
         return other
 
@@ -253,6 +287,8 @@ class Machine:
             return bool(self.words[sink][writer] >= number)
         if kind == "arrivals":
             return bool(self.arrivals >= about[0])
+        if kind == "choice":
+            return bool(self.lists[block] >= about[0])
         return True
 
     def do(self, choice: tuple[int, int]) -> None:
@@ -278,6 +314,10 @@ class Machine:
             self.words[sink][block] = number
         elif kind == "arrive":
             self.arrivals += 1
+        elif kind == "choose":
+            self.lists[block] = about[0]
+        elif kind == "list" and self.lists[block] != about[0]:
+            raise Broken(f"list: wanted {about[0]}, found {self.lists[block]}")
 
 
 def explore(machine: Machine) -> int:
@@ -300,7 +340,7 @@ def explore(machine: Machine) -> int:
 
 def ring_of(protocol: Protocol, block: int, slots: int) -> Machine:
     """A block's producer and what its consumer takes."""
-    takes = [op for op in protocol.consume(block) if op[0] == "take"]
+    takes = [op for op in protocol.consume(block) if op[0] in ("take", "choose", "list")]
     return Machine([(0, list(protocol.produce(block))), (0, takes)], 1, slots)
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from nanoactor.models.devices.cuda.kernels import experts_dense, experts_few, experts_fp8, fp8
 from nanoactor.models.weights.fp8 import Fp8Blocks
 from nanoactor.models.weights.linear import ExpertWeights, dense_experts_of
+from nanoactor.models.weights.whole_step import Matrix
 
 Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -24,7 +25,7 @@ class TritonExperts:
     def __init__(self, weights: ExpertWeights, packs: bool) -> None:
         """Those in FP8 stay packed if `packs` and where the kernels know their blocks."""
         why = _refusal(weights) if packs else None
-        packed = _packed_of(weights) if packs else None
+        packed = self._packed = _packed_of(weights) if packs else None
         self._few: experts_few.Matrices
         if packed is None:
             dense = dense_experts_of(weights, why)
@@ -37,6 +38,15 @@ class TritonExperts:
             self._grouped = lambda x, ids, shares: experts_fp8.grouped(x, *packed, ids, shares)
         most = experts_few.MOST_PAIRS if packed is None else experts_few.MOST_PACKED_PAIRS
         self._most = min(most, len(self._few.down.weight))
+
+    def matrices(self) -> tuple[Matrix, Matrix] | None:
+        """Return gates and ups, and what leads back, as a whole step's kernel reads them."""
+        few = self._few
+        if self._packed is None:
+            return few.gate_up.weight, few.down.weight
+        pair, down = self._packed
+        found = fp8.matrix_of(pair, few.gate_up.inputs), fp8.matrix_of(down, few.down.inputs)
+        return None if found[0] is None or found[1] is None else (found[0], found[1])
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """See `Operators.experts`."""

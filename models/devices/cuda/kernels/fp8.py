@@ -65,6 +65,15 @@ def packed_of(weights: Fp8Blocks) -> Packed:
     return Packed(weight, scales, weights.group, weights.block, weights.offset)
 
 
+def matrix_of(packed: Packed, inputs: int) -> PackedMatrix | None:
+    """Return matrices of so many inputs as a whole step's kernel reads them, or None."""
+    outputs, padded = packed.weight.shape[-2:]
+    if packed.block != 128 or packed.offset or padded != inputs:
+        return None
+    tiles = torch.arange(0, outputs, 8, device=packed.scales.device) // packed.group
+    return PackedMatrix(packed.weight, packed.scales.index_select(-2, tiles))
+
+
 # -- activations --------------------------------------------------------------------------
 
 
@@ -161,12 +170,7 @@ class TritonFp8Linear:
 
     def matrix(self) -> PackedMatrix | None:
         """Return the weight as a whole step's kernel reads it."""
-        packed = self._packed
-        outputs, inputs = packed.weight.shape
-        if packed.block != 128 or packed.offset or inputs != self._inputs:
-            return None
-        tiles = torch.arange(0, outputs, 8, device=packed.scales.device) // packed.group
-        return PackedMatrix(packed.weight, packed.scales[tiles])
+        return matrix_of(self._packed, self._inputs)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., inputs) to (..., outputs)."""

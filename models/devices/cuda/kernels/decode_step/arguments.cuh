@@ -6,6 +6,7 @@ struct LayerArgs {
   const u16* bias;             // [QKV], with QKV_BIAS
   u16 *keys, *values;          // [blocks][BLOCK_SIZE][KV_HEADS][HEAD_DIM]
   const float* scales;         // with PACKED: of each matrix in turn, [tiles][boxes][UNITS]
+  const float* router;         // with EXPERTS: [EXPERTS][HIDDEN]
 };
 
 // A line of 128 bytes for each word that blocks count with.
@@ -25,10 +26,11 @@ struct Args {
   const long long* places;    // [ROWS]: of the new token in the cache
   const int* tables;          // [slots][table_stride]
   Control* control;
-  u32 *x1, *x2, *attended, *activated;  // rows of bf16, two in a word; flagged with FLAGGED
+  u32 *x1, *x2, *attended, *activated;  // rows (with EXPERTS pairs) of bf16, two in a word; with FLAGGED flagged
   uint4 *queries;             // [ROWS][QKV / 2]: flagged floats, two each
   uint4 *parts;               // [2 * BLOCKS][PAIR_WORDS]: likewise
   uint4 *weights;             // [2 * BLOCKS][GROUP_HEADS]: flagged maximum and sum
+  uint2* scores;              // [ROWS][EXPERTS]: flagged floats
   uint4* scratch;             // begin of all these, ...
   u64 scratch_words;          // ... in 16 bytes
   u16* hidden;                // [ROWS][HIDDEN]: behind the final norm

@@ -54,10 +54,11 @@ class Scratch:
             "x1": rows * shape.hidden // 2 * flagged,
             "x2": rows * shape.hidden // 2 * flagged,
             "attended": rows * shape.width // 2 * flagged,
-            "activated": rows * shape.inter // 2 * flagged,
+            "activated": (shape.pairs or rows) * shape.inter // 2 * flagged,
             "queries": 2 * rows * shape.qkv,
             "parts": 2 * shape.blocks * group * shape.head_dim * 2,
             "weights": 2 * shape.blocks * group * 4,
+            "scores": 2 * rows * shape.mixture.experts if shape.mixture else 0,
         }
         begins, total = {}, 0
         for name, count in words.items():
@@ -77,12 +78,16 @@ class Scratch:
 class _Layer(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_void_p)
-        for name in ("norm1", "norm2", "q_norm", "k_norm", "bias", "keys", "values", "scales")
-    ]
+        for name in (
+            "norm1", "norm2", "q_norm", "k_norm", "bias", "keys", "values", "scales", "router",
+        )
+    ]  # fmt: skip
 
 
 _INPUTS = ("embed", "norm", "cos", "sin", "tokens", "positions", "contexts", "slots", "places")
-_BUFFERS = ("x1", "x2", "attended", "activated", "queries", "parts", "weights", "scratch")
+_BUFFERS = (
+    "x1", "x2", "attended", "activated", "queries", "parts", "weights", "scores", "scratch",
+)  # fmt: skip
 _POINTERS = (*_INPUTS, "tables", "control", *_BUFFERS)
 
 
@@ -113,7 +118,8 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 def _layer(weights: LayerWeights, cache: KVCache, scales: torch.Tensor | None) -> _Layer:
     norms = weights.norm1, weights.norm2, weights.q_norm, weights.k_norm, weights.bias
-    return _Layer(*map(_address, (*norms, cache.keys, cache.values, scales)))
+    router = None if weights.router is None else weights.router.weight
+    return _Layer(*map(_address, (*norms, cache.keys, cache.values, scales, router)))
 
 
 def scales_of(shape: Shape, weights: ModelWeights) -> list[torch.Tensor | None]:
@@ -123,12 +129,12 @@ def scales_of(shape: Shape, weights: ModelWeights) -> list[torch.Tensor | None]:
 
 def _scales_of(shape: Shape, layer: LayerWeights) -> torch.Tensor:
     laid_out = []
-    for phase in PHASES:
+    for phase in shape.phases:
         matrix = getattr(layer, phase.matrix) if phase.matrix else None
         if isinstance(matrix, PackedMatrix):
-            cut = product_of(shape, phase)
-            tiles, units = matrix.scales.shape
-            boxes = F.pad(matrix.scales, (0, cut.boxes * cut.box - units))
+            cut, of_tiles = product_of(shape, phase), matrix.scales.flatten(0, -2)
+            tiles, units = of_tiles.shape
+            boxes = F.pad(of_tiles, (0, cut.boxes * cut.box - units))
             boxes = F.pad(boxes.view(tiles, cut.boxes, cut.box), (0, UNITS - cut.box))
             laid_out.append(boxes.flatten())
             assert boxes.numel() == cut.scales

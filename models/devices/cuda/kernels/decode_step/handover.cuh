@@ -12,13 +12,14 @@
 // threads; readers wait until the counter has every block's arrival (acquire). All blocks arrive, with
 // or without outputs. What a phase overwrites was read before its readers' next arrival.
 //
-// Queries, keys, values and the parts of a split attention go to few blocks: always flagged words. What
+// Queries, keys, values and the parts of a split attention go to few blocks: always flagged words. So are
+// scores of experts, which are few and for which all blocks wait. What
 // all blocks read is flagged with one row, where latency decides (FLAGGED); with more rows flags would
 // double what every block reads, and polling reads it again.
 
 // -- bounded waiting --------------------------------------------------------------------------
 
-enum Wait { WAIT_WORDS = 1, WAIT_ARRIVALS = 2, WAIT_TILE = 3, WAIT_ROOM = 4, WAIT_FLIGHT = 5 };
+enum Wait { WAIT_WORDS = 1, WAIT_ARRIVALS = 2, WAIT_TILE = 3, WAIT_ROOM = 4, WAIT_FLIGHT = 5, WAIT_CHOICE = 6 };
 
 // Counts polls; reads the clock every 2^16 of them, and stops the kernel when time is up. The first
 // reading starts the time, so that a wait that is short reads no clock. Producers, who wait for room in

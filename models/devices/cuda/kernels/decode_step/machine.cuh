@@ -28,8 +28,10 @@ template <int COUNT> DEVICE void fewer_registers() {
 }
 template <class T> DEVICE T shuffle_xor(T value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 template <class T> DEVICE T shuffle(T value, int lane) { return __shfl_sync(~0u, value, lane); }
-DEVICE u32 ballot(bool vote) { return __ballot_sync(~0u, vote); }
-DEVICE u32 count_bits(u32 bits) { return __popc(bits); }
+DEVICE u32 greatest_of_lanes(u32 value) { return __reduce_max_sync(~0u, value); }
+DEVICE u32 least_of_lanes(u32 value) { return __reduce_min_sync(~0u, value); }
+DEVICE u32 bits_of_lanes(u32 value) { return __reduce_or_sync(~0u, value); }
+DEVICE int count_bits(u32 bits) { return __popc(bits); }
 
 // -- global memory shared by blocks -----------------------------------------------------------
 // .relaxed.gpu: one access, answered by L2; `volatile` would go to the system's scope.

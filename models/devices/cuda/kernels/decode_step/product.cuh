@@ -16,6 +16,8 @@ struct Consumer {
   float* work;    // two groups of sums; or attention's partial results
   float* squares; // [ROWS][WARPS]: sums of squares by the warps of a row
   float* scales;  // [ROWS][XS_SCALES]: of the rows' units, with PACKED
+  float* scores;  // [ROWS][WARPS][SCORED]: of this block's experts by the warps of a row
+  Choice* choice;
   u32 flag;       // of this layer's first hand-over
   u32 target;     // arrivals when all blocks have begun this layer
   int layer;
@@ -25,11 +27,21 @@ struct Consumer {
   DEVICE int where(int phase) const { return place(layer, phase); }
 };
 
-constexpr int PITCH = XS_COLUMNS + 32;  // columns; 64 bytes more than a multiple of 128: no bank twice
 constexpr int TILE_FLOATS = WARPS * ROWS * 8;
 constexpr int GROUP_FLOATS = GROUP * TILE_FLOATS;
-constexpr int WARPS_OF_ROW = ROWS == 1 ? 8 : ROWS == 2 ? 4 : ROWS <= 4 ? 2 : 1;
-constexpr int ROWS_AT_ONCE = WARPS / WARPS_OF_ROW;
+constexpr int warps_of_line(int lines) { return lines == 1 ? 8 : lines == 2 ? 4 : lines <= 4 ? 2 : 1; }
+constexpr int WARPS_OF_ROW = warps_of_line(ROWS);
+
+// A phase's inputs in shared memory: a line for each row; or for each pair of a row and an expert that it has
+// chosen, and one of zeros for rows that have not chosen an expert.
+template <int P>
+struct Lines {
+  static constexpr bool OF_PAIRS = EXPERTS > 0 && P == DOWN;
+  static constexpr int COUNT = OF_PAIRS ? PAIRS : ROWS;
+  static constexpr int PITCH = (OF_PAIRS ? INTER : XS_COLUMNS) + 32;  // columns
+  static constexpr int SCALES = OF_PAIRS ? INTER / 128 + 1 : XS_SCALES;
+  static constexpr int WARPS_OF = warps_of_line(COUNT), AT_ONCE = WARPS / WARPS_OF;
+};
 
 // -- receive ----------------------------------------------------------------------------------
 
@@ -52,22 +64,22 @@ struct Source {
 // ... or the embedding's rows of the tokens.
 struct Embedding { const u16* rows; };
 
-// N blocks of 256 columns of a row, every `stride`-th, before any of them is used.
-template <int N, int COLUMNS>
+// N blocks of 256 columns of a row, every STRIDE-th, before any of them is used.
+template <int N, int COLUMNS, int STRIDE>
 DEVICE void receive_blocks(const Consumer& k, uint4 (&v)[N], const Embedding& from, int row, int first, int count, int) {
   const u16* at = from.rows + (u64)k.a.tokens[row] * COLUMNS + first * 256 + k.lane * 8;
 #pragma unroll
   for (int i = 0; i < N; ++i)
-    if (i < count) v[i] = load16(at + i * WARPS_OF_ROW * 256);
+    if (i < count) v[i] = load16(at + i * STRIDE * 256);
 }
 
-template <int N, int COLUMNS>
+template <int N, int COLUMNS, int STRIDE>
 DEVICE void receive_blocks(const Consumer& k, uint4 (&v)[N], const Source& from, int row, int first, int count, int where) {
   const int at = first * 256 + k.lane * 8;
   if (!FLAGGED) {
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      if (i < count) v[i] = get16(from.words + (row * COLUMNS + at + i * WARPS_OF_ROW * 256) / 2);
+      if (i < count) v[i] = get16(from.words + (row * COLUMNS + at + i * STRIDE * 256) / 2);
     return;
   }
   const uint4* words = (const uint4*)from.words + (row * COLUMNS + at) / 4;
@@ -77,7 +89,7 @@ DEVICE void receive_blocks(const Consumer& k, uint4 (&v)[N], const Source& from,
 #pragma unroll
     for (int i = 0; i < N; ++i)
       if (i < count) {
-        const uint4 low = get16(words + i * WARPS_OF_ROW * 64), high = get16(words + i * WARPS_OF_ROW * 64 + 1);
+        const uint4 low = get16(words + i * STRIDE * 64), high = get16(words + i * STRIDE * 64 + 1);
         v[i] = uint4{low.x, low.z, high.x, high.z};
         good = good && is_there(low, from.flag) && is_there(high, from.flag);
       }
@@ -98,7 +110,7 @@ DEVICE float2 weigh_exactly(u32 x, u32 weight, float& squares) {
 // together; `count` of the blocks are there. Within a unit, columns lie as load_packed() reads them: a
 // thread's first eight of chunk t, its last eight, the same of chunk t + 4, each 64 bytes on. Every step
 // is taken for all blocks before the next, as each waits long for the one before.
-template <int N>
+template <int P, int N>
 DEVICE void keep_rounded(const Consumer& k, const float2 (&v)[N][4], int row, int first, int count) {
   float largest[N];
 #pragma unroll
@@ -116,14 +128,38 @@ DEVICE void keep_rounded(const Consumer& k, const float2 (&v)[N][4], int row, in
 #pragma unroll
   for (int i = 0; i < N; ++i)
     if (i < count) {
-      const int unit = (first + i * WARPS_OF_ROW) * 2 + k.lane / 16;
+      const int unit = (first + i * Lines<P>::WARPS_OF) * 2 + k.lane / 16;
       const float scale = greater(largest[i] * (1.f / 448.f), 1e-14f), inverse = inverse_of(scale);
       const uint4 rounded = {
           round_pair(v[i][0].x * inverse, v[i][0].y * inverse), round_pair(v[i][1].x * inverse, v[i][1].y * inverse),
           round_pair(v[i][2].x * inverse, v[i][2].y * inverse), round_pair(v[i][3].x * inverse, v[i][3].y * inverse)};
-      put_shared16(k.xs + row * PITCH * 2 + unit * 256 + within, rounded);
-      if (part == 0) k.scales[row * XS_SCALES + unit] = scale;
+      put_shared16(k.xs + row * Lines<P>::PITCH * 2 + unit * 256 + within, rounded);
+      if (part == 0) k.scales[row * Lines<P>::SCALES + unit] = scale;
     }
+}
+
+// Inputs of rows that have not chosen an expert.
+template <int P>
+DEVICE void keep_zeros(const Consumer& k) {
+  using Of = Lines<P>;
+  for (int i = thread_index(); i < (Of::PITCH - 32) / 8; i += THREADS)
+    put_shared16(k.xs + Of::COUNT * Of::PITCH * 2 + i * 16, uint4{0, 0, 0, 0});
+  if (PRODUCTS[P].packed)
+    for (int i = thread_index(); i < Of::SCALES; i += THREADS) k.scales[Of::COUNT * Of::SCALES + i] = 0;
+}
+
+// Eight columns of the rows by the router's weights of this block's experts.
+DEVICE void add_scores(const Consumer& k, float (&scores)[SCORED], const float2 (&x)[4], int column) {
+#pragma unroll
+  for (int n = 0; n < SCORED; ++n) {
+    const int expert = block_index() + n * BLOCKS;
+    if (expert >= EXPERTS) continue;
+    const float* at = k.a.layers[k.layer].router + (u64)expert * HIDDEN + column;
+    const uint4 low = load16(at), high = load16(at + 4);
+    scores[n] += x[0].x * from_bits(low.x) + x[0].y * from_bits(low.y) + x[1].x * from_bits(low.z) +
+                 x[1].y * from_bits(low.w) + x[2].x * from_bits(high.x) + x[2].y * from_bits(high.y) +
+                 x[3].x * from_bits(high.z) + x[3].y * from_bits(high.w);
+  }
 }
 
 // A piece of the rows into shared memory. With `norm`, columns are multiplied by its weights and sums
@@ -133,17 +169,19 @@ template <int P, bool NORM, class From>
 DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const u16* norm) {
   constexpr Product p = PRODUCTS[P];
   constexpr int MOST = p.piece_boxes * p.box * p.unit < p.columns ? p.piece_boxes * p.box * p.unit : p.columns;
-  constexpr int EACH = (MOST / 256 + WARPS_OF_ROW - 1) / WARPS_OF_ROW;  // blocks of 256 for a warp
+  using Of = Lines<P>;
+  constexpr bool SCORES_TOO = EXPERTS > 0 && P == GATE_UP;
+  constexpr int EACH = (MOST / 256 + Of::WARPS_OF - 1) / Of::WARPS_OF;  // blocks of 256 for a warp
   constexpr int MOST_AT_ONCE = ROWS <= 2 ? 2 : 4;  // as registers allow
   constexpr int N = EACH < MOST_AT_ONCE ? EACH : MOST_AT_ONCE;
   const int first = piece * (MOST / 256);
   const int blocks = p.pieces == 1 ? MOST / 256 : (p.columns / 256 - first < MOST / 256 ? p.columns / 256 - first : MOST / 256);
-  const int mine = k.warp % WARPS_OF_ROW, where = k.where(P);
+  const int mine = k.warp % Of::WARPS_OF, where = k.where(P);
   uint4 weight[N];
   if (NORM && EACH == N) {  // before the wait
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      if (mine + i * WARPS_OF_ROW < blocks) weight[i] = load16(norm + (mine + i * WARPS_OF_ROW) * 256 + k.lane * 8);
+      if (mine + i * Of::WARPS_OF < blocks) weight[i] = load16(norm + (mine + i * Of::WARPS_OF) * 256 + k.lane * 8);
   }
   perhaps_delay();
   if (piece > 0)
@@ -151,19 +189,19 @@ DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const 
   else if (target)  // nobody arrives for the embedding
     await_arrivals(k.a, target, where);
 #pragma unroll 1
-  for (int row = k.warp / WARPS_OF_ROW; row < ROWS; row += ROWS_AT_ONCE) {
-    float squares = 0;
+  for (int row = k.warp / Of::WARPS_OF; row < Of::COUNT; row += Of::AT_ONCE) {
+    float squares = 0, scores[SCORED] = {};
 #pragma unroll 1
-    for (int b = mine; b < blocks; b += N * WARPS_OF_ROW) {
-      const int count = (blocks - b + WARPS_OF_ROW - 1) / WARPS_OF_ROW;
+    for (int b = mine; b < blocks; b += N * Of::WARPS_OF) {
+      const int count = (blocks - b + Of::WARPS_OF - 1) / Of::WARPS_OF;
       uint4 v[N];
       if (NORM && EACH > N) {
 #pragma unroll
         for (int i = 0; i < N; ++i)
-          if (i < count) weight[i] = load16(norm + (b + i * WARPS_OF_ROW) * 256 + k.lane * 8);
+          if (i < count) weight[i] = load16(norm + (b + i * Of::WARPS_OF) * 256 + k.lane * 8);
       }
-      receive_blocks<N, p.columns>(k, v, from, row, first + b, count, where);
-      if constexpr (p.packed) {
+      receive_blocks<N, p.columns, Of::WARPS_OF>(k, v, from, row, first + b, count, where);
+      if constexpr (p.packed || SCORES_TOO) {
         float2 wide[N][4];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -173,20 +211,33 @@ DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const 
           wide[i][2] = NORM ? weigh_exactly(v[i].z, weight[i].z, squares) : both_of(v[i].z);
           wide[i][3] = NORM ? weigh_exactly(v[i].w, weight[i].w, squares) : both_of(v[i].w);
         }
-        keep_rounded(k, wide, row, b, count);
+        if constexpr (SCORES_TOO) {
+#pragma unroll
+          for (int i = 0; i < N; ++i)
+            if (i < count) add_scores(k, scores, wide[i], (b + i * Of::WARPS_OF) * 256 + k.lane * 8);
+        }
+        if constexpr (p.packed) keep_rounded<P>(k, wide, row, b, count);
+        if constexpr (!p.packed) {
+#pragma unroll
+          for (int i = 0; i < N; ++i)
+            if (i < count)
+              put_shared16(k.xs + (row * Of::PITCH + (b + i * Of::WARPS_OF) * 256 + k.lane * 8) * 2,
+                           uint4{pack(wide[i][0].x, wide[i][0].y), pack(wide[i][1].x, wide[i][1].y),
+                                 pack(wide[i][2].x, wide[i][2].y), pack(wide[i][3].x, wide[i][3].y)});
+        }
         continue;
       }
 #pragma unroll
       for (int i = 0; i < N; ++i)
         if (i < count) {
-          const int column = (b + i * WARPS_OF_ROW) * 256 + k.lane * 8;
+          const int column = (b + i * Of::WARPS_OF) * 256 + k.lane * 8;
           if (NORM) {
             v[i].x = weigh(v[i].x, weight[i].x, squares);
             v[i].y = weigh(v[i].y, weight[i].y, squares);
             v[i].z = weigh(v[i].z, weight[i].z, squares);
             v[i].w = weigh(v[i].w, weight[i].w, squares);
           }
-          put_shared16(k.xs + (row * PITCH + column) * 2, v[i]);
+          put_shared16(k.xs + (row * Of::PITCH + column) * 2, v[i]);
         }
     }
     if (NORM) {
@@ -194,7 +245,15 @@ DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const 
       for (int i = 16; i; i >>= 1) squares += shuffle_xor(squares, i);
       if (k.lane == 0) k.squares[row * WARPS + mine] = squares;
     }
+    if constexpr (SCORES_TOO)
+#pragma unroll
+      for (int n = 0; n < SCORED; ++n) {
+#pragma unroll
+        for (int i = 16; i; i >>= 1) scores[n] += shuffle_xor(scores[n], i);
+        if (k.lane == 0) k.scores[(row * WARPS + mine) * SCORED + n] = scores[n];
+      }
   }
+  if constexpr (Of::OF_PAIRS) keep_zeros<P>(k);
   sync_consumers<THREADS>();
   mark(k.a, k.layer, P, 0);
 }
@@ -207,6 +266,8 @@ DEVICE float scale_of(const Consumer& k, int row) {
   return rsqrt_of(sum / HIDDEN + k.a.eps);
 }
 
+DEVICE float silu(float x) { return x / (1.f + exp2_of(-1.4426950408889634f * x)); }
+
 // -- multiply ---------------------------------------------------------------------------------
 
 // A thread's activations of 64 columns: chunks t and t + 4 of rows g and g + 8.
@@ -214,16 +275,34 @@ struct Inputs { uint4 upper[2], lower[2]; };
 // A tile's sums: of both chunks, so that two products need not wait for each other.
 struct Sums { float near[4], far[4]; };
 
-DEVICE Inputs load_inputs(const Consumer& k, int column) {
-  const int g = k.lane / 4, t = k.lane % 4;
+// Where a thread's inputs are: the lines of rows g and g + 8, at its first chunk, and their scales.
+struct Where {
+  u32 upper, lower;
+  const float *upper_scales, *lower_scales;
+};
+
+template <int P>
+DEVICE Where line_of(const Consumer& k, int upper, int lower = 0) {
+  using Of = Lines<P>;
+  const u32 chunk = k.lane % 4 * 16;
+  return Where{k.xs + upper * Of::PITCH * 2 + chunk, k.xs + lower * Of::PITCH * 2 + chunk,
+               k.scales + upper * Of::SCALES, k.scales + lower * Of::SCALES};
+}
+
+// Of the rows; lines that are not there may be any.
+template <int P>
+DEVICE Where rows_of(const Consumer& k) {
+  const int g = k.lane / 4;
+  return line_of<P>(k, g < ROWS ? g : ROWS - 1, g + 8 < ROWS ? g + 8 : ROWS - 1);
+}
+
+DEVICE Inputs load_inputs(const Where& from, int unit) {
   Inputs x;
-  const u32 at = k.xs + ((g < ROWS ? g : ROWS - 1) * PITCH + column * 64 + t * 8) * 2;
-  x.upper[0] = get_shared16(at);
-  x.upper[1] = get_shared16(at + 64);
+  x.upper[0] = get_shared16(from.upper + unit * 128);
+  x.upper[1] = get_shared16(from.upper + unit * 128 + 64);
   if (ROWS > 8) {
-    const u32 below = k.xs + ((g + 8 < ROWS ? g + 8 : ROWS - 1) * PITCH + column * 64 + t * 8) * 2;
-    x.lower[0] = get_shared16(below);
-    x.lower[1] = get_shared16(below + 64);
+    x.lower[0] = get_shared16(from.lower + unit * 128);
+    x.lower[1] = get_shared16(from.lower + unit * 128 + 64);
   }
   return x;
 }
@@ -256,17 +335,15 @@ struct PackedInputs {
   float upper_scale, lower_scale;
 };
 
-DEVICE PackedInputs load_packed(const Consumer& k, int unit) {
-  const int g = k.lane / 4, t = k.lane % 4;
+DEVICE PackedInputs load_packed(const Where& from, int unit) {
   PackedInputs x;
-  const int row = g < ROWS ? g : ROWS - 1, below = g + 8 < ROWS ? g + 8 : ROWS - 1;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    x.upper[i] = get_shared16(k.xs + row * PITCH * 2 + unit * 256 + i * 64 + t * 16);
-    if (ROWS > 8) x.lower[i] = get_shared16(k.xs + below * PITCH * 2 + unit * 256 + i * 64 + t * 16);
+    x.upper[i] = get_shared16(from.upper + unit * 256 + i * 64);
+    if (ROWS > 8) x.lower[i] = get_shared16(from.lower + unit * 256 + i * 64);
   }
-  x.upper_scale = k.scales[row * XS_SCALES + unit];
-  x.lower_scale = ROWS > 8 ? k.scales[below * XS_SCALES + unit] : 0;
+  x.upper_scale = from.upper_scales[unit];
+  x.lower_scale = ROWS > 8 ? from.lower_scales[unit] : 0;
   return x;
 }
 
@@ -296,17 +373,17 @@ DEVICE void multiply_packed_unit(const Consumer& k, Sums& c, const PackedInputs&
     c.near[i] += (own.near[i] + own.far[i]) * (scale * (i < 2 ? x.upper_scale : x.lower_scale));
 }
 
-// Unit `unit` of a box in `slot`, by the rows' unit `input`.
+// Unit `unit` of a box in `slot`, by the lines' unit `input`.
 template <int P, int N>
-DEVICE void multiply_tiles(const Consumer& k, Sums (&c)[N], const int (&slots)[N], int unit, int input) {
+DEVICE void multiply_tiles(const Consumer& k, Sums (&c)[N], const int (&slots)[N], int unit, int input, const Where& from) {
   constexpr Product p = PRODUCTS[P];
   if constexpr (p.packed) {
-    const PackedInputs x = load_packed(k, input);
+    const PackedInputs x = load_packed(from, input);
 #pragma unroll
     for (int j = 0; j < N; ++j)
       multiply_packed_unit(k, c[j], x, k.ring.data + slots[j] * SLOT + unit * TILE_UNIT, k.ring.scales[slots[j] * UNITS + unit]);
   } else {
-    const Inputs x = load_inputs(k, input);
+    const Inputs x = load_inputs(from, input);
 #pragma unroll
     for (int j = 0; j < N; ++j) multiply_unit(k, c[j], x, k.ring.data + slots[j] * SLOT + unit * TILE_UNIT);
   }
@@ -338,6 +415,7 @@ DEVICE void take_tiles(Consumer& k, float* sums) {
   Sums c[N] = {};
   int slots[N];
   Cursor ahead = k.ring.at;
+  const Where from = rows_of<P>(k);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     k.ring.wait_full(k.a, ahead, k.where(P));
@@ -347,7 +425,7 @@ DEVICE void take_tiles(Consumer& k, float* sums) {
 #pragma unroll
   for (int i = 0; i < (p.box + WARPS - 1) / WARPS; ++i) {
     const int unit = k.warp + i * WARPS;
-    if (p.box % WARPS == 0 || unit < p.box) multiply_tiles<P>(k, c, slots, unit, unit);
+    if (p.box % WARPS == 0 || unit < p.box) multiply_tiles<P>(k, c, slots, unit, unit, from);
   }
 #pragma unroll
   for (int j = 0; j < N; ++j) free_slot(k);
@@ -360,6 +438,7 @@ template <int P>
 DEVICE void take_boxes(Consumer& k, int piece, float* sums) {
   constexpr Product p = PRODUCTS[P];
   Sums c[1] = {};
+  const Where from = rows_of<P>(k);
   const int first = piece * p.piece_boxes;
   const int end = p.pieces == 1 || first + p.piece_boxes > p.boxes ? p.boxes : first + p.piece_boxes;
 #pragma unroll 1
@@ -371,19 +450,25 @@ DEVICE void take_boxes(Consumer& k, int piece, float* sums) {
 #pragma unroll
     for (int i = 0; i < (p.box + WARPS - 1) / WARPS; ++i) {
       const int unit = k.warp + i * WARPS;
-      if (unit < p.box && unit < units) multiply_tiles<P>(k, c, slots, unit, (box - first) * p.box + unit);
+      if (unit < p.box && unit < units) multiply_tiles<P>(k, c, slots, unit, (box - first) * p.box + unit, from);
     }
     free_slot(k);
   }
   keep_sums(k, c[0], sums, piece > 0);
 }
 
+template <int P>
+DEVICE void take_experts(Consumer& k, float* sums);
+
 // `count` tiles (gate and up counted apart) of a group.
 template <int P>
 DEVICE void take_group(Consumer& k, int count, int piece, float* sums) {
   constexpr Product p = PRODUCTS[P];
   int i = 0;
-  if (p.boxes == 1) {
+  if constexpr (Lines<P>::OF_PAIRS) {
+#pragma unroll 1
+    for (; i < count; ++i) take_experts<P>(k, sums + i * TILE_FLOATS);
+  } else if (p.boxes == 1) {
     if (TOGETHER >= 4)
 #pragma unroll 1
       for (; i + 4 <= count; i += 4) take_tiles<P, 4>(k, sums + i * TILE_FLOATS);
@@ -414,14 +499,13 @@ DEVICE void for_outputs(int tiles, Finish finish) {
   for (int e = thread_index(); e < tiles * ROWS * 4; e += THREADS) finish(e / (4 * ROWS), e / 4 % ROWS, e % 4);
 }
 
-// This block's tiles of a phase by one piece of the rows. `finish(tile, i, row, pair, sums)`: tile is
+// This block's `tiles` of a phase by one piece of the rows. `finish(tile, i, row, pair, sums)`: tile is
 // the block's own count, i its place in the group; after the last piece alone.
 template <int P, class Finish>
-DEVICE void multiply(Consumer& k, int piece, Finish finish) {
+DEVICE void multiply(Consumer& k, int piece, int tiles, Finish finish) {
   constexpr Product p = PRODUCTS[P];
   constexpr int EACH = (p.pieces > 1 ? 2 * GROUP : GROUP) / p.stacked;  // tiles of a group
   static_assert(p.pieces == 1 || (p.tiles + BLOCKS - 1) / BLOCKS <= EACH, "sums of all tiles stay between pieces");
-  const int tiles = tiles_of(p, block_index());
 #pragma unroll 1
   for (int first = 0; first < tiles; first += EACH) {
     const int count = tiles - first < EACH ? tiles - first : EACH;

@@ -46,41 +46,41 @@ struct Ring {
   }
 };
 
-DEVICE void make_ring(Ring& ring) {
+DEVICE void make_ring(Ring& ring, Choice& choice) {
   for (int i = 0; i < SLOTS; ++i) {
     barrier_init(ring.full + 8 * i, 1);
     barrier_init(ring.empty + 8 * i, WARPS);
   }
+  barrier_init(address_of(&choice.listed), 1);
   barriers_are_ready();
 }
 
 // -- which tiles are ours ---------------------------------------------------------------------
 
 // Tiles are dealt out in turn: tile i of a block is `block + i * BLOCKS`.
-DEVICE int tiles_of(const Product& p, int block) {
-  return block < p.tiles ? (p.tiles - block + BLOCKS - 1) / BLOCKS : 0;
-}
+DEVICE int tiles_of(int tiles, int block) { return block < tiles ? (tiles - block + BLOCKS - 1) / BLOCKS : 0; }
 
 // -- producer ---------------------------------------------------------------------------------
 
 struct Producer {
   const Args& a;
   Ring& ring;
+  const Choice& choice;
   u32 sent = 0;  // boxes
 
-  // No more than IN_FLIGHT boxes on their way: a deeper queue gains no bandwidth, and what blocks hand
+  // No more than `flight` boxes on their way: a deeper queue gains no bandwidth, and what blocks hand
   // to each other would wait in it.
-  DEVICE void bound_flight(int where) {
-    if (IN_FLIGHT >= SLOTS || sent < IN_FLIGHT) return;
-    const bool wrapped = ring.at.slot < IN_FLIGHT;
-    const int slot = wrapped ? ring.at.slot - IN_FLIGHT + SLOTS : ring.at.slot - IN_FLIGHT;
+  DEVICE void bound_flight(int flight, int where) {
+    if (flight >= SLOTS || sent < flight) return;
+    const bool wrapped = ring.at.slot < flight;
+    const int slot = wrapped ? ring.at.slot - flight + SLOTS : ring.at.slot - flight;
     ring.wait(a, ring.full + 8 * slot, ring.at.parity ^ wrapped, WAIT_FLIGHT, where);
   }
 
   // `scales` of the matrix, where it is packed.
   DEVICE void send(const Product& p, const TensorMap* map, const float* scales, int row, int box, int where, u32 chunk) {
     ring.wait_empty(a, where);
-    bound_flight(where);
+    bound_flight(p.flight, where);
     const u32 bar = ring.full + 8 * ring.at.slot;
     if (HEAD) put_shared4(ring.chunks + ring.at.slot, chunk);
     // A box is counted whole, though what lies outside of the matrix is not read but zero.
@@ -99,7 +99,12 @@ struct Producer {
     const TensorMap* map = a.maps + layer * MAPS + p.map;
     const float* scales = p.packed ? a.layers[layer].scales + p.scales : nullptr;
     prefetch_map(map + 1);  // there is always one more: the head's
-    const int tiles = tiles_of(p, block_index()), where = place(layer, P);
+    const int tiles = tiles_of(p.tiles, block_index()), where = place(layer, P);
+    if constexpr (EXPERTS > 0 && P == GATE_UP) {
+      ring.wait(a, address_of(&choice.listed), layer & 1, WAIT_CHOICE, where);
+      return stream_chosen(p, map, scales, where);
+    }
+    if constexpr (EXPERTS > 0 && P == DOWN) return stream_back(p, map, scales, tiles, where);
 #pragma unroll 1
     for (int piece = 0; piece < p.pieces; ++piece)
 #pragma unroll 1
@@ -109,6 +114,32 @@ struct Producer {
 #pragma unroll 1
           for (int box = piece * p.piece_boxes; box < p.boxes && box < (piece + 1) * p.piece_boxes; ++box)
             send(p, map, scales, (half * p.tiles + block_index() + i * BLOCKS) * 8, box, where, 0);
+  }
+
+  // Tiles of all experts on the list, one expert after the other.
+  DEVICE void stream_chosen(const Product& p, const TensorMap* map, const float* scales, int where) {
+    const int all = p.tiles * get_shared4(&choice.count);
+#pragma unroll 1
+    for (int tile = block_index(); tile < all; tile += BLOCKS) {
+      const int first = get_shared4(choice.experts + tile / p.tiles) * p.stacked * p.tiles + tile % p.tiles;
+#pragma unroll 1
+      for (int half = 0; half < p.stacked; ++half)
+#pragma unroll 1
+        for (int box = 0; box < p.boxes; ++box) send(p, map, scales, (first + half * p.tiles) * 8, box, where, 0);
+    }
+  }
+
+  // Each tile of all experts on the list.
+  DEVICE void stream_back(const Product& p, const TensorMap* map, const float* scales, int tiles, int where) {
+    const int count = get_shared4(&choice.count);
+#pragma unroll 1
+    for (int i = 0; i < tiles; ++i)
+#pragma unroll 1
+      for (int n = 0; n < count; ++n) {
+        const int first = get_shared4(choice.experts + n) * p.tiles + block_index() + i * BLOCKS;
+#pragma unroll 1
+        for (int box = 0; box < p.boxes; ++box) send(p, map, scales, first * 8, box, where, 0);
+      }
   }
 
   // The phases of the table that have a matrix, in its order.
@@ -140,8 +171,8 @@ struct Producer {
   }
 };
 
-DEVICE void produce(const Args& a, Ring ring) {
-  Producer producer{a, ring};
+DEVICE void produce(const Args& a, Ring ring, const Choice& choice) {
+  Producer producer{a, ring, choice};
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; ++layer) producer.stream_layer<0>(layer);
   if (HEAD) producer.stream_head(a.maps + LAYERS * MAPS);

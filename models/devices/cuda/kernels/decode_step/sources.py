@@ -7,7 +7,10 @@ from pathlib import Path
 from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape, constants
 
 MACHINE = "machine.cuh"
-PARTS = ("arguments.cuh", "handover.cuh", "ring.cuh", "product.cuh", "attention.cuh", "step.cu")
+PARTS = (
+    "arguments.cuh", "handover.cuh", "choice.cuh", "ring.cuh", "product.cuh", "attention.cuh",
+    "experts.cuh", "step.cu",
+)  # fmt: skip
 KERNEL = "decode_step"
 
 

@@ -14,8 +14,10 @@ struct Shared {
   alignas(16) Plan plan;
   bool last;
   alignas(16) Attention attention;
+  alignas(16) Choice choice;
+  float scores[EXPERTS ? ROWS * WARPS * SCORED : 1];
   alignas(16) float box_scales[PACKED ? SLOTS * UNITS : 4];
-  float input_scales[PACKED ? ROWS * XS_SCALES : 1];
+  float input_scales[PACKED ? ALL_SCALES : 1];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "table.py reserves too little");
 static_assert(GROUP_HEADS <= WARPS && HEAD_DIM % 64 == 0 && HIDDEN % 256 == 0 && BLOCK_SIZE % 16 == 0, "");
@@ -41,7 +43,8 @@ DEVICE void skip_source(const Consumer& k, int phase, u32 target) {
 // Norm; queries, keys and values of all rows to the blocks that attend.
 DEVICE void run_qkv(Consumer& k) {
   const LayerArgs& layer = k.a.layers[k.layer];
-  if (tiles_of(PRODUCTS[PROJECT], block_index()) == 0) {
+  const int tiles = tiles_of(PRODUCTS[PROJECT].tiles, block_index());
+  if (tiles == 0) {
     if (k.layer) skip_source(k, PROJECT, k.target);
     return;
   }
@@ -49,7 +52,7 @@ DEVICE void run_qkv(Consumer& k) {
     receive<PROJECT, true>(k, source_of(k.a.x1, k.flag), 0, k.target, layer.norm1);
   else
     receive<PROJECT, true>(k, Embedding{k.a.embed}, 0, 0, layer.norm1);
-  multiply<PROJECT>(k, 0, [&](int tile, int i, int row, int pair, float* sums) {
+  multiply<PROJECT>(k, 0, tiles, [&](int tile, int i, int row, int pair, float* sums) {
     const float scale = scale_of(k, row);
     const int at = output_of(tile) + 2 * pair;
     float2 y = total(sums, i, row, pair);
@@ -67,14 +70,15 @@ DEVICE void run_qkv(Consumer& k) {
 template <int P>
 DEVICE void run_residual(Consumer& k, Shared& m, const u32* source, u32 source_flag, u32 target, u32* sink, u32 flag) {
   constexpr Product p = PRODUCTS[P];
-  if (tiles_of(p, block_index()) == 0) {
+  const int tiles = tiles_of(p.tiles, block_index());
+  if (tiles == 0) {
     skip_source(k, P, target);
     return;
   }
 #pragma unroll 1
   for (int piece = 0; piece < p.pieces; ++piece) {
     receive<P, false>(k, source_of(source, source_flag), piece, target, nullptr);
-    multiply<P>(k, piece, [&](int tile, int i, int row, int pair, float* sums) {
+    multiply<P>(k, piece, tiles, [&](int tile, int i, int row, int pair, float* sums) {
       float2* residual = (float2*)(m.residual + (tile * ROWS + row) * 8 + 2 * pair);
       const float2 y = total(sums, i, row, pair);
       const float2 x = {residual->x + y.x, residual->y + y.y};
@@ -84,17 +88,16 @@ DEVICE void run_residual(Consumer& k, Shared& m, const u32* source, u32 source_f
   }
 }
 
-DEVICE float silu(float x) { return x / (1.f + exp2_of(-1.4426950408889634f * x)); }
-
 // Norm; gate and up; SwiGLU.
 DEVICE void run_gate_up(Consumer& k) {
   const u32 target = k.target + ARRIVED_X2 * BLOCKS;
-  if (tiles_of(PRODUCTS[GATE_UP], block_index()) == 0) {
+  const int tiles = tiles_of(PRODUCTS[GATE_UP].tiles, block_index());
+  if (tiles == 0) {
     skip_source(k, GATE_UP, target);
     return;
   }
   receive<GATE_UP, true>(k, source_of(k.a.x2, k.flag + X2), 0, target, k.a.layers[k.layer].norm2);
-  multiply<GATE_UP>(k, 0, [&](int tile, int i, int row, int pair, float* sums) {
+  multiply<GATE_UP>(k, 0, tiles, [&](int tile, int i, int row, int pair, float* sums) {
     const float scale = scale_of(k, row);
     const float2 gate = total(sums, 2 * i, row, pair), up = total(sums, 2 * i + 1, row, pair);
     const float first = silu(scale * gate.x) * (scale * up.x), second = silu(scale * gate.y) * (scale * up.y);
@@ -114,14 +117,17 @@ DEVICE void run_layer(Consumer& k, Shared& m) {
       arrive(k.a);
     }
     if constexpr (P == GATE_UP) {
-      run_gate_up(k);
+      if constexpr (EXPERTS > 0)
+        run_experts<P>(k);
+      else
+        run_gate_up(k);
       arrive(k.a);
     }
     if constexpr (P == DOWN) {
       run_residual<P>(k, m, k.a.activated, k.flag + ACTIVATED, k.target + ARRIVED_ACTIVATED * BLOCKS, k.a.x1, k.flag + X1);
       arrive(k.a);
     }
-    if (P != ATTENTION) mark(k.a, k.layer, P, 1);
+    if (P != ATTENTION && P != ROUTE) mark(k.a, k.layer, P, 1);
     run_layer<P + 1>(k, m);
   }
 }
@@ -129,7 +135,7 @@ DEVICE void run_layer(Consumer& k, Shared& m) {
 // -- begin and end ----------------------------------------------------------------------------
 
 DEVICE void begin_residual(const Args& a, Shared& m) {
-  const int tiles = tiles_of(PRODUCTS[OUTPUT], block_index());
+  const int tiles = tiles_of(PRODUCTS[OUTPUT].tiles, block_index());
   for (int i = thread_index(); i < tiles * ROWS * 8; i += THREADS) {
     const int tile = i / (8 * ROWS), row = i / 8 % ROWS;
     m.residual[i] = widen(a.embed[(u64)a.tokens[row] * HIDDEN + output_of(tile) + i % 8]);
@@ -138,7 +144,7 @@ DEVICE void begin_residual(const Args& a, Shared& m) {
 
 // The final norm of this block's columns, from the residual.
 DEVICE void write_hidden(const Consumer& k, const Shared& m) {
-  const int tiles = tiles_of(PRODUCTS[OUTPUT], block_index());
+  const int tiles = tiles_of(PRODUCTS[OUTPUT].tiles, block_index());
   for (int i = thread_index(); i < tiles * ROWS * 4; i += THREADS) {
     const int tile = i / (4 * ROWS), row = i / 4 % ROWS, at = output_of(tile) + i % 4 * 2;
     const float scale = scale_of(k, row);
@@ -206,7 +212,7 @@ DEVICE void end_step(const Args& a, Shared& m) {
 DEVICE void consume(const Args& a, Shared& m, Ring ring, float* work, u32 xs) {
   const int thread = thread_index();
   const u32 step = a.control->step;
-  Consumer k{a, ring, xs, work, m.squares, m.input_scales, step * STEP_FLAGS, 0, 0, thread / 32, thread % 32};
+  Consumer k{a, ring, xs, work, m.squares, m.input_scales, m.scores, &m.choice, step * STEP_FLAGS, 0, 0, thread / 32, thread % 32};
   for (int i = thread; i < 8 * QUERY_PITCH; i += THREADS) m.attention.queries[i] = 0;
   if (k.warp == 0) {
     make_plan(a, m.plan, k.lane);
@@ -218,6 +224,7 @@ DEVICE void consume(const Args& a, Shared& m, Ring ring, float* work, u32 xs) {
 #pragma unroll 1
   for (k.layer = 0; k.layer < LAYERS; ++k.layer) {
     if (m.plan.begin < m.plan.end) prefetch_segment(a, m.plan.first, k.layer);
+    if (EXPERTS > 0) prefetch_router(a, k.layer);
     run_layer<0>(k, m);
     k.flag += LAYER_FLAGS;
     k.target += LAYER_ARRIVALS * BLOCKS;
@@ -240,11 +247,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decode_step(const
   if (POISON) fence_copies();
   sync_block();
   Ring ring{address_of(memory), address_of(m.full), address_of(m.empty), m.chunks, m.box_scales, Cursor{}};
-  if (thread == 0) make_ring(ring);
+  if (thread == 0) make_ring(ring, m.choice);
   sync_block();
   if (thread >= THREADS) {  // a warp group, for its registers' sake; one thread of it works
     if (!FIXED_REGISTERS) fewer_registers<40>();
-    if (thread == THREADS) produce(a, ring);
+    if (thread == THREADS) produce(a, ring, m.choice);
     return;
   }
   if (!FIXED_REGISTERS) more_registers<232>();

@@ -20,14 +20,13 @@ from nanoactor.models.devices.cuda.kernels.decode_step.compile import CompileErr
 from nanoactor.models.devices.cuda.kernels.decode_step.launch import DriverError, Kernel, map_of
 from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     LOGITS,
-    PHASES,
     Shape,
     product_of,
     refusal,
 )
 from nanoactor.models.devices.protocols import WholeStep
 from nanoactor.models.model_config import ModelConfig
-from nanoactor.models.weights.whole_step import ModelWeights, numbers_of
+from nanoactor.models.weights.whole_step import Mixture, ModelWeights, numbers_of
 
 log = logging.getLogger("nanoactor.models.decode_step")
 
@@ -39,11 +38,15 @@ _WAITS = {
     3: "a tile of weights",
     4: "room in the ring",
     5: "copies on their way",
+    6: "the rows' choice of experts",
 }
 _STOPPED = 0x80000000
 _WIDE, _FASTER_UP_TO = 4096, 8
 """Measured on an H200 with contexts of 1,024: 16 rows of 8B take 5.51 ms by the kernel and 5.43 by
 operators, 8 rows 4.63 and 5.32; 16 rows of 0.6B 1.32 and 1.72 (docs/gpu.md)."""
+_RUNS_EXPERTS = False
+"""Until `bench/decode_step.py --model 30b-a3b` has run on a GPU: with experts the kernel has been
+run by the tests' emulation alone."""
 _SLOWER = "decode steps of few rows run operator by operator, which takes up to twice as long"
 
 
@@ -92,8 +95,10 @@ def supports(
     ranks: int = 1,
     processors: int = 132,
     packed: bool = False,
+    mixture: Mixture | None = None,
 ) -> str | None:
-    """Return why steps of so many rows are not run by one kernel, or None."""
+    """Return why steps of so many rows are not run by one kernel, or None. `mixture`: the experts
+    of each layer."""
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
     if dtype != torch.bfloat16:
@@ -102,11 +107,15 @@ def supports(
         return f"{ranks} ranks share the model"
     if rows > _FASTER_UP_TO and config.hidden_size >= _WIDE:
         return f"operators are as fast with more than {_FASTER_UP_TO} rows of such a width"
+    if mixture is not None and not _RUNS_EXPERTS:
+        return "with experts the kernel has run in emulation only"
+    # What families read beside is about experts, where layers have some.
+    honoured = _HONOURED if mixture is None else _HONOURED | {"family_options"}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name not in _HONOURED and value != _NEUTRAL.get(field.name, field.default):
+        if field.name not in honoured and value != _NEUTRAL.get(field.name, field.default):
             return f"the kernel does not know {field.name} {value!r:.50}"
-    return refusal(Shape.of(config, rows, block_size, processors, head=1, packed=packed))
+    return refusal(Shape.of(config, rows, block_size, processors, 1, packed, mixture))
 
 
 class DecodeStep:
@@ -170,7 +179,7 @@ def describe(word: int, block: int, shape: Shape) -> str:
     assert word & _STOPPED
     wait, place = word >> 24 & 0x7F, word & 0xFFFFFF
     layer, phase = divmod(place, 16)
-    name = (*PHASES, LOGITS)[phase].name.lower()
+    name = (*shape.phases, LOGITS)[phase].name.lower()
     where = f"layer {layer} of {shape.layers}" if layer < shape.layers else "the head"
     return (
         f"a decode step of {shape.rows} rows has stopped: block {block} waited too long for "
@@ -180,7 +189,7 @@ def describe(word: int, block: int, shape: Shape) -> str:
 
 def maps_of(shape: Shape, weights: ModelWeights) -> list[bytes]:
     """Encode the maps of each layer's matrices, then the head's; rows make no difference."""
-    phases = [phase for phase in PHASES if phase.matrix is not None]
+    phases = [phase for phase in shape.phases if phase.matrix is not None]
     boxes = [product_of(shape, phase).box for phase in phases]
     found = [
         map_of(numbers_of(getattr(layer, str(phase.matrix))), box)
@@ -212,15 +221,17 @@ class DecodeSteps:
         found = torch.cuda.get_device_properties(device)
         capability, processors = (found.major, found.minor), found.multi_processor_count
         made: dict[int, DecodeStep] = {}
-        packed, step = weights.is_packed, None
-        if packed is None:
-            log.warning("%s: some of its matrices are in FP8", _SLOWER)
+        packed, mixtures = weights.is_packed, {layer.mixture for layer in weights.layers}
+        if packed is None or len(mixtures) > 1:
+            what = "matrices are in FP8" if packed is None else "layers have experts"
+            log.warning("%s: some of its %s", _SLOWER, what)
             return cls(made)
+        step, (mixture,) = None, mixtures
         for rows in sizes:
             where = weights.embed.dtype, capability, 1, processors
-            if supports(config, rows, block_size, *where, packed) is not None:
+            if supports(config, rows, block_size, *where, packed, mixture) is not None:
                 continue
-            shape = Shape.of(config, rows, block_size, processors, 1, packed)
+            shape = Shape.of(config, rows, block_size, processors, 1, packed, mixture)
             try:
                 step = DecodeStep(shape, weights, config.rms_norm_eps, patience, step)
             except (CompileError, DriverError) as error:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Literal
 
 from nanoactor.models.model_config import ModelConfig
+from nanoactor.models.weights.whole_step import Mixture
 
 MOST_ROWS = 16
 WARPS = 8
@@ -47,6 +49,14 @@ class Phase:
     """Matrices on top of each other, of which outputs are combined: gate and up."""
     to_all: bool = False
     """Whether all blocks read the sink."""
+    experts: Literal["outputs", "inputs"] | None = None
+    """Whether the matrices of the chosen experts follow each other by outputs or by inputs; None:
+    there is one matrix."""
+
+    @property
+    def is_flagged(self) -> bool:
+        """Tell whether the source is flagged words for any number of rows."""
+        return self.source in ("QUERIES", "PARTS", "SCORES")
 
 
 PHASES = (
@@ -58,6 +68,19 @@ PHASES = (
     Phase("DOWN", "down", "hidden", "inter", "ACTIVATED", "X1", to_all=True),
 )
 """Of a layer. The first source is the last sink: of the layer before, or the embedding."""
+ROUTE = Phase("ROUTE", None, None, None, "X2", "SCORES")
+"""Each block multiplies the rows by the router's weights of its experts."""
+_GATE_UP, _DOWN = PHASES[-2:]
+EXPERT_PHASES = (
+    *PHASES[:-2],
+    ROUTE,
+    dataclasses.replace(_GATE_UP, source="SCORES", experts="outputs"),
+    dataclasses.replace(_DOWN, experts="inputs"),
+)
+"""Of a layer with a mixture of experts. All blocks receive the rows for `ROUTE`, and keep them;
+then each finds out from the scores which experts the rows have chosen."""
+MOST_EXPERT_ROWS = 8
+_MOST_EXPERTS, _MOST_CHOSEN = 256, 32
 LOGITS = Phase("LOGITS", "head", "vocab", "hidden", "X1", "LOGITS")
 """Behind the last layer; its tiles are dealt out as blocks come to them."""
 
@@ -81,23 +104,33 @@ class Product:
     """The inputs are read in so many pieces, each of so many boxes."""
     packed: bool = False
     """Whether it is in FP8."""
+    matrices: int = 1
+    """Experts, each with such a matrix."""
+    experts: Literal["outputs", "inputs"] | None = None
+    """See `Phase`."""
 
     @property
     def scales(self) -> int:
-        """A matrix's scales: for each tile and box as many as a box may have units."""
-        return self.stacked * self.tiles * self.boxes * UNITS if self.packed else 0
+        """The scales of all matrices: for each tile and box as many as a box may have units."""
+        return self.matrices * self.stacked * self.tiles * self.boxes * UNITS * self.packed
 
-    def tiles_of(self, block: int, blocks: int) -> int:
-        """Return how many tiles a block has: tile i of it is `block + i * blocks`."""
-        return max(0, -(-(self.tiles - block) // blocks))
+    def tiles_of(self, block: int, blocks: int, chosen: int = 1) -> int:
+        """Return how many tiles a block has: tile i of it is `block + i * blocks` of all tiles, of
+        which each of the `chosen` experts has some, or of which each has a part."""
+        tiles = self.tiles * (chosen if self.experts == "outputs" else 1)
+        return max(0, -(-(tiles - block) // blocks))
 
-    def boxes_of(self, block: int, blocks: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (piece, tile of the block, matrix of the stack, box) in the order of the ring."""
+    def boxes_of(
+        self, block: int, blocks: int, chosen: int = 1
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (piece, tile of the block, matrix of the stack, box) in the order of the ring;
+        `chosen` is how many experts the rows have chosen."""
         for piece in range(self.pieces):
             first = piece * self.piece_boxes
-            for tile in range(self.tiles_of(block, blocks)):
+            end = min(self.boxes, first + self.piece_boxes)
+            for tile in range(self.tiles_of(block, blocks, chosen)):
                 for half in range(self.stacked):
-                    for box in range(first, min(self.boxes, first + self.piece_boxes)):
+                    for box in range(first, end * (chosen if self.experts == "inputs" else 1)):
                         yield piece, tile, half, box
 
 
@@ -123,6 +156,8 @@ class Shape:
     """Multiprocessors."""
     packed: bool = False
     """Whether the layers' matrices are in FP8, with a scale for each tile and 128 inputs."""
+    mixture: Mixture | None = None
+    """The experts of each layer, of which `inter` is the inner size; None: layers have none."""
     head: int = 0
     """0: hidden states alone; 1: logits in bfloat16, 2: in float32."""
     flagged: bool | None = None
@@ -148,12 +183,13 @@ class Shape:
         blocks: int,
         head: int,
         packed: bool = False,
+        mixture: Mixture | None = None,
     ) -> Shape:
         """Take the sizes of a model."""
         return cls(
             config.num_layers,
             config.hidden_size,
-            config.intermediate_size,
+            config.intermediate_size if mixture is None else mixture.inner,
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
@@ -164,8 +200,19 @@ class Shape:
             block_size,
             blocks,
             packed,
+            mixture,
             head,
         )
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Of a layer."""
+        return PHASES if self.mixture is None else EXPERT_PHASES
+
+    @property
+    def pairs(self) -> int:
+        """Of a row and an expert that it has chosen."""
+        return 0 if self.mixture is None else self.rows * self.mixture.chosen
 
     @property
     def width(self) -> int:
@@ -201,18 +248,22 @@ def product_of(shape: Shape, phase: Phase) -> Product:
     if phase.rows is None or phase.columns is None:
         return NO_PRODUCT
     packed = shape.packed and phase is not LOGITS
+    matrices = shape.mixture.experts if shape.mixture and phase.experts else 1
     columns, unit = getattr(shape, phase.columns), UNIT_BYTES if packed else UNIT_BYTES // 2
     boxes = -(-columns // (UNITS * unit))
     box = -(-columns // unit // boxes)
     most = _columns_whole(shape)
     piece, pieces = boxes, 1
-    if columns > most:
+    if columns > most and phase.experts != "inputs":
         # Rows are received in blocks of 256 columns, so pieces are multiples of them.
         step = next(n for n in (1, 2, 4) if n * box * unit % 256 == 0)
         piece = max(1, most // (unit * box) // step) * step
         pieces = -(-boxes // piece)
     tiles = -(-getattr(shape, phase.rows) // 8)
-    return Product(tiles, phase.stacked, columns, unit, box, boxes, piece, pieces, packed)
+    return Product(
+        tiles, phase.stacked, columns, unit, box, boxes, piece, pieces, packed, matrices,
+        phase.experts,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -235,25 +286,61 @@ class Layout:
 
 def layout_of(shape: Shape) -> Layout:
     """Lay out shared memory; what the rest leaves is the ring's."""
-    products = [product_of(shape, phase) for phase in (*PHASES, LOGITS)]
+    products = [product_of(shape, phase) for phase in (*shape.phases, LOGITS)]
     group = 8 if shape.rows == 1 else 4 if shape.rows <= 8 else 2
     if any(product.pieces > 1 for product in products):
         group = max(group, -(-shape.hidden_tiles // 2))
-    columns = max(min(p.columns, p.piece_boxes * p.box * p.unit) for p in products)
+    of_rows = [p for p in products if p.experts != "inputs"]
+    columns = max(min(p.columns, p.piece_boxes * p.box * p.unit) for p in of_rows)
     inputs = shape.rows * (columns + 32) * 2
+    if shape.pairs:  # a line for each, and one of zeros
+        inputs = max(inputs, (shape.pairs + 1) * (shape.inter + 32) * 2)
     sums = 2 * group * WARPS * shape.rows * 8 * 4
     work = max(sums, WARPS * shape.heads // shape.kv_heads * shape.head_dim * 4)
     attention = 16 * (shape.head_dim + 32) + 8 * shape.head_dim + 64 * (WARPS + 1)
     rest = 20 * _MOST_SLOTS + shape.rows * (WARPS * 4 + shape.hidden_tiles * 32 + 16) + attention
     if shape.packed:  # scales of the ring's boxes, and of the inputs
-        rest += 4 * UNITS * _MOST_SLOTS + 4 * shape.rows * (columns // UNIT_BYTES + 1)
+        rest += 4 * UNITS * _MOST_SLOTS + 4 * input_scales(shape, columns)
+    if shape.mixture is not None:  # scores of the rows, and what they have chosen
+        rest += 4 * shape.rows * WARPS * scored_experts(shape) + 24 * shape.pairs + 64
     rest = (rest + 448) // 16 * 16
     slots = min(_MOST_SLOTS, (SHARED_LIMIT - inputs - work - rest) // SLOT_BYTES)
     return Layout(group, columns, inputs, work, rest, slots)
 
 
+def scored_experts(shape: Shape) -> int:
+    """Return the experts whose scores a block computes."""
+    return 0 if shape.mixture is None else -(-shape.mixture.experts // shape.blocks)
+
+
+def input_scales(shape: Shape, columns: int) -> int:
+    """Return how many scales the inputs in shared memory have, of up to so many columns."""
+    of_rows = shape.rows * (columns // UNIT_BYTES + 1)
+    return max(of_rows, (shape.pairs + 1) * (shape.inter // UNIT_BYTES + 1)) * shape.packed
+
+
+def _refusal_of_experts(shape: Shape) -> str | None:
+    mixture = shape.mixture
+    if mixture is None:
+        return None
+    if shape.rows > MOST_EXPERT_ROWS:
+        return f"{shape.rows} rows of a mixture of experts are more than {MOST_EXPERT_ROWS}"
+    if mixture.experts > _MOST_EXPERTS or mixture.chosen > _MOST_CHOSEN:
+        return (
+            f"{mixture.chosen} of {mixture.experts} experts are more than {_MOST_CHOSEN} of "
+            f"{_MOST_EXPERTS}"
+        )
+    if mixture.chosen * shape.inter < 8 * shape.blocks:
+        return f"{mixture.chosen} experts of {shape.inter} are too small for {shape.blocks} blocks"
+    return None
+
+
 def refusal(shape: Shape) -> str | None:
     """Return why no kernel is made for a shape, or None."""
+    return _refusal_of_experts(shape) or _refusal_of_sizes(shape)
+
+
+def _refusal_of_sizes(shape: Shape) -> str | None:
     for name in ("hidden", "width", "inter"):
         if getattr(shape, name) % 256:
             return f"{name} {getattr(shape, name)} is no multiple of 256"
@@ -277,20 +364,24 @@ def refusal(shape: Shape) -> str | None:
 def parameter_bytes(shape: Shape) -> int:
     """Return the size of the kernel's parameters: maps, pointers of layers, the rest."""
     maps = sum(phase.matrix is not None for phase in PHASES)
-    return 128 * (maps * shape.layers + 1) + 64 * shape.layers + 256
+    return 128 * (maps * shape.layers + 1) + 72 * shape.layers + 264
 
 
-def _enumerators() -> Iterator[str]:
+def _enumerators(shape: Shape) -> Iterator[str]:
     """Write the phases' numbers, and those of hand-overs: of flags, and of arrivals."""
-    for number, phase in enumerate((*PHASES, LOGITS)):
+    for number, phase in enumerate((*shape.phases, LOGITS)):
         yield f"constexpr int {phase.name} = {number};"
+    if ROUTE not in shape.phases:
+        yield f"constexpr int {ROUTE.name} = -1;"
+        yield f"constexpr unsigned {ROUTE.sink} = 0;"
     arrivals = 0
-    for number, phase in enumerate(PHASES, 1):
+    for number, phase in enumerate(shape.phases, 1):
         yield f"constexpr unsigned {phase.sink} = {number};"
         if phase.to_all:
             arrivals += 1
             yield f"constexpr unsigned ARRIVED_{phase.sink} = {arrivals};"
-    yield f"constexpr int LAYER_PHASES = {len(PHASES)}, LAYER_FLAGS = {len(PHASES)};"
+    count = len(shape.phases)
+    yield f"constexpr int LAYER_PHASES = {count}, LAYER_FLAGS = {count};"
     yield f"constexpr int LAYER_ARRIVALS = {arrivals};"
 
 
@@ -298,25 +389,34 @@ def _products(shape: Shape) -> Iterator[str]:
     yield "struct Product {"
     yield "  int tiles, stacked, columns, unit, box, boxes, piece_boxes, pieces;"
     yield "  bool packed;"
+    yield "  int flight;       // boxes on their way at most"
     yield "  int scales, map;  // where the matrix's scales begin; its map's number"
     yield "};"
     yield "constexpr Product PRODUCTS[] = {"
     maps = scales = 0
-    for phase in (*PHASES, LOGITS):
-        product = product_of(shape, phase)
-        cut = (*map(int, dataclasses.astuple(product)), scales, maps)
-        yield f"  {{{', '.join(map(str, cut))}}},  // {phase.name}"
+    for phase in (*shape.phases, LOGITS):
+        p = product_of(shape, phase)
+        cut = p.tiles, p.stacked, p.columns, p.unit, p.box, p.boxes, p.piece_boxes, p.pieces
+        rest = int(p.packed), _flight_of(shape, p), scales, maps
+        yield f"  {{{', '.join(map(str, (*cut, *rest)))}}},  // {phase.name}"
         maps += phase.matrix is not None
-        scales += product.scales
+        scales += p.scales
     yield "};"
     yield f"constexpr int MAPS = {maps - 1};"
 
 
+def _flight_of(shape: Shape, product: Product) -> int:
+    """Return how many boxes of a matrix may be on their way."""
+    narrow = shape.hidden <= 1536
+    flight = shape.in_flight or ((4 if shape.packed else 2) if narrow else 3)
+    if product.experts is not None:  # their boxes may be small
+        flight = -(-flight * UNITS // product.box)
+    return min(flight, layout_of(shape).slots)
+
+
 def constants(shape: Shape) -> str:
     """Write the CUDA source's constants: sizes, table, layout."""
-    layout = layout_of(shape)
-    narrow = shape.hidden <= 1536
-    in_flight = shape.in_flight or ((4 if shape.packed else 2) if narrow else 3)
+    layout, mixture = layout_of(shape), shape.mixture
     names = {
         "LAYERS": shape.layers,
         "HIDDEN": shape.hidden,
@@ -336,9 +436,13 @@ def constants(shape: Shape) -> str:
         "GROUP": layout.group,
         "TOGETHER": 4 if shape.rows <= 8 else 2,
         "SLOTS": layout.slots,
-        "IN_FLIGHT": min(in_flight, layout.slots),
         "XS_COLUMNS": layout.input_columns,
         "XS_SCALES": layout.input_columns // UNIT_BYTES + 1 if shape.packed else 0,
+        "ALL_SCALES": input_scales(shape, layout.input_columns),
+        "EXPERTS": mixture.experts if mixture else 0,
+        "CHOSEN": mixture.chosen if mixture else 1,
+        "PAIRS": max(1, shape.pairs),
+        "SCORED": max(1, scored_experts(shape)),
         "UNITS": UNITS,
         "XS_BYTES": layout.inputs,
         "WORK_BYTES": layout.work,
@@ -346,10 +450,11 @@ def constants(shape: Shape) -> str:
         "HEAD": shape.head,
         "HEAD_FLOAT": 2,
         "HEAD_TILES": HEAD_TILES,
-        "STEP_FLAGS": len(PHASES) * shape.layers + 1,
+        "STEP_FLAGS": len(shape.phases) * shape.layers + 1,
     }
     switches = {
         "PACKED": shape.packed,
+        "NORMALIZES": mixture is not None and mixture.normalizes,
         "QK_NORM": shape.qk_norm,
         "QKV_BIAS": shape.qkv_bias,
         "FLAGGED": shape.has_flags,
@@ -360,4 +465,4 @@ def constants(shape: Shape) -> str:
     }
     lines = [f"constexpr int {name} = {value};" for name, value in names.items()]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in switches.items()]
-    return "\n".join([*lines, *_enumerators(), *_products(shape)]) + "\n"
+    return "\n".join([*lines, *_enumerators(shape), *_products(shape)]) + "\n"

@@ -1,0 +1,190 @@
+// A mixture of experts: scores, the choice, and products with what is chosen.
+//
+// Scores are products of the normed rows and the router's weights in float32. Each block computes those of
+// its experts while it receives the rows, and hands them to all as flagged words. The likeliest CHOSEN are a
+// row's, of equal ones the lower. Their matrices are read once for all rows, and outputs that no row wants
+// are dropped. Shares are multiplied into what is activated, so that the products that lead back add up.
+
+// -- scores -----------------------------------------------------------------------------------
+
+// The router's weights of this block's experts, into L2 before the rows are there.
+DEVICE void prefetch_router(const Args& a, int layer) {
+  constexpr int LINES = HIDDEN / 32;  // of 128 bytes
+  for (int i = thread_index(); i < SCORED * LINES; i += THREADS) {
+    const int expert = block_index() + i / LINES * BLOCKS;
+    if (expert < EXPERTS) prefetch(a.layers[layer].router + (u64)expert * HIDDEN + i % LINES * 32);
+  }
+}
+
+// What the warps of a row have added up while they received it.
+DEVICE void publish_scores(const Consumer& k) {
+  for (int i = thread_index(); i < ROWS * SCORED; i += THREADS) {
+    const int row = i / SCORED, n = i % SCORED, expert = block_index() + n * BLOCKS;
+    if (expert >= EXPERTS) continue;
+    float sum = 0;
+    for (int w = 0; w < WARPS_OF_ROW; ++w) sum += k.scores[(row * WARPS + w) * SCORED + n];
+    put8(k.a.scores + row * EXPERTS + expert, uint2{bits_of(sum * scale_of(k, row)), k.flag + SCORES});
+  }
+}
+
+// -- the choice -------------------------------------------------------------------------------
+
+constexpr int EXPERTS_OF_LANE = (EXPERTS + 31) / 32;  // lane, lane + 32, ...
+constexpr float LOG2E = 1.4426950408889634f;
+
+// Numbers in the order of floats, from 1; 0 is less than all.
+DEVICE u32 key_of(float score) {
+  const u32 bits = bits_of(score), key = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return key ? key : 1;
+}
+DEVICE float score_of(u32 key) { return from_bits(key >> 31 ? key & 0x7fffffffu : ~key); }
+
+DEVICE void receive_scores(const Consumer& k, u32 (&keys)[EXPERTS_OF_LANE + 1], int row) {
+  const uint2* from = k.a.scores + row * EXPERTS + k.lane;
+  const u32 flag = k.flag + SCORES;
+  Patience patience;
+  while (true) {
+    bool good = true;
+#pragma unroll
+    for (int i = 0; i < EXPERTS_OF_LANE; ++i)
+      if (EXPERTS % 32 == 0 || k.lane + 32 * i < EXPERTS) {
+        const uint2 word = get8(from + 32 * i);
+        keys[i] = key_of(from_bits(word.x));
+        good = good && word.y == flag;
+      } else {
+        keys[i] = 0;
+      }
+    if (good) return;
+    patience.poll(k.a, WAIT_WORDS, k.where(GATE_UP));
+  }
+}
+
+// A row's experts and their shares, by a warp.
+DEVICE void choose_experts(const Consumer& k, Choice& choice, int row) {
+  u32 keys[EXPERTS_OF_LANE + 1];
+  receive_scores(k, keys, row);
+  float all = 0, best = 0, share = 0, sum = 0;
+  int expert = 0;
+#pragma unroll 1
+  for (int n = 0; n < CHOSEN; ++n) {
+    u32 mine = 0;
+    int which = EXPERTS;
+#pragma unroll
+    for (int i = 0; i < EXPERTS_OF_LANE; ++i)
+      if (keys[i] > mine) {
+        mine = keys[i];
+        which = k.lane + 32 * i;
+      }
+    const u32 most = greatest_of_lanes(mine);
+    const int taken = (int)least_of_lanes(mine == most ? (u32)which : (u32)EXPERTS);
+    if (n == 0) {
+      best = score_of(most);
+      if (!NORMALIZES) {
+#pragma unroll
+        for (int i = 0; i < EXPERTS_OF_LANE; ++i)
+          if (k.lane + 32 * i < EXPERTS) all += exp2_of((score_of(keys[i]) - best) * LOG2E);
+#pragma unroll
+        for (int i = 16; i; i >>= 1) all += shuffle_xor(all, i);
+      }
+    }
+    const float weight = exp2_of((score_of(most) - best) * LOG2E);
+    sum += weight;
+    if (k.lane == n) {
+      expert = taken;
+      share = weight;
+    }
+#pragma unroll
+    for (int i = 0; i < EXPERTS_OF_LANE; ++i)
+      if (k.lane + 32 * i == taken) keys[i] = 0;
+  }
+  if (k.lane < CHOSEN) {
+    choice.chosen[row * CHOSEN + k.lane] = expert;
+    choice.shares[row * CHOSEN + k.lane] = widen((u16)pack(share / (NORMALIZES ? sum : all), 0));
+  }
+}
+
+// How many experts below `expert` any row has chosen.
+DEVICE int rank_of(const Choice& choice, int expert) {
+  int rank = count_bits(choice.set[expert / 32] & ((1u << expert % 32) - 1));
+  for (int i = 0; i < expert / 32; ++i) rank += count_bits(choice.set[i]);
+  return rank;
+}
+
+// What any row has chosen, by one warp; then the producer goes on.
+DEVICE void list_experts(const Consumer& k, Choice& choice) {
+#pragma unroll 1
+  for (int i = 0; i < EXPERTS_OF_LANE; ++i) {
+    u32 bits = 0;
+    for (int pair = k.lane; pair < PAIRS; pair += 32)
+      if (choice.chosen[pair] / 32 == i) bits |= 1u << choice.chosen[pair] % 32;
+    bits = bits_of_lanes(bits);
+    if (k.lane == 0) choice.set[i] = bits;
+  }
+  if (EXPERTS % 32 == 0 && k.lane == 0) choice.set[EXPERTS / 32] = 0;
+  for (int i = k.lane; i < MOST_LISTED * 8; i += 32) choice.pairs[i] = NO_PAIR;
+  sync_warp();
+#pragma unroll 1
+  for (int expert = k.lane; expert < EXPERTS; expert += 32)
+    if (choice.set[expert / 32] >> k.lane & 1) choice.experts[rank_of(choice, expert)] = expert;
+#pragma unroll 1
+  for (int pair = k.lane; pair < PAIRS; pair += 32)
+    choice.pairs[rank_of(choice, choice.chosen[pair]) * 8 + pair / CHOSEN] = pair;
+  if (k.lane == 0) choice.count = rank_of(choice, EXPERTS);
+  sync_warp();
+  if (k.lane == 0) barrier_arrive(address_of(&choice.listed));
+}
+
+DEVICE void choose(const Consumer& k, Choice& choice) {
+  perhaps_delay();
+  for (int row = k.warp; row < ROWS; row += WARPS) choose_experts(k, choice, row);
+  if (ROWS > 1) sync_consumers<THREADS>();
+  if (k.warp == 0) list_experts(k, choice);
+  sync_consumers<THREADS>();
+}
+
+// -- products ---------------------------------------------------------------------------------
+
+// One tile of all experts on the list, each by its own lines of inputs.
+template <int P>
+DEVICE void take_experts(Consumer& k, float* sums) {
+  constexpr Product p = PRODUCTS[P];
+  Sums c[1] = {};
+  const int count = k.choice->count, g = k.lane / 4;
+#pragma unroll 1
+  for (int n = 0; n < count; ++n) {
+    const Where from = line_of<P>(k, k.choice->pairs[n * 8 + g]);
+#pragma unroll 1
+    for (int box = 0; box < p.boxes; ++box) {
+      k.ring.wait_full(k.a, k.ring.at, k.where(P));
+      const int slots[1] = {k.ring.at.slot};
+      const int units = p.columns / p.unit - box * p.box;
+#pragma unroll
+      for (int i = 0; i < (p.box + WARPS - 1) / WARPS; ++i) {
+        const int unit = k.warp + i * WARPS;
+        if (unit < p.box && unit < units) multiply_tiles<P>(k, c, slots, unit, box * p.box + unit, from);
+      }
+      free_slot(k);
+    }
+  }
+  keep_sums(k, c[0], sums, false);
+}
+
+// Norm and scores; the choice; gate and up of what is chosen; SwiGLU, times the shares.
+template <int P>
+DEVICE void run_experts(Consumer& k) {
+  constexpr Product p = PRODUCTS[P];
+  const u32 target = k.target + ARRIVED_X2 * BLOCKS;
+  receive<P, true>(k, Source{k.a.x2, k.flag + X2}, 0, target, k.a.layers[k.layer].norm2);
+  publish_scores(k);
+  choose(k, *k.choice);
+  const int tiles = tiles_of(p.tiles * k.choice->count, block_index());
+  multiply<P>(k, 0, tiles, [&](int tile, int i, int row, int pair, float* sums) {
+    const int number = block_index() + tile * BLOCKS, line = k.choice->pairs[number / p.tiles * 8 + row];
+    if (line == NO_PAIR) return;
+    const float scale = scale_of(k, row), share = k.choice->shares[line];
+    const float2 gate = total(sums, 2 * i, row, pair), up = total(sums, 2 * i + 1, row, pair);
+    const float first = silu(scale * gate.x) * (scale * up.x), second = silu(scale * gate.y) * (scale * up.y);
+    const int at = line * INTER + number % p.tiles * 8;
+    publish(k.a.activated, at / 2 + pair, pack(first * share, second * share), k.flag + ACTIVATED);
+  });
+}
