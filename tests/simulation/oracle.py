@@ -252,8 +252,9 @@ class Oracle:
         assert starving > enough, f"{enough} blocks are there or on their way for {starving}"
         youngest = max(scheduler._running, key=lambda s: self._place(s.uid))
         assert victim is youngest, f"{victim.uid} is preempted, but {youngest.uid} is younger"
-        frees = self._awaited or scheduler._turns or scheduler._turn._frees
-        stale = frees or self._yielded or self._scenario.prefix_caching
+        turn = scheduler._turn
+        unseen = self._awaited or scheduler._turns or turn._frees or turn._forks
+        stale = unseen or self._yielded or self._scenario.prefix_caching
         self._promised.append((victim.slot, -1 if stale else victim.gives_back))
         self._yielded += max(1, victim.gives_back)
         self._preemptions[victim.uid] += 1
