@@ -40,7 +40,7 @@ EXPECTED = dict(
 EXPECTED |= {"sat out": 1_000, "aborts that overtook": 1_000, "stop strings": 500, "choiceless": 20}
 EXPECTED |= {"chosen under masks": 1_000, "rows behind free text": 5, "rows of runs": 100}
 EXPECTED |= {"frozen rows": 1_000, "rows with states": 10_000, "copied states": 100}
-EXPECTED |= {"planned deep beside stepwise ones": 50, "killed by a request": 50}
+EXPECTED |= {"planned deep beside stepwise ones": 50, "killed by a request": 5}
 EXPECTED |= {"ended for the reader": 100, "refused by the machine": 5}
 # What the first seeds are about: always the same, so that scenarios drawn otherwise show.
 FIRST = dict(
