@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from bench.decode_step_reference import EPS, expert_of
+from bench.decode_step_reference import EPS
 from bench.decode_step_walk import LONGEST
 from nanoactor.models.batch import AttentionBatch, ForwardInputs, KVCache
 from nanoactor.models.decoder import Decoder
@@ -19,7 +20,7 @@ from nanoactor.models.model_config import ModelConfig, RopeConfig
 from nanoactor.models.seq_lens import NO_SEQ_LENS
 from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.models.weights.fp8 import Fp8Blocks
-from nanoactor.models.weights.linear import LinearWeights, Projection
+from nanoactor.models.weights.linear import Dense, LinearWeights, Projection
 from nanoactor.models.weights.whole_step import (
     LayerWeights,
     Matrix,
@@ -28,16 +29,6 @@ from nanoactor.models.weights.whole_step import (
 )
 
 DEVICE = "cuda"
-
-
-def _feed_forwards(prefix: str, layer: LayerWeights) -> Iterator[tuple[str, Matrix, Matrix]]:
-    """Yield (prefix of its names, gates and ups, what leads back), of each expert."""
-    if layer.router is None:
-        yield prefix, layer.gate_up, layer.down
-        return
-    for number in range(len(layer.router.weight)):
-        of = expert_of(layer.gate_up, number), expert_of(layer.down, number)
-        yield f"{prefix}.experts.{number}", *of
 
 
 class GivenWeights(Weights):
@@ -52,6 +43,7 @@ class GivenWeights(Weights):
             "lm_head.weight": weights.head,
         }
         self._packed: dict[str, PackedMatrix] = {}
+        self._stacked: dict[str, Matrix] = {}
         for index, layer in enumerate(weights.layers):
             self._add_layer(shape, f"model.layers.{index}", layer)
 
@@ -64,9 +56,12 @@ class GivenWeights(Weights):
         named[f"{prefix}.post_attention_layernorm.weight"] = layer.norm2
         if layer.router is not None:
             named[f"{prefix}.mlp.gate.weight"] = layer.router.weight
-        for inner, gate_up, down in _feed_forwards(f"{prefix}.mlp", layer):
-            self._add_matrix(inner, ("gate_proj", "up_proj"), gate_up, [shape.inter] * 2)
-            self._add_matrix(inner, ("down_proj",), down, [shape.hidden])
+            self._stacked[f"{prefix}.mlp.experts.0.gate_proj"] = layer.gate_up
+            self._stacked[f"{prefix}.mlp.experts.0.down_proj"] = layer.down
+        else:
+            mlp, sizes = f"{prefix}.mlp", [shape.inter] * 2
+            self._add_matrix(mlp, ("gate_proj", "up_proj"), layer.gate_up, sizes)
+            self._add_matrix(mlp, ("down_proj",), layer.down, [shape.hidden])
         attention, sizes = f"{prefix}.self_attn", [shape.width, kv, kv]
         self._add_matrix(attention, ("q_proj", "k_proj", "v_proj"), layer.qkv, sizes, layer.bias)
         self._add_matrix(attention, ("o_proj",), layer.o, [shape.hidden])
@@ -97,15 +92,24 @@ class GivenWeights(Weights):
         first = projection.parts[0].name
         if first not in self._packed:
             return super().linear(projection)
-        matrix, bias = self._packed[first], self._tensors.get(f"{first}.bias")
-        scales = matrix.scales[::2]  # 16 outputs have the same
-        return Fp8Blocks(matrix.weight, scales, 128, 0, torch.bfloat16, 16, bias)
+        bias = self._tensors.get(f"{first}.bias")
+        return dataclasses.replace(_packed(self._packed[first]), bias=bias)
+
+    def stacked(self, projections: Sequence[Projection]) -> LinearWeights:
+        """All experts' matrices as they are: twice they would not fit."""
+        matrix = self._stacked[projections[0].parts[0].name]
+        return _packed(matrix) if isinstance(matrix, PackedMatrix) else Dense(matrix)
 
     def load(self, name: str, *shape: int, **part: Any) -> torch.Tensor:
         tensor = self._tensors[name]
         assert tensor is not None, name
         assert tuple(tensor.shape) == shape, name
         return tensor
+
+
+def _packed(matrix: PackedMatrix) -> Fp8Blocks:
+    scales = matrix.scales[..., ::2, :]  # 16 outputs have the same
+    return Fp8Blocks(matrix.weight, scales, 128, 0, torch.bfloat16, 16)
 
 
 def config_of(shape: Shape) -> ModelConfig:
