@@ -3,6 +3,8 @@
     python bench/decode_step.py --out results.json
     python bench/decode_step.py --model 8b --only time
 
+With more rows than a kernel takes, the operators alone are timed. Where layers have experts, the
+number of those that the rows have chosen is printed, its mean over the layers.
 Cases run in order in a worker process. One that hangs or fails says in which phase, and the rest go
 on in a new worker. A hang ends by itself after `--patience` seconds.
 """
@@ -100,9 +102,12 @@ class Worker:
     def run(self, case: Case, seed: int) -> dict[str, Any]:
         shape = shape_of(case, self.blocks)
         why = refusal(shape)
-        if why:
+        if why and case["kind"] != "time":
             return {"refused": why}
         model = self.model(case, shape)
+        if why:
+            generator = torch.Generator(DEVICE).manual_seed(seed)
+            return self.time_operators(case, shape, model, generator)
         self.step = DecodeStep(shape, model.weights, EPS, self.patience, model.step)
         model.step = model.step or self.step
         generator = torch.Generator(DEVICE).manual_seed(seed)
@@ -198,15 +203,24 @@ class Worker:
             found["operators_ms"] = clocked(captured(run), 30)
         else:
             found["trace"] = phases_of(step.scratch.trace, shape.phases) if shape.trace else None
-        moved = bytes_of(shape, case["contexts"], found["experts"])
-        name = torch.cuda.get_device_name()
-        floor = moved / (4.28e12 if "H200" in name else 3.0e12) * 1e3
-        found |= {
-            "GB/s": moved / found["ms"] / 1e6,
-            "floor": floor,
-            "of_floor": floor / found["ms"],
+        return found | floor_of(shape, case["contexts"], found["experts"], found["ms"])
+
+    def time_operators(
+        self, case: Case, shape: Shape, model: Model, g: torch.Generator
+    ) -> dict[str, Any]:
+        """A step that no kernel does."""
+        inputs, caches = self.inputs(case, shape, g)
+        wanted = expected_of(shape, model.weights, caches, inputs, torch.float32, rounds=False)
+        run = model.operators.step(shape, inputs, caches)
+        ms = clocked(captured(run), 30)
+        held = model.operators
+        found = {
+            "operators": self.errors(shape, wanted, held, inputs, caches),
+            "experts": mean(wanted.experts) if wanted.experts else 0,
+            "operators_ms": ms,
+            "good": bool(torch.isfinite(held.hidden.float()).all()),
         }
-        return found
+        return found | floor_of(shape, case["contexts"], found["experts"], ms)
 
     def repeat(self, case: Case, shape: Shape, model: Model, g: torch.Generator) -> dict[str, Any]:
         """200 times other inputs: twice the same bits, and close to the operators."""
@@ -286,6 +300,13 @@ def bytes_of(shape: Shape, contexts: list[int], experts: float) -> float:
     layer = shape.hidden * (shape.qkv + shape.width + inner)
     weights = (1 if shape.packed else 2) * shape.layers * layer + 2 * shape.vocab * shape.hidden
     return weights + 4 * shape.layers * sum(contexts) * shape.kv_heads * shape.head_dim
+
+
+def floor_of(shape: Shape, contexts: list[int], experts: float, ms: float) -> dict[str, float]:
+    """Compare a time with that of the bytes alone."""
+    moved = bytes_of(shape, contexts, experts)
+    floor = moved / (4.28e12 if "H200" in torch.cuda.get_device_name() else 3.0e12) * 1e3
+    return {"GB/s": moved / ms / 1e6, "floor": floor, "of_floor": floor / ms}
 
 
 def synchronize() -> None:
@@ -382,7 +403,8 @@ def compile_one(shape: Shape) -> str:
 
 def prepare(cases: list[Case], blocks: int) -> None:
     """Compile all kernels side by side (NVRTC has one lock in a process)."""
-    shapes = list(dict.fromkeys(shape for case in cases for shape in shapes_of(case, blocks)))
+    wanted = dict.fromkeys(shape for case in cases for shape in shapes_of(case, blocks))
+    shapes = [shape for shape in wanted if refusal(shape) is None]
     begin = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     most = max(1, min(12, (os.cpu_count() or 1) - 2, len(shapes)))
@@ -394,19 +416,26 @@ def prepare(cases: list[Case], blocks: int) -> None:
         print(error[:3000], flush=True)
 
 
+def times_of(found: dict[str, Any]) -> list[str]:
+    parts = []
+    if "ms" in found:
+        parts.append(f"{found['ms']:.3f} ms")
+    if "operators_ms" in found:
+        parts.append(f"operators {found['operators_ms']:.3f} ms")
+    if "of_floor" in found:
+        parts.append(f"{found['GB/s']:.0f} GB/s {found['of_floor']:.0%} of floor")
+    if found.get("experts"):
+        parts.append(f"{found['experts']:.1f} experts a layer")
+    return parts
+
+
 def summary(found: dict[str, Any]) -> str:
     if "refused" in found:
         return f"refused: {found['refused']}"
     verdict = "ok  " if found.get("good") else "BAD "
     if "stopped" in found:
         return f"{verdict}{found['stopped'] or '(no phase)'} | {found['error']}"
-    parts = []
-    if "ms" in found:
-        parts.append(
-            f"{found['ms']:.3f} ms {found['GB/s']:.0f} GB/s {found['of_floor']:.0%} of floor"
-        )
-    if "operators_ms" in found:
-        parts.append(f"operators {found['operators_ms']:.3f} ms")
+    parts = times_of(found)
     if "kernel" in found:
         theirs = found.get("operators") or {}
         pairs = [(n, a, theirs.get(n)) for n, a in found["kernel"].items()]

@@ -82,7 +82,8 @@ def checks(model: str) -> Iterator[Case]:
 
 
 def times(model: str) -> Iterator[Case]:
-    for rows in (1, 8, 2, 4, 16):
+    # Of more rows than a kernel has, by operators alone.
+    for rows in (1, 8, 2, 4, 16, 64, 256):
         yield {"kind": "time", "model": model, "contexts": same(rows)}
 
 

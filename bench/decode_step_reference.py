@@ -234,10 +234,10 @@ def _experts(
     if router.normalizes:
         best = best / best.sum(-1, keepdim=True)
     y = torch.zeros_like(x)
-    for row, (chosen, weights) in enumerate(zip(ids.tolist(), best, strict=True)):
-        for expert, weight in zip(chosen, weights, strict=True):
-            of = expert_of(layer.gate_up, expert), expert_of(layer.down, expert)
-            y[row] += weight * _feed_forward(x[row : row + 1], layer, *of, rounds)[0]
+    for expert in ids.unique().tolist():
+        rows, at = (ids == expert).nonzero(as_tuple=True)
+        of = expert_of(layer.gate_up, expert), expert_of(layer.down, expert)
+        y[rows] += best[rows, at, None] * _feed_forward(x[rows], layer, *of, rounds)
     return y, gaps, ids
 
 
