@@ -9,10 +9,11 @@ import nanoactor.models.devices.cpu.compiled  # noqa: F401 - it imports every ke
 from nanoactor.models.devices.cpu.kernels.elements import (
     EXPERTS,
     FP8,
+    FP8_EXPERTS,
     LOGITS,
     STEPS,
     compile_kernels,
 )
 
 for dtype in (torch.float32, torch.bfloat16):
-    compile_kernels(dtype, parallel=True, purposes=(STEPS, LOGITS, EXPERTS, FP8))
+    compile_kernels(dtype, parallel=True, purposes=(STEPS, LOGITS, EXPERTS, FP8, FP8_EXPERTS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -220,16 +220,23 @@ class PortableOperators:
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
         """Expert by expert, unpacked; how many tokens each has is read back."""
         dense = dense_experts_of(weights)
+        pairs, downs = ([Linear(one, None) for one in of] for of in (dense.gate_up, dense.down))
+        return self.one_by_one(pairs, downs)
+
+    def one_by_one(
+        self, gates_and_ups: Iterable[LinearOperator], downs: Iterable[LinearOperator]
+    ) -> ExpertsOperator:
+        """Make an operator of those of each expert."""
+        pairs, back = [*gates_and_ups], [*downs]
 
         def operator(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
             chosen = ids.shape[1]
             order = ids.flatten().long().argsort(stable=True)
-            counts = ids.flatten().long().bincount(minlength=len(dense.down)).tolist()
+            counts = ids.flatten().long().bincount(minlength=len(back)).tolist()
             y = x.new_empty(len(order), x.shape[1])
             for expert, rows in enumerate(torch.split(order, counts)):
                 if len(rows):
-                    inner = F.linear(x[rows // chosen], dense.gate_up[expert])
-                    y[rows] = F.linear(self.swiglu(inner), dense.down[expert])
+                    y[rows] = back[expert](self.swiglu(pairs[expert](x[rows // chosen])))
             weighted = y.view(-1, chosen, x.shape[1]).float() * shares[..., None]
             return weighted.sum(1).to(x.dtype)
 

@@ -8,6 +8,7 @@ block has 128 x 128 numbers, and `weight_scale_inv` is what these are multiplied
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
@@ -78,6 +79,12 @@ class Fp8Blocks:
         """Copy a matrix to its place."""
         self.weight[at].copy_(matrix.weight)
         self.scales[at].copy_(matrix.scales)
+
+
+def experts_of(weights: Fp8Blocks) -> Iterator[Fp8Blocks]:
+    """Yield each of several matrices."""
+    for weight, scales in zip(weights.weight, weights.scales, strict=True):
+        yield dataclasses.replace(weights, weight=weight, scales=scales)
 
 
 class Fp8Format:

@@ -27,7 +27,7 @@ from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.models.fp8_checkpoints import BLOCK, is_packed, pack, pack_checkpoint
 from tests.models.interpreted import InterpretedDevice
 from tests.models.test_decoder import Driver, Sequence
-from tests.models.test_experts import TOKENS, expected_of
+from tests.models.test_experts import TOKENS, by_hand, expected_of
 
 CPU = torch.device("cpu")
 QUANTIZED = {"quant_method": "fp8", "weight_block_size": [16, 32], "activation_scheme": "dynamic"}
@@ -296,6 +296,41 @@ def test_blocks_of_the_tests_do_not_divide_all_sizes():
     assert 40 % BLOCK[1]
     packed, scales, whole = pack(torch.randn(33, 40), BLOCK)
     assert (packed.shape, scales.shape, whole.shape) == ((33, 40), (3, 2), (33, 40))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "hidden", "inner", "block", "offset", "group"),
+    [
+        (1, 16, 2, 64, 32, 32, 0, 16),
+        (3, 5, 3, 70, 45, 32, 8, 7),
+        (9, 2, 1, 33, 20, 16, 0, 16),  # several tokens of one expert
+        (40, 4, 2, 64, 48, 32, 16, 16),  # more than the kernel takes
+    ],
+)
+def test_experts_stay_packed_on_the_cpu(
+    monkeypatch, threads, dtype, tokens, experts, chosen, hidden, inner, block, offset, group
+):
+    """Activations are not rounded there."""
+    monkeypatch.setattr("nanoactor.models.devices.cpu.kernels.elements._WORTH", 0)
+    device = CompiledCPUDevice()
+    device.prepare_thread(threads)
+    pair = packed_matrix(1, experts, 2 * inner, hidden, block=block, group=group, dtype=dtype)
+    down = packed_matrix(
+        2, experts, hidden, inner, block=block, offset=offset, group=group, dtype=dtype
+    )
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    ids = torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :chosen].int()
+    shares = torch.rand(tokens, experts, generator=generator).softmax(-1)[:, :chosen]
+    monkeypatch.setattr(Fp8Blocks, "dequantize", None)
+    found = device.experts(ExpertWeights(pair, down))(x, ids, shares)
+    monkeypatch.undo()
+    both, back = (dataclasses.replace(w, dtype=torch.float32).dequantize() for w in (pair, down))
+    expected = by_hand(x, both, back, ids, shares)
+    near = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), expected, rtol=near, atol=near)
 
 
 # -- FP8 tensor cores ---------------------------------------------------------------------

@@ -25,6 +25,7 @@ from nanoactor.models.devices.cpu.kernels.batch import advance, locate
 from nanoactor.models.devices.cpu.kernels.elements import (
     EXPERTS,
     FP8,
+    FP8_EXPERTS,
     LOGITS,
     STEPS,
     compile_kernels,
@@ -38,11 +39,12 @@ from nanoactor.models.devices.cpu.kernels.elementwise import (
     takes_heads,
 )
 from nanoactor.models.devices.cpu.kernels.experts import experts_of_few
+from nanoactor.models.devices.cpu.kernels.experts_fp8 import packed_experts_of_few
 from nanoactor.models.devices.cpu.kernels.fp8 import fp8_product, fp8_unpacked
 from nanoactor.models.devices.cpu.kernels.linear import product
 from nanoactor.models.devices.cpu.kernels.sampling import sample_rows
 from nanoactor.models.devices.protocols import ExpertsOperator, LinearOperator
-from nanoactor.models.weights.fp8 import Fp8Blocks
+from nanoactor.models.weights.fp8 import Fp8Blocks, experts_of
 from nanoactor.models.weights.linear import (
     Dense,
     ExpertWeights,
@@ -57,7 +59,8 @@ _FEW_ROWS = 2
 _FEW_CHOICES = 256
 """Pairs of token and expert up to which our kernel is faster than a product for each expert."""
 _FEW_PACKED_ROWS = 4
-"""Rows up to which packed weights are multiplied as they are read, not unpacked before."""
+"""Rows up to which packed weights are multiplied as they are read, not unpacked before; of an
+expert, in the mean."""
 _UNPACKED_OUTPUTS = 512
 _LARGE_BYTES = 2 << 20
 """Weights that come from memory; on processors with AMX oneDNN's products of them are faster."""
@@ -77,6 +80,10 @@ def _unpacked(
         some = slice(at, at + _UNPACKED_OUTPUTS)
         bias = None if weights.bias is None else weights.bias[some]
         yield fp8_unpacked(weights, some, threads), bias
+
+
+def _has_product(weights: Fp8Blocks) -> bool:
+    return weights.dtype in (torch.float32, torch.bfloat16)
 
 
 class CompiledCPUDevice(CPUDevice):
@@ -136,7 +143,7 @@ class CompiledCPUDevice(CPUDevice):
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
         """In two layouts where memory allows: for a few rows, and for many. FP8 stays packed."""
-        if isinstance(weights, Fp8Blocks) and weights.dtype in (torch.float32, torch.bfloat16):
+        if isinstance(weights, Fp8Blocks) and _has_product(weights):
             return self._packed(weights)
         dense = dense_of(weights)
         many, weight, bias = super().linear(dense), dense.weight, dense.bias
@@ -164,8 +171,24 @@ class CompiledCPUDevice(CPUDevice):
 
         return few_or_many
 
+    def _packed_experts(self, gate_up: Fp8Blocks, down: Fp8Blocks) -> ExpertsOperator:
+        self._compile(down.dtype, FP8_EXPERTS)
+        many = self.one_by_one(*(map(self._packed, experts_of(one)) for one in (gate_up, down)))
+        plain = gate_up.block == down.block and not gate_up.offset
+        most = _FEW_PACKED_ROWS * len(down.weight)
+
+        def few_or_many(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+            if not plain or ids.numel() > most:
+                return many(x, ids, shares)
+            return packed_experts_of_few(x, gate_up, down, ids, shares, self._threads)
+
+        return few_or_many
+
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
-        """By our kernel for a few tokens, by PyTorch's products for many."""
+        """By our kernel for a few tokens, by PyTorch's products for many. FP8 stays packed."""
+        pair, down = weights.gate_up, weights.down
+        if isinstance(pair, Fp8Blocks) and isinstance(down, Fp8Blocks) and _has_product(down):
+            return self._packed_experts(pair, down)
         dense = dense_experts_of(weights)
         self._compile(dense.down.dtype, EXPERTS)
         many = super().experts(ExpertWeights(Dense(dense.gate_up), Dense(dense.down)))

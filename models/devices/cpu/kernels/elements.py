@@ -70,12 +70,12 @@ class _Kernel:
     """Numba's types of all but the last."""
     parallel: bool
     purpose: str
-    """`STEPS`, `LOGITS`, `EXPERTS` or `FP8`."""
+    """`STEPS`, `LOGITS`, `EXPERTS`, `FP8` or `FP8_EXPERTS`."""
 
 
-STEPS, LOGITS, EXPERTS, FP8 = "steps", "logits", "experts", "FP8"
+STEPS, LOGITS, EXPERTS, FP8, FP8_EXPERTS = "steps", "logits", "experts", "FP8", "FP8 experts"
 """Purposes of kernels: the steps of all models; logits, which are float32 where a step has changed
-them; mixtures of experts; FP8 weights."""
+them; mixtures of experts; FP8 weights; both."""
 _kernels: list[_Kernel] = []
 
 

@@ -108,6 +108,14 @@ def _experts(
             _sum(found, weights, token, results, like)
 
 
+def grouped(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort choices by expert: (order int32, int32 (experts + 1,) where each expert's begin)."""
+    flat = ids.flatten()
+    firsts = torch.zeros(experts + 1, dtype=torch.int32)
+    torch.cumsum(flat.bincount(minlength=experts), 0, out=firsts[1:])
+    return flat.argsort(stable=True).int(), firsts
+
+
 def experts_of_few(
     x: torch.Tensor,
     weights: DenseExperts,
@@ -118,10 +126,7 @@ def experts_of_few(
     """See `Operators.experts`; matrices are contiguous."""
     x, shares, (tokens, chosen) = x.contiguous(), shares.contiguous(), ids.shape
     experts, hidden, inner = weights.down.shape
-    flat = ids.flatten()
-    order = flat.argsort(stable=True).int()
-    firsts = torch.zeros(experts + 1, dtype=torch.int32)
-    torch.cumsum(flat.bincount(minlength=experts), 0, out=firsts[1:])
+    order, firsts = grouped(ids, experts)
     y = torch.empty_like(x)
     products = torch.empty(tokens * chosen, hidden)
     spread(

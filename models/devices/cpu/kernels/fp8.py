@@ -95,6 +95,18 @@ def _in_blocks(source, values, offset):
                 values[number, row, i] = wide(source[row, first + i]) if inside else np.float32(0)
 
 
+@inlined
+def _totals(values, weight, factors, totals, j, inputs, group, offset):
+    """Compute the j-th output of each row of `values` (blocks, rows, block)."""
+    blocks, rows, block = values.shape
+    totals[:rows] = np.float32(0)
+    for number in range(blocks):
+        begin = max(0, number * block - offset)
+        size = min(inputs, (number + 1) * block - offset) - begin
+        numbers = view(weight + j * inputs + begin, (size,), BYTE)
+        _add_block(values[number], numbers, totals, factors[j // group, number] * _BIAS)
+
+
 @both("aaaaannnnnnnn", purpose=FP8)
 def _linear(
     x, weight, scales, bias, output,
@@ -114,14 +126,10 @@ def _linear(
     for part in prange(parts):
         totals = np.empty(rows, np.float32)
         for j in range(part * outputs // parts, (part + 1) * outputs // parts):
-            totals[:] = wide(added[j]) if bias else np.float32(0)
-            for number in range(blocks):
-                begin = max(0, number * block - offset)
-                size = min(inputs, (number + 1) * block - offset) - begin
-                numbers = view(weight + j * inputs + begin, (size,), BYTE)
-                _add_block(values[number], numbers, totals, factors[j // group, number] * _BIAS)
+            _totals(values, weight, factors, totals, j, inputs, group, offset)
+            more = wide(added[j]) if bias else np.float32(0)
             for row in range(rows):
-                results[row, j] = narrow(totals[row], like)
+                results[row, j] = narrow(totals[row] + more, like)
 
 
 @both("aaannnnnnnn", purpose=FP8)
