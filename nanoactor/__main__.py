@@ -1,4 +1,4 @@
-"""`python -m nanoactor`."""
+"""Run `python -m nanoactor`."""
 
 from nanoactor.cli import main
 

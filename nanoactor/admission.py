@@ -29,8 +29,8 @@ class Admission:
         self._salt, self.block_size = salt, block_size
 
     def direct(self, submit: Submit) -> Admit | None:
-        """Return what admits a request with which a tokenizer has nothing to do; None where it has,
-        if only to say what is wrong."""
+        """Return the admission of a request that needs no tokenizer, or None if it needs one, even
+        if only to report an error."""
         tokens, spec = submit.token_ids, submit.spec
         if submit.text is not None or submit.chat is not None or spec.grammar:
             return None
@@ -54,7 +54,7 @@ class Admission:
         items: Items | None = None,
         free: FreeText | None = None,
     ) -> Admit:
-        """Return what admits a request with these tokens, which were checked."""
+        """Return the admission of a request with these checked tokens."""
         extras = block_extras(items, self.block_size) if items else {}
         return Admit(
             uid=submit.uid,

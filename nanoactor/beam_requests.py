@@ -176,7 +176,7 @@ class Places:
 
 
 def _has_media(prompt: Any) -> bool:
-    """Tell whether a prompt brings anything but text."""
+    """Return True if a prompt contains anything but text."""
     if isinstance(prompt, Mapping):
         return prompt.get("multi_modal_data") is not None
     if not isinstance(prompt, list | tuple):

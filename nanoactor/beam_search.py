@@ -11,15 +11,15 @@ from nanoactor.params import BeamSearchParams
 
 
 def candidates_per_beam(params: BeamSearchParams, eos_token_ids: Collection[int]) -> int:
-    """Return how many of the likeliest tokens each beam is continued with: twice the width, and so
-    many that `beam_width` are left where all ids that end a sequence are among them."""
+    """Return the number of likeliest tokens that each beam is expanded with: twice the width, and
+    enough to leave `beam_width` if all end-of-sequence ids are among them."""
     ends = 0 if params.ignore_eos else len(set(eos_token_ids))
     return max(2 * params.beam_width, params.beam_width + ends)
 
 
 def beam_score(cum_logprob: float, length: int, length_penalty: float) -> float:
-    """Return what sequences are ranked by. `length` counts the prompt, and no token that ended the
-    sequence; it is 1 or more."""
+    """Return the score by which sequences are ranked. `length` counts the prompt but not the token
+    that ended the sequence; it is at least 1."""
     return float(cum_logprob / length**length_penalty)
 
 
@@ -49,12 +49,13 @@ class BeamSearch:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether no further step could change the result."""
+        """Return True if no further step can change the result."""
         return not (self._left and self.live) or self._cannot_improve()
 
     def _cannot_improve(self) -> bool:
-        """Tell whether no continuation of a live beam could pass what has ended. Log-probabilities
-        are never positive, so a sum only falls; the length that suits it best is its limit."""
+        """Return True if no continuation of a live beam can beat the finished ones.
+        Log-probabilities are never positive, so a sum only falls; the most favorable length is the
+        beam's limit."""
         if len(self._ended) < self._params.beam_width:
             return False
         best, penalty = self.live[0], self._params.length_penalty

@@ -43,7 +43,7 @@ class EngineConfig:
     model: str
     """A directory, `demo`, `demo-vl`, or a name on the Hugging Face hub."""
     tokenizer: str | None = None
-    """Where tokenizer and chat template are, in the same forms. Default: where the model is."""
+    """Location of the tokenizer and chat template, in the same forms. Default: the model's."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
     download_dir: str | None = None
@@ -123,9 +123,9 @@ class EngineConfig:
     max_logprobs: int = 20
     """The most of the likeliest tokens that a request may have told beside each of its own."""
     pooling: str = "auto"
-    """How texts become vectors: "auto" is as the checkpoint's `modules.json` says, if it has one.
-    "last", "mean" and "cls" take these positions' states; "yes_no" makes scores of pairs, as
-    Qwen3-Reranker does; "none": only text is generated."""
+    """Pooling method: "auto" follows the checkpoint's `modules.json`, if there is one. "last",
+    "mean" and "cls" pool these positions' states; "yes_no" scores pairs as Qwen3-Reranker does;
+    "none" disables pooling."""
     num_tokenizers: int = 1
     """Processes that tokenize prompts."""
     template_timeout: float = 5.0
@@ -179,7 +179,7 @@ class EngineConfig:
     streams go on. One more is the engine's, and requests raise `EngineDead`. 0: the first is, as
     with `debug_record_dir`."""
     restart_window: float = 300.0
-    """Seconds."""
+    """Length of the window for counting restarts, in seconds."""
     debug: bool = False
     """Check every record's checksum and overwrite released memory. Slow."""
     debug_delay_ms: float = 0.0
@@ -375,8 +375,8 @@ class EngineConfig:
         return self.max_restarts if self.debug_record_dir is None else 0
 
     def steps_in_flight(self, *, deep: bool) -> int:
-        """Return how many steps are in flight at most; `deep`: short steps may be followed by
-        more than `pipeline_depth` says, without cost."""
+        """Return the largest number of steps in flight. `deep`: short steps may be followed by more
+        than `pipeline_depth` allows, at no cost."""
         if self.max_pipeline_depth is not None:
             return self.max_pipeline_depth
         deeper = deep and self.pipeline_depth > 1

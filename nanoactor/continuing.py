@@ -20,6 +20,6 @@ class Resume:
     """Frontend to scheduler, first of all after everybody began anew: who lives."""
 
     below: int
-    """Of all uids below this number ..."""
+    """Requests with uids below this number are dropped, except those in `living`."""
     living: NDArray[np.int64]
-    """... these alone will arrive again."""
+    """Uids below `below` that will be submitted again."""

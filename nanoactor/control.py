@@ -28,17 +28,17 @@ class Controlled(abc.ABC):
 
     @public
     async def resume_generation(self) -> None:
-        """Plan steps again."""
+        """Resume planning steps."""
         self._running().control.pause(False)
 
     @public
     async def is_paused(self) -> bool:
-        """Tell whether no steps are planned."""
+        """Return True if no steps are planned."""
         return self._running().control.is_paused
 
     @public
     async def reset_prefix_cache(self) -> bool:
-        """Have requests that come from now on find nothing in the prefix cache that was computed
-        before, nor what requests under way compute; return True."""
+        """Invalidate the prefix cache: later requests find nothing that was computed before this
+        call or by requests that are running now. Returns True."""
         self._running().control.forget_index()
         return True

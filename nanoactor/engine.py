@@ -172,11 +172,11 @@ class AsyncLLM(Controlled, Pooled):
         return self
 
     async def __aenter__(self) -> AsyncLLM:
-        """Start."""
+        """Start the engine."""
         return await self.start()
 
     async def __aexit__(self, *_: object) -> None:
-        """Close."""
+        """Close the engine."""
         await self.close()
 
     @public
@@ -224,7 +224,8 @@ class AsyncLLM(Controlled, Pooled):
 
     @property
     def restarts(self) -> tuple[Mapping[str, int], float]:
-        """Return how often each process was replaced, and the seconds that took in all."""
+        """Return the number of restarts of each process, and the seconds that they took in
+        total."""
         return dict(self._system.restarts), self._system.restart_seconds
 
     @property
@@ -513,7 +514,7 @@ class AsyncLLM(Controlled, Pooled):
 
     @property
     def pids(self) -> dict[str, int]:
-        """The engine's processes."""
+        """Return the engine's processes by name."""
         return self._system.pids
 
     @property

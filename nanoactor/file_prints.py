@@ -114,7 +114,7 @@ class FilePrints:
         return self._moved(places)
 
     def _place(self, path: Path) -> Path:
-        """Return where a file is now: where it was, unless its directory was renamed."""
+        """Return the current path of a file: the original one unless its directory was renamed."""
         descriptor = self._directories.get(path.parent)
         if path.exists() or descriptor is None:
             return path
@@ -125,7 +125,7 @@ class FilePrints:
         return path
 
     def _differs(self, path: Path, place: Path) -> str | None:
-        """Return how a file differs from what it was, by the look of it; None: it is the same."""
+        """Return how a file's metadata differs from the recorded one, or None if it is the same."""
         try:
             now = file_print(place)
         except OSError:
@@ -164,7 +164,7 @@ def _readers(node: str) -> Collection[str]:
 
 
 async def _on_thread(work: Callable[[], T]) -> T:
-    """Return what `work` returns on a thread of its own: others may have filled the loop's pool."""
+    """Run `work` on a separate thread: other work may have filled the loop's pool."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

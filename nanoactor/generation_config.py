@@ -93,7 +93,7 @@ class GenerationConfig:
     """The contents of the file."""
 
     sampling: Mapping[str, float]
-    """What a sampling parameter is unless a request gives it, for those in `columns.DEFAULTS`."""
+    """Defaults of the sampling parameters in `columns.DEFAULTS`."""
     eos_token_ids: tuple[int, ...] = ()
     max_new_tokens: int | None = None
     """Tokens of an answer, unless a request says how many."""
@@ -101,7 +101,7 @@ class GenerationConfig:
     """Settings that would change answers, and are not applied."""
 
     def without_recommendations(self) -> GenerationConfig:
-        """Return what is left where vLLM's defaults take the place of the file's."""
+        """Return this configuration with vLLM's defaults instead of the file's recommendations."""
         return GenerationConfig(DEFAULTS, self.eos_token_ids)
 
     def overridden(self, settings: Mapping[str, Any]) -> GenerationConfig:

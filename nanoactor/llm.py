@@ -107,7 +107,7 @@ class LLM:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
+        """Close the engine."""
         self.close()
 
     @public
@@ -239,10 +239,8 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """Return how well documents match queries; see `AsyncLLM.score`.
-
-        There is a query for each document, or one for all.
-        """
+        """Score how well documents match queries; see `AsyncLLM.score`. Takes one query per
+        document, or one for all."""
         asked = _several(queries, "queries", "a text, or a list of them")
         given = _several(documents, "documents", "a text, or a list of them")
         if len(asked) == 1:

@@ -38,7 +38,8 @@ class Stopping:
     """Empty where end-of-sequence is ignored."""
     stop_ids: tuple[int, ...]
     fewer_will_do: bool = False
-    """Whether `max_tokens` is cut where the context leaves less room: it is a default, or a cap."""
+    """True if `max_tokens` is a default or a cap, and is cut to the room that the context
+    leaves."""
 
 
 @message(3)
@@ -61,14 +62,14 @@ class TokenRules:
     """Ids that a request may choose, must not choose, or shall choose more or less often."""
 
     allowed_ids: Int32
-    """Empty: all."""
+    """Ids that may be sampled; empty: all."""
     bias_ids: Int32
     biases: NDArray[np.float32]
-    """What is added to the logit of each of `bias_ids`."""
+    """Value added to the logit of each of `bias_ids`."""
     word_ids: Int32
     """Bad words, one after the other: an output never contains one."""
     word_lengths: Int32
-    """How many of `word_ids` belong to each."""
+    """Number of `word_ids` that belong to each word."""
 
 
 @message(8)
@@ -77,7 +78,7 @@ class FreeText:
     are any, come first; text up to a call may follow."""
 
     thinks: bool
-    """Whether the prompt has begun thoughts."""
+    """True if the prompt has opened the reasoning."""
     think_id: int
     """Begins thoughts, as the first token of output; -1: none does."""
     close_id: int
@@ -92,21 +93,22 @@ class RequestSpec:
 
     priority: int
     sampling: bytes
-    """How the runners choose its tokens: a row of `models/sampling/columns.py` for each answer."""
+    """Sampling parameters for the runners: a row of `models/sampling/columns.py` for each
+    sequence."""
     stopping: Stopping
     text_options: TextOptions
     rules: TokenRules | None = None
     """The tokenizer adds the bad words, as it knows their ids."""
     logprobs: int = -1
-    """How many of the likeliest tokens are told beside each token of output; -1: nothing is."""
+    """Number of top log-probabilities returned with each output token; -1: none."""
     prompt_logprobs: int = -1
     """Likewise of the prompt."""
     grammar: str = ""
-    """What the answers must look like, as `GrammarSpec.to_text` writes it; empty: anything."""
+    """Grammar of the output, as `GrammarSpec.to_text` writes it; empty: unconstrained."""
     pools: bool = False
-    """Whether the answer is a vector of the prompt instead of tokens."""
+    """True if the request returns a pooled vector instead of tokens."""
     held: bool = False
-    """Whether each answer is held behind every token: `Continue` says what they go on with."""
+    """True if each sequence pauses after every token until `Continue` supplies the next one."""
 
 
 @message(10, by="uid")
@@ -130,9 +132,10 @@ class Submit:
     a video's temporal patches; nothing for a picture."""
     bad_words: tuple[str, ...] = ()
     keep_last: int = 0
-    """How many tokens of the prompt count, from its end; 0: all."""
+    """Number of prompt tokens to keep, counted from the end; 0: all."""
     output: ToldTokens | None = None
-    """What was told of the answer, where it goes on behind that; then it is the only one."""
+    """Output emitted so far, if the request resumes after it; the request then has a single
+    sequence."""
 
 
 @message(11, by="uid")
@@ -149,7 +152,7 @@ class Admit:
     prompt_length: int
     hashes: NDArray[np.uint8]
     items: Items | None = None
-    """None for text."""
+    """Multimodal items; None for text."""
     free: FreeText | None = None
     """None where the grammar holds from the first token on."""
 
@@ -162,9 +165,9 @@ class Reject:
     text: str
     """Empty where it was aborted before it was tokenized."""
     answers: int = 1
-    """How many uids it has, from this one on."""
+    """Number of uids of the request, starting with this one."""
     refused: bool = False
-    """Whether the machine is to blame, not the request."""
+    """True if the machine is at fault, not the request."""
 
 
 @message(13, by="uid")
@@ -185,7 +188,7 @@ class Continue:
     """Of each answer: it becomes a copy of what this one is now, counted from 0, ...; -1: it ends.
     """
     token_ids: Int32
-    """... and this token follows."""
+    """Token that each sequence continues with."""
 
 
 @message(15)
@@ -225,7 +228,7 @@ class Admissions:
     """Position from which the ids in `masked_ids` may be sampled (`min_tokens`)."""
     masked_ids: Int32
     masked_counts: Int32
-    """How many of `masked_ids` belong to each row."""
+    """Number of `masked_ids` that belong to each row."""
     freeze_ids: Int32
     """(rows, limits.FREEZE_IDS): tokens behind which a sequence does not go on decoding, as far as
     there is room for them; padded with -1."""
@@ -290,7 +293,7 @@ class KnownTokens:
     """Slots whose last tokens no row has sampled: what decode rows in flight compute in their place
     counts for nothing."""
     run_counts: Int32
-    """How many these are."""
+    """Number of tokens in each run."""
 
 
 @message(29, by="step")
@@ -326,8 +329,8 @@ class Turn:
 
 @message(34)
 class Copies:
-    """What is copied before the layers of a step, blocks or the states of slots. All sources are
-    read before any target is written."""
+    """Copies of blocks or slot states that precede the layers of a step. All sources are read
+    before any target is written."""
 
     sources: Int32
     targets: Int32
@@ -347,12 +350,12 @@ class Step:
     table_starts: Int32
     """The first entry that changes in each."""
     table_counts: Int32
-    """How many change in each."""
+    """Number of changed table entries of each slot."""
     table_blocks: Int32
     """The block ids of one change after the other."""
     admissions: Admissions
     copies: Copies | None = None
-    """Of blocks."""
+    """Copies of blocks."""
     slot_copies: Copies | None = None
     """Of slots, where layers keep states of them."""
     vision: VisionStep | None = None
@@ -370,7 +373,7 @@ class StepDone:
     """Those of one row after the other. A negative one says why there is none: `NO_TOKEN`,
     `NOTHING_ALLOWED` or `FROZEN` of `nanoactor.models.limits`."""
     seconds: float
-    """How long the device took."""
+    """Device time of the step."""
     began: int
     """When it took the step up, in ns of the monotonic clock."""
     scores: StepScores | None = None
@@ -403,7 +406,7 @@ class Answer:
     slots: Int32
     """Slots that share another number of their blocks with others than before."""
     shared: Int32
-    """That number."""
+    """Number of shared blocks of each slot."""
     encoder: EncoderCredits | None
     """None where the admissions have no items, and no pages are given back."""
     tainted: Int64
@@ -492,7 +495,7 @@ class OutputDelta:
     uids: Int64
     texts: list[str]
     counts: Int32
-    """How many of `token_ids` belong to each of `uids`."""
+    """Number of `token_ids` that belong to each of `uids`."""
     token_ids: Int32
     terminals: tuple[Terminal, ...]
     scores: ToldScores | None = None

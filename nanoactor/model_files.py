@@ -44,28 +44,28 @@ class ModelFiles:
     directory: Path
     config: ModelConfig
     generation: GenerationConfig
-    """What its makers recommend."""
+    """Sampling defaults recommended by the model's authors."""
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     tokenizer_directory: Path | None
-    """Where `tokenizer.json` and the chat template lie; None where only token ids are served."""
+    """Directory with `tokenizer.json` and the chat template; None if only token ids are served."""
     given_tokenizer: Path
     """The directory from which transformers reads the tokenizer."""
     images: ImageConfig | None = None
-    """How pictures are resized; None for a model that sees nothing."""
+    """Parameters for resizing images; None for a text-only model."""
     videos: VideoConfig | None = None
-    """How the frames of videos are; None for a model that takes none."""
+    """Parameters for sampling and resizing video frames; None for a model without video input."""
     lowers_length: bool = False
-    """Whether `max_model_len` is lowered to what the KV cache holds."""
+    """True if `max_model_len` is lowered to the capacity of the KV cache."""
     chat_template: str | None = None
     """The source of the template in place of the model's own."""
     pooling: PoolingConfig | None = None
-    """How texts become vectors or scores; None for a model that generates text alone."""
+    """Pooling configuration; None for a model that only generates text."""
     generates: bool = True
-    """Whether it generates text."""
+    """True if the model generates text."""
     has_slot_state: bool = False
-    """Whether layers keep something of a sequence that no block holds, so that no prefix of it is
-    found in the cache."""
+    """True if layers keep per-sequence state outside of the blocks, which rules out prefix-cache
+    hits."""
     prints: Mapping[Path, FilePrint] = dataclasses.field(default_factory=dict)
     """Of all files that processes read, when the engine was made."""
 
@@ -132,7 +132,8 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
 
 
 def _pooling(config: EngineConfig, directory: Path, tokenizer: Path | None) -> PoolingConfig | None:
-    """Return how the model pools, with the ids of the tokens whose logits make scores."""
+    """Return the model's pooling configuration, with the ids of the tokens whose logits become
+    scores."""
     found = read_pooling(directory, config.pooling)
     if found is None or not found.scores:
         return found
@@ -156,7 +157,7 @@ def _judgements(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
 
 
 def _generation(config: EngineConfig, directory: Path) -> GenerationConfig:
-    """Return what the model's makers, or its users, recommend."""
+    """Return the defaults recommended by the model's authors or overridden by its users."""
     place = Path(config.generation_config)
     overrides = dict(config.override_generation_config or {})
     if config.generation_config in ("auto", "vllm"):
@@ -204,7 +205,7 @@ def _prints(directories: Iterable[Path]) -> dict[Path, FilePrint]:
 
 
 def file_print(path: Path) -> FilePrint:
-    """Return what tells by its look whether a file was changed. Raises `OSError`."""
+    """Return a fingerprint of a file's metadata. Raises `OSError`."""
     told = path.stat()
     return told.st_size, told.st_mtime_ns, told.st_ino
 

@@ -14,7 +14,7 @@ class RequestOutputKind(enum.Enum):
     CUMULATIVE = 0
     """All text and tokens so far."""
     DELTA = 1
-    """What is new since the output before."""
+    """New output since the previous `RequestOutput`."""
     FINAL_ONLY = 2
     """One output, at the end."""
 
@@ -73,7 +73,7 @@ class CompletionOutput:
     """Likewise: how many characters of the output come before each token."""
 
     def finished(self) -> bool:
-        """Tell whether nothing follows."""
+        """Return True if the sequence is finished."""
         return self.finish_reason is not None
 
 
@@ -108,7 +108,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held; known at the end."""
     num_preemptions: int = 0
-    """How often the sequence gave its blocks to older ones; known at the end."""
+    """Number of times that the sequence was preempted; known at the end."""
     prompt_logprobs: list[Logprobs | None] | None = None
     """One for each token of the prompt, None for the first; None unless they were asked for, or
     where the request was aborted before. Of output kind DELTA the first output alone has them."""
@@ -127,7 +127,7 @@ class BeamSearchSequence:
     text: str | None = None
     """That of `tokens`, special ones included; None where the engine has no tokenizer."""
     finish_reason: str | None = None
-    """"stop" or "length"."""
+    """Finish reason: "stop" or "length"."""
     stop_reason: int | None = None
     """The token that ended it; None where its length did."""
 

@@ -198,7 +198,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
     """Let `text` have the end-of-sequence token; `tokens` always have it."""
     structured_outputs: None = None
-    """Refused."""
+    """Not supported; must be None."""
 
     def __post_init__(self) -> None:
         """Check every value and bring numbers into their one form."""

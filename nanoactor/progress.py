@@ -19,7 +19,7 @@ class Progress:
             self._bar = tqdm(total=requests, desc="Requests", unit="req", dynamic_ncols=True)
 
     def tokens(self, prompt: int, output: int) -> None:
-        """Count tokens."""
+        """Add prompt and output tokens to the counts."""
         self._prompt += prompt
         self._output += output
         if self._bar is not None:

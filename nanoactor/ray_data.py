@@ -63,10 +63,10 @@ class Columns:
     """A whole number for the row's random numbers."""
     text: str = "generated_text"
     token_ids: str | None = None
-    """Where the answer's token ids go, if they are wanted."""
+    """Column for the output token ids; None: they are dropped."""
     finish_reason: str = "finish_reason"
     error: str = "error"
-    """What kept the row from having an answer; empty where it has one."""
+    """Column for the error of a failed row; empty for rows that succeeded."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidConfig` where a name is none, or is there twice."""
@@ -197,7 +197,8 @@ def _may_go_well(error: NanoactorError) -> bool:
 
 
 def _is_of_row(error: NanoactorError) -> bool:
-    """Tell whether an error is one row's, not the engine's: then the batch is another actor's."""
+    """Return True if an error concerns a single row. Any other is the engine's, and another actor
+    takes the batch."""
     return isinstance(error, InvalidRequest | OutOfResources | ComputationFailed)
 
 

@@ -106,6 +106,7 @@ def first_step(block_size: int) -> Step:
 
 
 def text_messages() -> list[Open | Tokens]:
-    """Return what the detokenizer would hear of a made-up request, from its begin to its end."""
+    """Return the messages that the detokenizer receives for a dummy request, from start to
+    finish."""
     sent = Rehearsal(_PROMPT).play()
     return [message for message in sent if isinstance(message, Open | Tokens)]

@@ -20,7 +20,7 @@ class Rendezvous:
             self.descriptor = listener.detach()
 
     def close(self) -> None:
-        """Let go of our copy; a second call does nothing."""
+        """Close our copy; a second call does nothing."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

@@ -46,7 +46,7 @@ class Request:
 
     @property
     def cached_tokens(self) -> int:
-        """Return how many tokens of its prompt the prefix cache held; known at the end."""
+        """Return the number of prompt tokens found in the prefix cache; known at the end."""
         terminal = self._entry.answers[0].terminal
         return terminal.cached_tokens if terminal else 0
 
@@ -124,8 +124,9 @@ class Request:
         return self._entry.answers[0].vector
 
     def go_on(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Have each held answer become a copy of another, or stay itself, and go on with a token;
-        those of parent -1 end. Raises as `held` does, and `InvalidRequest`."""
+        """Resume the paused sequences: each becomes a copy of its parent, or stays itself, and
+        continues with its token; those with parent -1 end. Raises the errors of `held`, and
+        `InvalidRequest`."""
         self._frontend.go_on(self._entry, parents, tokens)
 
     def close(self) -> None:

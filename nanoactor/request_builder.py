@@ -168,7 +168,7 @@ class RequestBuilder:
         return Submit(0, spec, text, None, "{}", token_ids, keep_last=keep_last)
 
     def _moved(self, submit: Submit, params: SamplingParams, so_far: Any) -> Submit:
-        """Return what goes on behind `so_far`, ahead of all that begins here."""
+        """Return the request that resumes after `so_far`, ahead of new requests."""
         if not isinstance(so_far, OutputSoFar):
             raise InvalidRequest(f"so_far must be OutputSoFar or None, got {so_far!r:.100}")
         if params.n != 1:
@@ -215,7 +215,7 @@ class RequestBuilder:
         return prompt, ()
 
     def _keep_last(self, params: SamplingParams, media: tuple[Media, ...]) -> int:
-        """Return how many tokens of the prompt count, from its end; 0: all."""
+        """Return the number of prompt tokens to keep, counted from the end; 0: all."""
         asked, limit = params.truncate_prompt_tokens, self._files.max_model_len
         if asked is None:
             return 0
@@ -383,7 +383,7 @@ def _check_priority(priority: Any) -> int:
 
 
 def _rules(params: SamplingParams) -> TokenRules | None:
-    """Return what applies to the logits; the tokenizer adds the bad words."""
+    """Return the rules for the logits; the tokenizer adds the bad words."""
     biases = params.logit_bias or {}
     if not (biases or params.allowed_token_ids or params.bad_words):
         return None

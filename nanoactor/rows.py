@@ -54,7 +54,7 @@ class Rows:
     starts: Int32
     counts: Int32
     wants: NDArray[np.uint8]
-    """Flags of `Want`."""
+    """Flags of `Want`, one value per row."""
     sources: Int32
     """The slot whose row this one copies: it samples from, or keeps, the state of that row's last
     position, and has no position of its own. -1 for all other rows; empty if no row is a copy."""
@@ -101,7 +101,7 @@ class StepRows(NamedTuple):
     name rows by their place in this order."""
 
     decode_slots: Long
-    """Ascending."""
+    """Slots of the decode rows, in ascending order."""
     decode_starts: Long
     others: Rows
 

@@ -21,11 +21,11 @@ class TokenScores:
     ranks: Int32
     """Of each token: 1 is the likeliest."""
     counts: Int32
-    """How many of the likeliest tokens in its place are told beside it, ..."""
+    """Number of top tokens returned with each token."""
     top_ids: Int32
-    """... which, the likeliest first, one place after the other, ..."""
+    """Ids of the top tokens, likeliest first, concatenated over the tokens."""
     top_logprobs: Float32
-    """... and their log-probabilities."""
+    """Log-probabilities of `top_ids`."""
 
 
 @message(28)
@@ -33,9 +33,9 @@ class ScoreRequests:
     """Sequences of which log-probabilities are wanted."""
 
     rows: Int32
-    """Which of the sequences that are introduced."""
+    """Indices among the sequences that are introduced."""
     output: Int32
-    """How many of the likeliest tokens are told beside each token of output; -1: nothing is."""
+    """Number of top tokens returned with each output token; -1: none."""
     prompt: Int32
     """Likewise of the prompt."""
 
@@ -55,8 +55,8 @@ class RequestScores:
 
     uids: Int64
     prompts: NDArray[np.bool_]
-    """Whether a run is of the prompt, where it goes on with what was told before; else it is of the
-    output's token that it travels with."""
+    """True for a run of prompt scores that continues an earlier one; False for the score of the
+    output token that it travels with."""
     counts: Int32
     scores: TokenScores
 
@@ -74,5 +74,5 @@ class ToldScores:
     pieces: bytes
     """The bytes of each token, then of those told beside it; none where there is no tokenizer."""
     lengths: Int32
-    """How many of `pieces` are whose."""
+    """Number of `pieces` that belong to each token."""
     scores: TokenScores

@@ -39,7 +39,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     """A context-free grammar, in Lark's notation or EBNF."""
     json_object: bool = False
-    """Any JSON object."""
+    """Allow any JSON object."""
     disable_any_whitespace: bool = False
     """JSON is compact: no spaces or line breaks between its tokens."""
     disable_additional_properties: bool = False
@@ -51,8 +51,8 @@ class StructuredOutputsParams:
     tools: ToolGrammar | None = None
     """Functions that the answer may, or must, call; not in vLLM."""
     thoughts: Thoughts = "none"
-    """Whether free thoughts come before the constraint holds: "open" where the prompt has begun
-    them with `<think>`, "optional" where the answer may; not in vLLM."""
+    """Reasoning before the constrained output: "open" if the prompt has opened it with `<think>`,
+    "optional" if the model may open it. Not in vLLM."""
 
     def __post_init__(self) -> None:
         """Check every value, and bring `json` and `choice` into their one form."""
@@ -107,7 +107,7 @@ class StructuredOutputsParams:
         return cls(**given)
 
     def spec(self) -> GrammarSpec:
-        """Return what the engine's actors are told."""
+        """Return the specification that the engine's actors use."""
         kind, value = self._constraint()
         return GrammarSpec(
             kind=kind,

@@ -61,7 +61,7 @@ class Suspects:
 
     @property
     def is_alone(self) -> bool:
-        """Tell whether nothing else may run beside the trial."""
+        """Return True if nothing may run alongside the trial."""
         return bool(self._trial) and self._is_alone
 
     def note_death(
@@ -92,8 +92,8 @@ class Suspects:
     def _found(
         self, told: Mapping[int, int], accused: Collection[int], kind: str, seconds: float
     ) -> list[int]:
-        """Return who was there at the last death of the kind too, and came no further since; they
-        take the place of other suspects."""
+        """Return the requests that were also present at the last death of this kind and have made
+        no progress since; they replace the other suspects."""
         last = self._told.get(kind, {})
         if accused:
             self._told[kind] = {one: told[one] for one in accused}
@@ -117,7 +117,7 @@ class Suspects:
         return {one for one in told if one in self._trial or one not in self._there}
 
     def is_cleared(self, told: Mapping[int, int], now: float) -> bool:
-        """Tell whether all of the group on trial are over, or past their place."""
+        """Return True if all requests on trial have finished or passed the point of the crash."""
         return not self._near(self._trial, told, now - self._began)
 
     def _near(self, trial: Mapping[int, int], told: Mapping[int, int], seconds: float) -> list[int]:
@@ -126,8 +126,8 @@ class Suspects:
 
 
 def _was_near(tokens: int, seconds: float) -> bool:
-    """Tell whether a request may have been at the same place at a death as at the one before, if it
-    was told so many tokens in between and ran for so long."""
+    """Return True if a request may have been at the same point in two deaths, given the tokens
+    emitted and the time run in between."""
     return tokens < NEXT_TO_NOTHING and (seconds < _SOON or tokens < 2)
 
 

@@ -27,7 +27,8 @@ def system_options(config: EngineConfig, processes: int) -> Options:
 
 
 def _awake_ms(config: EngineConfig, processes: int) -> float:
-    """Return how long loops look for messages before they sleep: 0 where cores are scarce."""
+    """Return how long, in milliseconds, loops poll for messages before they sleep: 0 if cores are
+    scarce."""
     if config.awake_ms is not None:
         return config.awake_ms
     return _AWAKE_MS if usable_cores() >= 2 * processes else 0.0

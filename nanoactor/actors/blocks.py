@@ -83,7 +83,7 @@ class BlockManagerActor(Actor):
             self._scheduler.send(answer)
 
     def _tell_index(self, at_least: int = 1) -> None:
-        """Tell what has changed in the index, where that much has: readers of it can wait."""
+        """Publish index changes once there are `at_least` of them; readers can wait."""
         changes = self._manager.pool.changes
         if changes is None or len(changes) < at_least:
             return

@@ -60,14 +60,14 @@ class RunnerReady:
 
     @classmethod
     def find(cls, ready: Mapping[str, ReadyInfo]) -> RunnerReady:
-        """Return what rank 0 told; the ranks agree on the cache's size."""
+        """Return the report of rank 0; the ranks agree on the cache size."""
         found = ready["runner.0"]
         assert isinstance(found, cls)
         return found
 
 
 def encoder_limits(config: ActorConfig, cache: RunnerReady) -> EncoderLimits:
-    """Return what of pictures fits at once, and what a step encodes of them."""
+    """Return the limits for encoding images: how much fits at once, and how much a step encodes."""
     vision, engine = config.files.config.vision, config.engine
     if vision is None:
         return EncoderLimits()
@@ -82,12 +82,12 @@ def encoder_limits(config: ActorConfig, cache: RunnerReady) -> EncoderLimits:
 
 
 def has_grammars(files: ModelFiles) -> bool:
-    """Tell whether answers may be bound to a grammar: that takes a tokenizer."""
+    """Return True if outputs can be constrained by a grammar, which requires a tokenizer."""
     return files.tokenizer_directory is not None
 
 
 def encoder_pages(config: EngineConfig, files: ModelFiles) -> int:
-    """Return how many pages the encoder cache has; 0 for a model that sees nothing."""
+    """Return the number of pages of the encoder cache; 0 for a text-only model."""
     if files.images is None:
         return 0
     tokens = config.encoder_cache_tokens or min(files.max_model_len, _DEFAULT_ENCODER_TOKENS)

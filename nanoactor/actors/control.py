@@ -18,13 +18,13 @@ class EngineControl:
         self._scheduler: Any = None
 
     def pause(self, paused: bool) -> None:
-        """Have no step be planned, or steps again."""
+        """Pause or resume the planning of steps."""
         self.is_paused = paused
         if self._scheduler is not None:
             self._scheduler.send(Pause(paused))
 
     def forget_index(self) -> None:
-        """Have later requests find nothing of what was computed so far."""
+        """Invalidate the prefix cache for later requests."""
         self._forgotten += 1
         if self._scheduler is not None:
             self._scheduler.send(ForgetIndex(self._forgotten))

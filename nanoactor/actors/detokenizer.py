@@ -38,12 +38,12 @@ class DetokenizerActor(Actor):
         self.renew()
 
     def renew(self) -> None:
-        """Keep the tables."""
+        """Reset the state but keep the tables."""
         self._detokenizer = Detokenizer(self._decoders)
         self._double = Detokenizer(self._decoders)
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Find the edges."""
+        """Look up the outgoing edges."""
         super().start(context, ready)
         self._frontend = context.outbox("frontend")
         self._scheduler = context.outbox("scheduler")
@@ -53,7 +53,7 @@ class DetokenizerActor(Actor):
         return {Open: self._open, Tokens: self._tokens}
 
     def span_names(self) -> Mapping[type, str]:
-        """A step's tokens."""
+        """Name the spans that process a step's tokens."""
         return {Open: "open", Tokens: "detokenize"}
 
     def _open(self, event: Open) -> None:

@@ -71,7 +71,7 @@ class FrontendActor(Actor):
         """Set, and forgotten, when a request no longer waits; None where nobody wants to know."""
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Find the edges."""
+        """Look up the outgoing edges."""
         super().start(context, ready)
         self._tokenizers = [
             context.outbox(f"tokenizer.{index}") for index in range(self._config.num_tokenizers)
@@ -105,7 +105,7 @@ class FrontendActor(Actor):
         return explained
 
     def _is_at(self, entry: Entry, node: str) -> bool:
-        """Tell whether a request may have been at work in a node when it died."""
+        """Return True if a request may have been running in a node when the node died."""
         kind, _, number = node.partition(".")
         if kind == "tokenizer":
             own = int(number)
@@ -115,11 +115,11 @@ class FrontendActor(Actor):
         return kind != "grammar" or bool(entry.submit.spec.grammar)
 
     def renew(self) -> None:
-        """Keep the journal."""
+        """Reset the state but keep the journal."""
         self._untokenized, self._load = {}, [0] * self._config.num_tokenizers
 
     def expects_death(self) -> bool:
-        """Tell whether requests run that may be what kills."""
+        """Return True if a running request is suspected of crashing a process."""
         return self._readmission.is_trial
 
     def resume(self) -> None:
@@ -321,9 +321,9 @@ class FrontendActor(Actor):
             del self._by_id[entry.request_id]
 
     def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Have each answer of a held request become a copy of what `parents` names, and go on with
-        a token; those of parent -1 end. Raises what ended the request, and `InvalidRequest` where
-        that cannot be."""
+        """Resume a paused request: each sequence becomes a copy of its parent in `parents` and
+        continues with its token; those with parent -1 end. Raises the error that ended the request,
+        or `InvalidRequest` if it cannot resume."""
         entry.raise_error()
         if self._paused:
             self._lose(entry)
@@ -370,7 +370,7 @@ class FrontendActor(Actor):
 
     @property
     def has_work(self) -> bool:
-        """Tell whether a request lives, and is to get on."""
+        """Return True if an unfinished request is not paused."""
         return bool(self._entries) and not self.control.is_paused
 
     # -- from the detokenizer -------------------------------------------------------------

@@ -35,7 +35,7 @@ _FAILED = "the parser failed on the grammar; the log has its words"
 
 
 def _made(config: ActorConfig) -> GrammarCompiler | InvalidRequest:
-    """Return what compiles grammars, or why nothing does."""
+    """Return a grammar compiler, or the reason that there is none."""
     try:
         with native_calls():
             from nanoactor.grammar.compiling import GrammarCompiler
@@ -89,7 +89,7 @@ class GrammarActor(Actor):
             self._small.put(self._read_vocabulary, lambda result: None)
 
     def _read_vocabulary(self) -> None:
-        """On a thread."""
+        """Read the vocabulary on a worker thread."""
         with self._making:
             if self._compiler is None:
                 self._compiler = _made(self._config)
@@ -97,7 +97,7 @@ class GrammarActor(Actor):
                     self._use(self._compiler.parallel_fill(len(os.sched_getaffinity(0))))
 
     def _use(self, fill: Fill | None) -> None:
-        """Have masks be made by what makes several at once, where there is one."""
+        """Compute several masks in parallel with `fill`, if it is available."""
         if fill is not None:
             self._book.batch, self._book.fill = _BATCH, fill
 
@@ -211,7 +211,7 @@ class GrammarActor(Actor):
         self._report()
 
     def stop(self) -> None:
-        """End the threads."""
+        """Stop the worker threads."""
         for thread in (self._small, self._large):
             thread.close()
 

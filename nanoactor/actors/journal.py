@@ -94,7 +94,8 @@ class Entry:
 
     @property
     def is_held(self) -> bool:
-        """Tell whether it is its caller's turn: all answers that live have told a token since."""
+        """Return True if the request is paused: all of its live sequences have emitted a token
+        since it last resumed."""
         living = [answer for answer in self.answers if answer.terminal is None]
         due = all(len(answer.token_ids) > self.continued for answer in living)
         return self.submit.spec.held and bool(living) and due
@@ -121,12 +122,12 @@ class Entry:
         return [*(before.token_ids.tolist() if before is not None else ()), *answer.token_ids]
 
     def told_characters(self, answer: Answer) -> int:
-        """Return how many characters of an answer's text its reader was told, likewise."""
+        """Return the number of characters of a sequence's text that were emitted, likewise."""
         return max(0, self.submit.spec.text_options.delivered) + sum(map(len, answer.text))
 
     @property
     def over(self) -> bool:
-        """Tell whether nothing follows."""
+        """Return True if the request is finished."""
         return self.error is not None or all(one.terminal is not None for one in self.answers)
 
     def wake(self) -> None:
@@ -136,7 +137,7 @@ class Entry:
             self._waiter.set_result(None)
 
     def end(self) -> None:
-        """Nothing follows."""
+        """Mark the request as finished."""
         self.accepted.set()
         self.ended.set()
         self.wake()
@@ -175,7 +176,7 @@ class Entry:
 
     @property
     def _is_early(self) -> bool:
-        """Tell whether the reader is to wait although there are news."""
+        """Return True if the reader should wait although there is new output."""
         if self.over:
             return False
         return self.kind is RequestOutputKind.FINAL_ONLY or not self.has_prompt_logprobs
@@ -187,7 +188,7 @@ class Entry:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Tell whether those of the prompt are complete; where nobody wants any, they are."""
+        """Return True if the prompt's log-probabilities are complete or were not requested."""
         wanted = self.submit.spec.prompt_logprobs >= 0
         return not wanted or len(self._prompt_logprobs) == len(self.prompt_token_ids)
 
@@ -238,8 +239,8 @@ def entry_maker(
     ids: str,
     moved: bool = False,
 ) -> Callable[[int], Entry]:
-    """Return what makes the page of a request that was checked, once it has a number; without a
-    `request_id` it is called by `ids` and that number."""
+    """Return a factory for the journal entry of a checked request, to be called with the request's
+    number. Without a `request_id`, the request is named after `ids` and that number."""
     checked, media = built
 
     def make(uid: int) -> Entry:
@@ -287,12 +288,12 @@ class Answer:
 
     @property
     def has_news(self) -> bool:
-        """Tell whether the reader of deltas has not been told all."""
+        """Return True if there is output that a reader of deltas has not received."""
         ended = self.terminal is not None and not self._told_end
         return ended or self._told != (len(self.text), len(self.token_ids))
 
     def output(self, delta: bool) -> CompletionOutput:
-        """Return what is new, or all so far."""
+        """Return the new output, or all output so far."""
         texts, tokens = self._told if delta else (0, 0)
         self._told = len(self.text), len(self.token_ids)
         terminal, scored = self.terminal, self.logprobs is not None

@@ -27,11 +27,11 @@ class MediaSender:
         """... and all bytes of those."""
 
     def __len__(self) -> int:
-        """Return how many items are on their way."""
+        """Return the number of items in transit."""
         return len(self._data)
 
     def is_sending(self, uid: int, item: int) -> bool:
-        """Tell whether a request's item is on its way."""
+        """Return True if an item of a request is in transit."""
         return (uid, item) in self._data
 
     def send(self, entry: Entry, uid: int, item: int, tokenizer: int) -> None:
@@ -75,6 +75,6 @@ class MediaSender:
                 del self._data[place]
 
     def forget(self) -> None:
-        """Send nothing more."""
+        """Cancel all transfers."""
         self._sending.clear()
         self._data.clear()

@@ -30,12 +30,12 @@ class Readmission:
 
     @property
     def is_trial(self) -> bool:
-        """Tell whether some are tried."""
+        """Return True if a trial is running."""
         return bool(self._suspects.on_trial)
 
     @property
     def waiting(self) -> int:
-        """Return how many wait for the end of a trial."""
+        """Return the number of requests that wait for the end of a trial."""
         return len(self._kept)
 
     def note_deaths(
@@ -78,7 +78,8 @@ class Readmission:
         return [entry for uid, entry in living.items() if uid in chosen]
 
     def admit_next(self, now: float) -> Sequence[Entry]:
-        """Return who goes on when a trial is over: all that were kept, or the next to be tried."""
+        """Return the requests to admit after a trial: all that were withheld, or the next group to
+        try."""
         kept, self._kept = self._kept, {}
         return self.admit(kept.values(), now)
 
@@ -93,7 +94,7 @@ class Readmission:
         return self._kept.pop(_uid(entry), None) is not None
 
     def is_cleared(self, entries: Iterable[Entry], now: float) -> bool:
-        """Tell whether none of those on trial is what kills."""
+        """Return True if none of the requests on trial crashes a process."""
         told = {_uid(entry): _told(entry) for entry in entries if not entry.over}
         return self._suspects.is_cleared(told, now)
 

@@ -26,11 +26,9 @@ POISON = (
 
 
 def resumed(entry: Entry) -> list[Submit]:
-    """Return what is to be sent of a request that is not over.
-
-    Where nothing of it was told, that is what it was. Else each of its answers goes on by itself,
-    behind the tokens that were told, with the random numbers that belong to their positions.
-    """
+    """Return the submissions that resume an unfinished request. If nothing of it was emitted, that
+    is the original one. Otherwise each of its sequences resumes separately after its emitted
+    tokens, with the random numbers of these positions."""
     spec = entry.submit.spec
     wanted = -1 if entry.has_prompt_logprobs else spec.prompt_logprobs
     if not any(answer.token_ids or answer.terminal for answer in entry.answers):

@@ -1,4 +1,4 @@
-"""The scheduler's shell."""
+"""Actor around the scheduler."""
 
 from __future__ import annotations
 

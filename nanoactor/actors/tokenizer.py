@@ -124,7 +124,7 @@ class TokenizerActor(Actor):
         return {Submit: self._submit, Abort: self._abort, ItemsRead: self._items_read}
 
     def span_names(self) -> Mapping[type, str]:
-        """A prompt's."""
+        """Name the spans that process a prompt."""
         return {Submit: "tokenize"}
 
     def _submit(self, event: Submit) -> None:
@@ -221,7 +221,8 @@ class TokenizerActor(Actor):
             self._answer(event, error)
 
     def _later(self, event: Submit, made: Callable[[Any], Encoded]) -> Callable[[Any], None]:
-        """Return what takes a result on another thread and goes on with it here."""
+        """Return a callback that passes a result from another thread to this one and handles it
+        here."""
         own = self.context.own(event)
 
         def answer(result: Any) -> None:

@@ -55,7 +55,7 @@ class _BrokenOff(Exception):
 
 @dataclasses.dataclass(slots=True)
 class _Counts:
-    """Since the start."""
+    """Counts since the start."""
 
     items: int = 0
     decoded: int = 0
@@ -101,7 +101,7 @@ class VisionActor(Actor):
         self._thread.start()
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Find the edges."""
+        """Look up the outgoing edges."""
         super().start(context, ready)
         self._number = int(context.name.rpartition(".")[2])
         self._decode_track = context.new_track("decode")
@@ -150,7 +150,7 @@ class VisionActor(Actor):
             return _why(error)
 
     def _name_video(self, place: tuple[int, int], first: MediaPiece, media: Media) -> None:
-        """On the thread."""
+        """Assign names to a video's frames; runs on the worker thread."""
         found = self._read_header(media)
         if not self._stopping:
             self.context.call_soon(self._named_video, place, first, media, found)
@@ -341,7 +341,7 @@ def _first(entries: list[T]) -> list[T]:
 
 
 def _why(error: Exception) -> Unusable:
-    """Return what is wrong with a picture; nothing in one may end the engine."""
+    """Return the error for an image that cannot be used; no image may crash the engine."""
     if isinstance(error, MemoryError):
         return Unusable("there is not enough memory to decode the picture", is_refused=True)
     known = isinstance(error, InvalidRequest)

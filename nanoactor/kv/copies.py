@@ -25,18 +25,18 @@ class PendingCopies:
         """The source of each target."""
 
     def copy_block(self, source: int, target: int) -> None:
-        """Let a block become a copy of another."""
+        """Queue the copy of a block."""
         self._blocks[target] = self._blocks.get(source, source)
 
     def copy_slots(self, targets: Iterable[int], sources: Iterable[int]) -> None:
-        """Let slots become copies of others, as all of them are before this call."""
+        """Queue copies of slots, all read as they are before this call."""
         if self.has_slots:
             before = dict(self._slots)
             pairs = zip(targets, sources, strict=True)
             self._slots |= {target: before.get(source, source) for target, source in pairs}
 
     def drop_blocks(self, targets: Iterable[int]) -> None:
-        """Let none of these blocks become a copy any more."""
+        """Cancel the copies into these blocks."""
         for target in targets if self._blocks else ():
             self._blocks.pop(target, None)
 
@@ -47,7 +47,7 @@ class PendingCopies:
         return taken
 
     def clear(self) -> None:
-        """Forget all."""
+        """Cancel all copies."""
         self._blocks, self._slots = {}, {}
 
 

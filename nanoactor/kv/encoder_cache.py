@@ -25,10 +25,10 @@ class EncodedItem:
     """Never the same twice."""
     references: int = 0
     planned: int = 0
-    """How many units the steps planned so far encode. Kept while the item lives: whoever holds it
-    next goes on from there."""
+    """Number of units that the planned steps encode. Kept with the item: the next holder continues
+    from there."""
     ticket: int = 0
-    """Which release quarantined it: the latest one counts."""
+    """Number of the latest release that quarantined it; earlier ones are void."""
     trusted: bool = True
 
 
@@ -53,7 +53,7 @@ class EncoderCache:
         self.evictions = self.hits = 0
 
     def pages_of(self, rows: int) -> int:
-        """Return how many pages so many rows take."""
+        """Return the number of pages for `rows` rows."""
         return -(-rows // self._page_rows)
 
     def hold(self, key: bytes, units: EncodeUnits) -> tuple[EncodedItem, int]:
@@ -88,7 +88,7 @@ class EncoderCache:
         return item
 
     def locate(self, item: EncodedItem, rows: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return where rows of an item, int32 (rows,), lie among all rows of the cache."""
+        """Return the indices of an item's rows in the cache, int32 (rows,)."""
         pages = np.array(item.pages, np.int32)
         size = np.int32(self._page_rows)
         places: NDArray[np.int32] = pages[rows // size] * size + rows % size

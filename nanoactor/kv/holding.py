@@ -91,10 +91,10 @@ class Answers:
     hits: list[int] = dataclasses.field(default_factory=list)
     refunds: list[int] = dataclasses.field(default_factory=list)
     freed: dict[int, int] = dataclasses.field(default_factory=dict)
-    """By fence."""
+    """Number of freed blocks by fence."""
     tainted: list[int] = dataclasses.field(default_factory=list)
     is_due: bool = False
-    """Whether the scheduler waits for an answer."""
+    """True if the scheduler waits for an answer."""
 
     def free(self, fence: int, blocks: int) -> None:
         """Note that blocks come back when step `fence` is done."""

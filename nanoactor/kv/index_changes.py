@@ -24,7 +24,7 @@ class IndexChanges:
         self._cleared = False
 
     def __len__(self) -> int:
-        """Return how many changes the reader has not been told."""
+        """Return the number of unpublished changes."""
         return len(self._changes) + self._cleared
 
     def remember(self, content: bytes) -> None:
@@ -43,7 +43,7 @@ class IndexChanges:
             self._changes[content] = is_there
 
     def begin_anew(self, contents: Iterable[bytes]) -> None:
-        """Have the reader forget all, and tell it the whole index."""
+        """Reset the reader and publish the whole index."""
         self._cleared, self._changes = True, {}
         for content in contents:
             self.remember(content)

@@ -14,8 +14,8 @@ class IndexEvents:
     prefix index since the message before. A pure difference: in this order they make the index."""
 
     cleared: bool
-    """Whether all that was told before is void."""
+    """True if everything published before is void."""
     forgotten: NDArray[np.uint8]
-    """(n, 16): hashes of full blocks that are not found any more, ..."""
+    """Hashes of full blocks that were removed from the index, (n, 16)."""
     remembered: NDArray[np.uint8]
-    """... and of those that are."""
+    """Hashes of full blocks that were added to the index, (n, 16)."""

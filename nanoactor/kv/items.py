@@ -31,9 +31,9 @@ class HeldItems:
     extras: dict[int, bytes]
     """By block: what of its name is about items."""
     positions: Int32
-    """Rotary positions of all tokens that were known when it was matched, (3, tokens), ..."""
+    """Rotary positions of the tokens known at the lookup, (3, tokens)."""
     delta: int
-    """... and those of others less their index."""
+    """Offset from a later token's index to its rotary position."""
     encoded: list[EncodedItem | None] = dataclasses.field(default_factory=list)
     """None where all of its tokens were computed already."""
     released: set[int] = dataclasses.field(default_factory=set)
@@ -52,7 +52,7 @@ class HeldItems:
         return cls(rows, stops, block_extras(items, block_size), positions, delta)
 
     def behind(self) -> HeldItems:
-        """Return what a copy needs that begins behind them all: nothing is held."""
+        """Return the items of a copy that starts after all of them: none is held."""
         return dataclasses.replace(self, encoded=[None] * len(self.stops), released=set())
 
     def turned(self, start: int, count: int) -> Int32:
@@ -120,13 +120,13 @@ class ItemKeeper:
         self._say(items=[len(numbers)], refunds=[refund], numbers=numbers, units=progress)
 
     def advance(self, held: HeldItems, planned: int, step: int) -> None:
-        """Let go of the items whose last token the steps up to `step` compute."""
+        """Release the items whose last token the steps up to `step` compute."""
         for index, stop in enumerate(held.stops):
             if stop <= planned:
                 self._release(held, index, step)
 
     def free(self, held: HeldItems, fence: int) -> None:
-        """Let go of all that is still held."""
+        """Release all remaining items."""
         for index in range(len(held.stops)):
             self._release(held, index, fence)
 

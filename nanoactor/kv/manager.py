@@ -47,7 +47,7 @@ class PrefixHits:
     prompt_tokens: int = 0
     """Of all sequences admitted; a preempted one's count again each time it comes back."""
     hit_tokens: int = 0
-    """How many of them were in the cache."""
+    """Number of these tokens found in the cache."""
 
     def note(self, prompt_tokens: int, hit_tokens: int) -> None:
         """A sequence of so many tokens is admitted, of which some are computed already."""
@@ -180,7 +180,8 @@ class BlockManager:
         self._admitted.add(slot)
 
     def _take_slot(self, slot: int, holding: Holding, tokens: Int32, indexed: int) -> None:
-        """Let a slot hold blocks for these tokens, of which `indexed` blocks need no index."""
+        """Assign blocks to a slot for these tokens; the first `indexed` blocks are indexed
+        already."""
         self._holdings[slot] = holding
         self._sharing.hold(slot, holding.table)
         self._tokens[slot, : len(tokens)] = tokens
@@ -282,8 +283,8 @@ class BlockManager:
         self._in_flight.append((self._step, slots, ends))
 
     def _void_ends(self, slots: Int32, starts: Long) -> None:
-        """Have what steps compute of these slots from these positions on count for nothing: other
-        tokens stand there than those that decode rows went on with."""
+        """Discard what steps compute for these slots from these positions on: the tokens there
+        differ from those that the decode rows continued with."""
         limits = np.full(len(self._known), np.iinfo(np.int64).max)
         limits[slots] = starts
         np.minimum(self._computed, limits, out=self._computed)
@@ -309,7 +310,7 @@ class BlockManager:
         return np.concatenate(chunks) if chunks else _NOTHING
 
     def _bind_copies(self, plan: Plan, rows: Rows) -> None:
-        """Let slots begin as copies of those that this step has computed to the end."""
+        """Start slots as copies of those that this step computes to the end."""
         uids = dict(zip(plan.admissions.slots.tolist(), plan.admissions.uids.tolist(), strict=True))
         for slot, source in zip(rows.slots.tolist(), rows.sources.tolist(), strict=True):
             if slot in self._holdings:
@@ -402,7 +403,7 @@ class BlockManager:
             self._to_index += zip(slots[full].tolist(), known[full].tolist(), strict=True)
 
     def _fork(self, event: Forks, fence: int) -> None:
-        """Let slots become copies of others, as all of them are before."""
+        """Copy slots, all read as they are before this call."""
         self.index()
         slots = event.slots.tolist()
         pairs = zip(slots, event.sources.tolist(), strict=True)
@@ -549,7 +550,7 @@ class BlockManager:
 
     @property
     def held(self) -> int:
-        """Return how many slots hold blocks."""
+        """Return the number of slots that hold blocks."""
         return len(self._holdings)
 
 

@@ -38,12 +38,12 @@ class BlockPool:
 
     @property
     def blocks(self) -> int:
-        """Return how many blocks there are."""
+        """Return the total number of blocks."""
         return len(self._references)
 
     @property
     def available(self) -> int:
-        """Return how many blocks can be handed out now."""
+        """Return the number of blocks that can be allocated now."""
         return len(self._free) + len(self._cached)
 
     def find(self, content: bytes) -> int | None:
@@ -74,7 +74,7 @@ class BlockPool:
         return block
 
     def forget(self, block: int) -> None:
-        """Have its content found no more."""
+        """Remove a block's content from the index."""
         content = self._hash[block]
         if content is not None:
             del self._index[content]
@@ -83,7 +83,7 @@ class BlockPool:
                 self.changes.forget(content)
 
     def forget_all(self) -> None:
-        """Have no content be found any more."""
+        """Clear the index."""
         for block in [*self._index.values()]:
             self.forget(block)
         self._free.extend(self._cached)
@@ -100,11 +100,11 @@ class BlockPool:
         return True
 
     def content_of(self, block: int) -> bytes | None:
-        """Return what its content is indexed by; None where it is not."""
+        """Return the hash by which its content is indexed, or None."""
         return self._hash[block]
 
     def is_held(self, block: int) -> bool:
-        """Tell whether somebody has a reference."""
+        """Return True if a sequence holds a reference."""
         return self._references[block] > 0
 
     def tell_index(self) -> None:

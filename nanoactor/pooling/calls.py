@@ -86,11 +86,9 @@ class Pooled(abc.ABC):
         request_id: str | None = None,
         priority: int = 0,
     ) -> ScoringRequestOutput:
-        """Return how well a document matches a query.
-
-        A reranker judges the pair, by an `instruction` of its own, if one is given. Embedding
-        models compare the two vectors. Raises as `embed` does.
-        """
+        """Score how well a document matches a query. A reranker judges the pair, with its own
+        `instruction` if one is given. Embedding models compare the two vectors. Raises the errors
+        of `embed`."""
         for name, text in (("query", query), ("document", document), ("instruction", instruction)):
             if not isinstance(text, str) and (name != "instruction" or text is not None):
                 raise InvalidRequest(f"{name} must be a text, got {text!r:.100}")

@@ -1,8 +1,6 @@
-"""What a model that pools makes of a text; imports no torch.
-
-Embedding checkpoints say it in the files of sentence-transformers: `modules.json`, the
-configuration of its pooling module, and `config_sentence_transformers.json`.
-"""
+"""Pooling configurations; imports no torch. Embedding checkpoints store them in the files of
+sentence-transformers: `modules.json`, the configuration of the pooling module, and
+`config_sentence_transformers.json`."""
 
 from __future__ import annotations
 
@@ -28,13 +26,13 @@ _READ = ("Transformer", "Pooling", "Normalize")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """How states become a vector or a score, and what is put before texts."""
+    """Pooling method of a model, and the prefixes of its texts."""
 
     kind: Kind
     """"last", "mean" and "cls": the final states of these positions. "yes_no": the logits of two
     tokens at the last position."""
     normalize: bool = True
-    """Whether vectors have the length 1, unless a request says otherwise."""
+    """True if vectors are scaled to length 1 unless a request overrides it."""
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """By name: what a request may have put before its text."""
     default_prompt: str | None = None

@@ -16,10 +16,10 @@ Float32 = NDArray[np.float32]
 
 @message(36)
 class StepVectors:
-    """What the rows of a step bring that pool."""
+    """Results of a step's pooling rows."""
 
     rows: Int32
-    """Which rows, ascending; see `nanoactor.rows.StepRows`."""
+    """Indices of the rows, ascending; see `nanoactor.rows.StepRows`."""
     values: Float32
     """(rows, width): the state of one position; of means, the sum of the row's states."""
 
@@ -30,7 +30,7 @@ class RequestVectors:
 
     uids: Int64
     values: Float32
-    """(answers, width)."""
+    """Pooled vectors, (sequences, width)."""
 
     @classmethod
     def of(cls, pooled: Sequence[tuple[int, Float32]]) -> RequestVectors | None:

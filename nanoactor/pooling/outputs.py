@@ -19,7 +19,7 @@ class EmbeddingOutput:
     """The vector of one text."""
 
     embedding: Float32
-    """(dimensions,)."""
+    """Embedding vector, (dimensions,)."""
 
 
 @dataclasses.dataclass(slots=True)

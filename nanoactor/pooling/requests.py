@@ -11,8 +11,8 @@ from nanoactor.pooling.params import PoolingParams
 
 
 def check_pooling(params: Any, pooling: PoolingConfig | None, hidden_size: int) -> PoolingConfig:
-    """Return how the model pools. Raises `InvalidRequest` if it does not, or not as `params` ask
-    for."""
+    """Return the pooling configuration for a request. Raises `InvalidRequest` if the model does not
+    pool, or not as `params` request."""
     if pooling is None:
         raise InvalidRequest(
             "this model generates text: for vectors and scores load an embedding model or a "
@@ -26,7 +26,7 @@ def check_pooling(params: Any, pooling: PoolingConfig | None, hidden_size: int) 
 
 
 def kept_tokens(params: PoolingParams, limit: int) -> int:
-    """Return how many tokens of a text count, from its end; 0: all."""
+    """Return the number of tokens of a text to keep, counted from the end; 0: all."""
     asked = params.truncate_prompt_tokens
     if asked is not None and asked > limit:
         raise InvalidRequest(f"truncate_prompt_tokens is {asked}, but max_model_len is {limit}")

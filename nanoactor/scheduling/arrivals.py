@@ -60,7 +60,7 @@ class Arrivals:
         return True
 
     def overtaken(self, event: Abort) -> bool:
-        """Tell whether an abort is here before its request; then it is remembered."""
+        """Return True if a request was aborted before it arrived; the abort is remembered."""
         if event.uid not in self.seen:
             self.tombstones.add(event.uid)
             return True

@@ -19,19 +19,19 @@ class SchedulerConfig:
     """At least `max_num_seqs`, so that every running sequence fits into every step."""
     max_model_len: int
     depth: int = 2
-    """How many steps may be planned and not done, ..."""
+    """Largest number of planned steps that are not done."""
     max_depth: int = 0
-    """... and how many while they are short; at least `depth`."""
+    """Largest number of such steps while steps are short; at least `depth`."""
     plan_lead: Literal["eager", "late"] = "eager"
     """Plan as soon as the depth allows, or when the runner says that it is about to run dry."""
     prefix_caching: bool = True
     priority_window: int = 1000
-    """How many later requests a difference of 1 in priority may let pass."""
+    """Number of later requests that a priority difference of 1 may let pass."""
     encoder: EncoderLimits = NO_ENCODER
     jump_forward: bool = True
-    """Whether tokens that a grammar forces are known without being chosen."""
+    """True if tokens forced by a grammar skip sampling."""
     pooling: str = ""
-    """How the model pools, as `PoolingConfig.kind`; empty: it does not."""
+    """Pooling method, see `PoolingConfig.kind`; empty: none."""
     ranks: int = 1
     """Runners, each of which must hold a mask before a step may name it."""
 

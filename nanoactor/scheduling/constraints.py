@@ -71,7 +71,7 @@ class Constraints(Feature):
 
     @property
     def waits(self) -> bool:
-        """Tell whether any mask is under way."""
+        """Return True if any mask is under way."""
         return self._masks.missing > 0
 
     def admit(self, sequence: Sequence, turn: int) -> None:
@@ -134,7 +134,7 @@ class Constraints(Feature):
     # -- masks and forced tokens ----------------------------------------------------------
 
     def note_results(self, rows: list[PlannedRow]) -> None:
-        """Have the positions of chosen tokens be computed, pass the tokens on, and ask for the next
+        """Schedule the positions of sampled tokens, pass the tokens on, and request the next
         masks."""
         chosen = (row.sequence for row in rows if row.is_choice)
         living = [s for s in chosen if s.phase is not Phase.FINISHED and s.is_constrained]
@@ -199,8 +199,8 @@ class Constraints(Feature):
         return found
 
     def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Have those choose a token in the step at hand that can: all positions before it are
-        planned, and its mask is everywhere."""
+        """Sample a token in this step for each constrained sequence that is ready: all earlier
+        positions are planned, and every rank holds its mask."""
         chosen: list[PlannedRow] = []
         for sequence in self._running.constrained:
             grammar = sequence.grammar
@@ -229,7 +229,8 @@ class Constraints(Feature):
         return [(self._open[uid], ends.NO_MASK) for uid in self._masks.tick()]
 
     def flush(self, turn: TurnBuilder) -> list[Send]:
-        """Return what to send to the grammar; the runners may forget masks of what is over."""
+        """Return the messages to the grammar actor, and drop the masks of finished sequences on the
+        runners."""
         out, self._out = self._out, []
         if not self._over:
             return out
@@ -244,9 +245,9 @@ class Constraints(Feature):
             raise ProtocolBug(f"grammars of {sorted(self._open)} are open, though nobody lives")
 
     def figures(self) -> dict[str, int]:
-        """Return how many grammars are open, and the masks that were used since the start: in the
-        step that computes the position before, in the step after that one, and later; and the
-        tokens that were forced, for which there were none."""
+        """Return the number of open grammars; counts since the start of masks used in the step that
+        computes the previous position, in the next step, and later; and the number of forced
+        tokens, which need no mask."""
         at_once, next_step, later = self._used
         return {
             "constrained": len(self._open),
@@ -265,7 +266,7 @@ class Constraints(Feature):
 
 
 def _is_due(sequence: Sequence, grammar: GrammarState) -> bool:
-    """Tell whether nothing but its mask keeps a sequence from choosing in the step at hand."""
+    """Return True if a sequence could sample in this step if its mask were there."""
     length = sequence.length
     if grammar.asked >= length or sequence.phase is not Phase.RUNNING:
         return False

@@ -18,8 +18,7 @@ STEPWISE_SECONDS = 0.0025
 class _Planned(Protocol):
     @property
     def is_decode_step(self) -> bool:
-        """Tell whether it has rows that decode, computes nothing of prompts, and encodes
-        nothing."""
+        """Return True if it has decode rows, computes no prompt positions, and encodes nothing."""
 
 
 class PipelineDepth:
@@ -37,7 +36,7 @@ class PipelineDepth:
         """Whether no step may be planned."""
 
     def pause(self, paused: bool) -> None:
-        """Have no step be planned from now on, or steps again."""
+        """Pause or resume planning."""
         self.is_paused = paused
 
     def note(self, planned: _Planned, seconds: float) -> None:
@@ -49,8 +48,8 @@ class PipelineDepth:
         self._seconds += _WEIGHT * (seconds - self._seconds)
 
     def has_room(self, in_flight: Collection[_Planned], *, stepwise: bool) -> bool:
-        """Tell whether one more may be planned behind these; `stepwise`: some sequence never
-        decodes, so that the host takes longer for a step."""
+        """Return True if another step may be planned after these. `stepwise`: some sequence never
+        decodes, so the host takes longer per step."""
         if self.is_paused:
             return False
         steps = len(in_flight)

@@ -44,13 +44,13 @@ NO_MASK = End(
 
 
 def rejected(error: str, *, refused: bool) -> End:
-    """Return how one ends that cannot run: `refused` where the machine is to blame, with no error
-    where it was aborted before."""
+    """Return the end reason of a request that cannot run: `refused` if the machine is at fault,
+    without an error if it was already aborted."""
     if not error:
         return End("abort")
     return End("refused" if refused else "error", error=error)
 
 
 def choiceless(constrained: bool) -> End:
-    """Return how one ends for whose next token nothing is allowed."""
+    """Return the end reason of a sequence with no valid next token."""
     return CHOICELESS_UNDER_GRAMMAR if constrained else CHOICELESS

@@ -128,5 +128,5 @@ class Features:
             self.frequent[hook] = [getattr(feature, hook) for feature in overriding]
 
     def __iter__(self) -> Iterator[Feature]:
-        """Go through them."""
+        """Iterate over the features."""
         return iter(self._every)

@@ -19,14 +19,14 @@ class Forking(Feature):
         self._room, self._admit = room, admit
 
     def arrive(self, answers: list[Sequence]) -> None:
-        """Have the first answer of a new request wait for a slot, and the others follow it."""
+        """Queue the first sequence of a new request; the others follow it."""
         for answer in answers:
             answer.follow()
         if answers:
             self._room.waiting.push(answers[0].group.followers.pop(0))
 
     def close(self, sequence: Sequence) -> None:
-        """Have the first of those that followed this one go through the prompt."""
+        """Let the first follower prefill the prompt after this sequence ended."""
         followers = sequence.group.followers
         if sequence in followers:
             followers.remove(sequence)

@@ -16,7 +16,7 @@ NO_GATE = -1
 
 
 def first_gate(free: FreeText | None) -> int:
-    """Return what ends the text with which an answer begins."""
+    """Return the token that ends the initial unconstrained text."""
     if free is None:
         return NO_GATE
     return free.close_id if free.thinks else free.call_id
@@ -39,8 +39,8 @@ def next_gate(free: FreeText, gate: int, index: int, token: int) -> int:
 
 
 def restored(free: FreeText | None, output: Iterable[int]) -> tuple[int, list[int]]:
-    """Return where an answer is that goes on: (its gate, those of its tokens that its grammar has
-    to be told)."""
+    """Return the state of a resumed sequence: (its gate, the output tokens to replay to its
+    grammar)."""
     gate, told = first_gate(free), list[int]()
     for index, token in enumerate(output):
         before = gate
@@ -59,6 +59,7 @@ def watched_ids(free: FreeText | None) -> tuple[int, ...]:
 
 
 def must_go_on(free: FreeText | None, gate: int) -> bool:
-    """Tell whether free text may not end the answer, as its form is still to come. An
-    end-of-sequence token then ends the thoughts instead, and is not a part of the output."""
+    """Return True if unconstrained text may not end the sequence because its constrained part is
+    still to come. An end-of-sequence token then ends the reasoning instead, and is not part of the
+    output."""
     return free is not None and gate != NO_GATE and free.call_id == NO_GATE

@@ -36,7 +36,7 @@ class HeldAnswers(Feature):
         turn: TurnBuilder,
         give_up: Callable[[Sequence], None],
     ) -> None:
-        """Who cannot go on where it is gives up its slot (`give_up`)."""
+        """`give_up` releases the slot of a sequence that cannot resume in place."""
         self._live, self._room, self._turn, self._give_up = live, room, turn, give_up
         self._since: dict[int, int] = {}
         """By sequence that is held: how often the clock had ticked when its token was told."""
@@ -44,7 +44,7 @@ class HeldAnswers(Feature):
         self._forked = self._alone = self._stayed = self._yields = 0
 
     def __len__(self) -> int:
-        """Return how many sequences are held."""
+        """Return the number of paused sequences."""
         return len(self._since)
 
     def note_results(self, rows: list[PlannedRow]) -> None:
@@ -60,12 +60,9 @@ class HeldAnswers(Feature):
     # -- a caller speaks ------------------------------------------------------------------
 
     def _on_continue(self, event: Continue) -> list[Ending]:
-        """Have the answers of a request go on, as many as there is room for where they are; the
-        others wait for their turn.
-
-        Returns who ends. Where somebody has ended meanwhile whom the caller counted on, the request
-        is ending, and nothing goes on.
-        """
+        """Resume a request's sequences in place as far as there is room; the others queue. Returns
+        the sequences that end. If a parent has ended in the meantime, the request is ending and
+        nothing resumes."""
         uids = range(event.uid, event.uid + len(event.parents))
         living = {uid: self._live[uid] for uid in uids if uid in self._live}
         for sequence in living.values():
@@ -94,14 +91,14 @@ class HeldAnswers(Feature):
         return [(sequence, End("stop")) for sequence in over]
 
     def _become(self, sequence: Sequence, tokens: Int32) -> None:
-        """Have a sequence become a copy by the tokens alone."""
+        """Make a sequence a copy by its tokens alone."""
         if sequence.slot >= 0:
             self._give_up(sequence)
         sequence.replace_tokens(tokens)
 
     def _fork(self, parents: dict[int, int], living: dict[int, Sequence]) -> set[int]:
-        """Have those share their parents' blocks that can: both hold some, and there is one more
-        for what follows. All is taken as it is before anybody goes on."""
+        """Share parents' blocks where possible: both sequences hold blocks, and one more is free
+        for what follows. All parents are read before any sequence resumes."""
         moves = [(living[uid], living[p]) for uid, p in parents.items() if uid != p]
         moves = [(to, source) for to, source in moves if to.slot >= 0 and source.slot >= 0]
         moves = moves[: max(0, self._room.credits)]
@@ -134,7 +131,7 @@ class HeldAnswers(Feature):
 
     @property
     def waits(self) -> bool:
-        """Tell whether it is a caller's turn."""
+        """Return True if a caller must act before the sequences can continue."""
         return bool(self._complete())
 
     def yielding(self) -> Sequence | None:
@@ -155,9 +152,9 @@ class HeldAnswers(Feature):
             raise ProtocolBug(f"{sorted(self._since)} are held, though nobody lives")
 
     def figures(self) -> dict[str, int]:
-        """Return how many are held; and of the answers that went on since the start, how many did
-        so where they were, as copies that share blocks, and as copies that match them; and how
-        often one gave up its place to somebody who waited."""
+        """Return the number of paused sequences; how many resumed since the start in place, as
+        forks that share blocks, and as copies that match blocks; and how often one gave up its slot
+        to a waiting request."""
         return {
             "held": len(self),
             "held_stayed": self._stayed,

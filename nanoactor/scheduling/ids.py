@@ -18,7 +18,7 @@ class SeenNumbers:
         self._above: set[int] = set()
 
     def add(self, number: int) -> None:
-        """Remember a number."""
+        """Add a number to the set."""
         self._above.add(number)
         self._close_gap()
 
@@ -38,11 +38,11 @@ class SeenNumbers:
         self._close_gap()
 
     def __contains__(self, number: int) -> bool:
-        """Tell whether a number was added."""
+        """Return True if a number was added."""
         return number < self._below or number in self._above
 
     def __len__(self) -> int:
-        """Return how many numbers are stored one by one."""
+        """Return the number of entries that are stored individually."""
         return len(self._above)
 
 

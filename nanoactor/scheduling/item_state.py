@@ -31,7 +31,7 @@ class ItemWork:
 
     @property
     def is_complete(self) -> bool:
-        """Tell whether the steps planned so far encode all of it."""
+        """Return True if the planned steps encode all of it."""
         return self.planned == self.units.count
 
 
@@ -48,7 +48,7 @@ class SequenceItems:
     """By item: the index behind its last token."""
     pages: int
     short: int = 0
-    """See `EncoderLimits`."""
+    """Short side in units; see `EncoderLimits`."""
     works: list[ItemWork | None] = dataclasses.field(default_factory=list)
     """Empty until its match is answered; None for what it needs no more."""
 

@@ -128,7 +128,7 @@ class Pictures(Feature):
     # -- users leave ----------------------------------------------------------------------
 
     def choose(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Let go of the items whose last token the step at hand computes."""
+        """Release the items whose last token this step computes."""
         for row in rows:
             self._advance(row.sequence)
         return []
@@ -141,7 +141,7 @@ class Pictures(Feature):
                     self._let_go(sequence, item)
 
     def leave(self, sequence: Sequence) -> None:
-        """Let go of all items of a sequence that gives up its slot."""
+        """Release all items of a sequence that gives up its slot."""
         items = sequence.items
         if items is not None:
             for item in range(len(items.works)):
@@ -181,7 +181,7 @@ class Pictures(Feature):
         work.pixels, work.source = 0, -1
 
     def flush(self, turn: TurnBuilder) -> list[Send]:
-        """Return what to send to vision workers; the runners may forget pixels."""
+        """Return the messages to the vision workers, and drop pixels on the runners."""
         out: list[Send] = [(VISION.format(worker), message) for worker, message in self.out]
         drops, self.out, self.drops = self.drops, [], []
         if drops:
@@ -214,7 +214,7 @@ class Pictures(Feature):
 
     @property
     def waits(self) -> bool:
-        """Tell whether any item's pixels are awaited, or not all encoded."""
+        """Return True if any item lacks pixels or is not fully encoded."""
         return bool(self._by_pixels)
 
     def encode(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
@@ -265,7 +265,7 @@ class Pictures(Feature):
             )
 
     def figures(self) -> dict[str, int]:
-        """Return how many objects were encoded since the start."""
+        """Return the number of items encoded since the start."""
         return {"items_encoded": self.encoded}
 
     HANDLERS: ClassVar[Handlers] = {ItemsReady: _on_ready, ItemsFailed: _on_failed}

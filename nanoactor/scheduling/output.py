@@ -156,7 +156,7 @@ class OutputBuffer:
         return columns.slots32, tokens, due
 
     def void(self, sequence: Sequence, step: int) -> None:
-        """Have the results of a sequence not count in steps up to this one."""
+        """Discard the sequence's results of steps up to this one."""
         self._void_until = step
         sequence.void(step)
 
@@ -188,7 +188,8 @@ class OutputBuffer:
         self._finishes.append(finish)
 
     def flush(self, step: int) -> Tokens | None:
-        """Return what is new since the last call, None if nothing; `step` is the last one done."""
+        """Return the new output since the last call, or None if there is none; `step` is the last
+        finished one."""
         if not self._new and not self._finishes and self._scores is None:
             return None
         new = self._new or [_NOTHING]

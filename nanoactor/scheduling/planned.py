@@ -39,17 +39,17 @@ class PlannedRow(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Return whether it brings a token."""
+        """Return True if the row yields a token."""
         return self.wants & SAMPLE > 0
 
     @property
     def pools(self) -> bool:
-        """Return whether it brings a vector."""
+        """Return True if the row yields a vector."""
         return self.wants & POOL > 0
 
     @property
     def is_choice(self) -> bool:
-        """Return whether it chooses from the state that its slot keeps."""
+        """Return True if the row samples from the state that its slot keeps."""
         return not self.length and self.source < 0
 
     @property
@@ -60,7 +60,7 @@ class PlannedRow(NamedTuple):
 
     @property
     def may_decode(self) -> bool:
-        """Return whether the runners may compute it as rows that decode."""
+        """Return True if the runners may compute it as decode rows."""
         short = self.length <= 1 or self.wants & KEEP > 0
         return short and self.start >= self.sequence.prompt_length
 
@@ -73,12 +73,11 @@ class PlannedStep:
     decode_batch: DecodeBatch
     rows: list[PlannedRow]
     encodes: bool = False
-    """Whether it encodes anything of a picture."""
+    """True if the step encodes any part of an image."""
 
     @property
     def is_decode_step(self) -> bool:
-        """Return whether it has rows that decode, computes nothing of prompts and encodes
-        nothing."""
+        """Return True if it has decode rows, computes no prompt positions, and encodes nothing."""
         if not len(self.decode_batch.slots) or self.encodes:
             return False
         return all(row.may_decode for row in self.rows)
@@ -92,7 +91,7 @@ class PlannedStep:
 
     @property
     def sampling(self) -> int:
-        """Return how many tokens it brings."""
+        """Return the number of tokens that the step yields."""
         return len(self.decode_batch.slots) + sum(row.samples for row in self.rows)
 
     @property
@@ -106,7 +105,7 @@ class PlannedStep:
             row.sequence.history.note_begin(at)
 
     def has_row(self, slot: int) -> bool:
-        """Return whether it has a row of the sequence that had this slot then."""
+        """Return True if it has a row of the sequence that held this slot at the time."""
         return bool(self.decode_batch.members[slot]) or any(row.slot == slot for row in self.rows)
 
 

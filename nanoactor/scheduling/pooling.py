@@ -44,7 +44,7 @@ class Pooling(Feature):
         return endings
 
     def close(self, sequence: Sequence) -> None:
-        """Forget its sum."""
+        """Drop the sequence's partial sum."""
         self._sums.pop(sequence.uid, None)
 
     def check_idle(self) -> None:

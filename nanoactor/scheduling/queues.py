@@ -29,7 +29,7 @@ class WaitingQueue:
         self._ended = 0
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return the number of waiting sequences."""
         return len(self._heap) - self._ended
 
     @property
@@ -38,11 +38,11 @@ class WaitingQueue:
         return self._heap[0][1] if self._heap else None
 
     def push(self, sequence: Sequence) -> None:
-        """Let a sequence wait."""
+        """Add a sequence to the queue."""
         heapq.heappush(self._heap, (sequence.priority_key, sequence))
 
     def pop(self) -> None:
-        """Let the head go."""
+        """Remove the head."""
         heapq.heappop(self._heap)
         self._drop_ended()
 
@@ -70,16 +70,16 @@ class WaitingLine:
         self._parked_uids: set[int] = set()
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return the number of waiting sequences."""
         return len(self._ready) + len(self._parked)
 
     def push(self, sequence: Sequence) -> None:
-        """Let a sequence wait."""
+        """Add a sequence to its queue."""
         sequence.wait()
         self._ready.push(sequence)
 
     def head(self, pages: int) -> Sequence | None:
-        """Return who comes next, where so many pages may be spent; None where nobody may."""
+        """Return the next sequence given the available pages, or None."""
         while (head := self._ready.head) is not None and head.pages:
             if not self._parked and head.pages <= pages:
                 return head
@@ -92,7 +92,7 @@ class WaitingLine:
         return parked if head is None or parked.priority_key < head.priority_key else head
 
     def pop(self, sequence: Sequence) -> None:
-        """Let go of the one that `head` returned."""
+        """Remove the sequence that `head` returned."""
         self._queue_of(sequence).pop()
 
     def note_end(self, sequence: Sequence) -> None:
@@ -100,11 +100,11 @@ class WaitingLine:
         self._queue_of(sequence).note_end()
 
     def is_parked(self, sequence: Sequence) -> bool:
-        """Tell whether a sequence waits for pages, apart from those that need none."""
+        """Return True if a sequence waits for pages, apart from those that need none."""
         return sequence.uid in self._parked_uids
 
     def _queue_of(self, sequence: Sequence) -> WaitingQueue:
-        """Return where a sequence waits, which it leaves."""
+        """Return the queue that a sequence is about to leave."""
         if sequence.uid not in self._parked_uids:
             return self._ready
         self._parked_uids.remove(sequence.uid)
@@ -131,7 +131,7 @@ class RunningBatch:
         """Who holds, or held last, each slot: results in flight still find whose they are."""
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of running sequences."""
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -154,7 +154,7 @@ class RunningBatch:
         return [s for s in self._prefills if s.phase is Phase.RUNNING]
 
     def owners(self, slots: Slots) -> list[Sequence]:
-        """Return who holds, or held last, each of these slots."""
+        """Return the present or last owner of each slot."""
         return [self._owners[slot] for slot in slots.tolist()]
 
     def rows(self, planned: PlannedStep) -> list[Sequence]:
@@ -192,7 +192,7 @@ class RunningBatch:
             del self._beginnings[beginning]
 
     def start(self, slot: int, computed: int) -> None:
-        """Let the sequence of a slot run, of which so many positions are computed already."""
+        """Mark a slot's sequence as running, with `computed` positions already computed."""
         self.table.start(slot, computed)
         self.progress += 1
 
@@ -229,13 +229,13 @@ class RunningBatch:
         return [sequence for sequence in self.stepwise if sequence.is_constrained]
 
     def resume(self, sequence: Sequence) -> None:
-        """Have the positions of known tokens be computed that are not yet."""
+        """Compute the known tokens' positions that are not computed yet."""
         if sequence.slot >= 0 and sequence not in self._prefills:
             self._add_prefill(sequence)
 
     def choose_rows(self, budget: int, turn: int) -> list[PlannedRow]:
-        """Have a step compute at most `budget` positions: of outputs that never decode, at least
-        one of each, then of prompts, by priority."""
+        """Choose at most `budget` positions for a step: at least one of each sequence that never
+        decodes, then prompts by priority."""
         continued = [s for s in self.prefilling if s.continues and s.reach > s.scheduled]
         rows: list[PlannedRow] = []
         for index, sequence in enumerate(continued):
@@ -259,8 +259,8 @@ class RunningBatch:
         return rows
 
     def _rides(self, sequence: Sequence, budget: int, turn: int) -> bool:
-        """Return whether a sequence that is admitted in the turn at hand is computed in its step
-        whatever the prefix cache has of it; then it runs."""
+        """Return True if a sequence that is admitted in this turn joins its step whatever the
+        prefix-cache lookup finds; it is then running."""
         whole = sequence.length <= budget and sequence.items is None and not sequence.resumed_to
         whole &= not sequence.is_constrained  # forced tokens may end it before the answer is in
         unread = sequence.is_read or not sequence.most_hits
@@ -271,7 +271,7 @@ class RunningBatch:
         return True
 
     def _row(self, sequence: Sequence, most: int) -> list[PlannedRow]:
-        """Have a step compute so many positions of a sequence at most, if it can compute any."""
+        """Return the row for at most `most` positions of a sequence, if it has any to compute."""
         slot, start, reading = sequence.slot, sequence.scheduled, sequence.reading
         length = min(most, sequence.reach - start, self._at_once(sequence, start))
         if reading is not None:
@@ -285,9 +285,9 @@ class RunningBatch:
         return [PlannedRow(sequence, slot, start, length, wants)]
 
     def _at_once(self, sequence: Sequence, start: int) -> int:
-        """Return how many positions from here on one step may compute. Where an output resumes
-        behind a death, the tokens that its last block lacks are computed one by one, as they were
-        at first: in bfloat16 a chunk would round differently."""
+        """Return the number of positions that one step may compute from here on. When an output
+        resumes after a restart, the missing tokens of its last block are computed one by one, as
+        they were at first: in bfloat16 a chunk would round differently."""
         left = sequence.target - max(start, sequence.prompt_length)
         resumes = sequence.target == sequence.resumed_to and not sequence.is_stepwise
         # A block that is full when the stream breaks lacks all of its tokens: its last must be run.
@@ -296,8 +296,8 @@ class RunningBatch:
         return max(1, sequence.prompt_length - start)
 
     def lower(self, sequence: Sequence) -> None:
-        """Have a sequence go on behind its newest known token as what it has become, whatever steps
-        in flight compute further on."""
+        """Continue a sequence in its new state after its newest known token, whatever steps in
+        flight compute beyond it."""
         stepwise = sequence.is_stepwise
         self.table.lower(sequence.slot, sequence.length - 1, stepwise=stepwise)
         if (sequence in self.stepwise) is not stepwise:
@@ -305,7 +305,7 @@ class RunningBatch:
         self.resume(sequence)
 
     def is_about_to_compute_for(self, head: Sequence) -> bool:
-        """Tell whether the next block of a prompt under way is one that `head` could share."""
+        """Return True if a running prompt is about to compute a block that `head` could share."""
         size = self._block_size
         useful = min(len(head.hashes), (head.length - 1) // size)
         if not useful or _beginning(head) not in self._beginnings:

@@ -273,8 +273,8 @@ class Scheduler:
         return self.items.budget.credits
 
     def _make_way(self) -> None:
-        """Have a sequence give up its slot, where another waits and nothing is under way; what
-        comes back is known before the next one does."""
+        """Release the slot of a paused sequence if another one waits and nothing is in flight; the
+        freed blocks are known before the next one is released."""
         under_way = self._in_flight or self.budget.oldest_unanswered is not None
         if under_way or self._room.head is None:
             return
@@ -389,7 +389,8 @@ class Scheduler:
         self.statistics.count_step(planned.positions, decodes, sitting_out)
 
     def _choose_decodes(self) -> tuple[DecodeBatch, list[Sequence], int]:
-        """Return what decodes, who of it gets one more block, and how many sit this step out."""
+        """Return the decode batch, the sequences that get another block, and the number of
+        sequences that skip this step."""
         table = self._running.table
         if not len(self._running):
             return table.decode(_NO_SLOTS, all_fed=True), [], 0
@@ -466,13 +467,14 @@ class Scheduler:
 
     @property
     def is_waiting(self) -> bool:
-        """Tell whether there are sequences, and nothing that they need is under way: no step, and
-        nothing that a feature awaits."""
+        """Return True if there are sequences, but neither a step nor a feature's request that they
+        depend on is in flight."""
         idle = bool(self.live) and not self._in_flight and not self._depth.is_paused
         return idle and not any(feature.waits for feature in self._features)
 
     def figures(self) -> dict[str, Any]:
-        """Return what was counted since the start, and what waits, runs and is held now."""
+        """Return counts since the start, and the numbers of waiting, running and paused
+        sequences."""
         return {
             **dataclasses.asdict(self.statistics),
             "waiting": len(self._room.waiting),

@@ -41,10 +41,10 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class History:
-    """What became of a sequence so far."""
+    """Record of a sequence's progress."""
 
     cached_tokens: int = -1
-    """What its first match found; negative until then."""
+    """Tokens found by its first prefix-cache lookup; negative before it."""
     preemptions: int = 0
     began: int = -1
     """When the device took up its first step, in ns of the monotonic clock; -1 until then."""
@@ -66,14 +66,14 @@ class History:
 
 @dataclasses.dataclass(slots=True)
 class PromptReading:
-    """How far the states of a prompt's positions are read, to score or to pool them."""
+    """Progress in reading the states of a prompt's positions, for scoring or pooling."""
 
     want: int
     """`Want.SCORE` or `Want.POOL`: the flag of the rows whose states are read."""
     last: int
     """The first position whose state is not read."""
     read: int = 0
-    """How many positions planned steps read: no state is read twice."""
+    """Number of positions that planned steps read: no state is read twice."""
 
     @classmethod
     def of(cls, spec: RequestSpec, prompt_length: int, kind: str) -> PromptReading | None:
@@ -114,8 +114,8 @@ class Sequence:
 
     uid: int
     spec: RequestSpec
-    """What its request asks for, as all answers to it have it; but `sampling` of each stands
-    here, and only the first has its prompt scored."""
+    """Specification of the request, shared by all of its sequences, except `sampling`, which is per
+    sequence. Only the first sequence has its prompt scored."""
     priority_key: tuple[int, int]
     """Lower goes first and is preempted last."""
     table: RunningTable
@@ -123,7 +123,7 @@ class Sequence:
     """Prompt and output as far as known, while it holds no slot."""
     prompt_length: int
     limit: int
-    """How many tokens it may have in all."""
+    """Largest number of tokens, prompt included."""
     hashes: NDArray[np.uint8]
     sampling: bytes
     group: SequenceGroup[Sequence]
@@ -135,7 +135,7 @@ class Sequence:
     void_until: int = 0
     """The last step whose results do not count, as they are behind the end of free text."""
     resumed_to: int = 0
-    """How many tokens it was admitted with, if its output had begun before; else 0."""
+    """Number of tokens at admission if it resumed with output; else 0."""
     told: int = -1
     """The last position for which a token was told to its caller."""
     phase: Phase = Phase.WAITING
@@ -210,11 +210,11 @@ class Sequence:
         self.phase = Phase.HELD
 
     def finish(self) -> None:
-        """Be over."""
+        """Mark the sequence as finished."""
         self.phase = Phase.FINISHED
 
     def replace_tokens(self, tokens: Int32) -> None:
-        """Have other tokens, while it holds no slot."""
+        """Replace the tokens while it holds no slot."""
         self.kept = tokens
 
     def starve(self, step: int) -> None:
@@ -227,7 +227,7 @@ class Sequence:
         self.history.note_preemption()
 
     def void(self, step: int) -> None:
-        """Have results of steps up to this one not count."""
+        """Discard results of steps up to this one."""
         self.void_until = step
 
     def tell(self) -> int:
@@ -240,29 +240,28 @@ class Sequence:
 
     @property
     def is_constrained(self) -> bool:
-        """Tell whether its tokens are chosen under masks: then it never decodes, and each position
-        is computed when its token is known."""
+        """Return True if its tokens are sampled under masks. Such a sequence never decodes: each
+        position is computed once its token is known."""
         return self.grammar is not None and self.grammar.holds
 
     @property
     def is_stepwise(self) -> bool:
-        """Tell whether it never decodes: no token of it is known before somebody says so."""
+        """Return True if it never decodes: its next token is chosen outside the decode loop."""
         return self.is_constrained or self.spec.held
 
     @property
     def is_held(self) -> bool:
-        """Tell whether nothing but its caller keeps it from going on. No step with a row of it is
-        in flight then."""
+        """Return True if it waits for its caller alone. No step in flight has a row of it then."""
         return self.spec.held and self.told == self.length
 
     @property
     def is_computed(self) -> bool:
-        """Tell whether its caller says what is computed next, now or when results are in."""
+        """Return True if its caller decides what is computed next, now or once results are in."""
         return self.spec.held and self.scheduled == self.length
 
     @property
     def continues(self) -> bool:
-        """Tell whether positions of its output are computed like a prompt's."""
+        """Return True if positions of its output are computed like a prompt's."""
         return self.is_stepwise and self.scheduled >= self.prompt_length
 
     @property
@@ -282,17 +281,17 @@ class Sequence:
         return self.end_ids if gate == NO_GATE else (gate, *self.end_ids)
 
     def takes(self, token: int, step: int) -> bool:
-        """Tell whether a token that a step has sampled is appended: not where the step does not
-        count, and not where the token would end what must go on."""
+        """Return True if a token sampled by a step is appended: the step counts, and the token does
+        not end a sequence that must continue."""
         return self.counts(step) and not self.refuses(token)
 
     def counts(self, step: int) -> bool:
-        """Tell whether what a step brings it counts: not when it has ended, and not behind the end
-        of free text."""
+        """Return True if the step's results count: the sequence has not ended, and the step is not
+        past the end of its unconstrained text."""
         return self.phase is not Phase.FINISHED and step > self.void_until
 
     def refuses(self, token: int) -> bool:
-        """Tell whether a token would end it in its thoughts, where its form is to come."""
+        """Return True if a token would end it during reasoning, before its constrained output."""
         must_go_on = self.grammar is not None and self.grammar.must_go_on
         if not must_go_on or token not in self.spec.stopping.eos_ids:
             return False
@@ -300,7 +299,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Return how many tokens are known."""
+        """Return the number of known tokens."""
         return int(self.table.known[self.slot]) if self.slot >= 0 else len(self.kept)
 
     @property
@@ -310,7 +309,7 @@ class Sequence:
 
     @property
     def target(self) -> int:
-        """Return how many positions are prefilled before it decodes; it holds a slot."""
+        """Return the number of positions to prefill before it decodes; it holds a slot."""
         return int(self.table.targets[self.slot])
 
     @property
@@ -322,7 +321,7 @@ class Sequence:
 
     @property
     def is_starving(self) -> bool:
-        """Tell whether its next known token needs a block."""
+        """Return True if its next known token needs a new block."""
         return (
             self.phase is Phase.RUNNING
             and self.scheduled == int(self.table.room[self.slot]) < self.target
@@ -335,17 +334,17 @@ class Sequence:
 
     @property
     def scheduled(self) -> int:
-        """Return how many positions the planned steps compute; 0 where it holds no slot."""
+        """Return the number of positions that the planned steps compute; 0 without a slot."""
         return self.table.scheduled_at(self.slot) if self.slot >= 0 else 0
 
     @property
     def blocks(self) -> int:
-        """Return how many blocks it holds."""
+        """Return the number of blocks it holds."""
         return self.table.blocks_at(self.slot) if self.slot >= 0 else 0
 
     @property
     def gives_back(self) -> int:
-        """Return how many blocks would come back if it gave up all of its own."""
+        """Return the number of blocks that would be freed if it released all of its own."""
         return self.blocks - int(self.table.shared[self.slot])
 
     @property
@@ -361,7 +360,7 @@ class Sequence:
 
     @property
     def prompt_logprobs(self) -> int:
-        """How many of the likeliest tokens are wanted at each position of its prompt; -1: none."""
+        """Number of top log-probabilities requested for each prompt position; -1: none."""
         return -1 if self.reading is None else self.spec.prompt_logprobs
 
     @property
@@ -381,7 +380,7 @@ class Sequence:
         return index
 
     def end_reached(self) -> End | None:
-        """Return how the newest known token ends it; None where it goes on."""
+        """Return how the newest known token ends the sequence, or None if it continues."""
         tokens, stopping = self.tokens, self.spec.stopping
         token = int(tokens[-1])
         if len(tokens) - self.prompt_length >= stopping.min_tokens:
@@ -392,8 +391,7 @@ class Sequence:
         return End("length") if len(tokens) >= self.limit else None
 
     def end_restored(self) -> End | None:
-        """Return how the last token of an answer that goes on has ended it before; None where it
-        has not, or has no token."""
+        """Return how the last emitted token of a resumed sequence had ended it, or None."""
         return self.end_reached() if self.length > self.prompt_length else None
 
     def describe(self) -> str:

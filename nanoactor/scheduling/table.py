@@ -85,13 +85,13 @@ class RunningTable:
         self.tokens[slot, : len(tokens)] = tokens
 
     def copy(self, slot: int, tokens: Int32, blocks: int) -> None:
-        """Let one that never decodes have other tokens and blocks, all of which are computed."""
+        """Replace the tokens and blocks of a slot that never decodes; all of them are computed."""
         self.targets[slot] = self.known[slot] = self._scheduled[slot] = len(tokens)
         self.tokens[slot, : len(tokens)] = tokens
         self.room[slot] = blocks * self._block_size
 
     def start(self, slot: int, computed: int) -> None:
-        """Let a slot run: its match is answered, and so many positions are computed already."""
+        """Mark a slot as running after its lookup, with `computed` positions computed."""
         self.running[slot], self._scheduled[slot] = True, computed
 
     def share(self, slots: Int32, shared: Int32, turn: int) -> None:
@@ -111,8 +111,8 @@ class RunningTable:
         self._columns = None
 
     def lower(self, slot: int, length: int, *, stepwise: bool) -> None:
-        """Have a slot's positions from `length` on be computed again, up to what is known, before
-        it decodes or chooses; what planned steps compute there is overwritten."""
+        """Recompute a slot's positions from `length` to the last known token before it decodes or
+        samples; results of planned steps there are overwritten."""
         self._catch_up()
         self._steady = 0
         self._columns = None
@@ -130,7 +130,7 @@ class RunningTable:
         return self._scheduled + self._ahead * self._batch.members
 
     def scheduled_at(self, slot: int) -> int:
-        """Return how many positions of one slot the planned steps compute."""
+        """Return the number of a slot's positions that the planned steps compute."""
         scheduled = int(self._scheduled[slot])
         return scheduled + self._ahead if self._batch.members[slot] else scheduled
 
@@ -153,7 +153,7 @@ class RunningTable:
         return lacks & (self.room < self.targets)
 
     def blocks_at(self, slot: int) -> int:
-        """Return how many blocks a slot holds."""
+        """Return the number of blocks that a slot holds."""
         return int(self.room[slot]) // self._block_size
 
     def grow(self, slots: list[int]) -> None:
@@ -167,7 +167,7 @@ class RunningTable:
         self._scheduled[slot] += count
 
     def interrupt(self) -> None:
-        """Have the next decode batch be chosen anew."""
+        """Rebuild the decode batch in the next step."""
         self._steady = 0
 
     def decode_again(self) -> DecodeBatch | None:
@@ -274,6 +274,6 @@ class BatchColumns:
 
     @property
     def full(self) -> NDArray[np.bool_]:
-        """Tell whether each row has reached its limit."""
+        """Return whether each row has reached its limit, (rows,)."""
         full: NDArray[np.bool_] = self.known >= self.limits
         return full

@@ -68,7 +68,7 @@ class TurnBuilder:
         self._failures.append((slot, start))
 
     def fork(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Have slots become copies of others: (slot, source)."""
+        """Copy slots: (slot, source) pairs."""
         self._forks += pairs
 
     def know(self, slots: Int32, tokens: Int32) -> None:
@@ -101,15 +101,15 @@ class TurnBuilder:
         )
 
     def drop_pixels(self, pixels: DropPixels) -> None:
-        """Have the runners forget pixels."""
+        """Drop pixels on the runners."""
         self._pixels = pixels
 
     def drop_masks(self, masks: DropMasks) -> None:
-        """Have the runners forget masks."""
+        """Drop masks on the runners."""
         self._masks = masks
 
     def forget_index(self, number: int) -> None:
-        """Have the block manager forget its index."""
+        """Clear the block manager's index."""
         self._forget = number
 
     def plan(
@@ -142,7 +142,7 @@ class TurnBuilder:
 
     @property
     def gives_up(self) -> bool:
-        """Return whether blocks are given up in it."""
+        """Return True if the turn releases blocks."""
         return bool(self._frees or self._forks)
 
     def take(self, done: int, fence: int, *, may_wait: bool) -> Turn | None:
