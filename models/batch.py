@@ -27,7 +27,7 @@ class KVCache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """What heads of queries and keys go through before keys are stored."""
+    """Transformation of query and key heads before keys are stored."""
 
     norms: tuple[torch.Tensor, torch.Tensor] | None
     """The weights of both norms, (head_dim,) each; None where heads are not normed."""
@@ -41,7 +41,7 @@ class VisualTokens:
     """The tokens at the start of a step that stand for pictures, and their features."""
 
     seen: torch.Tensor
-    """bool (tokens, 1)."""
+    """Mask of visual tokens, bool (tokens, 1)."""
     features: torch.Tensor
     """(tokens, hidden * (1 + deepstack levels)): the embedding, then what is added behind each of
     the first layers; 0 for text."""
@@ -65,14 +65,15 @@ class AttentionBatch:
     prefill_tiles: torch.Tensor
     """int32 (2, programs): which tokens of which row a program of the kernel has."""
     decode_slots: torch.Tensor
-    """int32 (decode rows,)."""
+    """Slots of the decode rows, int32 (decode rows,)."""
     decode_contexts: torch.Tensor
     """int32 (decode rows,): each row's length, its new token included."""
     lengths: HostSeqLens
-    """What the host knows of the same, where the device asks for it; it takes frozen rows for
-    longer than they are."""
+    """The same lengths as far as the host knows them, if the device needs them; frozen rows are
+    shorter than it assumes."""
     plan: Any = None
-    """What the attention of all layers shares, made by `BatchOperators.plan`: the device's own."""
+    """State shared by the attention of all layers, created by `BatchOperators.plan` of this
+    device."""
     visual: VisualTokens | None = None
     frozen: torch.Tensor | None = None
     """int32 (slots,): 1 where a decode row must not change what its slot keeps. The place of its
@@ -98,11 +99,11 @@ class ForwardInputs:
     """All that a model's forward pass reads."""
 
     token_ids: torch.Tensor
-    """(tokens,)."""
+    """Token ids, (tokens,)."""
     positions: torch.Tensor
     """(tokens,): rotary; (3, tokens) where some tokens are of pictures."""
     states: Sequence[Any]
-    """What each layer keeps, a `nanoactor.models.layers.state.LayerState`; it is written."""
+    """State of each layer, a `nanoactor.models.layers.state.LayerState`; updated in place."""
     batch: AttentionBatch
 
 
@@ -113,10 +114,10 @@ class RowChoice:
     logits: torch.Tensor
     """(rows, vocabulary); where they are kept (slots, vocabulary)."""
     slots: torch.Tensor
-    """int32 (rows,)."""
+    """Slots, int32 (rows,)."""
     tables: SlotTables
     scratch: Any
-    """What `BatchOperators.scratch` made."""
+    """Workspace from `BatchOperators.scratch`."""
     chosen: torch.Tensor
     """int32 (rows,): where ids go."""
 
@@ -180,7 +181,7 @@ class SlotTables:
     """int32 (slots,): positions computed, those of steps under way included; so it is the position
     of the next token."""
     last_tokens: torch.Tensor
-    """int32 (slots,)."""
+    """Newest token of each slot, int32 (slots,)."""
     rope_deltas: torch.Tensor | None
     """int32 (slots,): rotary position of the next token, less its position in the sequence; None
     where the model sees no pictures, so that there is no difference."""
@@ -188,10 +189,10 @@ class SlotTables:
     """int32 (columns.WORDS, slots): how each slot samples."""
     block_size: int
     frozen: torch.Tensor
-    """int32 (slots,): 1 where decode rows change nothing that lasts, as the token chosen before
-    them is one of ..."""
+    """1 for slots whose decode rows change nothing that lasts because their newest token is one of
+    `freeze_ids`, int32 (slots,)."""
     freeze_ids: torch.Tensor
-    """... int32 (limits.FREEZE_IDS, slots), padded with -1."""
+    """Tokens that freeze a slot, int32 (limits.FREEZE_IDS, slots), padded with -1."""
     sampling: SamplingColumns[torch.Tensor] = dataclasses.field(init=False)
     """The words by column, (slots,) each."""
 
@@ -205,9 +206,9 @@ class DecodeRows(NamedTuple):
 
     slots: torch.Tensor
     positions: torch.Tensor
-    """The position that a row computes, or -1: the next of its slot, ..."""
+    """Position that each row computes, or -1 for the next of its slot."""
     token_ids: torch.Tensor
-    """... whose token is its slot's last; else this one."""
+    """Token of each row with a position; rows at -1 take their slot's newest token."""
 
     def first(self, rows: int) -> DecodeRows:
         """Return the first so many."""
@@ -219,13 +220,13 @@ class RowBuffers:
     """Buffers that `BatchOperators.advance` fills in for each decode row."""
 
     token_ids: torch.Tensor
-    """int32 (rows,)."""
+    """Token ids, int32 (rows,)."""
     positions: torch.Tensor
-    """int32 (rows,): rotary."""
+    """Rotary positions, int32 (rows,)."""
     slot_mapping: torch.Tensor
-    """int64 (rows,)."""
+    """Cache slots of new keys and values, int64 (rows,)."""
     contexts: torch.Tensor
-    """int32 (rows,)."""
+    """Context lengths, int32 (rows,)."""
 
     @classmethod
     def zeros(cls, zeros: Callable[..., torch.Tensor], tokens: int, rows: int) -> RowBuffers:
@@ -239,7 +240,7 @@ class SamplingBatch:
     """The sampling parameters of a step's rows."""
 
     sampling: SamplingColumns[torch.Tensor]
-    """(rows,) each."""
+    """Sampling parameters, (rows,) each."""
     positions: torch.Tensor
     """int64 (rows,): the position that the sampled token will have."""
     groups: SamplingGroups[torch.Tensor]

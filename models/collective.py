@@ -35,15 +35,15 @@ class SingleRank:
     rank, size = 0, 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Nothing to add."""
+        """Return the tensor unchanged."""
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """One row."""
+        """Return the tensor as the only row."""
         return x[None]
 
     def all_reduce_min(self, value: int) -> int:
-        """The only one."""
+        """Return the value unchanged."""
         return value
 
 
@@ -82,7 +82,7 @@ class RankGroup:
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """In place."""
+        """Sum over the ranks in place."""
         dist.all_reduce(x)
         return x
 

@@ -127,7 +127,7 @@ def _read_scales(raw: Mapping[str, Any], family: Family, origin: object) -> Scal
 
 
 def _read_window(raw: Mapping[str, Any], family: Family, origin: object) -> int | None:
-    """Return how many positions a token sees; None: all that there may be."""
+    """Return the number of positions that a token attends to, or None for all."""
     key = family.sliding_window
     if key is None:
         return None
@@ -137,7 +137,7 @@ def _read_window(raw: Mapping[str, Any], family: Family, origin: object) -> int 
 
 
 def _read_quantization(raw: Mapping[str, Any], origin: object) -> Quantization | None:
-    """Return how matrices are packed; `UnsupportedModel` for a method that no format reads."""
+    """Return the quantization of the matrices. Raises `UnsupportedModel` for an unknown method."""
     given = raw.get("quantization_config")
     if not given:
         return None

@@ -31,8 +31,8 @@ log = logging.getLogger("nanoactor.runner")
 
 
 def _prefix(family: str, weights: Weights) -> str:
-    """Return what the names of the decoder's weights begin with, dot included: nothing in a
-    checkpoint of the decoder alone, as `AutoModel` saves it."""
+    """Return the prefix of the decoder's weight names, dot included: empty in a checkpoint of the
+    decoder alone, as `AutoModel` saves it."""
     named = f"{family}."
     bare = f"{named}{_EMBEDDING}" not in weights and _EMBEDDING in weights
     return "" if bare else named
@@ -99,7 +99,7 @@ class Decoder:
 
     @property
     def states(self) -> list[StateSpec]:
-        """What each layer keeps from step to step."""
+        """Return the state that each layer keeps between steps."""
         return [layer.state for layer in self._layers]
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:

@@ -19,7 +19,8 @@ class RopeConfig:
     original_max_positions: int = 0
     """yarn: the length that the model was trained with before it was stretched."""
     says_original: bool = dataclasses.field(default=False, compare=False)
-    """Whether the configuration says that length, or `max_position_embeddings` stands for it."""
+    """True if the configuration states the original length; False if `max_position_embeddings`
+    stands for it."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
@@ -27,9 +28,9 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     low_freq_factor: float = 1.0
-    """llama3: pairs that turn no more than so often over the original length are stretched, ..."""
+    """llama3: frequencies with at most this many periods over the original length are scaled."""
     high_freq_factor: float = 4.0
-    """... those that turn so often or more are kept."""
+    """llama3: frequencies with at least this many periods are kept."""
     sections: tuple[int, int, int] | None = None
     """Frequencies of time, height and width, where tokens of pictures have three positions."""
 
@@ -48,7 +49,7 @@ class Scales:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quantization:
-    """A checkpoint's `quantization_config`."""
+    """The `quantization_config` of a checkpoint."""
 
     method: str
     raw: Mapping[str, Any]
@@ -86,9 +87,9 @@ class ModelConfig:
     """Positions that a token sees, itself included; None: all. Sequences are not longer, so that
     each token sees all before it."""
     quantization: Quantization | None = None
-    """How matrices are packed; None: not at all."""
+    """Quantization of the matrices; None: not quantized."""
     family_options: object = None
-    """What `Family.read_options` has read: the family's own affair."""
+    """Options read by `Family.read_options`, for the family alone."""
 
     @property
     def longest(self) -> int:

@@ -19,10 +19,10 @@ class DeviceOptions:
     """All of it is about Ascend NPUs, and other devices ignore it."""
 
     graph_mode: str = "auto"
-    """How decode steps run, one of `GRAPH_MODES`."""
+    """Execution mode of decode steps, one of `GRAPH_MODES`."""
     attention_layout: str = "tnd"
-    """How queries are handed to fused attention: packed tokens, or a padded batch."""
+    """Query layout of fused attention: packed tokens, or a padded batch."""
     weight_format: str = "nd"
     """Row by row, or in the fractal blocks that matrix units read (NZ)."""
     graph_cache_dir: str | None = None
-    """Where compiled graphs are kept from one start to the next."""
+    """Directory in which compiled graphs are kept between starts."""

@@ -21,7 +21,7 @@ class Span:
 
     @property
     def size(self) -> int:
-        """How many rows or columns it has."""
+        """Return the number of rows or columns."""
         return self.stop - self.start
 
     def moved(self, by: int) -> Span:
@@ -29,7 +29,7 @@ class Span:
         return Span(self.start + by, self.stop + by)
 
     def common(self, other: Span) -> Span:
-        """Return what is in both, perhaps nothing."""
+        """Return the intersection, which may be empty."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
@@ -45,7 +45,7 @@ class Shard:
     rank: int
     ranks: int
     heads: Span
-    """Query heads."""
+    """Query heads of the rank."""
     kv_heads: Span
     """Key-value heads; where there are fewer than ranks, several ranks hold the same one."""
     vocabulary: Span

@@ -11,11 +11,11 @@ class HostSeqLens:
     """A step's rows in their order: prefill rows, then decode rows."""
 
     prefill_tokens: list[int]
-    """How many tokens each chunk has, ..."""
+    """Number of tokens of each prompt chunk."""
     prefill_contexts: list[int]
-    """... and how long its sequence is at its end."""
+    """Length of each chunk's sequence at the end of the chunk."""
     decode_contexts: list[int]
-    """How long each row's sequence is, its new token included."""
+    """Length of each decode row's sequence, the new token included."""
 
     def padded(self, rows: int) -> HostSeqLens:
         """With so many decode rows; those of the dummy have a context of one position."""

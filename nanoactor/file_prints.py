@@ -125,7 +125,7 @@ class FilePrints:
         return path
 
     def _differs(self, path: Path, place: Path) -> str | None:
-        """Return how a file's metadata differs from the recorded one, or None if it is the same."""
+        """Compare a file's metadata with the recorded one; returns the difference, or None."""
         try:
             now = file_print(place)
         except OSError:

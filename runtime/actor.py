@@ -83,7 +83,7 @@ class Context:
             self.alarm.rouse()
 
     def rest(self) -> None:
-        """Let this node's loop sleep again, as what it was roused for is here."""
+        """Allow this node's loop to sleep again: the message that it was woken for has arrived."""
         if self.alarm is not None:
             self.alarm.rest()
 
@@ -183,13 +183,13 @@ class Actor:
         return None
 
     def may_stay_awake(self) -> bool:
-        """Tell whether the loop, once roused, may look for messages instead of sleeping: not while
-        threads of the actor's own want the interpreter."""
+        """Return True if the loop, once woken, may poll for messages instead of sleeping: not while
+        the actor's own threads need the interpreter."""
         return True
 
     def expects_death(self) -> bool:
-        """Tell whether a death is to be expected now, as its cause is looked for: it is spent from
-        a budget of its own. Asked of actors in the user's process."""
+        """Return True if a death is expected because its cause is being searched for; it is charged
+        to a separate budget. Called on actors in the user's process."""
         return False
 
     def rehearse(self) -> Iterator[object]:

@@ -98,7 +98,7 @@ class Alarm:
                 os.eventfd_write(bell, 1)
 
     def rest(self) -> None:
-        """Let the loop sleep again: what was on its way is here."""
+        """Allow the loop to sleep again: the expected message has arrived."""
         self._until = 0.0
 
     def _hear(self) -> None:
@@ -113,7 +113,7 @@ class Alarm:
             self._loop.call_soon(self._tick)  # what has arrived meanwhile goes first
 
     def _tick(self) -> None:
-        """Have the loop look at its descriptors without waiting for them."""
+        """Make the loop poll its descriptors without blocking."""
         self._ticks = not self._closed and time.monotonic() < self._until and self._may_stay()
         if self._ticks:
             self.looks += 1
@@ -122,7 +122,7 @@ class Alarm:
                 self._parts = None
 
     def close(self) -> None:
-        """Let go of the descriptors; the loop may be gone."""
+        """Close the descriptors; the loop may be gone."""
         if self._closed:
             return
         self._closed = True

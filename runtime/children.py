@@ -165,8 +165,8 @@ class Children:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def is_deaf(self, seconds: float) -> bool:
-        """Tell whether a logging handler of the user's has held up the thread for longer than
-        this: then it hears nobody's answers."""
+        """Return True if one of the user's logging handlers has blocked the thread for longer than
+        this, so that it receives no replies."""
         since = self._replaying_since
         return bool(since) and time.monotonic() - since > seconds
 
@@ -202,7 +202,8 @@ class Children:
             child.send(control.Stop())
 
     async def end(self, seconds: float) -> None:
-        """Have them end, latest first; kill those that take longer, and wait until none is left."""
+        """Stop the children, latest first; kill those that take longer, and wait until none is
+        left."""
         self._stop()
         if self._thread is not None:
             try:
@@ -222,7 +223,7 @@ class Children:
             self._thread.join()
 
     def close(self) -> None:
-        """Let go of descriptors."""
+        """Close the descriptors."""
         for child in self:
             child.close()
         for end in self._wake:
@@ -269,7 +270,7 @@ class ChildProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Tell whether it reported that its actors are set up."""
+        """Return True if it reported that its actors are set up."""
         return self.ready.done() and not self.ready.cancelled()
 
     def spawn(self) -> None:
@@ -317,7 +318,7 @@ class ChildProcess:
                 self.failure = message
 
     def cut(self, plan: NodePlan) -> None:
-        """Have it begin anew on other edges; `ready` and `started` tell of that from now on."""
+        """Restart it on new edges; `ready` and `started` refer to the restart from now on."""
         loop = asyncio.get_running_loop()
         self.ready, self.started = loop.create_future(), loop.create_future()
         try:
@@ -366,7 +367,7 @@ class ChildProcess:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether its end was taken note of."""
+        """Return True if its end was recorded."""
         return self.noted.done()
 
     def note_end(self) -> None:
@@ -374,7 +375,7 @@ class ChildProcess:
         _resolve(self.noted, None)
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill it now."""
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
 
@@ -388,7 +389,7 @@ class ChildProcess:
         return error
 
     def death(self) -> Death:
-        """Return how it has ended, once it has."""
+        """Return the cause of its end, once it has ended."""
         if self.hangs:
             return Death(self.name, "it hung", is_evidence=True)
         if self.is_innocent:
@@ -400,8 +401,8 @@ class ChildProcess:
         return Death(self.name, _ending(code), not outside)
 
     def _exit_code(self) -> int | None:
-        """Return what `Popen.returncode` is once the process has ended, as it has or is about to;
-        `poll` knows nothing while another thread waits for it."""
+        """Return the value of `Popen.returncode` once the process has ended or is about to; `poll`
+        does not see it while another thread waits for the process."""
         if self.process is None:
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -430,7 +431,7 @@ class ChildProcess:
         self._descriptors = ()
 
     def close(self) -> None:
-        """Let go of descriptors."""
+        """Close the descriptors."""
         self._let_go()
         self.connection.close()
         if self.pidfd >= 0:

@@ -73,7 +73,7 @@ class Schema:
     """Per field "plain", "array", "named" (dict of arrays), "message", "optional" (a message or
     None) or "messages" (tuple)."""
     text: str
-    """What the schema hash covers: name, fields and annotations."""
+    """Text that the schema hash covers: name, fields and annotations."""
     values: Callable[[Any], tuple[Any, ...]]
     """All fields of a message at once."""
     special: tuple[tuple[int, str], ...]

@@ -91,7 +91,7 @@ class Ready:
     """Child to parent: all actors are set up."""
 
     actors: Mapping[str, ReadyInfo]
-    """What each of the node's has to tell."""
+    """Report of each of the node's actors."""
     schema: Mapping[int, str]
     """The digests of the message classes that it knows."""
 
@@ -119,7 +119,7 @@ class Failed:
     exception: bytes
     """The pickled exception where its class says `picklable = True`, else empty."""
     is_refusal: bool
-    """Whether the machine had no more of something."""
+    """True if the machine was out of a resource."""
 
     @classmethod
     def of(cls, actor: str, error: BaseException) -> Failed:

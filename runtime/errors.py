@@ -68,8 +68,8 @@ class NotUsableHere(RuntimeFault):
 
 
 def machine_refuses(error: BaseException) -> bool:
-    """Tell whether an error says that the machine has no more of something: memory, threads,
-    processes, descriptors, room on a disk. Whatever needed it may go well at another time."""
+    """Return True if an error means that the machine is out of a resource: memory, threads,
+    processes, descriptors, disk space. A later attempt may succeed."""
     if isinstance(error, OSError):
         return error.errno in _REFUSALS
     no_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)

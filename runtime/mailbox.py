@@ -42,7 +42,7 @@ class Mailbox:
         self._waiting_ns = 0
 
     def port(self, source: str) -> Port:
-        """Return where the messages of one source come in."""
+        """Return the port for messages from one source."""
         return Port(self, self._context.track, source)
 
     def put(self, port: Port, message: Any) -> None:
@@ -117,7 +117,7 @@ class Port:
         self._mailbox.put(self, message)
 
     def deliver(self, message: Any, lease: Lease | None, sent: int) -> bool:
-        """From another node."""
+        """Deliver a message from another node."""
         return self._mailbox.deliver(self, message, lease, sent)
 
     def kind_of(self, cls: type) -> int:

@@ -132,7 +132,7 @@ class Node:
         return all(actor.may_stay_awake() for actor in self.actors.values())
 
     def expects_death(self) -> bool:
-        """Tell whether one of the actors does."""
+        """Return True if one of the actors expects a death."""
         return any(actor.expects_death() for actor in self.actors.values())
 
     def _rehearse(self) -> Iterator[object]:

@@ -28,12 +28,10 @@ class Outbox(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Tell whether it is time to send: a message would leave at once and, on a paced edge,
-        would find neither the reader nor the actor itself behind.
-
-        An actor that can merge what it has to say keeps it until then; where this says no, it is
-        called back (`Actor.on_ready`), so it asks only when it has something to say.
-        """
+        """Return True if a message would leave at once and, on a paced edge, neither the reader nor
+        the actor itself is behind. An actor that can merge messages holds them back until then.
+        After False it is called back (`Actor.on_ready`), so it should ask only when it has
+        something to send."""
 
     def statistics(self) -> dict[str, int]:
         """Messages, bytes, waits, the present depth and the highest."""
@@ -108,8 +106,8 @@ class RemoteOutbox:
 
     @property
     def ready(self) -> bool:
-        """Tell whether nothing waits; on a paced edge, also whether all was read and nothing more
-        has arrived for the actor."""
+        """Return True if nothing is queued and, on a paced edge, everything was read and nothing
+        more has arrived for the actor."""
         if self._waiting:
             return False
         return not self._paced or bool(self._broken) or self._is_time()
@@ -179,5 +177,5 @@ class LocalOutbox:
             put(message)
 
     def statistics(self) -> dict[str, int]:
-        """Return how many messages passed; what waits, waits in the mailbox."""
+        """Return the number of messages passed; queued ones are counted by the mailbox."""
         return _figures(self._statistics, 0, 0)

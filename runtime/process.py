@@ -33,8 +33,8 @@ def interpreter() -> str:
 
 
 def working_directory() -> str | None:
-    """Return where a child is to start: None for this process's own directory, unless that was
-    deleted, as by a deployment that swaps directories; some libraries end a process without one."""
+    """Return the working directory for a child: None for this process's own, unless that was
+    deleted, as by a deployment that swaps directories; some libraries exit without one."""
     try:
         os.getcwd()
     except OSError:
@@ -61,7 +61,8 @@ def occupy_standard_descriptors() -> None:
 
 
 def die_with_parent(parent: int, name: str) -> None:
-    """Have the kernel end this process when the thread that started it ends; take a title."""
+    """Make the kernel kill this process when the thread that started it ends, and set the process
+    title."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -117,7 +117,7 @@ class QueueSender:
         return True
 
     def unread(self) -> bool:
-        """Tell whether records wait for a pipe; what is in the pipe counts as read."""
+        """Return True if records wait for a pipe; records in the pipe count as read."""
         return any(writer.waiting for writer in self._writers)
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
@@ -125,7 +125,7 @@ class QueueSender:
         max(self._writers, key=lambda writer: writer.waiting).when_written(loop, callback)
 
     def close(self) -> None:
-        """Let the threads write what they have, then close the pipes."""
+        """Flush the threads' records, then close the pipes."""
         for writer in self._writers:
             writer.close()
 

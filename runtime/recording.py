@@ -44,7 +44,7 @@ class Recorder:
         pickle.dump((spec, dict(ready)), self._file)
 
     def write(self, kind: int, label: str = "", message: Any = None) -> None:
-        """Add an entry."""
+        """Append an entry."""
         body = b"" if message is None else encode(message).to_bytes(0)
         self._file.write(_ENTRY.pack(kind, len(label), len(body)) + label.encode() + body)
 
@@ -70,7 +70,7 @@ class Recorder:
         return told
 
     def close(self) -> None:
-        """End the recording."""
+        """Close the recording."""
         self.write(END)
         self._file.close()
 
@@ -90,13 +90,14 @@ class RecordedOutbox:
 
     @property
     def ready(self) -> bool:
-        """Tell whether there is room: an input of the actor, so it is written down too."""
+        """Return True if there is room. The result is an input of the actor, so it is recorded
+        too."""
         ready = self._outbox.ready
         self._recorder.write(READY if ready else NOT_READY, self.label)
         return ready
 
     def statistics(self) -> dict[str, int]:
-        """The outbox's."""
+        """Return the outbox's statistics."""
         return self._outbox.statistics()
 
 

@@ -29,11 +29,11 @@ class Death:
     how: str
     """One line for people: the signal, the status, or what an actor raised."""
     is_evidence: bool
-    """Whether the node's own work may have caused it: not where another process ended it, or where
-    the machine refused it something."""
+    """True if the node's own work may have caused it: no other process killed it, and no resource
+    was denied."""
 
     def __str__(self) -> str:
-        """Name both."""
+        """Name the node and the cause."""
         return f"{self.node} ({self.how})"
 
 
@@ -42,7 +42,7 @@ class RestartBudget:
     a pause, twice as long as the one before."""
 
     def __init__(self, most: int, window: float) -> None:
-        """`window` in seconds."""
+        """Create a budget of `most` restarts in `window` seconds."""
         self._most, self._window = most, window
         self._deaths: deque[float] = deque()
 
@@ -64,11 +64,11 @@ class RestartBudget:
 
     @property
     def spent(self) -> int:
-        """Return how many deaths the window holds, as of the last one."""
+        """Return the number of deaths in the window, as of the last one."""
         return len(self._deaths)
 
     def pause(self) -> float:
-        """Return how many seconds to wait before the next start."""
+        """Return the delay before the next start, in seconds."""
         if len(self._deaths) < 2:
             return 0.0
         return min(_FIRST_PAUSE * 2.0 ** (len(self._deaths) - 2), _LONGEST_PAUSE)
@@ -79,7 +79,7 @@ class Deaths:
     the budget."""
 
     def __init__(self, most: int, window: float) -> None:
-        """See `RestartBudget`."""
+        """Create the budgets, see `RestartBudget`."""
         self._budget = RestartBudget(most, window)
         self._expected = RestartBudget(_EXPECTED * most, window)
         self.victims: dict[str, BaseException] = {}
@@ -105,7 +105,7 @@ class Deaths:
         self._budget.refund(explained - self._expected.refund(explained))
 
     def pause(self) -> float:
-        """Return how many seconds to wait before the next start."""
+        """Return the delay before the next start, in seconds."""
         return self._budget.pause()
 
     def take_victims(self) -> dict[str, BaseException]:
@@ -124,8 +124,8 @@ def details(error: BaseException) -> str:
 
 
 def start_limit(own_start: float, stall_timeout: float | None) -> float:
-    """Return how many seconds a node may take to start again, without computing, whose own start
-    took `own_start` seconds."""
+    """Return the time limit, in seconds, for a node to restart without computing, given that its
+    first start took `own_start` seconds."""
     least = _AT_LEAST if stall_timeout is None else min(stall_timeout, _AT_LEAST)
     return least + _TIMES * own_start
 
@@ -146,8 +146,8 @@ class StartWatch:
         return max(0.05, min(self._limits.values(), default=1.0) / 10)
 
     def tick(self, passed: float, cpu_seconds: Mapping[str, float]) -> list[str]:
-        """Let so many seconds pass; `cpu_seconds` are those used so far, by node that is not ready.
-        Return the nodes that are late, each once."""
+        """Advance time by `passed` seconds; `cpu_seconds` are the CPU times so far by node that is
+        not ready. Returns the nodes that are late, each once."""
         passed = min(passed, 2 * self.interval)  # a longer time is a pause of our own
         late = []
         for node, used in cpu_seconds.items():

@@ -199,7 +199,7 @@ class RingSender:
             start += size
 
     def unread(self) -> bool:
-        """Tell whether some reader has not yet credited all that was written."""
+        """Return True if some reader has not yet credited all records."""
         if min(self._credited) < self._written:
             self._collect()
         return min(self._credited) < self._written
@@ -227,7 +227,7 @@ class RingSender:
         return callback
 
     def close(self) -> None:
-        """Let go of memory and descriptors; unread records stay with their readers."""
+        """Close memory and descriptors; unread records stay with their readers."""
         self._stop_waiting()
         self._view = memoryview(b"")
         _close_all(self._end.descriptors)

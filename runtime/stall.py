@@ -30,7 +30,7 @@ _COMPUTING = 0.05
 
 
 def is_computing(used: float, passed: float) -> bool:
-    """Tell whether a process that used so many CPU seconds while so many passed is at work."""
+    """Return True if a process that used this much CPU time in this period is working."""
     return used > _COMPUTING * passed
 
 
@@ -90,11 +90,8 @@ class StallDetector:
         }
 
     def tick(self, now: float, cpu_seconds: Mapping[str, float]) -> Stall | None:
-        """Let time pass up to `now`, in seconds; ping every node afterwards.
-
-        `cpu_seconds` are those that each node's process has used so far. Returns who has stalled,
-        if anyone has.
-        """
+        """Advance time to `now`, in seconds; ping every node afterwards. `cpu_seconds` are the CPU
+        times of the nodes' processes. Returns the stalled node, if any."""
         # More than two intervals is a pause of our own.
         since = now if self._ticked_at is None else self._ticked_at
         passed = min(now - since, 2 * self.interval)

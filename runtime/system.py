@@ -215,7 +215,7 @@ class System:
                 self._die(os_refuses(error) if isinstance(error, OSError) else error)
 
     async def _ask_user(self) -> None:
-        """Let the system's user raise for nodes that cannot start again."""
+        """Call the user's handler for nodes that cannot restart."""
         asked: set[str] = set()
         while self._before_restart is not None and (new := self._deaths.victims.keys() - asked):
             asked |= new
@@ -323,12 +323,13 @@ class System:
 
     @property
     def is_ours(self) -> bool:
-        """Tell whether this process has started it, not one from which it was forked."""
+        """Return True if this process started the system, rather than a process that it was forked
+        from."""
         return os.getpid() == self._pid
 
     @property
     def is_here(self) -> bool:
-        """Tell whether the running loop is the one on which it was started."""
+        """Return True if the running loop is the one that started the system."""
         return os.getpid() == self._pid and asyncio.get_running_loop() is self._loop
 
     @property

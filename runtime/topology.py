@@ -49,9 +49,9 @@ class NodeSpec:
     descriptors: tuple[int, ...] = ()
     """Further descriptors that the process inherits; they stay the caller's here."""
     nice: int = 0
-    """How much the process yields to others, as `os.nice` counts it."""
+    """Niceness of the process, as in `os.nice`."""
     roused: bool = False
-    """Whether it can be told that work is on its way, and then stays awake for a moment."""
+    """True if the node can be woken ahead of work, and then stays awake for a moment."""
     group: str = ""
     """Nodes of one group wait for one another, without a message: whoever dies, none of them can be
     asked to stop where the others do, so all are replaced."""
@@ -66,13 +66,13 @@ class EdgeSpec:
     capacity: int = 1 << 16
     """Bytes; a power of two, at least twice the largest record."""
     bound: int | None = None
-    """How many messages can wait unsent by protocol; None where nothing bounds them."""
+    """Largest number of unsent messages that the protocol allows; None: unbounded."""
     paced: bool = False
-    """Whether the outbox calls itself ready only once all it sent was read and the source has
-    heard all that has arrived: a source that merges what it has to say (`Outbox.ready`) then does
-    so whenever its reader, or itself, is behind."""
+    """True if the outbox is ready only once everything sent was read and the source has handled
+    everything that arrived: a source that merges messages (`Outbox.ready`) then merges whenever its
+    reader, or itself, is behind."""
     name: str = ""
-    """How the source addresses it; the target's name where there is one target."""
+    """Name by which the source addresses it; the target's name if there is one target."""
 
     @property
     def label(self) -> str:
@@ -136,7 +136,7 @@ class Topology:
         return next(node.name for node in self.nodes if actor in node.actors)
 
     def crosses_nodes(self, source: str, target: str) -> bool:
-        """Tell whether a message between two actors leaves its node."""
+        """Return True if a message between two actors leaves its node."""
         return self.node_of(source) != self.node_of(target)
 
 

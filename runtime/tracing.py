@@ -45,7 +45,7 @@ class TrackTrace:
     """Of `SPAN_DTYPE`, in the order in which they ended; times in ns of the monotonic clock.
     `kind` is a position in `kinds`, `sent` when the message was sent, or 0."""
     lost: int
-    """How many older ones were overwritten."""
+    """Number of older entries that were overwritten."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Track:
         return np.concatenate([p[np.searchsorted(p["end"], since, "right") :] for p in parts])
 
     def trace(self, node: str, since: int = 0) -> TrackTrace:
-        """Return what it remembers of the time after `since`."""
+        """Return the entries after `since`."""
         spans = self.spans(since)
         capacity, cut = self._size // _SPAN.size, self._at // _SPAN.size
         lost = 0
@@ -143,14 +143,14 @@ class IntervalSet:
         return int(self._measure[-1]) if len(self._measure) else 0
 
     def until(self, times: Any) -> NDArray[np.float64]:
-        """Return how much of it lies before each of these times."""
+        """Return the total length before each of these times."""
         if not len(self._knots):
             return np.zeros(np.shape(times))
         values: NDArray[np.float64] = np.interp(times, self._knots, self._measure)
         return values
 
     def overlap(self, other: IntervalSet) -> float:
-        """Return how long both are."""
+        """Return the length of the intersection."""
         return float((self.until(other.ends) - self.until(other.begins)).sum())
 
     def within(self, begin: int, end: int) -> IntervalSet:

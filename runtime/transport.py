@@ -61,13 +61,13 @@ class Sender(Protocol):
         """
 
     def unread(self) -> bool:
-        """Tell whether some reader has not yet taken all that was sent."""
+        """Return True if some reader has not yet taken everything that was sent."""
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         """Call back once, on the loop, when room may have appeared."""
 
     def close(self) -> None:
-        """Let go of memory and descriptors."""
+        """Close memory and descriptors."""
 
 
 class Receiver(Protocol):

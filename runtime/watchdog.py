@@ -66,7 +66,7 @@ class Watchdog:
         self._check()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._timer.cancel()
 
     def heard(self, node: str, progress: Mapping[str, Progress]) -> None:

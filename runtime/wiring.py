@@ -20,18 +20,18 @@ class Options:
     """Options of a system, apart from its shape."""
 
     transport: Literal["ring", "queue"] = "ring"
-    """What carries messages between nodes."""
+    """Transport of messages between nodes."""
     debug: bool = False
     """Checksums on records, released space overwritten."""
     debug_delay_ms: float = 0.0
     """Delay each message on each edge by a random time up to this, keeping the edge's order."""
     record_dir: str | None = None
-    """Where every actor's messages are written down, for `recording.replay`."""
+    """Directory in which every actor's messages are recorded, for `recording.replay`."""
     spin_us: float = 0.0
-    """How long a ring's reader looks again before it blocks; only where cores are idle."""
+    """Time in microseconds for which a ring's reader polls before it blocks; only with idle
+    cores."""
     awake_seconds: float = 0.0
-    """How long nodes that are roused look for messages before they sleep; only where cores are
-    plenty."""
+    """Time for which woken nodes poll for messages before they sleep; only with spare cores."""
     start_timeout: float = 600.0
     """Seconds until every node must be ready."""
     stop_timeout: float = 5.0

@@ -78,7 +78,7 @@ class Layout:
 
     ids: list[int]
     spans: list[slice]
-    """Where each picture stands."""
+    """Position of each image."""
     sizes: list[tuple[int, int]]
     """Height and width of each picture in tokens."""
 
@@ -121,7 +121,7 @@ class Batch:
     positions: torch.Tensor
     """Time, row and column, int64 (3, length)."""
     ids: torch.Tensor
-    """int64 (prompts, length)."""
+    """Token ids, int64 (prompts, length)."""
     targets: torch.Tensor
     """The answers' ids in their places, elsewhere `IGNORED`: int64 (prompts, length)."""
 

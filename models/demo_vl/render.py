@@ -27,7 +27,7 @@ class Glyphs:
     """The ten digits in each font size, and as the eleventh nothing."""
 
     masks: torch.Tensor
-    """How much ink, from 0 to 255, the digit's box at the top left: (sizes, 11, side, side)."""
+    """Coverage from 0 to 255 of each glyph, aligned to the top left: (sizes, 11, side, side)."""
     boxes: torch.Tensor
     """Left, top, width and height of the ink as seen from the pen: int64 (sizes, 11, 4)."""
     advances: torch.Tensor
@@ -77,7 +77,7 @@ class Pictures:
         return [Image.fromarray(pixels.numpy()) for pixels in self.pixels.byte().cpu()]
 
     def texts(self) -> list[str]:
-        """Return what they show."""
+        """Return the texts that they show."""
         return ["".join(str(d) for d in row if d != NO_DIGIT) for row in self.digits.tolist()]
 
 

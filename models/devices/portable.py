@@ -52,7 +52,7 @@ class HostEvent:
         self._at = 0
 
     def record(self) -> None:
-        """Now."""
+        """Record the present time."""
         self._at = time.monotonic_ns()
 
     def wait(self) -> None:
@@ -68,7 +68,7 @@ class PrefillRow:
     """A chunk of one prompt: its queries attend to the cached prefix and to themselves."""
 
     first: int
-    """Where its tokens begin in the step."""
+    """Index of its first token in the step."""
     tokens: int
     context: int
     """Length of the sequence at the end of the chunk: the last query sees so many positions."""
@@ -82,7 +82,7 @@ class PortablePlan:
 
     prefills: tuple[PrefillRow, ...]
     decodes: Any
-    """What `_plan_decodes` made; None where no row decodes."""
+    """Result of `_plan_decodes`; None without decode rows."""
 
 
 class PortableOperators:
@@ -94,11 +94,11 @@ class PortableOperators:
     # -- the queue and the batch ----------------------------------------------------------
 
     def stream(self) -> AbstractContextManager[None]:
-        """Whatever is current."""
+        """Return a context that keeps the current stream."""
         return torch.inference_mode()
 
     def run(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
-        """Operator by operator."""
+        """Run the step operator by operator."""
         return forward(inputs)
 
     def capture(self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int) -> Captured:
@@ -108,7 +108,7 @@ class PortableOperators:
     def whole_steps(
         self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
     ) -> WholeSteps | None:
-        """None."""
+        """Return None: there are no fused steps."""
         return None
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
@@ -201,7 +201,7 @@ class PortableOperators:
     # -- operators ------------------------------------------------------------------------
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """They take everything."""
+        """Accept every configuration."""
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
         """The weight as it is, or unpacked."""
@@ -266,11 +266,11 @@ class PortableOperators:
         return torch.cat(turned, dim=-1).to(x.dtype)
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As they are."""
+        """Return the tables unchanged."""
         return cos, sin
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up."""
+        """Compute silu(gate) * up."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
@@ -365,5 +365,5 @@ class PortableOperators:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """See `nanoactor.models.sampling.sampler`."""
+        """Sample tokens; see `nanoactor.models.sampling.sampler`."""
         return sample(logits, batch)

@@ -1,5 +1,6 @@
-"""What a device offers to layers and executors, in three protocols. A device is a folder beside
-this file and passes `tests/models/test_device.py`; docs/extending.md says where it is named."""
+"""Interface of a device for layers and executors, in three protocols. A device is a folder beside
+this file and passes `tests/models/test_device.py`; docs/extending.md lists the places that name
+it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from nanoactor.models.weights.whole_step import Matrix, ModelWeights
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """In bytes."""
+    """Amounts of memory in bytes."""
 
     total: int
     free: int
@@ -65,7 +66,7 @@ class HasMatrix(Protocol):
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """(outputs,)."""
+        """Bias, (outputs,)."""
 
     def matrix(self) -> Matrix | None:
         """Return its weight; None where it is laid out in no way that such an operator reads."""
@@ -92,7 +93,7 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def matrix(self) -> torch.Tensor:
-        """Return its weight."""
+        """Return the weight."""
         return self.weight
 
 
@@ -102,7 +103,7 @@ class WholeStep(NamedTuple):
     hidden: torch.Tensor
     """(rows, hidden), behind the final norm."""
     logits: torch.Tensor
-    """(rows, vocabulary)."""
+    """Logits, (rows, vocabulary)."""
 
 
 class WholeSteps(Protocol):
@@ -140,41 +141,41 @@ class Captured(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceTraits:
-    """What planners, executors and models need to know of a device before they call it."""
+    """Properties of a device that planners, executors and models need before they call it."""
 
     name: str
     collective_backend: str
     """gloo, nccl or hccl."""
     default_dtype: torch.dtype
-    """What `dtype="auto"` becomes where the checkpoint's own type is slow here."""
+    """Type for `dtype="auto"` if the checkpoint's own type is slow on this device."""
     default_block_size: int
     default_memory_utilization: float
     """The share of the memory that is free at start which weights and cache may take."""
     shared_memory: bool = False
-    """Whether the ranks of a host share one memory."""
+    """True if the ranks of a host share one memory."""
     asynchronous: bool = True
-    """Whether what is called is queued; else it is done when the call returns, and a maximal step
-    may take minutes: the warm-up runs a smaller one."""
+    """True if calls are queued. Otherwise they complete before they return, and a maximal step may
+    take minutes: the warm-up runs a smaller one."""
     any_thread: bool = False
-    """Whether work may be queued from any thread, one at a time."""
+    """True if any thread may queue work, one at a time."""
     captures_graphs: bool = False
-    """Whether `Runtime.capture` gains anything."""
+    """True if `Runtime.capture` speeds up decode steps."""
     captures_prompts: bool = False
-    """Whether it gains anything for steps with prompts."""
+    """True if it also speeds up steps with prompts."""
     narrows_last_layer: bool = True
-    """Whether steps that are not captured may have `AttentionBatch.final`."""
+    """True if steps that are not captured may have `AttentionBatch.final`."""
     needs_host_seq_lens: bool = True
-    """Whether `BatchOperators.plan` reads `AttentionBatch.lengths`."""
+    """True if `BatchOperators.plan` reads `AttentionBatch.lengths`."""
     runs_as_rows_from: int = 1 << 30
     """Decode steps of at least so many rows may have several of one slot, at positions of their
     own: each reads what the others write in the same step."""
     deep_pipeline: bool = False
-    """Whether one more step in flight costs no memory to speak of."""
+    """True if another step in flight costs negligible memory."""
     keeps_logits: bool = False
-    """Whether constrained rows keep the logits that their step computes anyway, rather than hidden
-    states: to read the head once more would cost more than the memory."""
+    """True if constrained rows keep their step's logits rather than hidden states, because reading
+    the head again costs more than the memory."""
     publishes_ids: bool = False
-    """Whether a step can write to the host's memory itself."""
+    """True if a step can write to host memory itself."""
     fused_sampling: FusedSampling = "none"
     fused_sampling_of_ranks: FusedSampling = "none"
     """The same where ranks share a vocabulary: each chooses from all their logits."""
@@ -211,7 +212,7 @@ class Runtime(Protocol):
         gradients."""
 
     def timed_event(self) -> TimedEvent:
-        """A new one."""
+        """Create a timed event."""
 
     def run(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
         """Queue a model's forward pass, perhaps as compiled before."""
@@ -223,10 +224,10 @@ class Runtime(Protocol):
 
 
 class Operators(Protocol):
-    """What layers call. Hidden states are (tokens, ...) in the model's type."""
+    """Operators that layers call. Hidden states are (tokens, ...) in the model's type."""
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Tell whether models run in this type at a sensible speed."""
+        """Return True if models run in this type at a reasonable speed."""
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """Raises `UnsupportedModel` for what operators do not take at all."""
@@ -298,15 +299,15 @@ class Operators(Protocol):
 
 
 class BatchOperators(Protocol):
-    """What executors call at each step. The batch lives on the device: steps read tables that are
-    indexed by slot, and none waits for the host."""
+    """Operators that executors call at each step. The batch resides on the device: steps read
+    tables that are indexed by slot, and none waits for the host."""
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
-        """Return how many blocks so many padded rows may write to."""
+        """Return the number of blocks that `rows` padded rows may write to."""
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
-        """Return how many tokens of a prompt a program of the prefill kernel has: what
-        `AttentionBatch.prefill_tiles` counts in."""
+        """Return the number of prompt tokens per program of the prefill kernel, the unit of
+        `AttentionBatch.prefill_tiles`."""
 
     def scratch(self, rows: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> Any:
         """The kernels' memory for so many decode rows."""
@@ -358,4 +359,4 @@ class Device(Runtime, Operators, BatchOperators, Protocol):
 
     @property
     def traits(self) -> DeviceTraits:
-        """What there is to know of it."""
+        """Return the device's properties."""

@@ -38,7 +38,7 @@ class Family:
     layers: LayersOf = dense_layers
     """Describes the layers of a model."""
     head_dim: int | None = None
-    """Where the file says nothing; None: hidden_size / num_attention_heads."""
+    """Head size if the file omits it; None: hidden_size / num_attention_heads."""
     qk_norm: bool = False
     """Queries and keys are normed, head by head, before they are rotated."""
     qkv_bias: Option = False
@@ -46,7 +46,7 @@ class Family:
     """Of attention's output projection."""
     mlp_bias: Option = False
     rope_theta: float = 10_000.0
-    """Where the file says nothing."""
+    """RoPE base if the file omits it."""
     embedding_scale: str | None = None
     """The key of the factor on embeddings; of this and the next three a missing key means 1."""
     residual_scale: str | None = None
@@ -67,6 +67,6 @@ class Family:
     text_config: str | None = None
     """The object of `config.json` that holds the decoder's sizes; None: the file itself."""
     text_prefix: str = "model"
-    """What the names of the decoder's weights begin with."""
+    """Prefix of the decoder's weight names."""
     vision_prefix: str | None = None
     """The same of the vision tower; None: there is none."""

@@ -26,9 +26,9 @@ class ExpertOptions:
 
     spec: ExpertsSpec
     step: int
-    """Every such layer has experts, ..."""
+    """Every `step`-th layer has experts, except those in `dense`."""
     dense: tuple[int, ...]
-    """... but for these."""
+    """Layers without experts."""
 
 
 def _read(

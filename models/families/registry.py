@@ -55,5 +55,5 @@ def layers_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def keeps_slot_state(config: ModelConfig) -> bool:
-    """Return whether a layer keeps an array for each sequence, beside or instead of pages."""
+    """Return True if a layer keeps an array for each sequence, besides or instead of pages."""
     return any(layer.mixer.keeps_slot_state for layer in layers_of(config))

@@ -1,1 +1,1 @@
-"""What decoders are made of: projections, norms, rotation, attention, feed-forward."""
+"""Building blocks of decoders: projections, norms, rotary embedding, attention, feed-forward."""

@@ -83,7 +83,7 @@ class _Pair:
     into: Matrix
     out: Matrix
     bias: torch.Tensor | None = None
-    """Of the first."""
+    """Bias of `into`."""
 
 
 def _pair_of(into: ColumnParallel, out: RowParallel) -> _Pair | None:

@@ -21,9 +21,9 @@ class NormSpec:
 
     eps: float
     adds_one: bool = False
-    """Whether the file holds w where 1 + w is multiplied with."""
+    """True if the file stores w and the norm multiplies by 1 + w."""
     in_float32: bool = False
-    """Whether weights stay float32, and the product is rounded once."""
+    """True if the weights stay in float32 and the product is rounded once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class MixerSpec:
     implementation: ClassVar[str]
     """The class that is made from it, as "module:name": a `nanoactor.models.layers.layer.Mixer`."""
     keeps_slot_state: ClassVar[bool] = False
-    """Whether it keeps an array for each sequence. Prefixes of such a model are not found in the
-    cache: what a block holds does not say what the array was at its end."""
+    """True if it keeps an array for each sequence. Such a model takes no prefix-cache hits: the
+    array at the end of a block cannot be restored from the block."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,22 +58,22 @@ class AttentionSpec(MixerSpec):
     scale: float | None = None
     """Of the products of queries and keys; None: head_dim ** -0.5."""
     rotary_dim: int | None = None
-    """How many of a head's first dimensions are rotated; None: all."""
+    """Number of leading dimensions of a head that are rotated; None: all."""
     qkv: QKVLayout = "separate"
-    """How the file holds the projections."""
+    """Layout of the projections in the file."""
     name: str = "self_attn"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MLPSpec(FeedForwardSpec):
-    """SwiGLU (arXiv:2002.05202)."""
+    """Describes a SwiGLU feed-forward (arXiv:2002.05202)."""
 
     implementation: ClassVar[str] = "nanoactor.models.layers.mlp:MLP"
     inner: int
     """The size between the projections."""
     bias: bool = False
     fused: bool = False
-    """Whether the file holds one tensor of gates, then ups."""
+    """True if the file stores gate and up projections in one tensor, gates first."""
     name: str = "mlp"
 
 
@@ -88,10 +88,10 @@ class ExpertsSpec(FeedForwardSpec):
     inner: int
     """The size between the projections of an expert."""
     normalizes: bool
-    """Whether the weights of a token's experts add up to 1."""
+    """True if the weights of a token's experts are scaled to a sum of 1."""
     transposed: bool = False
-    """Whether a file that holds all experts of a layer in one tensor has inputs before outputs;
-    shapes decide where they can."""
+    """True if a file with all experts of a layer in one tensor stores inputs before outputs; shapes
+    decide where they are unambiguous."""
     name: str = "mlp"
 
 
@@ -102,8 +102,8 @@ class LayerSpec:
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
     norm: NormSpec
-    """Of both norms."""
+    """Description of both norms."""
     residual_scale: float = 1.0
-    """What both parts' results are multiplied with before they are added."""
+    """Factor of both parts' outputs before they are added to the residual."""
     input_norm: str = "input_layernorm"
     post_norm: str = "post_attention_layernorm"

@@ -16,7 +16,7 @@ class Mixer(Protocol):
     """Lets the tokens of a sequence see each other."""
 
     state: StateSpec
-    """What it keeps."""
+    """State that it keeps for sequences."""
 
     def __call__(self, x: torch.Tensor, state: LayerState, step: LayerStep) -> torch.Tensor:
         """(tokens, hidden) to the same, or to (final rows, hidden) where the step has some."""

@@ -1,4 +1,4 @@
-"""Norms."""
+"""Normalization layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class RMSNorm:
 
 
 def norm_weight(spec: NormSpec, context: LayerContext, name: str, size: int) -> torch.Tensor:
-    """Return what a norm multiplies with, (size,): the tensor of this name, or 1 more."""
+    """Return the factor of a norm, (size,): the tensor of this name, plus 1 if the norm adds
+    one."""
     weights = context.weights
     wide = spec.in_float32 or spec.adds_one  # in less, 1 + w would lose what w says
     weight = weights.load(f"{name}.weight", size, dtype=torch.float32 if wide else None)

@@ -1,4 +1,4 @@
-"""What mixers keep of sequences from step to step, and the memory that it takes."""
+"""Per-sequence state of mixers between steps, and its memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PagedKV:
     table, so that a block's bytes are the sum of what each keeps in it."""
 
     kv_heads: int
-    """Of this rank."""
+    """Number of this rank's KV heads."""
     head_dim: int
     dtype: torch.dtype
 
@@ -31,7 +31,7 @@ class PagedKV:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Nothing."""
+        """Return 0: there is no slot state."""
         return 0
 
     def allocate(self, zeros: Zeros, blocks: int, block_size: int, slots: int) -> KVCache:
@@ -61,7 +61,7 @@ class SlotState:
 
     @property
     def bytes_per_token(self) -> int:
-        """Nothing."""
+        """Return 0: there are no pages."""
         return 0
 
     @property
@@ -87,7 +87,7 @@ class SlotArrays:
             array.index_fill_(0, slots, 0)
 
     def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Let slots, int64, become copies of others, as all of them are before: two may swap."""
+        """Copy slots, int64; all sources are read before any target is written, so two may swap."""
         for array in self.arrays:
             array.index_copy_(0, targets, array.index_select(0, sources))
 

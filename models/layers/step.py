@@ -1,4 +1,4 @@
-"""What layers are made from, and what they are given at each step."""
+"""Inputs of layers, at construction and at each step."""
 
 from __future__ import annotations
 

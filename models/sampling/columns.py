@@ -25,7 +25,7 @@ class SamplingColumns(Generic[T]):
     """One value, array or tensor for each column, by the names of `SamplingParams`."""
 
     temperature: T = dataclasses.field(metadata=_column("float32", 1.0))
-    """0 is greedy."""
+    """Temperature; 0 is greedy."""
     top_k: T = dataclasses.field(metadata=_column("int32", 0))
     """0 is no limit."""
     top_p: T = dataclasses.field(metadata=_column("float32", 1.0))

@@ -1,4 +1,4 @@
-"""How some rows choose their tokens: as NumPy arrays on the host, as tensors on the device."""
+"""Sampling of rows: as NumPy arrays on the host, as tensors on the device."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What models that see have beside their decoder: patches, positions, the tower."""
+"""Parts of vision models besides the decoder: patches, positions, the tower."""

@@ -28,9 +28,9 @@ class ImageConfig:
     """The checkpoint's processing of a picture."""
 
     min_pixels: int
-    """A picture is enlarged to this area, ..."""
+    """Smallest area in pixels; smaller images are enlarged."""
     max_pixels: int
-    """... or reduced to this one."""
+    """Largest area in pixels; larger images are reduced."""
     factor: int
     """Sides are multiples of it: the pixels of a token's side."""
     rescale: float
@@ -61,8 +61,8 @@ class ImageConfig:
         return rounded[0], rounded[1]
 
     def pixel_table(self) -> NDArray[np.float32]:
-        """Return what each of the 256 values of a channel becomes, (channels, 256): the float64
-        and float32 roundings of transformers' NumPy backend, bit for bit, on any device."""
+        """Return the normalized value of each of a channel's 256 values, (channels, 256): the
+        float64 and float32 roundings of transformers' NumPy backend, bit for bit, on any device."""
         scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         table: NDArray[np.float32] = (scaled[None] - mean[:, None]) / std[:, None]

@@ -17,7 +17,7 @@ class VisualSpan:
     start: int
     """The index of the first of them."""
     height: int
-    """In tokens."""
+    """Height in tokens."""
     width: int
 
     @property

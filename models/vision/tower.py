@@ -26,13 +26,13 @@ class Grid:
     """The patches of a picture or a video."""
 
     frames: int
-    """Temporal patches."""
+    """Number of temporal patches."""
     height: int
     width: int
 
     @property
     def patches(self) -> int:
-        """In all."""
+        """Return the total number of patches."""
         return self.frames * self.height * self.width
 
 
@@ -41,10 +41,10 @@ class TowerState:
     """Pictures on their way through the tower."""
 
     x: torch.Tensor
-    """(patches, hidden)."""
+    """Hidden states, (patches, hidden)."""
     rotation: Rotation
     segments: list[int]
-    """How many patches attend to each other, one after the other."""
+    """Numbers of consecutive patches that attend to each other."""
     levels: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """Features of the deepstack levels so far."""
 

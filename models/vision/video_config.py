@@ -22,9 +22,9 @@ class VideoConfig:
     """The checkpoint's processing of a video's frames."""
 
     min_pixels: int
-    """The frames together are enlarged to this area, ..."""
+    """Smallest total area of the frames; smaller videos are enlarged."""
     max_pixels: int
-    """... or reduced to this one."""
+    """Largest total area of the frames; larger videos are reduced."""
     factor: int
     """Sides are multiples of it: the pixels of a token's side."""
     together: int

@@ -49,7 +49,7 @@ class Format(Protocol):
     know."""
 
     def has(self, projection: Projection) -> bool:
-        """Return whether a projection is packed; others are read as they are."""
+        """Return True if a projection is quantized; others are read unchanged."""
 
     def read(self, weights: Weights, projection: Projection) -> LinearWeights:
         """Return this rank's part. Raises `WeightsError` where tensors do not fit."""
@@ -152,7 +152,7 @@ class Weights:
         return list(self._open_file(name).keys())
 
     def __contains__(self, name: str) -> bool:
-        """Tell whether the checkpoint has a tensor of this name."""
+        """Return True if the checkpoint has a tensor of this name."""
         return name in self._home
 
     def load(
@@ -368,12 +368,12 @@ class RandomWeights(Weights):
         *,
         packed: Format | None = None,
     ) -> None:
-        """Reads nothing."""
+        """Create random weights without reading files."""
         self.dtype, self.device, self._format = dtype, device, packed
         self._generator = torch.Generator(device).manual_seed(0)
 
     def __exit__(self, *_: object) -> None:
-        """Nothing was opened."""
+        """Do nothing: no file is open."""
 
     def warn_of_unused(self, spare: Collection[str] = ()) -> None:
         """There is nothing else."""

@@ -42,9 +42,9 @@ class Fp8Blocks:
     block: int
     """Inputs of a block."""
     offset: int
-    """How many of the first block's inputs are another rank's."""
+    """Number of inputs in the first block that belong to another rank."""
     dtype: torch.dtype
-    """The model's."""
+    """Data type of the model."""
     group: int = 1
     """Outputs of a group; the last may have fewer."""
     bias: torch.Tensor | None = None
@@ -88,7 +88,7 @@ def experts_of(weights: Fp8Blocks) -> Iterator[Fp8Blocks]:
 
 
 class Fp8Format:
-    """Reads such checkpoints."""
+    """Reads FP8 checkpoints with block scales."""
 
     def __init__(self, quantization: Quantization) -> None:
         """Raises `UnsupportedModel` for options that are not honoured, `ModelError` for what makes
@@ -119,8 +119,8 @@ class Fp8Format:
         self._spared = tuple(spared)
 
     def has(self, projection: Projection) -> bool:
-        """Return whether a projection is packed. Raises `ModelError` where only a part of it is:
-        its parts are one product."""
+        """Return True if a projection is quantized. Raises `ModelError` if only some of its parts
+        are: they form one product."""
         packed = {part.name: not self._is_spared(part.name) for part in projection.parts}
         if len({*packed.values()}) > 1:
             apart = ", ".join(name for name, there in packed.items() if not there)
@@ -178,8 +178,8 @@ def _numbers(part: Part, device: torch.device) -> torch.Tensor:
 
 
 def _largest_group(rows: torch.Tensor, most: int) -> int:
-    """Return how many outputs that follow each other always have the same scales; `rows` are those
-    of the scales by output."""
+    """Return the largest number of consecutive outputs that always share their scales; `rows` are
+    the scales by output."""
     sizes = (most >> halved for halved in range(most.bit_length()))
     same = (s for s in sizes if torch.equal(rows[::s].repeat_interleave(s)[: len(rows)], rows))
     return next(same, 1)

@@ -33,7 +33,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Projection:
-    """What a linear operator computes: y = x Wᵀ + b, of parts that follow each other."""
+    """Definition of a linear operator: y = x Wᵀ + b, with outputs from consecutive parts."""
 
     parts: tuple[Part, ...]
     inputs: int
@@ -41,7 +41,7 @@ class Projection:
     columns: Span | None = None
     """The inputs that are wanted; None: all."""
     bias: bool = False
-    """Whether the checkpoint has biases for it, of all of the parts' rows."""
+    """True if the checkpoint has biases for all rows of the parts."""
 
 
 class LinearWeights(Protocol):
@@ -50,7 +50,7 @@ class LinearWeights(Protocol):
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """(outputs,)."""
+        """Bias, (outputs,)."""
 
     def dequantize(self) -> torch.Tensor:
         """Return the matrix (outputs, inputs) in the model's type."""
@@ -70,11 +70,11 @@ class Dense:
     """A matrix in the type that is computed with."""
 
     weight: torch.Tensor
-    """(outputs, inputs)."""
+    """Matrix, (outputs, inputs)."""
     bias: torch.Tensor | None = None
 
     def dequantize(self) -> torch.Tensor:
-        """Return the matrix."""
+        """Return the matrix unchanged."""
         return self.weight
 
     def without_bias(self) -> Dense:
@@ -97,7 +97,7 @@ class DenseExperts:
     gate_up: torch.Tensor
     """(experts, 2 * inner, hidden): gates, then ups."""
     down: torch.Tensor
-    """(experts, hidden, inner)."""
+    """Down projections, (experts, hidden, inner)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,13 +111,13 @@ class ExpertWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Router:
-    """What chooses the experts of a token: the likeliest by the softmax of its products."""
+    """Chooses the experts of a token: those with the highest softmax scores."""
 
     weight: torch.Tensor
-    """float32 (experts, hidden)."""
+    """Router weights, float32 (experts, hidden)."""
     chosen: int
     normalizes: bool
-    """Whether the shares of a token's experts add up to 1."""
+    """True if the weights of a token's experts are scaled to a sum of 1."""
 
 
 def dense_of(weights: LinearWeights, why: str | None = None) -> Dense:

@@ -38,7 +38,7 @@ class Mixture:
     inner: int
     """The size between the projections of an expert."""
     normalizes: bool
-    """Whether the shares of a token's experts add up to 1."""
+    """True if the weights of a token's experts are scaled to a sum of 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,16 +49,16 @@ class LayerWeights:
     norm1: torch.Tensor
     qkv: Matrix
     bias: torch.Tensor | None
-    """(qkv outputs,)."""
+    """Bias, (qkv outputs,)."""
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: Matrix
     norm2: torch.Tensor
     gate_up: Matrix
-    """Gates, then ups."""
+    """Gate projections, then up projections."""
     down: Matrix
     router: Router | None = None
-    """What chooses experts, where the layer has some."""
+    """Router of a layer with experts."""
 
     @property
     def mixture(self) -> Mixture | None:
@@ -71,7 +71,7 @@ class LayerWeights:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """All four."""
+        """Return the four matrices."""
         return self.qkv, self.o, self.gate_up, self.down
 
 
@@ -89,6 +89,6 @@ class ModelWeights:
 
     @property
     def is_packed(self) -> bool | None:
-        """Whether all layers' matrices are in FP8; None where some are."""
+        """Return True if all layers' matrices are in FP8, False if none is, None if some are."""
         kinds = {isinstance(one, PackedMatrix) for layer in self.layers for one in layer.matrices}
         return kinds.pop() if len(kinds) == 1 else None

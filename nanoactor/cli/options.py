@@ -70,7 +70,7 @@ def values(args: Any, config: type[Any]) -> dict[str, Any]:
 
 
 def _keywords(hint: Any) -> dict[str, Any] | None:
-    """Return what argparse has to know about a type; None where it cannot be an option."""
+    """Return the argparse settings for a type, or None if it cannot be an option."""
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     parts = get_args(hint) if is_union else (hint,)
     for part in parts:

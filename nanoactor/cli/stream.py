@@ -36,7 +36,7 @@ def _engine(args: Any) -> AsyncLLM:
 
 
 async def generate(args: Any) -> None:
-    """Continue one prompt."""
+    """Complete one prompt."""
     prompt = args.prompt if args.prompt is not None else sys.stdin.read()
     params = _params(args)
     _check_writable(args.trace)
@@ -173,7 +173,7 @@ def _numbers(told: Logprobs) -> dict[int, float]:
 
 
 def _rate(tokens: int, seconds: float) -> str:
-    """Tell how fast the tokens came; `seconds` passed from the first to the last."""
+    """Format the rate of tokens; `seconds` passed from the first to the last."""
     if tokens == 1:
         return "1 token"
     if seconds < _MEASURABLE:

@@ -22,11 +22,9 @@ _IN_JSON = ("--allowed-origins",)
 def add_flags(
     parser: argparse.ArgumentParser, fields: Mapping[str, Mapping[str, Any]], *, serves: bool
 ) -> None:
-    """Have a command take other engines' flags, which its help does not show.
-
-    `fields` has, by the name of each field that is an option already, its destination (`dest`) and
-    what argparse knows of it; `serves`: the command has options of the server, too.
-    """
+    """Add other engines' flags to a command, without help texts. `fields` maps each field with an
+    option to its destination (`dest`) and argparse settings; `serves`: the command also has the
+    server's options."""
     parser.set_defaults(**{NOTES: []})
     taken = set(parser._option_string_actions)
     for name in (*ENGINE, *(SERVER if serves else ())):
@@ -52,7 +50,7 @@ def add_flags(
 
 
 def _alias(name: Name, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what argparse has to know of another name of an option."""
+    """Return the argparse settings for an alias of an option."""
     made = {**known, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     if name.inverts:
         return {**made, "action": _Inverted, "nargs": 0}
@@ -106,7 +104,7 @@ class _Foreign(argparse.Action):
 
 
 def _value(given: Any) -> Any:
-    """Return what a text on a command line stands for: JSON, or itself."""
+    """Parse a command-line value: JSON, or the text itself."""
     if isinstance(given, list):
         return [_value(one) for one in given]
     if given.lower() == "none":

@@ -39,16 +39,16 @@ class Name:
     note: str = ""
     """The difference, or the reason."""
     takes: Takes = "value"
-    """What follows the flag on a command line."""
+    """Type of value that follows the flag on a command line."""
     short: tuple[str, ...] = ()
     """Further flags of the same meaning."""
     inverts: bool = False
-    """Whether the flag switches our option off."""
+    """True if the flag switches our option off."""
     of: str = "vLLM"
 
     @property
     def fate(self) -> Fate:
-        """Return what becomes of it."""
+        """Return the treatment of the name."""
         if self.ours:
             return "same" if self.ours == self.theirs else "alias"
         return "moot" if self.accepts else "refused"
@@ -59,13 +59,13 @@ class Name:
         return (f"--{self.theirs.replace('_', '-')}", *self.short)
 
     def allows(self, value: Any) -> bool:
-        """Tell whether a value asks for nothing, or for what is always so."""
+        """Return True if a value requests nothing, or the default behavior."""
         if value is None or ANY in self.accepts:
             return True
         return any(type(value) is type(one) and value == one for one in self.accepts)
 
     def complaint(self, value: Any) -> str:
-        """Return what is wrong with a value that is not allowed."""
+        """Return the error for a value that is not allowed."""
         if not self.accepts or (self.takes == "flag" and self.note):
             return f"{self.theirs} is not supported: {self.note}"
         shown = " or ".join(repr(one) for one in (*self.accepts, None))

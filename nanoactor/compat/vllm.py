@@ -103,7 +103,7 @@ class LLM(ours.LLM):
         return super().chat(messages, _capped(sampling_params), bool(use_tqdm), **options)
 
     def reset_prefix_cache(self) -> bool:
-        """Have later requests find nothing that was computed before."""
+        """Invalidate the prefix cache for later requests."""
         return self._call(self._llm.reset_prefix_cache())
 
     def __getattr__(self, name: str) -> Any:
@@ -268,7 +268,7 @@ class _Distribution(importlib.metadata.Distribution):
         }.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """Return where a file of it would be: there are none."""
+        """Return the path of a distribution file; there are none."""
         return Path(path)
 
 

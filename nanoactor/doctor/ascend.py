@@ -121,7 +121,8 @@ def _torch_npu(machine: Machine) -> Iterator[Finding]:
 
 
 def _install_pair(torch: str | None) -> str:
-    """Return how to install torch_npu for this torch, or both where torch itself is too old."""
+    """Return the command that installs torch_npu for this torch, or both if torch itself is too
+    old."""
     if release(torch) < (2, 11):
         return "pip install '.[npu]'"
     version = ".".join(str(part) for part in release(torch))

@@ -22,7 +22,7 @@ Run = Callable[[Sequence[str], Mapping[str, str], float], tuple[str, str]]
 
 
 def run_command(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tuple[str, str]:
-    """Return what a program has printed, and what went wrong: "" where it ended with status 0."""
+    """Return a program's output, and an error text: "" if it exited with status 0."""
     try:
         process = Popen(  # noqa: S603
             command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=env, start_new_session=True
@@ -52,7 +52,7 @@ class Machine:
     python: tuple[int, ...] = sys.version_info[:3]
 
     def path(self, path: str) -> Path:
-        """Return where an absolute path lies below the root."""
+        """Return the location of an absolute path below the root."""
         return self.root / path.lstrip("/")
 
     def files(self, pattern: str) -> list[str]:
@@ -97,8 +97,9 @@ class Machine:
 
     @functools.cached_property
     def wants_npu(self) -> bool:
-        """Tell whether an NPU is wanted here. Software alone counts, as a container that was
-        not given its devices has nothing else; the PCI bus does not, as it shows the host's."""
+        """Return True if an NPU is expected here. Installed software alone counts, because a
+        container without its devices has nothing else; the PCI bus does not, because it shows the
+        host's devices."""
         files = map(self.files, ("/dev/davinci[0-9]*", "/usr/local/Ascend/driver/version.info"))
         software = self.cann_scripts or self.environment.get("ASCEND_HOME_PATH")
         return bool(any(files) or software or self.probe.get("torch_npu"))
@@ -113,7 +114,7 @@ class Machine:
 
     @functools.cached_property
     def wants_gpu(self) -> bool:
-        """Tell whether there is an NVIDIA GPU, or torch sees one."""
+        """Return True if there is an NVIDIA GPU, or torch sees one."""
         files = map(self.files, ("/dev/nvidia[0-9]*", "/proc/driver/nvidia/version"))
         on_bus = any(kind == "GPU" for kind, _, _ in self.pci)
         return any(files) or on_bus or bool(self.probe.get("gpus"))

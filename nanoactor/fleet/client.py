@@ -118,11 +118,11 @@ class FleetLLM(Pooled):
         return self
 
     async def __aenter__(self) -> FleetLLM:
-        """Start."""
+        """Start the client."""
         return await self.start()
 
     async def __aexit__(self, *_: object) -> None:
-        """Close."""
+        """Close the client."""
         await self.close()
 
     @public
@@ -146,7 +146,7 @@ class FleetLLM(Pooled):
 
     @property
     def live(self) -> int:
-        """Return how many requests are not over."""
+        """Return the number of unfinished requests."""
         return len(self.fleet.pages)
 
     # -- requests ---------------------------------------------------------------------------

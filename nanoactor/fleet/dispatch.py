@@ -21,7 +21,7 @@ class Dispatch:
         self._new: dict[Part, None] = {}
 
     def add(self, part: Part) -> None:
-        """Have a part wait for a place."""
+        """Queue a part for a place."""
         queue = self._moved if part.is_moved else self._new
         queue[part] = None
         part.waits_since = time.monotonic()
@@ -33,7 +33,7 @@ class Dispatch:
 
     @property
     def waiting(self) -> int:
-        """Return how many parts wait."""
+        """Return the number of queued parts."""
         return len(self._moved) + len(self._new)
 
     def note_serving(self, places: Sequence[Place], now: float) -> None:
@@ -86,5 +86,5 @@ def _by_priority(part: Part) -> tuple[int, int]:
 
 
 def fits(part: Part, place: Place) -> bool:
-    """Tell whether a replica goes on with a part to the same end as the one that is gone."""
+    """Return True if a replica can resume a part to the same end as the lost one."""
     return not part.fingerprint or part.fingerprint == place.hello.fingerprint

@@ -81,7 +81,7 @@ class Fleet:
         self.update_members()
 
     async def close(self) -> None:
-        """End all links."""
+        """Close all links."""
         self._closed = True
         if self._ticker is not None:
             self._ticker.cancel()
@@ -178,7 +178,7 @@ class Fleet:
             self.fail(part.page, ComputationFailed(f"the stream cannot go on: {error!r}"))
 
     def _move(self, part: Part, replica: Replica) -> None:
-        """Have a part go on elsewhere."""
+        """Move a part to another replica."""
         self._at.pop(part, None)
         page = part.page
         for moved in page.move(part):
@@ -193,7 +193,7 @@ class Fleet:
     # -- requests ---------------------------------------------------------------------------
 
     def add(self, part: Part) -> None:
-        """Have a part wait for a place; a suspect's waits for its trial."""
+        """Queue a part for a place; a suspect's part queues for its trial."""
         if not self.trials.keeps(part):
             self.dispatch.add(part)
 
@@ -218,7 +218,7 @@ class Fleet:
         self.begin(part, self.replicas[place.replica])
 
     def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
-        """Have a part run on a replica."""
+        """Run a part on a replica."""
         self._streams += 1
         stream, page, place = self._streams, part.page, replica.place
         try:
@@ -393,7 +393,7 @@ class Fleet:
 
     @property
     def capacity(self) -> int:
-        """Return how many requests may wait: as many as the replicas' queues hold together."""
+        """Return the number of requests that may queue: the sum of the replicas' queues."""
         return sum(r.place.hello.max_waiting_requests for r in self.replicas.values())
 
     @property
@@ -408,12 +408,12 @@ class Fleet:
 
     @property
     def prefixes(self) -> PrefixMap:
-        """Return what is known of the replicas' caches."""
+        """Return the map of the replicas' caches."""
         return self.router.prefixes
 
     @property
     def streams(self) -> int:
-        """Return how many streams of this ingress run."""
+        """Return the number of streams of this ingress."""
         return len(self._at)
 
 

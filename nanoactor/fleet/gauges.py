@@ -76,7 +76,7 @@ class Gauges:
         self._task = asyncio.ensure_future(self._keep_looking())
 
     async def stop(self) -> None:
-        """Look no more."""
+        """Stop sampling."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -66,7 +66,7 @@ class Hub:
         return [stream for link in self.links.values() for stream in link.streams.values()]
 
     def load(self, looks: int) -> wire.Load:
-        """Return how busy the replica is; with figures where it was looked at since `looks`."""
+        """Return the replica's load, with figures if it was sampled since `looks`."""
         streams, gauges = self.streams, self.gauges
         waiting = [stream for stream in streams if not stream.has_begun]
         figures = gauges.figures
@@ -108,11 +108,11 @@ class Hub:
         return True
 
     def is_alone(self, link: str) -> bool:
-        """Tell whether a link has the replica to itself."""
+        """Return True if a link has the replica to itself."""
         return self.reserved_by == link and not self.streams
 
     def may_begin(self, link: str, order: wire.Begin) -> bool:
-        """Tell whether a stream is taken."""
+        """Return True if a stream is accepted."""
         return self.reserved_by is None or (self.reserved_by == link and order.is_alone)
 
     def reserve(self, link: str, wanted: bool) -> None:
@@ -135,7 +135,7 @@ class Hub:
             self.tell_load()
 
     def tell_load(self) -> None:
-        """Have every ingress told soon how things are."""
+        """Schedule a load report to every ingress."""
         for each in self.links.values():
             each.note(urgent=True)
 
@@ -156,7 +156,7 @@ class Stream:
         self.reader: asyncio.Task[None] | None = None
 
     def end(self) -> None:
-        """Abort it."""
+        """Abort the stream."""
         if self.reader is not None:
             self.reader.cancel()
         if self.request is not None:
@@ -417,7 +417,7 @@ def _delta(stream: int, output: CompletionOutput, vector: bytes) -> wire.Delta:
 
 
 def _progress(stream: Stream) -> wire.Progress | None:
-    """Return what is new besides deltas; None where nothing is."""
+    """Return the progress besides deltas, or None if there is none."""
     output, is_over = stream.output, stream.output is not None and stream.output.finished
     prompt = None if output is None else wire.pack_logprobs(output.prompt_logprobs)
     if stream.accepted is None and prompt is None and not is_over:

@@ -39,7 +39,7 @@ class Connector(Protocol):
         """Open a link: yield the replica's reports. Raises where the replica dies, or is gone."""
 
     async def push(self, replica: str, orders: bytes) -> bool:
-        """Have a replica take orders; False where it knows nothing of the link. Raises likewise."""
+        """Send orders to a replica; returns False if it does not know the link. Raises likewise."""
 
 
 class Owner(Protocol):
@@ -78,17 +78,17 @@ class LinkEnd:
 
     @property
     def is_leaving(self) -> bool:
-        """Tell whether it gets nothing new."""
+        """Return True if the replica accepts no new streams."""
         return self.left_at is not None
 
     @property
     def has_drained(self) -> bool:
-        """Tell whether it left some time ago: its end was planned. One that dies stops being a
-        member just before, or just after, that shows here."""
+        """Return True if the replica has been leaving for a while: its end was planned. A replica
+        that dies stops being a member just before or just after its death shows here."""
         return self.left_at is not None and time.monotonic() - self.left_at > _SUDDEN_SECONDS
 
     def order(self, order: wire.Order) -> None:
-        """Have the replica do something, with what else is ordered in this turn of the loop."""
+        """Queue an order to the replica; orders of one turn of the loop are sent together."""
         self._orders.append(order)
         self.ordered += 1
         self._wanted.set()

@@ -61,7 +61,7 @@ class FleetMonitor:
         self._task = asyncio.ensure_future(self._keep_looking())
 
     async def stop(self) -> None:
-        """Look no more."""
+        """Stop monitoring."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -81,7 +81,7 @@ class FleetMonitor:
         return self._llm.fleet.replicas
 
     def _share(self, replica: Replica) -> int:
-        """Return how busy a replica's device was lately, in percent."""
+        """Return the recent utilization of a replica's device, in percent."""
         busy, now = replica.figures.get("device_busy_seconds", 0.0), time.monotonic()
         before, at, share = self._busy.get(replica.name, (busy, now, 0))
         if busy != before or now - at > 4 * INTERVAL:
@@ -97,7 +97,7 @@ class FleetMonitor:
     # -- telling ----------------------------------------------------------------------------
 
     def health(self) -> Health:
-        """Return how each replica is: the fleet is well as long as one of them serves."""
+        """Return the health of each replica: the fleet is healthy as long as one of them serves."""
         now, fleet = time.monotonic(), self._llm.fleet
         actors: dict[str, dict[str, float | None]] = {}
         bad = []

@@ -39,7 +39,7 @@ class Page:
 
     @property
     def told(self) -> int:
-        """Return how many tokens its reader was told, of all answers."""
+        """Return the number of tokens sent to the reader, over all sequences."""
         return sum(len(answer.token_ids) for answer in self.entry.answers)
 
     def begin(self) -> Part:
@@ -145,12 +145,12 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens have to be there before it goes on: those of prompt and output."""
+        """Return the number of tokens to prefill before it continues: prompt and output."""
         told = len(self._answer.token_ids) if len(self.answers) == 1 else 0
         return self.page.length + told
 
     def order(self, stream: int, *, is_alone: bool) -> wire.Begin:
-        """Return what has it run, or go on."""
+        """Return the order that starts or resumes it."""
         page, entry = self.page, self.page.entry
         params = page.params
         if entry.submit.spec.prompt_logprobs >= 0 and entry.has_prompt_logprobs:
@@ -176,5 +176,5 @@ class Part:
 
 
 def has_begun(answer: Answer) -> bool:
-    """Tell whether anything was told of an answer."""
+    """Return True if any output of a sequence was emitted."""
     return bool(answer.token_ids or answer.text or answer.terminal is not None)

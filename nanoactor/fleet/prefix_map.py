@@ -52,7 +52,8 @@ class PrefixMap:
             used.popitem(last=False)
 
     def in_use(self, replica: str, now: float) -> int:
-        """Return how many blocks of a replica were wanted lately: what its cache should hold."""
+        """Return the number of a replica's blocks that were used recently, which its cache should
+        hold."""
         used = self._used.get(replica, OrderedDict())
         while used and next(iter(used.values())) < now - LATELY:
             used.popitem(last=False)
@@ -64,12 +65,12 @@ class PrefixMap:
         self._used.pop(replica, None)
 
     def blocks(self, replica: str) -> int:
-        """Return how many blocks are known of a replica."""
+        """Return the number of known blocks of a replica."""
         return len(self._known.get(replica, ()))
 
     def longest(self, replica: str, hashes: Sequence[int]) -> int:
-        """Return how many blocks of a prompt, from its beginning, a replica has. Children are
-        evicted before their parents, so that a search by halves finds the last one."""
+        """Return the length, in blocks, of the prompt prefix that a replica has. Children are
+        evicted before their parents, so a binary search finds the last one."""
         known = self._known.get(replica)
         if not known or not hashes or hashes[0] not in known:
             return 0

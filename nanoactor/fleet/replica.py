@@ -23,5 +23,5 @@ class Replica:
 
     @property
     def name(self) -> str:
-        """Return the replica's."""
+        """Return the replica's name."""
         return self.link.replica

@@ -48,7 +48,7 @@ class Answers:
 
 
 def _usual_token_seconds(places: Sequence[Place]) -> float:
-    """Return what a token of a prompt takes on most replicas."""
+    """Return the typical prefill time per token over the replicas."""
     known = [place.load.token_seconds for place in places if place.load.token_seconds]
     return max(_LEAST_SECONDS, statistics.median(known)) if known else _TOKEN_SECONDS
 
@@ -79,28 +79,28 @@ class Place:
 
     @property
     def streams(self) -> int:
-        """Return how many streams run or wait there, of all ingresses."""
+        """Return the number of running and queued streams there, over all ingresses."""
         return self.load.streams + len(self._sent)
 
     @property
     def free_slots(self) -> int:
-        """Return how many more could run at once."""
+        """Return the number of free slots."""
         return self.hello.max_num_seqs - self.streams
 
     @property
     def is_full(self) -> bool:
-        """Tell whether it would refuse another."""
+        """Return True if it would refuse another stream."""
         return self.streams >= self.hello.max_num_seqs + self.hello.max_waiting_requests
 
     def has_room(self, tokens: int) -> bool:
-        """Tell whether a stream of so many tokens would run at once."""
+        """Return True if a stream of `tokens` tokens would run at once."""
         blocks = -(-tokens // self.block_size)
         return not self.streams or (self.free_slots > 0 and self.load.free_blocks >= blocks)
 
     def seconds(self, missing: int, fill: float, answers: Answers, each: float) -> float:
-        """Return how long a prompt of which so many tokens are missing takes there, and what it
-        costs later turns: a cache of which a share of `fill` is in use evicts as much of what
-        others, or this one, will want again. `each` is what a token takes."""
+        """Return the cost of a prompt there in seconds: the time to compute `missing` tokens, and
+        the cost to later turns: a cache with a share of `fill` in use evicts as much of what this
+        or another prompt will need again. `each` is the time per token."""
         ahead = self.load.waiting_tokens + sum(tokens for _, tokens in self._sent)
         evicted = _TURNS * fill * (missing + answers.tokens)
         seconds = each * (ahead + missing + evicted + _BESIDE * answers.tokens * self.streams)
@@ -112,7 +112,7 @@ class Place:
 
 
 class Router:
-    """Chooses among places."""
+    """Chooses a place for each request."""
 
     def __init__(self) -> None:
         self.prefixes = PrefixMap()
@@ -140,6 +140,6 @@ class Router:
         return best
 
     def missing(self, place: Place, hashes: Sequence[int], tokens: int) -> int:
-        """Return how many tokens of a prompt a replica has to compute."""
+        """Return the number of prompt tokens that a replica has to compute."""
         known = self.prefixes.longest(place.replica, hashes) * place.block_size
         return max(1, tokens - known)

@@ -25,7 +25,7 @@ class Runs(Protocol):
         """Go through the replicas that take what is new."""
 
     def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
-        """Have a part run on a replica."""
+        """Run a part on a replica."""
 
 
 class TrialRuns:
@@ -45,11 +45,11 @@ class TrialRuns:
 
     @property
     def waiting(self) -> int:
-        """Return how many parts wait for a trial."""
+        """Return the number of parts that wait for a trial."""
         return len(self._kept)
 
     def is_on(self, replica: Replica) -> bool:
-        """Tell whether a replica is reserved by this ingress."""
+        """Return True if this ingress has reserved a replica."""
         return replica is self._replica
 
     def keeps(self, part: Part) -> bool:

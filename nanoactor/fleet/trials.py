@@ -74,7 +74,8 @@ class Trials:
         self.on_trial, self._tokens, self._began = request, tokens, now
 
     def is_cleared(self, tokens: int, now: float) -> bool:
-        """Tell whether the one on trial is past its place, with so many tokens."""
+        """Return True if the request on trial is past the point of the crash after `tokens`
+        tokens."""
         more, seconds = tokens - self._tokens, now - self._began
         return more >= WELL_PAST or seconds > TRIAL_SECONDS or (seconds > 2 * _SOON and more >= 4)
 
@@ -93,5 +94,5 @@ class Trials:
 
 
 def _was_near(tokens: int, seconds: float) -> bool:
-    """Tell whether a request may have been at the same place at a death as at the one before."""
+    """Return True if a request may have been at the same point in two deaths."""
     return tokens < NEXT_TO_NOTHING and (seconds < _SOON or tokens < 2)

@@ -24,7 +24,7 @@ VERSION = 2
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A positional array."""
+    """Base of messages that are encoded as positional arrays."""
 
 
 # -- ingress to replica --------------------------------------------------------------------------
@@ -46,9 +46,9 @@ class Begin(_Wire, frozen=True, tag="begin"):
     told_characters: int
     """Characters likewise; -1: it begins."""
     is_alone: bool
-    """Whether it runs where nothing else does, as it may be what kills."""
+    """True if it must run alone because it may crash the replica."""
     pools: bool
-    """Whether its answer is a vector; then `params` say nothing."""
+    """True if it returns a vector; `params` are then unused."""
 
 
 class Abort(_Wire, frozen=True, tag="abort"):
@@ -75,7 +75,7 @@ class Orders(_Wire, frozen=True):
 
     link: str
     read: int
-    """How many reports the ingress has read: so many may be on the way again."""
+    """Number of reports that the ingress has read: the window for further ones."""
     orders: list[Order]
 
 
@@ -107,7 +107,7 @@ class Load(_Wire, frozen=True):
     streams: int
     """Streams of all ingresses."""
     token_seconds: float
-    """What a token of a prompt takes; 0: not known yet."""
+    """Prefill time per token; 0: not known yet."""
     is_reserved: bool
     figures: dict[str, float] = {}
     """For /metrics, by name; empty where nothing was looked at since."""
@@ -120,7 +120,7 @@ class Delta(_Wire, frozen=True):
     index: int
     text: str
     token_ids: bytes
-    """int32."""
+    """Token ids, int32."""
     logprobs: list[Any] | None
     offsets: list[int] | None
     finish_reason: str | None
@@ -166,7 +166,7 @@ class Report(_Wire, frozen=True):
     number: int
     """From 1 on, without gaps."""
     orders: int
-    """How many orders the replica has taken."""
+    """Number of orders that the replica has taken."""
     hello: Hello | None = None
     load: Load | None = None
     deltas: list[Delta] = []
@@ -175,7 +175,7 @@ class Report(_Wire, frozen=True):
     declined: list[int] = []
     """Streams that are not taken here: they have to go elsewhere."""
     is_alone: bool = False
-    """Whether the ingress that has reserved the replica has it to itself now."""
+    """True if the ingress that reserved the replica now has it to itself."""
     index: list[IndexNews] = []
 
 
@@ -261,7 +261,7 @@ def bytes_to_media(data: bytes) -> Media:
 
 
 def so_far_of(order: Begin) -> OutputSoFar | None:
-    """Return what was told of the answer before; None where it begins."""
+    """Return the output emitted before, or None for a new stream."""
     if order.told_characters < 0:
         return None
     return OutputSoFar(bytes_to_ids(order.told_ids), order.told_characters)

@@ -81,7 +81,7 @@ class _Open:
     tokens: list[int]
     """Those that its matcher has not taken."""
     jumps: bool
-    """Whether forced tokens are told, instead of masks with one bit."""
+    """True if forced tokens are sent instead of masks with one bit."""
     end: int
     """The position behind its last token: what would be forced from there on is not wanted."""
     run: list[int] = dataclasses.field(default_factory=list)
@@ -124,7 +124,7 @@ class GrammarBook:
         """Answers that have failed since the machine had no more of something."""
 
     def __len__(self) -> int:
-        """Return how many answers are open, and how many ends were not told."""
+        """Return the number of open sequences and unreported ends."""
         return len(self._open) + len(self._closed)
 
     def open(self, event: OpenGrammar) -> None:
@@ -172,7 +172,7 @@ class GrammarBook:
 
     @property
     def has_work(self) -> bool:
-        """Tell whether another turn has something to do."""
+        """Return True if another turn has work to do."""
         return bool(self._due)
 
     def advance(self) -> int:
@@ -191,8 +191,8 @@ class GrammarBook:
         return masks
 
     def _take_tokens(self, uid: int, most: int, ready: list[int]) -> int:
-        """Have an answer's matcher take its new tokens, or the first of them, where there are more
-        than `most`; note it in `ready` where a mask is next. Return how many were taken."""
+        """Advance a sequence's matcher by its new tokens, `most` at a time; add it to `ready` if a
+        mask is next. Returns the number of tokens taken."""
         answer = self._open.get(uid)
         if answer is None or answer.matcher is None or answer.position < 0 or uid in self._failed:
             return 0

@@ -122,7 +122,7 @@ def _function(index: int, function: ToolFunction, whitespace: bool) -> Iterator[
 
 
 def _value(own: Any, schema: dict[str, Any], whitespace: bool) -> str:
-    """Return what stands for a parameter's value, with the tag that closes it."""
+    """Return the rule for a parameter's value, with its closing tag."""
     end = quoted(f"\n{_END_OF_PARAMETER}")
     defined: dict[str, Any] = {name: schema[name] for name in _DEFINITIONS if name in schema}
     place = own.get("$ref", "") if isinstance(own, dict) else ""

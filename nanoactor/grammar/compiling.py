@@ -40,7 +40,7 @@ class GrammarCompiler:
             log.warning("structured outputs will be refused: %s", error)
 
     def parallel_fill(self, cores: int) -> Fill | None:
-        """Return what fills several masks at once, where there are cores to spare."""
+        """Return a function that fills several masks in parallel, if there are spare cores."""
         if cores < _CORES_TO_SPARE:
             return None
         return cast(Fill, ParallelFill(min(_MOST_THREADS, cores // 2)))

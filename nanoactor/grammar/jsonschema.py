@@ -183,7 +183,7 @@ def moved_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _children(root: Any, part: dict[str, Any]) -> list[Any]:
-    """Return what takes the place of a schema in a part of one, and where its `$ref` leads."""
+    """Return the alternatives of a schema in a part of one, and the target of its `$ref`."""
     return [
         *(part[key] for key in _ONE if key in part),
         *(one for key in _SEVERAL for one in _if_list(part.get(key))),
@@ -236,7 +236,7 @@ def _bound(root: Any, part: dict[str, Any], bounds: dict[int, int]) -> int:
 
 
 def _target(schema: Any, reference: object) -> Any:
-    """Return what a local reference leads to; None where that is nothing."""
+    """Return the target of a local reference, or None."""
     if not isinstance(reference, str):
         return None
     for name in reference.split("/")[1:]:

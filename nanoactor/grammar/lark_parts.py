@@ -37,7 +37,7 @@ def until(rule: str, tag: str, vocabulary: Vocabulary) -> list[str]:
 
 
 def json_rule(schema: dict[str, Any] | bool, whitespace: bool) -> str:
-    """Return what stands for JSON that a schema allows."""
+    """Return the rule for JSON that matches a schema."""
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     # The library's own options, which a schema may not set: they include one that ignores what
@@ -49,7 +49,7 @@ def json_rule(schema: dict[str, Any] | bool, whitespace: bool) -> str:
 
 
 def tag_rule(tag: str, vocabulary: Vocabulary) -> str:
-    """Return what stands for a tag: a token of its own, or its text."""
+    """Return the rule for a tag: a special token, or its text."""
     id_ = vocabulary.special(tag)
     return quoted(tag) if id_ is None else f"<[{id_}]>"
 

@@ -54,7 +54,7 @@ def _codes(text: str) -> Iterator[str]:
 
 
 def _end_of_json(text: str, begin: int) -> int | None:
-    """Return where a JSON value ends; None where there is none, which the parser says."""
+    """Return the end of a JSON value, or None if there is none, which the parser reports."""
     try:
         _, end = json.JSONDecoder().raw_decode(text, begin)
     except (ValueError, RecursionError):

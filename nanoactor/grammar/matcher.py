@@ -27,12 +27,9 @@ _ROW_OF_GRAMMAR = 500
 
 
 def limits(kind: Kind) -> LLParserLimits:
-    """Return what the parser may spend on a grammar of a kind, at its compilation and for each
-    token.
-
-    A position of the parser costs up to the cube of its items where a grammar is ambiguous, as a
-    user's own may be. JSON is not, and a property that may be left out takes four of them.
-    """
+    """Return the parser's limits for a kind of grammar, at compilation and per token. A parser
+    position costs up to the cube of its items if a grammar is ambiguous, as user-supplied ones may
+    be. JSON is not, and an optional property takes four items."""
     return LLParserLimits(
         max_items_in_row=_ROW_OF_GRAMMAR if kind == "grammar" else _ROW_OF_JSON,
         step_max_items=20_000,
@@ -75,8 +72,8 @@ class Compiled:
         return self._kind
 
     def spend(self) -> None:
-        """Have the next matcher begin with a new automaton: an answer has used up the states of
-        this one, which all copies share."""
+        """Give the next matcher a new automaton: a sequence has used up the states of this one,
+        which all copies share."""
         self._spent = True
 
     def _compile(self) -> LLMatcher:
@@ -107,7 +104,7 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Tell whether the answer may end here."""
+        """Return True if the sequence may end here."""
         return self._matcher.is_accepting()
 
     def take(self, tokens: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ class OpenGrammar:
     token_ids: Int32
     """The grammar's tokens so far, where the answer goes on after everybody began anew."""
     jumps: bool
-    """Whether ids that are the only ones allowed are told as `ForcedTokens`."""
+    """True if ids that are the only valid ones are sent as `ForcedTokens`."""
     end: int
     """The position behind the last token that the answer may have."""
 
@@ -84,7 +84,7 @@ class Masks:
     uids: Int64
     positions: Int32
     masks: Int32
-    """(masks, words)."""
+    """Bitmasks, (masks, words)."""
     closed: Int64
     """Answers of which nothing follows this message."""
 

@@ -35,12 +35,12 @@ class GrammarSpec:
     """JSON text of a schema, of a list of texts to choose from, or of `ToolGrammar`; a regular
     expression; a grammar in Lark's notation or EBNF. Empty for any JSON object."""
     thoughts: Thoughts = "none"
-    """Whether free thoughts come first: the prompt has opened them, or the answer may."""
+    """Reasoning before the grammar: the prompt has opened it, or the model may."""
     free: bool = False
-    """Whether thoughts, and text before a call, are not the grammar's: it begins with the tag that
-    ends them."""
+    """True if reasoning, and text before a call, are not covered by the grammar, which starts with
+    the tag that ends them."""
     whitespace: bool = True
-    """Whether JSON may have spaces and line breaks between its tokens; else it is compact."""
+    """True if JSON may have spaces and line breaks between its tokens; otherwise it is compact."""
 
     def to_text(self) -> str:
         """Return the specification as JSON text, the same for equal ones."""
@@ -68,11 +68,11 @@ class ToolGrammar:
 
     functions: tuple[ToolFunction, ...]
     required: bool
-    """Whether the answer is calls alone, or what `answer` allows; else text may come first, and
-    calls need not come."""
+    """True if the output consists of calls, or of what `answer` allows; otherwise text may come
+    first and calls are optional."""
     parallel: bool = True
-    """Whether there may be several calls."""
+    """True if several calls are allowed."""
     form: CallForm = "hermes"
-    """How the model writes them."""
+    """Syntax in which the model writes calls."""
     answer: str = ""
     """With `required`: JSON text of the schema of an answer that may come instead of calls."""

@@ -133,15 +133,15 @@ def _number_of(fleet: FleetConfig) -> dict[str, Any]:
 
 
 def nodes() -> int:
-    """Return how many nodes live; 1 where Ray is not connected."""
+    """Return the number of live nodes; 1 if Ray is not connected."""
     if not ray.is_initialized():
         return 1
     return max(1, sum(1 for node in ray.nodes() if node["Alive"]))
 
 
 def resources(config: EngineConfig, fleet: FleetConfig) -> dict[str, Any]:
-    """Return what a replica's actor asks Ray for. Its ranks are processes of its own: they see the
-    devices that Ray gives that one actor, so that all of them are of one node."""
+    """Return the resources that a replica's actor requests from Ray. Its ranks are child processes
+    that see the devices of this one actor, so all of them are on one node."""
     asked: dict[str, Any] = {"num_cpus": fleet.cpus_per_replica}
     kind = accelerator(config.device)
     if kind == "GPU":

@@ -69,7 +69,7 @@ class Engine:
             raise self._llm.dead
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Tell how many replicas the load here is worth."""
+        """Report the number of replicas that the load here needs."""
         load = self._hub.load(0)
         return {"demand": self._fleet.demand(load, self._llm.config.max_num_seqs)}
 

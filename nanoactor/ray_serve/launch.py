@@ -115,8 +115,8 @@ def _forward(lines: Iterable[bytes]) -> None:
 
 
 def environment(private: Path, fleet: FleetConfig) -> dict[str, str]:
-    """Return what Ray reads: no dashboard, no reports to its makers, a token that others must have;
-    and where the Ray is our own, nothing but loopback."""
+    """Return Ray's environment: no dashboard, no usage reports, a required token; and loopback only
+    if the Ray cluster is ours."""
     found = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
     if fleet.ray_address is not None:
         return {name: value for name, value in found.items() if name not in os.environ}

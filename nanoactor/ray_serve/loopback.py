@@ -18,7 +18,7 @@ log = logging.getLogger("nanoactor.ray")
 
 
 def bind_to_loopback() -> None:
-    """Have this process open Serve's port on loopback alone, where the environment asks for it."""
+    """Bind Serve's port to loopback in this process if the environment requests it."""
     if os.environ.get(VARIABLE) != "1":
         return
     try:

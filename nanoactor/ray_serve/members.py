@@ -21,7 +21,7 @@ class Members:
 
     @property
     def now(self) -> frozenset[str]:
-        """Return their names."""
+        """Return the members' names."""
         with self._lock:
             return self._now
 

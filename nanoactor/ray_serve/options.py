@@ -38,7 +38,7 @@ class FleetConfig:
     """Prompt tokens that may wait on a replica before there should be another (`max_replicas`)."""
 
     def __post_init__(self) -> None:
-        """Check every option."""
+        """Validate every option."""
         self._check_whole("replicas", least=0)
         for name in ("max_replicas", "ingresses"):
             if getattr(self, name) is not None:
@@ -79,6 +79,6 @@ class FleetConfig:
             )
 
     def demand(self, load: Load, max_num_seqs: int) -> float:
-        """Return how many replicas a replica's load is worth."""
+        """Return the number of replicas that a replica's load needs."""
         by_streams = load.streams / max_num_seqs
         return max(by_streams, load.waiting_tokens / self.target_waiting_tokens)

@@ -42,8 +42,8 @@ async def beside_proxy(config: ServerConfig) -> ServerConfig:
 
 
 async def _is_proxys(host: str, port: int) -> bool:
-    """Tell whether a proxy of Ray Serve's listens on a port. Asked several times, as it may share
-    the port with an ingress."""
+    """Return True if a proxy of Ray Serve listens on a port. Asks several times, because the proxy
+    may share the port with an ingress."""
     name = _EVERY.get(host, host)
     url = f"http://[{name}]:{port}{_HEALTH}" if ":" in name else f"http://{name}:{port}{_HEALTH}"
     timeout = aiohttp.ClientTimeout(total=_SECONDS)

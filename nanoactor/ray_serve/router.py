@@ -20,7 +20,7 @@ class ByName(RequestRouter):
         self._tell()
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
-        """One has died."""
+        """Handle the death of a replica."""
         super().on_replica_actor_died(replica_id)
         self._tell()
 

@@ -18,5 +18,5 @@ def by_demand(context: Any) -> tuple[int, dict[str, Any]]:
 
 
 def wanted_replicas(demand: float) -> int:
-    """Return how many replicas have room for a demand of so many."""
+    """Return the number of replicas for this demand."""
     return max(1, math.ceil(demand / _FULL))

@@ -33,7 +33,7 @@ def half_of_the_cores() -> Iterator[None]:
 
 
 def _allow(pids: list[int], cores: set[int]) -> None:
-    """Let all threads of these processes use these cores."""
+    """Pin all threads of these processes to these cores."""
     for pid in pids:
         for task in _tasks(pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -61,7 +61,7 @@ class StateLayout:
 
     @property
     def last_tokens(self) -> int:
-        """By slot."""
+        """Return the newest tokens by slot."""
         return self.lengths + self.slots
 
     @property
@@ -123,7 +123,7 @@ class BatchTraits:
     runs_as_rows_from: int = 1 << 30
     """Steps of so many decode rows may have several of one sequence."""
     slot_state: bool = False
-    """Whether layers keep states of slots, which begin with each sequence."""
+    """True if layers keep slot states, which are reset for each sequence."""
 
 
 class HostBatch:
@@ -315,7 +315,8 @@ class HostBatch:
     def _choices(
         self, first: int, slots: Long, positions: Long, masks: Int32
     ) -> tuple[SampledRows[Array], ...]:
-        """Return how the samplers from `first` on choose from the states of their slots."""
+        """Return the choices of the samplers from `first` on, made from the states of their
+        slots."""
         most, parts = self._traits.fallback_at_once, []
         for at in range(first, len(slots), most):
             part, where = slots[at : at + most], positions[at : at + most]
@@ -331,7 +332,7 @@ class HostBatch:
         return never | self.sampling.masking(slots, positions)
 
     def _sampled(self, slots: Long, rows: Long) -> tuple[SampledRows[Array], ...]:
-        """Return how these of the samplers sample, a few at a time."""
+        """Return the sampling of these samplers, a few at a time."""
         most = self._traits.fallback_at_once
         parts = (rows[at : at + most] for at in range(0, len(rows), most))
         return tuple(self.sampling.rows(slots[part], part) for part in parts)
@@ -355,8 +356,8 @@ class HostBatch:
     def _scored(
         self, token_ids: Int32, layout: StepLayout, slots: Long, numbers: Long
     ) -> tuple[ScoredRows[Array] | None, ScoredResults | None]:
-        """Return what the step scores, of samplers in these slots and rows; what of the decode
-        batch asks is known by now."""
+        """Return the step's scoring for samplers in these slots and rows; the decode batch's
+        requests are known by then."""
         asking, first = self._asking, len(layout.sampled)
         if len(slots) > len(layout.rows.decode_slots):
             late = first + len(layout.rows.decode_slots)

@@ -18,8 +18,8 @@ from nanoactor.runner.model import LoadedModel
 
 
 def place(index: torch.Tensor, prompts: tuple[int, int]) -> torch.Tensor:
-    """Return where rows that sample stand in a captured step; `prompts` are those that end a
-    prompt, and as many as that is padded to."""
+    """Return the positions of sampling rows in a captured step; `prompts` are the rows that end a
+    prompt, `index` is padded to their number."""
     ended, padded = prompts
     return torch.where(index < ended, index, index + (padded - ended)) if padded > ended else index
 
@@ -28,7 +28,7 @@ class Kept(NamedTuple):
     """Results of the last position in each slot, which wait for a mask."""
 
     states: torch.Tensor
-    """(slots, hidden)."""
+    """Hidden state of each slot, (slots, hidden)."""
     logits: torch.Tensor | None
     """(slots, vocabulary) of the same; None where they are computed again."""
 

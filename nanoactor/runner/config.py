@@ -26,7 +26,7 @@ class RankConfig:
 
     @property
     def engine(self) -> EngineConfig:
-        """The engine's options."""
+        """Options of the engine."""
         return self.shared.engine
 
     @property

@@ -25,5 +25,5 @@ class StepDeadline:
             self._token_seconds = max(seconds / tokens, _FORGET * self._token_seconds)
 
     def seconds(self, tokens: int) -> float:
-        """Return how many seconds a step of so many tokens may take."""
+        """Return the time limit, in seconds, for a step of `tokens` tokens."""
         return _MARGIN * (self._small_seconds + self._token_seconds * tokens)

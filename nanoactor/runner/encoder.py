@@ -48,11 +48,12 @@ class Encoder:
 
     @property
     def nbytes(self) -> int:
-        """Of the cache."""
+        """Return the size of the cache in bytes."""
         return self._rows.nbytes
 
     def read(self, rows: torch.Tensor) -> VisualTokens:
-        """Return what prompt tokens see, by the rows of the cache, int32 (tokens,), -1 for text."""
+        """Return the visual tokens of prompt tokens, given their rows of the cache, int32
+        (tokens,), -1 for text."""
         seen = (rows >= 0)[:, None]
         features = self._rows.index_select(0, rows.clamp(min=0))
         return VisualTokens(seen, torch.where(seen, features, 0))
@@ -69,8 +70,8 @@ class Encoder:
         self._half.clear()
 
     def largest(self, longest: int) -> int:
-        """Return how many rows a picture, or what of a video is encoded at once, has at most, in a
-        sequence of so many tokens."""
+        """Return the largest number of rows of an image, or of a video part that is encoded at
+        once, in a sequence of `longest` tokens."""
         most = self._images.max_pixels // self._images.factor**2
         if self._videos is not None:
             # A slice has as many temporal patches as the budget holds, or one that is larger.
@@ -95,7 +96,7 @@ class Encoder:
                 self._rows[places[frame * units.rows : (frame + 1) * units.rows]] = rows
 
     def units(self, pixels: NDArray[np.uint8]) -> EncodeUnits:
-        """Return how the work on an item of (frames, height, width, channels) is divided."""
+        """Divide the work on an item of (frames, height, width, channels) into units."""
         return EncodeUnits.of_pixels(pixels.shape, self._images, self._vision, self._budget)
 
     def _begin(self, pixels: NDArray[np.uint8], frame: int, count: int) -> TowerState:

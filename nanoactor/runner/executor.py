@@ -97,12 +97,12 @@ class DeviceExecutor:
 
     @property
     def device_name(self) -> str:
-        """The device's name."""
+        """Name of the device."""
         return self._device.traits.name
 
     @property
     def asynchronous(self) -> bool:
-        """Whether `launch` returns before the step is done."""
+        """True if `launch` returns before the step is done."""
         return self._device.traits.asynchronous
 
     @property
@@ -259,7 +259,8 @@ class DeviceExecutor:
         return with_vision(self._batch.update(step, masks), step, pixels, dropped)
 
     def drop_pixels(self, numbers: list[int]) -> None:
-        """Have the next step forget what of these is half encoded; those before may add to it."""
+        """Drop these items' partial encodings in the next step; earlier steps may still add to
+        them."""
         self._dropped += numbers
 
     def rehearse(self) -> Iterator[object]:
@@ -325,6 +326,6 @@ class DeviceExecutor:
 
 
 def _staged(update: Update, *, captured: bool) -> Inputs[Array]:
-    """Return what is staged: a captured step reads its prompts from a place of its own."""
+    """Return the staged inputs: a captured step reads its prompts from a separate place."""
     inputs = update.inputs
     return dataclasses.replace(inputs, prefill=None, seen=None) if captured else inputs

@@ -49,7 +49,7 @@ class GraphRunner:
         return self._inputs.longest > 0
 
     def __len__(self) -> int:
-        """Return how many graphs `capture` records."""
+        """Return the number of graphs that `capture` records."""
         # Lengths that the host writes into a graph: one graph for each step under way.
         in_flight = self._in_flight if self._device.traits.needs_host_seq_lens else 1
         return in_flight * len(self._sizes) + len(self._mixed)

@@ -33,7 +33,7 @@ def decode_sizes(most: int) -> list[int]:
 
 
 def most_prompts(tokens: int) -> int:
-    """Return how many prompt chunks a captured step of so many tokens holds."""
+    """Return the largest number of prompt chunks in a captured step of `tokens` tokens."""
     return next(prompts for least, prompts in _PROMPTS if tokens >= least)
 
 
@@ -42,11 +42,11 @@ class MixedSize:
     """A mixed step that is captured."""
 
     tokens: int
-    """Of prompts."""
+    """Number of prompt tokens."""
     rows: int
-    """That decode."""
+    """Number of decode rows."""
     sees: bool
-    """Whether its prompts have pictures."""
+    """True if its prompts have images."""
 
     @property
     def prompts(self) -> int:
@@ -59,14 +59,14 @@ class MixedSizes:
     """The sizes of mixed steps; larger ones keep the device busy while the host launches them."""
 
     tokens: tuple[int, ...]
-    """Of prompts."""
+    """Numbers of prompt tokens."""
     rows: tuple[int, ...]
-    """That decode."""
+    """Numbers of decode rows."""
     sees: bool = False
     """Each once more, for prompts with pictures."""
 
     def __len__(self) -> int:
-        """Return how many steps these are."""
+        """Return the number of sizes."""
         return len(self.tokens) * len(self.rows) * (1 + self.sees)
 
     @classmethod
@@ -154,7 +154,7 @@ class CapturedSteps:
         return self._decode[size].replay(lengths.padded(size))
 
     def has_mixed(self, size: MixedSize) -> bool:
-        """Tell whether it was captured."""
+        """Return True if a step of this size was captured."""
         return size in self._mixed
 
     def mixed(self, size: MixedSize) -> torch.Tensor:

@@ -25,21 +25,21 @@ class InFlight:
     sampled: TimedEvent
     end: TimedEvent
     ids: torch.Tensor
-    """int32 (rows,), page-locked."""
+    """Sampled ids, int32 (rows,), page-locked."""
     rows: int = 0
     """Of them that count."""
     update: Update | None = None
-    """The step."""
+    """Update of the step."""
     published: Published | None = None
-    """Where the step writes them itself."""
+    """Target of the ids if the step writes them itself."""
     scored: ScoredResults | None = None
-    """How `scores` are read; None where there are none."""
+    """Layout of `scores`; None without scores."""
     scores: torch.Tensor | None = None
     """int32, page-locked, as large as has been needed."""
     _shape: tuple[int, ...] = (0, 0)
     _width: int = 0
     pooled: PooledRows | None = None
-    """How `vectors` are read; None where there are none."""
+    """Layout of `vectors`; None without vectors."""
     vectors: torch.Tensor | None = None
     """float32, page-locked, as large as has been needed."""
 

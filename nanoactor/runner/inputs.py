@@ -52,7 +52,7 @@ class SampledRows(Generic[T]):
     masks: T | None = None
     """(rows, words): the ids that each may choose, a bit for each id."""
     fused: bool = False
-    """Whether the fused sampler does them all, once they are masked."""
+    """True if the fused sampler handles all of them after masking."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ScoredRows(Generic[T]):
     targets: T
     """The successor of each."""
     samplers: T
-    """Which of the step's samplers; what they choose is scored."""
+    """Indices of the step's samplers whose tokens are scored."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class KeptRows(Generic[T]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SeenPictures(Generic[T]):
-    """What the tokens of a step's chunks see of pictures."""
+    """Visual embeddings for the tokens of a step's chunks."""
 
     rows: T
     """int32 (tokens,): the row of the encoder cache that each stands for; -1 for text."""
@@ -122,7 +122,7 @@ class EncodeTask:
     first: int
     count: int
     places: Int64
-    """Where all rows of the item lie in the encoder cache."""
+    """Rows of the encoder cache for all rows of the item."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class PooledRows:
     means take the states of all tokens of their chunks."""
 
     numbers: Int32
-    """Which rows of the step."""
+    """Indices of the step's rows."""
     firsts: tuple[int, ...]
     """The first token of each, among those of the step's chunks; empty unless means are wanted."""
     counts: tuple[int, ...]
@@ -153,12 +153,12 @@ class PooledRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoredResults:
-    """How the scores of a step are read on the host."""
+    """Layout of a step's scores on the host."""
 
     rows: Int32
     """The row of each sampler that is scored."""
     counts: Int32
-    """How many of the likeliest tokens are reported beside each scored token."""
+    """Number of top tokens reported with each scored token."""
 
     @property
     def most(self) -> int:
@@ -194,7 +194,7 @@ class Update:
     decodes: int
     """Rows of the decode batch."""
     lengths: HostSeqLens
-    """Where the device asks for them."""
+    """Lengths on the host, if the device needs them."""
     continued: int = 0
     """Rows behind the decode batch, with a position and a token of their own."""
     resumed: int = 0
@@ -202,7 +202,7 @@ class Update:
     order: Long | None = None
     """The samplers in the order of the step's rows; None if that is their own."""
     counts: Int32 = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
-    """See `StepDone.counts`."""
+    """Counts by row, see `StepDone.counts`."""
     scored: ScoredResults | None = None
     pooled: PooledRows | None = None
     encoding: Encoding | None = None

@@ -1,4 +1,4 @@
-"""What all layers keep of sequences: how much memory it takes, and its copies."""
+"""Per-sequence state of all layers: its memory and its copies."""
 
 from __future__ import annotations
 

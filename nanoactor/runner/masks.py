@@ -29,7 +29,7 @@ class MaskStore:
         """... nobody wants to hear more of these."""
 
     def __len__(self) -> int:
-        """Return how many answers have not ended twice, and have a mask or have ended once."""
+        """Return the number of sequences that have a mask or have ended once, but not twice."""
         return len(self._masks.keys() | self._closed | self._dropped)
 
     def add(self, event: Masks) -> tuple[list[int], list[int]]:

@@ -112,7 +112,7 @@ class MixedInputs:
     def of(
         self, size: MixedSize
     ) -> tuple[Prefill[torch.Tensor], SeenPictures[torch.Tensor] | None]:
-        """Return where steps of this size read."""
+        """Return the inputs that steps of this size read."""
         seen = self._pictures[size.tokens].inputs if size.sees else None
         return self._prefills[size.tokens].inputs, seen
 

@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 
 class LoadedModel:
-    """One rank's model."""
+    """Model of one rank."""
 
     def __init__(self, config: RankConfig, device: Device) -> None:
         """Load the weights. Raises `ModelError` where the model's files are wrong."""
@@ -74,7 +74,7 @@ class LoadedModel:
         log.info("loaded %s as %s in %.1f s", files.directory, self.dtype, seconds)
 
     def batch_traits(self, fused: FusedSampling, rows: int) -> BatchTraits:
-        """Return how steps of at most so many decode rows are laid out."""
+        """Return the layout traits of steps with at most `rows` decode rows."""
         heads, kv_heads = self.network.shard.heads.size, self.network.shard.kv_heads.size
         slot_state = slot_bytes(self.network.states) > 0
         return BatchTraits(
@@ -88,7 +88,7 @@ class LoadedModel:
         )
 
     def make_whole_steps(self, sizes: Sequence[int]) -> None:
-        """Have decode steps of so many rows run as one operator, where the device has one."""
+        """Compile fused decode steps for these numbers of rows, if the device supports them."""
         engine = self._config.engine
         weights = self.network.weights()
         if weights is None or self.group.size > 1 or not engine.decode_kernel:
@@ -115,7 +115,7 @@ class LoadedModel:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Have a failure of the device say which operator has stopped, where one has told."""
+        """Add the operator that stopped, if it is known, to errors of the device."""
         try:
             yield
         except RuntimeError:
@@ -225,11 +225,9 @@ class LoadedModel:
         return slot_bytes(self.network.states) * (self._config.engine.max_num_seqs + 1)
 
     def size_cache(self, used: int, peak: int) -> int:
-        """Return how many blocks the cache gets: as given, or as many as fit and can be used.
-
-        `used` are the weights' bytes, `peak` what steps take beside them. Raises
-        `NotEnoughMemory`, with the arithmetic, where one sequence would not fit.
-        """
+        """Return the number of cache blocks: as given, or as many as fit and can be used. `used` is
+        the size of the weights, `peak` the memory of steps besides them, in bytes. Raises
+        `NotEnoughMemory`, with the arithmetic, if one sequence would not fit."""
         config, files = self._config.engine, self._config.files
         needed = -(-files.max_model_len // self.block_size)
         by_slot = self.slots_bytes()
@@ -277,7 +275,7 @@ class LoadedModel:
         )
 
     def allocate(self, blocks: int, slots: int) -> list[LayerState]:
-        """Return what all layers keep, in so many blocks and of so many sequences."""
+        """Allocate the state of all layers for this many blocks and sequences."""
         zeros, size = self.device.zeros, self.block_size
         return [state.allocate(zeros, blocks, size, slots) for state in self.network.states]
 

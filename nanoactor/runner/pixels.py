@@ -31,7 +31,7 @@ class PixelStore:
         """Will not come, and are not dropped yet."""
 
     def __len__(self) -> int:
-        """Return how many numbers have not ended twice."""
+        """Return the number of uploads that have not ended twice."""
         return len(self._partial) + len(self._whole) + len(self._dropped) + len(self._absent)
 
     @property

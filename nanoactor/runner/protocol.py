@@ -21,11 +21,11 @@ class Computed:
     token_ids: Int32
     begin: int
     forwarded: int
-    """The layers are through, ..."""
+    """Time at which the layers finished."""
     sampled: int
-    """... the tokens are chosen, ..."""
+    """Time at which the tokens were sampled."""
     end: int
-    """... and they are on the host."""
+    """Time at which the tokens arrived on the host."""
     encoded: int = 0
     """Before all that: what the step encodes of pictures was done. 0 where it encodes nothing."""
     scores: StepScores | None = None
@@ -52,7 +52,7 @@ class Executor(Protocol):
 
     num_blocks: int
     any_thread: bool
-    """Whether `launch` may be called on other threads too, one call at a time."""
+    """True if `launch` may be called from other threads too, one call at a time."""
     max_depth: int
     """Steps that may be in flight at once."""
     warmed_up: tuple[tuple[int, float], ...]
@@ -75,7 +75,8 @@ class Executor(Protocol):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether `launch` returns before the step is done: then another thread calls `wait`."""
+        """Return True if `launch` returns before the step is done; another thread then calls
+        `wait`."""
 
     @property
     def too_large(self) -> int:

@@ -1,9 +1,7 @@
-"""How the rows of a step are computed: as chunks of tokens, as rows of one token, or later; pure.
-
-Single tokens of outputs can attend as the decode batch does. Where a stream was interrupted, they
-give what the decode batch would have given. So can the tokens of a run that a grammar forces, if
-the device allows several rows of a sequence: the step stays one that decodes.
-"""
+"""Layout of a step's rows: as chunks of tokens, as rows of one token, or deferred; pure logic.
+Single output tokens can attend like the decode batch. After an interruption of the stream they
+reproduce the decode batch's results. So can the tokens of a run that a grammar forces, if the
+device allows several rows of one sequence: the step remains a decode step."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ class StepLayout:
     """Rows that are computed as chunks of tokens."""
     choices: Long
     firsts: Long
-    """Where the token ids of each row start."""
+    """Index of each row's first token id."""
     lengths: Long
     """Positions computed after each row; a copy has its source's."""
     sampled: Long
@@ -54,7 +52,7 @@ class StepLayout:
     kept: Long
     """Chunks and copies whose state is kept."""
     pooled: Long
-    """Chunks that pool."""
+    """Indices of the chunks that are pooled."""
     ends: Long
     """The chunks whose last states these read, one for each."""
     behind: Continued

@@ -63,7 +63,7 @@ class SamplingTable:
         return seeds
 
     def rows(self, slots: Long, index: Long) -> SampledRows[Array]:
-        """Return how these sample, masks left out."""
+        """Return the sampling parameters of these slots, without masks."""
         greedy = self.columns.temperature[slots] == 0
         few, cut = self._few(slots), self._cut(slots)
         unlimited = self.columns.top_k[slots] > CANDIDATES
@@ -116,7 +116,7 @@ class SamplingTable:
         return early
 
     def masked_steps(self, slots: Long, positions: Long) -> int:
-        """Return how many more tokens until all of these may sample every id."""
+        """Return the number of tokens until all of these slots may sample every id."""
         return max(0, int((self._unmasked_from[slots] - positions).max(initial=0)))
 
     def masked(self, rows: SampledRows[Array], positions: Long) -> SampledRows[Array]:

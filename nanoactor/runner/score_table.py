@@ -15,7 +15,7 @@ _NO_COUNTS: Int32 = np.empty(0, np.int32)
 
 
 class ScoreTable:
-    """How many of the likeliest tokens each slot wants beside a token; -1 for no scores at all."""
+    """Number of top tokens that each slot requests with a token; -1 for no scores."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.output = np.full(max_num_seqs, _NOT_ASKED, np.int32)

@@ -13,7 +13,7 @@ AT_ONCE = 128
 
 
 class StepScorer:
-    """One rank's."""
+    """Scoring on one rank."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model

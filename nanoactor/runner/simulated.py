@@ -106,7 +106,7 @@ class SimulatedExecutor:
         self.renew()
 
     def renew(self) -> None:
-        """Nobody runs."""
+        """Reset the simulated sequences."""
         self._free_at, self._batch = 0, self._new_batch()
 
     def drop_pixels(self, numbers: list[int]) -> None:

@@ -26,7 +26,7 @@ class Forking(Feature):
             self._room.waiting.push(answers[0].group.followers.pop(0))
 
     def close(self, sequence: Sequence) -> None:
-        """Let the first follower prefill the prompt after this sequence ended."""
+        """Queue the first follower, which prefills the prompt after this sequence has ended."""
         followers = sequence.group.followers
         if sequence in followers:
             followers.remove(sequence)

@@ -380,7 +380,7 @@ class Sequence:
         return index
 
     def end_reached(self) -> End | None:
-        """Return how the newest known token ends the sequence, or None if it continues."""
+        """Return the end reason if the newest known token ends the sequence, else None."""
         tokens, stopping = self.tokens, self.spec.stopping
         token = int(tokens[-1])
         if len(tokens) - self.prompt_length >= stopping.min_tokens:
@@ -391,7 +391,8 @@ class Sequence:
         return End("length") if len(tokens) >= self.limit else None
 
     def end_restored(self) -> End | None:
-        """Return how the last emitted token of a resumed sequence had ended it, or None."""
+        """Return the end reason if the last emitted token of a resumed sequence had ended it, else
+        None."""
         return self.end_reached() if self.length > self.prompt_length else None
 
     def describe(self) -> str:

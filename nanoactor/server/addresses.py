@@ -24,7 +24,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_public(text: str) -> bool:
-    """Tell whether an address belongs to the public Internet, whatever it holds or stands for."""
+    """Return True if an address belongs to the public Internet, including any address embedded in
+    it."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

@@ -120,7 +120,7 @@ class Answer:
 
     @property
     def is_chat(self) -> bool:
-        """Tell whether it continues a conversation."""
+        """Return True if it continues a conversation."""
         return isinstance(self.body, ChatRequest)
 
     @property
@@ -130,7 +130,7 @@ class Answer:
 
     @property
     def note(self) -> str:
-        """For the log."""
+        """Return a summary for the log."""
         return f" {self.prompt_tokens}+{sum(self.told)} tokens"
 
 

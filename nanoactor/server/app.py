@@ -239,8 +239,8 @@ async def _nothing() -> None:
 
 
 def _fair_share(config: EngineConfig) -> int:
-    """Return how many answers of one client leave room for others: all that run, and half of the
-    queue, unless that is too short to be divided."""
+    """Return the largest number of sequences per client that leaves room for others: all running
+    ones and half of the queue, unless the queue is too short to divide."""
     queue = config.max_waiting_requests
     return config.max_num_seqs + (queue // 2 if queue >= _DIVISIBLE else queue + 1)
 

@@ -26,7 +26,7 @@ def call_form(wanted: str, of_template: CallForm) -> CallForm:
 
 
 def call_finder(form: CallForm, tools: Sequence[Tool]) -> CallFinder:
-    """Return what finds calls of these functions in an answer."""
+    """Return a parser that finds calls of these functions in the output."""
     match form:
         case "qwen3_coder":
             return QwenCoderCalls({one.function.name: one.function.parameters for one in tools})

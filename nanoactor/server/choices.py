@@ -18,7 +18,7 @@ def _choice(index: int, reason: str | None, logprobs: Any = None, **content: Any
 
 
 class TextChoice:
-    """Of a completion."""
+    """A choice of a text completion."""
 
     def __init__(
         self, index: int, echo: str = "", logprobs: TextLogprobs | None = None, mute: bool = False
@@ -45,7 +45,7 @@ class TextChoice:
         return self.push(self._echo)
 
     def push(self, text: str) -> list[Delta]:
-        """The text itself."""
+        """Return the text unchanged."""
         if not text:
             return []
         self._text.append(text)
@@ -59,7 +59,7 @@ class TextChoice:
         return None if self.logprobs is None else self.logprobs.take()
 
     def finish(self, reason: str) -> list[Delta]:
-        """The reason alone."""
+        """Return only the finish reason."""
         self._reason = reason
         return [_choice(self._index, reason, self._new_logprobs(), text="")]
 
@@ -110,7 +110,7 @@ class ChatChoice:
         return []
 
     def push(self, text: str) -> list[Delta]:
-        """Return what is certain now."""
+        """Return the deltas that are certain by now."""
         thoughts = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.push(text)
@@ -118,8 +118,9 @@ class ChatChoice:
         return self._scored(self._deltas(thoughts, self._pieces(text)))
 
     def reasoning_share(self, tokens: int) -> int:
-        """Return how many of the latest piece's tokens are thoughts: shared out by characters
-        where thoughts end within it, and all where it shows nothing and they have not ended."""
+        """Return the number of reasoning tokens in the latest piece: in proportion to its
+        characters if reasoning ends within it, and all of them if it shows no text and reasoning
+        has not ended."""
         if self._reasoning is None:
             return 0
         thoughts, others = self._latest
@@ -133,7 +134,7 @@ class ChatChoice:
         return [text] if text else []
 
     def finish(self, reason: str) -> list[Delta]:
-        """Return what the parsers held back, then the reason."""
+        """Return the text held back by the parsers, then the finish reason."""
         thoughts = text = ""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.finish()
@@ -182,7 +183,7 @@ class ChatChoice:
         return _choice(self._index, reason, delta=delta)
 
     def whole(self) -> Delta:
-        """The message."""
+        """Return the complete message."""
         content = "".join(self._content)
         message: dict[str, Any] = {
             "role": "assistant",

@@ -60,7 +60,7 @@ class CompatRoutes:
         }
 
     async def version(self, request: web.Request) -> web.StreamResponse:
-        """`GET /version`."""
+        """Handle `GET /version`."""
         return json_response({"version": nanoactor.__version__})
 
     async def load(self, request: web.Request) -> web.StreamResponse:
@@ -134,11 +134,11 @@ class CompatRoutes:
         return json_response({"vllm_config": shown, "version": nanoactor.__version__})
 
     async def world_size(self, request: web.Request) -> web.StreamResponse:
-        """`GET /get_world_size`."""
+        """Handle `GET /get_world_size`."""
         return json_response({"world_size": self._llm.config.tensor_parallel_size})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
-        """`POST /reset_prefix_cache`."""
+        """Handle `POST /reset_prefix_cache`."""
         return json_response({"success": await self._engine().reset_prefix_cache()})
 
     async def pause(self, request: web.Request) -> web.StreamResponse:
@@ -152,12 +152,12 @@ class CompatRoutes:
         return json_response({"status": "paused"})
 
     async def resume(self, request: web.Request) -> web.StreamResponse:
-        """`POST /resume`."""
+        """Handle `POST /resume`."""
         await self._engine().resume_generation()
         return json_response({"status": "resumed"})
 
     async def is_paused(self, request: web.Request) -> web.StreamResponse:
-        """`GET /is_paused`."""
+        """Handle `GET /is_paused`."""
         return json_response({"is_paused": await self._engine().is_paused()})
 
 
@@ -167,7 +167,7 @@ def _plain(value: Any) -> Any:
 
 
 def _page(document: Mapping[str, Any]) -> Callable[[web.Request], Any]:
-    """Return what answers with a page of all routes; it loads nothing."""
+    """Return a handler that serves a page of all routes; the page loads no other resources."""
     rows = "".join(
         f"<tr><td>{method.upper()}</td><td><code>{html.escape(path)}</code></td>"
         f"<td>{html.escape(operation['summary'])}</td></tr>"

@@ -72,7 +72,7 @@ MakeWriter = Callable[[Answer], AnswerWriter]
 
 
 class Completions:
-    """The two handlers."""
+    """Handlers of the two completion routes."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Completions:
     # -- the two ways in ------------------------------------------------------------------
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """`POST /v1/completions`."""
+        """Handle `POST /v1/completions`."""
         body = await self._http.read(request, CompletionRequest)
         wanted = prompts(body, self._llm.files.max_model_len)
         mute = bool(body.echo) and body.max_tokens == 0
@@ -131,7 +131,7 @@ class Completions:
         return await self._generate(request, body, wanted, choices, how)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """`POST /v1/chat/completions`."""
+        """Handle `POST /v1/chat/completions`."""
         body = await self._http.read(request, ChatRequest)
         return await self.answer_chat(request, body)
 
@@ -243,8 +243,8 @@ class Completions:
     async def _thoughts(
         self, body: ChatRequest, messages: list[Any], options: Mapping[str, Any]
     ) -> Thoughts:
-        """Return whether thoughts may begin the answer: "open" where the prompt ends with an open
-        `<think>`, which the answer will not repeat."""
+        """Return the reasoning mode of the output: "open" if the prompt ends with an open
+        `<think>`, which the output will not repeat."""
         if body.continue_final_message:
             return "open" if ends_in_thoughts(text_of(messages[-1])) else "none"
         if self._texts is None or body.add_generation_prompt is False:
@@ -422,7 +422,7 @@ class Completions:
 
     @property
     def live(self) -> int:
-        """Answers under way."""
+        """Return the number of running requests."""
         return len(self._live)
 
     def break_off(self) -> None:

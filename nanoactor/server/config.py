@@ -144,7 +144,7 @@ class ServerConfig:
 
     @property
     def on_loopback(self) -> bool:
-        """Tell whether only this machine can call."""
+        """Return True if only local clients can connect."""
         if self.uds is not None or self.host == "localhost":
             return True
         try:

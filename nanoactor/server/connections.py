@@ -27,8 +27,8 @@ Note = Callable[[web.BaseRequest, int, float], None]
 def acceptor(
     server: web.Server, config: ServerConfig, note: Note
 ) -> Callable[[], asyncio.BaseProtocol]:
-    """Return what makes a protocol of each new connection to `server`; connections beyond the limit
-    are refused. `note` hears of requests that get no further than here."""
+    """Return a protocol factory for new connections to `server`; connections beyond the limit are
+    refused. `note` is called for requests that are rejected at this stage."""
     options: dict[str, Any] = {
         "loop": asyncio.get_running_loop(),
         "keepalive_timeout": config.idle_timeout,
@@ -56,7 +56,7 @@ class Connection(web.RequestHandler):
         """Whether it has ended as its client did not read what it was sent."""
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Tell who never reads from who goes away."""
+        """Report a client that disconnects without having read its response."""
         self.stalled = isinstance(exc, TimeoutError)
         super().connection_lost(exc)
 

@@ -90,7 +90,7 @@ def _canonical(path: str) -> str:
 
 
 def answer_as_http1(request: web.BaseRequest) -> None:
-    """Have a request be answered in a version that this server speaks, whatever its own is."""
+    """Answer a request in an HTTP version that this server speaks, whatever version it asks for."""
     if request.version not in (HttpVersion10, HttpVersion11):
         request._cache["version"] = HttpVersion11  # where the library keeps it
 

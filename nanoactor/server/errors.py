@@ -29,7 +29,7 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`(?: - at `\$\.?([^`
 
 
 class ErrorDetail(Struct):
-    """The error itself."""
+    """The `error` object of a response."""
 
     message: str
     type: str
@@ -65,7 +65,7 @@ class APIError(Exception):
 
     @property
     def body(self) -> Error:
-        """Of the answer."""
+        """Return the response body."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"

@@ -197,7 +197,7 @@ def of_route(route: str) -> dict[str, Field]:
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Tell whether a value asks for nothing."""
+    """Return True if a value requests nothing."""
     return value is None or any(_same(value, other) for other in neutral)
 
 

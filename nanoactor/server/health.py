@@ -31,7 +31,7 @@ class Health:
 
     @property
     def well(self) -> bool:
-        """Tell whether a balancer should send requests here."""
+        """Return True if a load balancer should send requests here."""
         return self.status == "ok"
 
 

@@ -187,8 +187,7 @@ class HttpFrontend:
         return await handler(request)
 
     def _hint(self, path: str) -> str:
-        """Return what to say of a path that does not exist, with a space behind it; empty where
-        nothing is known."""
+        """Return a hint about an unknown path, followed by a space; empty if there is none."""
         for part, text in _NOT_SERVED.items():
             if part in path:
                 return f"{text}. "
@@ -209,7 +208,7 @@ class HttpFrontend:
             )
 
     def client_of(self, request: web.Request) -> str:
-        """Return what tells a request's client from others."""
+        """Return an identifier of the request's client."""
         given = request.headers.get("Authorization"), request.headers.get("x-api-key")
         return self._keys.client(*given, request.remote or "")
 

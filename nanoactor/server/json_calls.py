@@ -167,7 +167,7 @@ class _JsonCalls(SteppedCalls):
         return False
 
     def finish(self) -> list[Piece]:
-        """Return what was held back, as nothing follows."""
+        """Return the text held back, at the end of the output."""
         pieces: list[Piece] = []
         held, self._held = "".join(self._parts) + self._held, ""
         self._parts = []

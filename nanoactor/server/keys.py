@@ -16,18 +16,16 @@ class Keys:
         self._digests = [_digest(key) for key in keys]
 
     def client(self, authorization: str | None, api_key: str | None, address: str) -> str:
-        """Return what tells a client with these headers from others: its key, or its address where
-        there are no keys."""
+        """Return an identifier of the client with these headers: its key, or its address if no keys
+        are configured."""
         if not self._digests:
             return address
         return _digest(_key_in(authorization or "") or (api_key or "").strip()).hex()
 
     def admits(self, authorization: str | None, api_key: str | None = None) -> bool:
-        """Tell whether a request with these headers, Authorization and x-api-key, may pass; all may
-        without keys.
-
-        Browsers ask their user for a name and a password: the password is the key.
-        """
+        """Return True if a request with these headers, Authorization and x-api-key, is authorized;
+        without configured keys all are. Browsers prompt for a name and a password: the password is
+        the key."""
         if not self._digests:
             return True
         given = [_digest(_key_in(authorization or "")), _digest((api_key or "").strip())]

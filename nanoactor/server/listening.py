@@ -72,8 +72,8 @@ def close_unix(config: ServerConfig) -> None:
 
 
 def tls(config: ServerConfig) -> ssl.SSLContext | None:
-    """Return what makes connections TLS, where there is a certificate. Raises `InvalidConfig` for
-    files that are none."""
+    """Return the TLS context if a certificate is configured. Raises `InvalidConfig` for invalid
+    files."""
     if config.ssl_certfile is None or config.ssl_keyfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -93,7 +93,7 @@ def _no_password() -> str:
 
 
 def url_of(config: ServerConfig, port: int) -> str:
-    """Return where clients find the server, for people."""
+    """Return the URL of the server, for display."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     scheme = "http" if config.ssl_certfile is None else "https"

@@ -71,7 +71,7 @@ class TextLogprobs:
         shape["top_logprobs"].append(top)
 
     def take(self) -> Shape | None:
-        """Return what is new; None where nothing is."""
+        """Return the new entries, or None if there are none."""
         if not self._pending["tokens"]:
             return None
         new, self._pending = self._pending, _no_text()
@@ -114,7 +114,7 @@ class ChatLogprobs:
         }
 
     def take(self) -> Shape | None:
-        """Return what is new; None where nothing is."""
+        """Return the new entries, or None if there are none."""
         if not self._pending:
             return None
         new, self._pending = self._pending, []

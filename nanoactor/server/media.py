@@ -69,7 +69,7 @@ class MediaLimits:
     timeout: float = 10.0
     """Seconds from looking up the first host's name to the picture's last byte."""
     max_redirects: int = 3
-    """How often one URL may lead to another."""
+    """Largest number of redirects of one URL."""
 
     def __post_init__(self) -> None:
         """Check every option by itself."""
@@ -133,7 +133,7 @@ class MediaLoader:
         await self._resolver.close()
 
     async def _fetch(self, url: str) -> bytes:
-        """Return what the URL leads to, in time; errors of aiohttp's are told as ours."""
+        """Fetch the URL in time; aiohttp's errors are translated to ours."""
         seconds = self._limits.timeout
         try:
             async with asyncio.timeout(seconds) as limit:
@@ -162,7 +162,7 @@ class MediaLoader:
                 self._idle.set()
 
     async def _follow(self, url: URL) -> bytes:
-        """Return what the URL leads to. Each hop passes all checks before it is taken."""
+        """Fetch the URL. Each hop passes all checks before it is taken."""
         what = "the image URL"
         for _ in range(self._limits.max_redirects + 1):
             self._check(url, what)
@@ -263,11 +263,11 @@ class _Rule:
         return cls(f".{host}" if found[1] else host, port)
 
     def names(self, host: str) -> bool:
-        """Tell whether this is a host that is meant."""
+        """Return True if the rule names this host."""
         return host.endswith(self.host) if self.host.startswith(".") else host == self.host
 
     def allows(self, port: int | None) -> bool:
-        """Tell whether this is a port that is meant."""
+        """Return True if the rule allows this port."""
         return port in _WEB_PORTS if self.port is None else port == self.port
 
 
@@ -335,7 +335,7 @@ def _canonical(host: str) -> str:
 
 
 def _is_address(host: str) -> bool:
-    """Tell whether a canonical host is an address."""
+    """Return True if a canonical host is an address."""
     return ":" in host or not host.strip("0123456789.")
 
 
@@ -358,7 +358,7 @@ def _parsed(text: str, what: str) -> URL:
 
 
 def _target(url: URL, response: aiohttp.ClientResponse) -> URL:
-    """Return where a redirect leads, which may be anywhere."""
+    """Return the target of a redirect, which may be any URL."""
     what = "what the image URL redirects to"
     location = response.headers.get("Location")
     if not location:
@@ -424,11 +424,9 @@ def _closed() -> EngineClosed:
 
 
 async def _load_data(url: str, max_bytes: int) -> bytes:
-    """Return what a `data:` URL holds.
-
-    Spaces and line breaks within base64 are skipped, as browsers do: encoders for mail put them
-    there. Nothing else is forgiven, neither another alphabet nor missing padding.
-    """
+    """Return the content of a `data:` URL. Spaces and line breaks within base64 are skipped, as
+    browsers do, because mail encoders insert them. Other deviations, such as another alphabet or
+    missing padding, are errors."""
     comma = url.find(",", 0, _LONGEST_HEAD)
     if comma < 0:
         raise InvalidRequest("the data: URL has no comma: write data:image/png;base64,...")
@@ -445,7 +443,7 @@ async def _load_data(url: str, max_bytes: int) -> bytes:
 
 
 def _decoded(url: str, start: int, max_bytes: int) -> bytes:
-    """Return what is in base64 from `start` on."""
+    """Decode base64 from `start` on."""
     text = _compact(url, start, max_bytes)
     if not text:
         raise InvalidRequest("the data: URL holds nothing after its comma")

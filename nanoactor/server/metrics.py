@@ -70,7 +70,7 @@ class Timer:
 
     @property
     def count(self) -> int:
-        """Return how many tokens have come."""
+        """Return the number of tokens received."""
         return self._tokens
 
     def tokens(self, count: int) -> None:
@@ -199,7 +199,7 @@ class Metrics(Collector):
         return histogram
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry."""
+        """Yield the metrics to the registry."""
         info = InfoMetricFamily("nanoactor", "The model that is served, and by what.")
         info.add_metric([], {"model_name": self._model, "version": nanoactor.__version__})
         yield info

@@ -109,7 +109,7 @@ class Monitor:
         ]
 
     async def stop(self) -> None:
-        """Look no more."""
+        """Stop monitoring."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -231,7 +231,7 @@ class Monitor:
     # -- telling --------------------------------------------------------------------------
 
     def health(self) -> Health:
-        """As of now."""
+        """Return the present health."""
         if (error := self._llm.dead) is not None:
             return dead(death_for_clients(error))
         if (recovery := self._llm.recovering) is not None:
@@ -270,7 +270,7 @@ class Monitor:
         }
 
     def collect(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """Yield the metrics to Prometheus."""
         if not self._snapshots:
             return
         last = self._snapshots[-1]

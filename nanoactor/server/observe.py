@@ -92,7 +92,7 @@ class Observation:
         return web.Response(text=_ICON, headers=headers, content_type="image/svg+xml")
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
-        """`GET /metrics`."""
+        """Handle `GET /metrics`."""
         kind = {"Content-Type": CONTENT_TYPE_LATEST}
         return web.Response(body=self._metrics.text(), headers=kind)
 
@@ -104,7 +104,7 @@ class Observation:
         return json_response(self._monitor.since(int(number)))
 
     async def page(self, request: web.Request) -> web.StreamResponse:
-        """`GET /`."""
+        """Handle `GET /`."""
         headers = {
             "Content-Security-Policy": self._policy,
             "X-Content-Type-Options": "nosniff",

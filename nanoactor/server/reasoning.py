@@ -24,7 +24,7 @@ def held_back(text: str, tag: str) -> int:
 
 
 def ends_in_thoughts(text: str) -> bool:
-    """Tell whether an answer that has begun with a text is still in its thoughts."""
+    """Return True if output that starts with this text is still in its reasoning."""
     return text.lstrip().startswith(OPEN) and CLOSE not in text
 
 
@@ -49,7 +49,7 @@ class ReasoningParser:
 
     @property
     def thinking(self) -> bool:
-        """Tell whether the text so far ends within thoughts."""
+        """Return True if the text so far ends within reasoning."""
         return self._where is _Where.THINKING
 
     def push(self, text: str) -> tuple[str, str]:
@@ -97,7 +97,7 @@ class ReasoningParser:
         return thoughts
 
     def finish(self) -> tuple[str, str]:
-        """Return what was held back, as nothing follows."""
+        """Return the text held back, at the end of the output."""
         held, self._held = self._held, ""
         if self._where is _Where.THINKING:
             return held.rstrip("\n"), ""

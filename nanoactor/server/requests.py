@@ -53,9 +53,9 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     """Options of a stream: what it tells besides text."""
 
     include_usage: bool | None = None
-    """Whether it ends with its usage."""
+    """True if the stream ends with its usage."""
     continuous_usage_stats: bool | None = None
-    """Whether, besides, each of its events has the usage so far."""
+    """True if each event also carries the usage so far."""
     include_obfuscation: Annotated[bool, Meta(description="Ignored")] | None = None
 
 
@@ -108,7 +108,7 @@ class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     ROUTE: ClassVar[str] = "completions"
     prompt: str | list[int | str | list[int]]
@@ -136,7 +136,7 @@ _FOR_TEMPLATE = Meta(description="Given to the chat template, if that reads it."
 
 
 class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     ROUTE: ClassVar[str] = "chat"
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_ITEMS)]
@@ -161,7 +161,7 @@ class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def calls_tools(self) -> bool:
-        """Tell whether the answer may call a function."""
+        """Return True if the model may call a function."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
@@ -216,7 +216,7 @@ class TokenizeRequest(_Given, kw_only=True, forbid_unknown_fields=True):
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /detokenize`."""
+    """Body of `POST /detokenize`."""
 
     tokens: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
     model: str | None = None
@@ -450,8 +450,8 @@ def template_options(
     variables: Collection[str] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return what the chat template, which reads these variables, gets besides the messages.
-    `defaults` hold where the request says nothing, or null."""
+    """Return the variables that the chat template receives besides the messages, out of those that
+    it reads. `defaults` apply to variables that the request omits or sets to null."""
     given = _of_fields(body, variables) | (body.chat_template_kwargs or {})
     options = {
         name: defaults[name] if given.get(name) is None else given[name] for name in defaults

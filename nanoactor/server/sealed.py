@@ -26,7 +26,7 @@ def seal(thoughts: str) -> str:
 
 
 def unseal(text: str) -> str | None:
-    """Return what `seal` was given; None for anything that it has not made."""
+    """Return the text given to `seal`, or None for any other text."""
     if not text.startswith(_MARK):
         return None
     try:

@@ -25,14 +25,14 @@ class Engine(Protocol):
     files: ModelFiles
 
     async def start(self) -> Any:
-        """Begin to serve."""
+        """Start serving."""
 
     async def close(self) -> None:
         """End; requests that are not over raise `EngineClosed`."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what is known of the cache, the device and the data type."""
+        """Return facts about the cache, the device and the data type."""
 
     def submit(
         self,
@@ -64,14 +64,14 @@ class Engine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
     ) -> ScoringRequestOutput:
-        """Return how well a document matches a query."""
+        """Score how well a document matches a query."""
 
 
 class Tracer(Protocol):
     """An engine that can tell what its actors did."""
 
     async def trace(self, since: int = 0) -> Trace:
-        """Return what they did after a moment of the monotonic clock, in ns."""
+        """Return the trace after a time of the monotonic clock, in ns."""
 
 
 class Watch(Protocol):
@@ -81,10 +81,10 @@ class Watch(Protocol):
         """Look from now on."""
 
     async def stop(self) -> None:
-        """Look no more."""
+        """Stop watching."""
 
     def health(self) -> Health:
-        """Return how it is now."""
+        """Return the present health."""
 
     def since(self, number: int) -> dict[str, Any]:
         """Return the looks after one with this number, for the page."""

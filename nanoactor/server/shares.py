@@ -18,7 +18,7 @@ class Shares:
         self._held: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        """Return how many clients have answers under way."""
+        """Return the number of clients with running requests."""
         return len(self._held)
 
     @contextlib.contextmanager

@@ -85,9 +85,9 @@ class Constraint:
     field: str
     """The request's field that asks for it."""
     values: dict[str, Any]
-    """Of `StructuredOutputsParams`."""
+    """Arguments of `StructuredOutputsParams`."""
     thoughts: Thoughts = "none"
-    """Whether free thoughts come first."""
+    """Reasoning mode before the constrained output."""
 
     @property
     def params(self) -> StructuredOutputsParams:
@@ -104,7 +104,7 @@ class Constraint:
 
 @contextlib.contextmanager
 def said_of(constraint: Constraint | None) -> Iterator[None]:
-    """Have what the engine says of its parameter be said of the request's field."""
+    """Rename the engine's parameter to the request's field in error messages."""
     try:
         yield
     except InvalidRequest as error:

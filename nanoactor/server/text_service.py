@@ -77,14 +77,14 @@ class TextRequest:
 
 @message(101)
 class TextReply:
-    """Service to server."""
+    """Reply of the text service to the server."""
 
     number: int
     result: bytes
     """In msgpack; empty where there is an error."""
     error: str
     refused: bool = False
-    """Whether the machine is to blame for the error, not the request."""
+    """True if the machine is at fault for the error, not the request."""
 
 
 @message(102)
@@ -107,7 +107,7 @@ class TextWorker(Actor):
         """Its tables take a moment, and few want them."""
 
     def setup(self) -> TemplateFacts:
-        """Read the tokenizer."""
+        """Load the tokenizer."""
         from nanoactor.text.tokenizer import TextEncoder
 
         self._templates = RenderQueue(self._directory, self._limits)
@@ -233,12 +233,12 @@ class TextClient(Actor):
         self._waiting = 0
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Find the edge."""
+        """Look up the outgoing edge."""
         super().start(context, ready)
         self._outbox = context.outbox("text_service")
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Replies."""
+        """Return the handler of replies."""
         return {TextReply: self._reply}
 
     async def call(self, method: str, arguments: bytes) -> TextReply:
@@ -313,7 +313,7 @@ class TextService:
         self._dead, self._silent = None, False
 
     async def close(self) -> None:
-        """End it."""
+        """Stop the process."""
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.gather(self._restarting, return_exceptions=True)
@@ -371,8 +371,8 @@ class TextService:
         return await self._call(list[Spans], "spans", prompts)
 
     async def thoughts(self, options: Mapping[str, Any], messages: Any) -> Thoughts:
-        """Return whether thoughts may follow the prompt of these messages with these template
-        options; where the service does not answer, whether they may follow one without options."""
+        """Return the reasoning mode after the prompt of these messages with these template options;
+        if the service does not answer, the mode without options."""
         if self.template.thoughts_vary:
             return await self._thoughts_after(_json(messages), _json(options))
         options = {name: value for name, value in options.items() if name != "tools"}

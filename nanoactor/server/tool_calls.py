@@ -36,7 +36,7 @@ _SPACE, _COLON, _COMMA = re.compile(r"\s*"), re.compile(r"\s*:\s*"), re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """A call begins."""
+    """Start of a function call."""
 
     index: int
     name: str
@@ -63,7 +63,7 @@ class CallFinder(Protocol):
         """Take more text; return what is certain now, in order."""
 
     def finish(self) -> list[Piece]:
-        """Return what was held back, as nothing follows."""
+        """Return the text held back, at the end of the output."""
 
 
 def new_id() -> str:
@@ -86,7 +86,7 @@ class SteppedCalls(abc.ABC):
         return new_id()
 
     def push(self, text: str) -> list[Piece]:
-        """Return what is certain now, in order."""
+        """Return the pieces that are certain by now, in order."""
         self._held += text
         pieces: list[Piece] = []
         while self._advance(pieces):
@@ -288,7 +288,7 @@ class ToolCallParser(SteppedCalls):
         return True
 
     def finish(self) -> list[Piece]:
-        """Return what was held back, as nothing follows."""
+        """Return the text held back, at the end of the output."""
         pieces: list[Piece] = []
         held, self._held = "".join(self._parts) + self._held, ""
         if self._where is _Where.TEXT and (held.strip() or not self.calls):
@@ -323,7 +323,7 @@ class CallsBehindThoughts:
         return self._calls.new_id()
 
     def push(self, text: str) -> list[Piece]:
-        """Return what is certain now, in order."""
+        """Return the pieces that are certain by now, in order."""
         if self._thinks is False:
             return self._calls.push(text)
         self._held += text
@@ -344,7 +344,7 @@ class CallsBehindThoughts:
         return [*([said] if said else []), *self._calls.push(rest)]
 
     def finish(self) -> list[Piece]:
-        """Return what was held back, as nothing follows."""
+        """Return the text held back, at the end of the output."""
         held, self._held = self._held, ""
         return [*([held] if held else []), *self._calls.finish()]
 

@@ -90,7 +90,7 @@ def _allowed(choice: ToolChoice | None) -> AllowedTools | None:
 
 
 def demands_calls(choice: ToolChoice | None) -> bool:
-    """Tell whether an answer must call a function."""
+    """Return True if the output must call a function."""
     allowed = _allowed(choice)
     if allowed is not None:
         return allowed.mode == "required"

@@ -32,9 +32,9 @@ class Options:
     """Choices that requests leave open."""
 
     sees: bool = False
-    """Whether the model takes pictures."""
+    """True if the model takes images."""
     shows_result_pictures: bool = False
-    """Whether its chat template shows those of a tool's result."""
+    """True if its chat template renders images in tool results."""
     drop_volatile_lines: bool = True
 
 

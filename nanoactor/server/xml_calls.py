@@ -191,8 +191,8 @@ class QwenCoderCalls(SteppedCalls):
         return True
 
     def finish(self) -> list[Piece]:
-        """Return what was held back, as nothing follows. A call that is cut within a value stays
-        open; one whose closing tags are missing is complete."""
+        """Return the text held back, at the end of the output. A call that is cut within a value
+        stays open; one that lacks closing tags is complete."""
         pieces: list[Piece] = []
         held, self._held = self._held, ""
         if self._step == self._parameters:

@@ -41,13 +41,13 @@ class Forms:
     single_roles: tuple[str, ...] = ()
     """Roles whose content must be a list with one text part."""
     argument_texts: bool = False
-    """Whether a call's arguments that are JSON text are shown as they stand."""
+    """True if JSON-text arguments of a call are rendered unchanged."""
     argument_objects: bool = True
-    """Whether a call's arguments may be an object."""
+    """True if a call's arguments may be an object."""
     null_content: NullContent = "absent"
-    """What stands for content that is null."""
+    """Replacement for null content."""
     names_developer: bool = False
-    """Whether it knows the role "developer"; else that is "system"."""
+    """True if the template knows the role "developer"; otherwise "system" is used."""
 
 
 def check_messages(messages: Sequence[Any]) -> None:
@@ -110,7 +110,7 @@ def _check_calls(calls: Any) -> None:
 
 
 def asks_for_forms(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether it matters which forms the template reads."""
+    """Return True if the messages depend on the forms that the template accepts."""
     return any(
         not isinstance(message.get("content"), str)
         or message.get("tool_calls")
@@ -266,7 +266,7 @@ def find_forms(tried: Tried, source: str) -> Forms:
 
 
 def _argument_forms(tried: Tried) -> tuple[NullContent, bool, bool]:
-    """Return what stands for null content, and whether arguments may be text, and objects."""
+    """Return the replacement for null content, and whether arguments may be text or objects."""
     contents: dict[NullContent, dict[str, Any]] = {
         "absent": {},
         "none": {"content": None},
@@ -294,8 +294,7 @@ def calling(content: Mapping[str, Any], arguments: Any) -> list[dict[str, Any]]:
 
 
 def _shows(tried: Tried, role: str, content: str | list[dict[str, str]]) -> bool:
-    """Tell whether the texts of such a content are shown as they stand, and not as Python has
-    them."""
+    """Return True if the texts of such content are rendered unchanged, not as Python's repr."""
     message = {"role": role, "content": content}
     before: list[dict[str, Any]] = []
     if role == "assistant":

@@ -25,13 +25,13 @@ class IncrementalDecoder(Protocol):
     """The text of tokens that say it by themselves, whatever stands around them. It may be
     taken from here instead of `push` while nothing is `holding`."""
     holding: bool
-    """Whether tokens were pushed whose text is not certain yet."""
+    """True if the text of some pushed tokens is not certain yet."""
 
     def push(self, token: int) -> str:
         """The text that this token makes certain; perhaps none yet."""
 
     def finish(self) -> str:
-        """Return what is left when no token follows."""
+        """Return the remaining text, at the end of the output."""
 
 
 class DecoderFactory:

@@ -40,7 +40,7 @@ class _Entry:
     plain: Mapping[int, str]
     """Texts of tokens that need neither decoder nor matcher, while the decoder holds nothing."""
     tokens: int
-    """How many tokens of output were taken; also the index of the next."""
+    """Number of output tokens taken; also the index of the next."""
     prompt: Int32
     scored: int = 1
     """The next position of the prompt of which a log-probability comes."""
@@ -239,10 +239,8 @@ class Detokenizer:
     # -- towards the frontend -------------------------------------------------------------
 
     def take_delta(self, budget: int) -> OutputDelta | None:
-        """Return what is pending, up to about `budget` bytes; None where nothing is.
-
-        A delta that exceeds the budget is split: the terminal travels with its last part.
-        """
+        """Return the pending output, up to about `budget` bytes, or None. A delta that exceeds the
+        budget is split: the terminal travels with its last part."""
         draft = _Draft(budget, None if self._decoders is None else self._decoders.piece)
         whole = 0
         for uid, pending in self._pending.items():
@@ -265,12 +263,12 @@ class Detokenizer:
 
     @property
     def entries(self) -> int:
-        """Return how many requests have decoding state."""
+        """Return the number of requests with decoding state."""
         return len(self._entries)
 
     @property
     def pending(self) -> int:
-        """Return how many requests have something that the frontend was not told."""
+        """Return the number of requests with output for the frontend."""
         return len(self._pending)
 
 

@@ -77,12 +77,10 @@ class PretrainedOnce:
 
 
 def find_tokenizer(directory: Path, timeout: float) -> Path:
-    """Return where a model's `tokenizer.json`, special tokens and chat template lie.
-
-    That is the model's own directory, or, where it has no `tokenizer.json`, one in the user's cache
-    with what transformers has made of its other files: now, within `timeout` seconds, or for an
-    engine before. Raises `ModelError` where that cannot be done.
-    """
+    """Return the directory of a model's `tokenizer.json`, special tokens and chat template: the
+    model's own, or, if that has no `tokenizer.json`, one in the user's cache that transformers
+    converts from the other files, now (within `timeout` seconds) or for an earlier engine. Raises
+    `ModelError` if the conversion fails."""
     if (directory / _TOKENIZER).exists():
         return directory
     _check_sources(directory)

@@ -65,7 +65,8 @@ _SPLITTERS = {
 
 
 def is_bounded(tokenizer: Mapping[str, Any]) -> bool:
-    """Tell whether what a tokenizer takes is known to be bounded by its text, from its JSON."""
+    """Return True if the token count is known to be bounded by the text's length, according to the
+    tokenizer's JSON."""
     growth = math.prod(_growth(one) for one in _parts(tokenizer.get("normalizer"), "normalizers"))
     splitters = _parts(tokenizer.get("pre_tokenizer"), "pretokenizers")
     return growth <= _MOST_GROWTH and all(map(_is_simple_splitter, splitters))
@@ -101,6 +102,7 @@ def _is_simple_splitter(splitter: Mapping[str, Any]) -> bool:
 
 
 def _is_simple(pattern: str) -> bool:
-    """Tell whether a regular expression is known, repeats nothing, or is one run of one class."""
+    """Return True if a regular expression is a known one, has no repetition, or is one run of one
+    class."""
     repeats = bool(set(pattern) & set("*+?{("))
     return pattern in _KNOWN or not repeats or bool(_ONE_RUN.fullmatch(pattern))

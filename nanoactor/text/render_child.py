@@ -62,7 +62,7 @@ def _request() -> list[Any]:
 
 
 def _limit_memory(size: int) -> None:
-    """Have no more addresses than these, nor than the user allows."""
+    """Limit the address space to `size`, or to the user's lower limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = _MOST_FOR_TOKENS if hard == resource.RLIM_INFINITY else min(hard, _MOST_FOR_TOKENS)
     resource.setrlimit(resource.RLIMIT_AS, (min(size, most), most))

@@ -48,9 +48,9 @@ class RenderOptions:
     """Limits on what a template may take for one conversation, and the template."""
 
     seconds: float
-    """Of processor time."""
+    """Limit of processor time in seconds."""
     characters: int
-    """Of output."""
+    """Limit of output characters."""
     template: str | None = None
     """Its source; None is the model's own."""
 
@@ -140,7 +140,7 @@ class Renderer:
     """Renders a model's template. It blocks, and the child's life is tied to the calling thread."""
 
     def __init__(self, directory: Path, options: RenderOptions) -> None:
-        """Starts nothing yet."""
+        """Create the renderer without starting its process."""
         self._directory, self._options = directory, options
         self._child: _Child | None = None
         self._lock = threading.Lock()
@@ -148,11 +148,9 @@ class Renderer:
         """Whether the rendering at hand is to end; for the next one it is set back."""
 
     def describe(self) -> tuple[TemplateFacts, str]:
-        """Return what the template can do, and what went wrong when it was tried, if anything did.
-
-        Raises `ModelError` where it is malformed, `InvalidRequest` where it cannot even be read in
-        time.
-        """
+        """Return the template's capabilities, and the error of the test rendering, if any. Raises
+        `ModelError` if the template is malformed, `InvalidRequest` if even reading it exceeds the
+        time limit."""
         if not read_template_files(self._directory, self._options.template).sources:
             return TemplateFacts(), ""
         try:
@@ -183,8 +181,7 @@ class Renderer:
         return InvalidRequest(f"{what} was stopped: it takes longer than {seconds:g} s")
 
     def ask(self, request: list[Any], seconds: float) -> Any:
-        """Return what the child answers, within so many seconds of processor time; raises as
-        `render` does."""
+        """Return the child's answer within `seconds` of processor time; raises as `render` does."""
         try:
             try:
                 answer = self._asked(request, seconds)
@@ -315,7 +312,7 @@ class RenderQueue:
         self._jobs.put(_Job(0, next(self._places), number, request, done))
 
     def cancel(self, number: int) -> None:
-        """Have a conversation end with `Cancelled`, unless it is over."""
+        """End a conversation with `Cancelled` unless it is finished."""
         with self._lock:
             if number in self._known:
                 self._known.remove(number)
@@ -323,7 +320,7 @@ class RenderQueue:
                     self._renderer.cancel()
 
     def cancel_all(self) -> None:
-        """Have every conversation end with `Cancelled`; numbers may be used again."""
+        """End all conversations with `Cancelled`; their numbers may be reused."""
         with self._lock:
             for number in [*self._known]:
                 self._known.remove(number)
@@ -379,7 +376,7 @@ class RenderQueue:
 
 
 def _subject(request: list[Any] | None) -> str:
-    """Return what an error is about."""
+    """Return the subject of error messages."""
     tokenizes = request is not None and request[0] in ("encode", "spans")
     return "the tokenizer" if tokenizes else "the chat template"
 

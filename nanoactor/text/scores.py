@@ -16,7 +16,7 @@ MAX_PIECE = 1024
 
 
 class Score(NamedTuple):
-    """Of one token."""
+    """Score of one token."""
 
     token: int
     logprob: float
@@ -24,7 +24,7 @@ class Score(NamedTuple):
     top_ids: list[int]
     top_logprobs: list[float]
     offset: int = 0
-    """How many characters of output come before it."""
+    """Number of output characters before the token."""
 
 
 class ScoreRun(NamedTuple):

@@ -46,6 +46,6 @@ class StopMatcher:
         return 0
 
     def finish(self) -> str:
-        """Return what was held back, as nothing follows that could complete a stop string."""
+        """Return the text held back, at the end of the output."""
         held, self._held = self._held, ""
         return held

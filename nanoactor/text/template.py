@@ -43,15 +43,15 @@ class TemplateFacts:
     """The form in which it shows calls."""
     shows_tools: bool = False
     shows_result_pictures: bool = False
-    """Whether a picture in a tool's result is shown as one of the user's is."""
+    """True if an image in a tool result is rendered like one in a user message."""
     thoughts: Thoughts = "none"
-    """Whether thoughts may begin the answer to a prompt that is rendered without options."""
+    """Reasoning mode after a prompt that is rendered without options."""
     knows_thoughts: bool = False
     thoughts_vary: bool = False
-    """Whether they also depend on the messages, and not on the options alone."""
+    """True if the reasoning mode also depends on the messages, not only on the options."""
 
     def possible(self, thoughts: Thoughts) -> Thoughts:
-        """Return what `thoughts_after` has found, but for a model that knows no thoughts."""
+        """Return the mode that `thoughts_after` found, unless the model has no reasoning."""
         return "none" if thoughts == "optional" and not self.knows_thoughts else thoughts
 
     def check(self, options: Mapping[str, Any]) -> None:
@@ -68,9 +68,9 @@ class TemplateFacts:
 
 
 def thoughts_after(prompt: str) -> Thoughts:
-    """Return whether thoughts may begin the answer to a prompt, if the model has any: "open" where
-    it ends with an open `<think>`, "none" where they are closed already, as Qwen3's template writes
-    where it is told not to think."""
+    """Return the reasoning mode after a prompt, for a reasoning model: "open" if the prompt ends
+    with an open `<think>`, "none" if it closes the reasoning, as Qwen3's template does when
+    thinking is disabled."""
     end = prompt.rstrip()
     if end.endswith("<think>"):
         return "open"
@@ -168,7 +168,7 @@ class ChatTemplate:
         return bool(shown.strip()) and self._picture([*before, result]) == shown
 
     def _picture(self, messages: list[Any]) -> str:
-        """Return what a prompt has in a picture's place."""
+        """Return a prompt's placeholder of an image."""
         _, _, found = self._tried(messages, {}).partition(_BEFORE)
         return found.partition(_AFTER)[0]
 
@@ -258,7 +258,8 @@ class ChatTemplate:
 
 
 def _members(tree: nodes.Template) -> set[str]:
-    """Return what a template looks up: `a.name`, `a["name"]`, and texts that may be names."""
+    """Return the names that a template looks up: `a.name`, `a["name"]`, and strings that may be
+    names."""
     from jinja2 import nodes
 
     found = {node.attr for node in tree.find_all(nodes.Getattr)}

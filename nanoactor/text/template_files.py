@@ -36,7 +36,7 @@ class TemplateFiles:
     """By name; most models have one, "default"."""
     special_tokens: Mapping[str, str]
     note: str = ""
-    """Which of several different templates is used; empty where there are not several."""
+    """Name of the template in use if there are several different ones, else empty."""
 
 
 def read_template_files(directory: Path, template: str | None = None) -> TemplateFiles:

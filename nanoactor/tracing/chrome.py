@@ -129,7 +129,7 @@ def _request_chain(
 
 
 def _device_spans(numbers: Sequence[int], steps: dict[int, list[_Span]]) -> list[_Span]:
-    """Return what the device did for the pictures of some steps."""
+    """Return the spans of the image encoding in these steps."""
     return [span for step in numbers for span in steps.get(step, ()) if span.kind.name == "encode"]
 
 

@@ -17,7 +17,7 @@ class ItemGathering:
         """By request that is over: how many of its items are still to come."""
 
     def __len__(self) -> int:
-        """Return how many requests it knows."""
+        """Return the number of known requests."""
         return len(self._found) + len(self._swallow)
 
     def add(self, uid: int, item: int, found: ReadItem | Unusable) -> int:
@@ -32,7 +32,7 @@ class ItemGathering:
         return len(items)
 
     def has(self, uid: int, count: int) -> bool:
-        """Tell whether all of a request's items are there."""
+        """Return True if all of a request's items have arrived."""
         return len(self._found.get(uid, ())) == count
 
     def of(self, uid: int, kinds: Sequence[str]) -> list[ReadItem]:

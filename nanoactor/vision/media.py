@@ -36,7 +36,7 @@ class Media:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Return the size in bytes."""
         return len(self.data)
 
 
@@ -56,7 +56,7 @@ class Unusable:
 
     reason: str
     is_refused: bool = False
-    """Whether the machine is to blame: it had no more memory, say."""
+    """True if the machine is at fault, for example out of memory."""
 
 
 def _nothing() -> None:

@@ -24,9 +24,9 @@ class Items:
     """(spans, 3), in the order of the prompt: which item, its row that comes first here, and the
     index of that token in the prompt. A span is as long as a temporal patch."""
     rope_delta: int
-    """What follows at index i has rotary position i + rope_delta."""
+    """Offset from a later token's index to its rotary position."""
     worker: int
-    """Which vision worker has the bytes."""
+    """Index of the vision worker that holds the bytes."""
 
 
 @message(25)
@@ -34,13 +34,13 @@ class EncodeSlices:
     """The parts of pictures and videos that a step encodes before anything else; a row each."""
 
     numbers: Int64
-    """Which object of the encoder cache, ..."""
+    """Number of the object in the encoder cache."""
     pixels: Int64
-    """... from which pixels (the number of a `WantPixels`), ..."""
+    """Number of the `WantPixels` that the slice's pixels come from."""
     firsts: Int32
-    """... and which of its units (see `nanoactor.vision.units`): the first, ..."""
+    """Index of the first unit of each slice (see `nanoactor.vision.units`)."""
     counts: Int32
-    """... and how many."""
+    """Number of units of each slice."""
 
 
 @message(33)
@@ -49,12 +49,13 @@ class VisionStep:
 
     slices: EncodeSlices
     page_counts: Int32
-    """How many of `pages` belong to each slice's object: its rows lie there, in this order."""
+    """Number of `pages` that belong to each slice's object: its rows are in these pages, in this
+    order."""
     pages: Int32
     tokens: Int32
-    """Which of the step's prompt tokens stand for rows of the encoder cache, ..."""
+    """Indices of the step's prompt tokens that stand for rows of the encoder cache."""
     rows: Int32
-    """... and which rows: page x rows of a page + offset."""
+    """Row of the encoder cache for each of `tokens`: page x rows of a page + offset."""
     positions: Int32
     """Rotary positions of all prompt tokens of the step, (3, tokens): time, height, width."""
 
@@ -64,18 +65,19 @@ class EncoderCredits:
     """The items that matches found, and the encoder cache's pages that are given back."""
 
     items: Int32
-    """How many items each of the matches answered has, ..."""
+    """Number of items of each answered match."""
     refunds: Int32
-    """... and how many of the debited pages others hold, or no token of it will read."""
+    """Number of debited pages of each match that are shared, or that none of its tokens will
+    read."""
     numbers: Int64
-    """Of each item: which object in the encoder cache, negative where all of its tokens are
-    computed already, ..."""
+    """Number of each item's object in the encoder cache; negative if all of its tokens are computed
+    already."""
     units: Int32
-    """... and how many of its units the steps planned so far encode."""
+    """Number of each item's units that the planned steps encode."""
     freed: Int32
-    """Pages that nobody holds any more, ..."""
+    """Pages that became free."""
     fences: Int32
-    """... and the step that must be done before they may be written again."""
+    """Step that must be done before each of `freed` may be rewritten."""
 
 
 @message(70, by="uid")
@@ -84,7 +86,7 @@ class MediaPiece:
 
     uid: int
     item: int
-    """Which of the request's, from 0."""
+    """Index of the item in the request, from 0."""
     tokenizer: int
     """Whom to tell of it; negative where it was told before."""
     form: str
@@ -109,7 +111,7 @@ class ItemsRead:
     uids: Int64
     items: Int32
     keys: NDArray[np.uint8]
-    """(items, 16)."""
+    """Content hashes, (items, 16)."""
     grids: Int32
     """(items, 3), as in `Items`."""
     errors: list[str]

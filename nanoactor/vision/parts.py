@@ -69,7 +69,8 @@ class MediaTaker:
         return bare, tuple(taking.media)
 
     def rules(self, kind: str, count: int) -> MediaRules:
-        """Return how one more is taken, where a request may have so many of its kind."""
+        """Return the rules for another item of this kind, given the number that the request may
+        have."""
         name = _KINDS[kind]
         if self._rules is None:
             raise InvalidRequest(f"the model sees no {name}s: give text alone")
@@ -115,7 +116,7 @@ class _Taking:
             raise InvalidRequest(f"picture {number}: {error}") from None
 
     def picture_url(self, url: Mapping[str, Any], detail: Any) -> None:
-        """Take OpenAI's `image_url`."""
+        """Take an `image_url` as OpenAI defines it."""
         given = url.get("url")
         if not isinstance(given, str) or not given.startswith("data:"):
             raise InvalidRequest(
@@ -143,7 +144,7 @@ class _Taking:
 
 
 def must_open(prompt: Any) -> bool:
-    """Tell whether to take a prompt's pictures is to read files, or to have Pillow decode."""
+    """Return True if taking the prompt's images reads files or decodes with Pillow."""
     if isinstance(prompt, Mapping):
         data = prompt.get("multi_modal_data")
         return isinstance(data, Mapping) and any(map(_must_open, data.values()))

@@ -125,7 +125,8 @@ def _refusing() -> Iterator[None]:
 
 
 def _is_bare_png(image: Image.Image, data: bytes | bytearray) -> bool:
-    """Tell whether it is a PNG without an orientation: Pillow would decode it to see."""
+    """Return True for a PNG without an orientation, which Pillow would have to decode to find
+    out."""
     if image.format != "PNG":
         return False
     at = _PNG_SIGNATURE

@@ -44,7 +44,7 @@ class PlacedSpan:
     """The place of a picture, or of one temporal patch of a video, in the expanded prompt."""
 
     item: int
-    """Which of the items."""
+    """Index of the item."""
     first_row: int
     """The item's row that the first token stands for."""
     span: VisualSpan
@@ -134,7 +134,7 @@ def patch_times(times: Sequence[float], together: int) -> tuple[float, ...]:
 def items_message(
     prompt: ExpandedPrompt, items: Sequence[VisualItem], config: VisionConfig, worker: int
 ) -> Items:
-    """Return what the scheduler and the block manager must know of a prompt's items."""
+    """Return the message about a prompt's items for the scheduler and the block manager."""
     _, delta = rope_positions(len(prompt.token_ids), [placed.span for placed in prompt.spans])
     frames = [1 if item.times is None else len(item.times) for item in items]
     return Items(
@@ -149,7 +149,7 @@ def items_message(
 
 
 def visual_spans(items: Items) -> list[VisualSpan]:
-    """Return where the items stand, as `nanoactor.models.vision.mrope` wants it."""
+    """Return the items' spans as `nanoactor.models.vision.mrope` expects them."""
     grids = items.grids.tolist()
     return [
         VisualSpan(start, grids[item][1], grids[item][2]) for item, _, start in items.spans.tolist()

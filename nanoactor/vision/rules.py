@@ -170,8 +170,8 @@ class MediaRules:
 
 
 def _kwargs_of(kwargs: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """Return what is for pictures, or for videos: what is for both, and what stands under its
-    name, as in transformers."""
+    """Return the arguments for images or for videos: the common ones, and those under its name, as
+    in transformers."""
     found = {key: value for key, value in kwargs.items() if key not in _NESTED}
     nested = kwargs.get(kind)
     if nested is None:

@@ -62,7 +62,7 @@ class EncodeUnits:
 
     @property
     def count(self) -> int:
-        """In all."""
+        """Return the total number of units."""
         return self.frames * self.parts
 
     @property
@@ -71,15 +71,16 @@ class EncodeUnits:
         return self.frames * self.rows
 
     def cost(self, budget: int) -> int:
-        """Return what a unit takes of a step's budget, in rows."""
+        """Return the cost of a unit in rows of a step's budget."""
         return min(self.rows, budget)
 
     def rows_after(self, units: int) -> int:
-        """Return how many leading rows are there once so many units are encoded."""
+        """Return the number of leading rows that are available once `units` units are encoded."""
         return units // self.parts * self.rows
 
     def whole(self, units: int) -> int:
-        """Return how many of so many leading units are of temporal patches that are done."""
+        """Return the number of the first `units` units that belong to completed temporal
+        patches."""
         return units // self.parts * self.parts
 
     def blocks(self, part: int, depth: int) -> range:

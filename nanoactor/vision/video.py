@@ -36,13 +36,13 @@ class Video:
     frames: Any
     """A sequence of pictures of one size, or a uint8 array (frames, height, width, channels)."""
     times: Sequence[float] | None = None
-    """Seconds, one for each frame; ..."""
+    """Time of each frame in seconds."""
     fps: float | None = None
-    """... or frames per second. Neither: 24 frames per second."""
+    """Frames per second; 24 if neither this nor `times` is given."""
 
     @classmethod
     def of(cls, given: Any) -> Video:
-        """Return what a user gives as a video. Raises `InvalidRequest`."""
+        """Convert a user's input to a video. Raises `InvalidRequest`."""
         if isinstance(given, Video):
             video = given
         elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):

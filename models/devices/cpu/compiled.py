@@ -122,7 +122,7 @@ class CompiledCPUDevice(CPUDevice):
     def advance(
         self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """In one pass."""
+        """Advance in one pass."""
         advance(tables, rows, into, ids)
 
     def locate(
@@ -132,7 +132,7 @@ class CompiledCPUDevice(CPUDevice):
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """In one pass."""
+        """Locate in one pass."""
         locate(tables, slots, positions, slot_mapping)
 
     def sample_rows(self, rows: RowChoice) -> None:
@@ -201,20 +201,20 @@ class CompiledCPUDevice(CPUDevice):
         return few_or_many
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """In one pass."""
+        """Normalize in one pass."""
         norm = rms_norm if self._takes(x) and weight.dtype == x.dtype else super().rms_norm
         return norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """In one pass."""
+        """Add and normalize in one pass."""
         known = self._takes(x) and weight.dtype == x.dtype
         norm = add_rms_norm if known else super().add_rms_norm
         return norm(x, residual, weight, eps)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """In one pass."""
+        """Compute SwiGLU in one pass."""
         return swiglu(gate_up) if self._takes(gate_up) else super().swiglu(gate_up)
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,7 +224,7 @@ class CompiledCPUDevice(CPUDevice):
     def norm_rotate_store(
         self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
     ) -> torch.Tensor:
-        """In one pass."""
+        """Normalize, rotate and store in one pass."""
         known = self._takes(qkv) and takes_heads(qkv, how)
         store = norm_rotate_store if known else super().norm_rotate_store
         return store(qkv, how, cache, slots)

@@ -47,7 +47,7 @@ class CPUDevice(PortableOperators):
         return dtype == torch.float32
 
     def memory(self) -> Memory:
-        """Return what the host, or the container if it has less, can still give."""
+        """Return the available memory of the host, or of the container if it has less."""
         total = _kibibytes("/proc/meminfo", "MemTotal") * 1024
         free = _kibibytes("/proc/meminfo", "MemAvailable") * 1024
         limit, used = _cgroup("memory.max"), _cgroup("memory.current")
@@ -57,7 +57,7 @@ class CPUDevice(PortableOperators):
         return Memory(total, max(0, free))
 
     def reset_peak(self) -> None:
-        """Have the kernel forget the process's peak, and remember where it stands."""
+        """Reset the process's peak in the kernel, and record the present usage."""
         try:
             Path("/proc/self/clear_refs").write_text("5")
             self._base = _kibibytes("/proc/self/status", "VmRSS") * 1024
@@ -65,11 +65,11 @@ class CPUDevice(PortableOperators):
             self._base = _kibibytes("/proc/self/status", "VmHWM") * 1024
 
     def peak(self) -> int:
-        """Return how far the process's peak has risen."""
+        """Return the growth of the process's peak."""
         return max(0, _kibibytes("/proc/self/status", "VmHWM") * 1024 - self._base)
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Ordinary memory."""
+        """Allocate ordinary memory."""
         return torch.empty(shape, dtype=dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -101,7 +101,8 @@ class CPUDevice(PortableOperators):
 
 
 def has_instructions(*names: str) -> bool:
-    """Tell whether the processor has any of these, as the kernel names them."""
+    """Return True if the processor supports any of these instructions, by their names in the Linux
+    kernel."""
     flags = _first_line("/proc/cpuinfo", "flags") + _first_line("/proc/cpuinfo", "Features")
     return any(name in flags.split() for name in names)
 

@@ -159,11 +159,11 @@ class PortableCUDADevice(PortableOperators):
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak(self) -> int:
-        """By PyTorch's allocator."""
+        """Return the peak of PyTorch's allocator."""
         return torch.cuda.max_memory_allocated(self.torch_device) - self._base
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Page-locked memory."""
+        """Allocate page-locked memory."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -184,7 +184,7 @@ class PortableCUDADevice(PortableOperators):
         return CudaEvent()
 
     def synchronize(self) -> None:
-        """All streams."""
+        """Wait for all streams."""
         torch.cuda.synchronize(self.torch_device)
 
 
@@ -203,7 +203,7 @@ class CapturedGraph:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scratch:
-    """The kernels' memory."""
+    """Workspace of the kernels."""
 
     splits: decode_attention.Splits
     partials: sampling.Partials
@@ -271,7 +271,7 @@ class CUDADevice(PortableCUDADevice):
     def advance(
         self, tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """One kernel."""
+        """Advance in one kernel."""
         slots_kernels.advance(tables, rows, into, ids)
 
     def locate(
@@ -281,7 +281,7 @@ class CUDADevice(PortableCUDADevice):
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """One kernel."""
+        """Locate in one kernel."""
         slots_kernels.locate(tables, slots, positions, slot_mapping)
 
     def plan(self, scratch: Scratch, batch: AttentionBatch) -> AttentionBatch:
@@ -303,7 +303,7 @@ class CUDADevice(PortableCUDADevice):
         sample_masked_rows(rows, masks)
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
-        """One kernel."""
+        """Publish in one kernel."""
         publish(ids, ring, count)
 
     # -- operators ------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class CUDADevice(PortableCUDADevice):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass."""
+        """Add and normalize in one pass."""
         return elementwise.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -341,7 +341,7 @@ class CUDADevice(PortableCUDADevice):
         return elementwise.rotary(x, cos, sin)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """One pass."""
+        """Compute SwiGLU in one pass."""
         return elementwise.swiglu(gate_up.contiguous())
 
     def norm_rotate_store(

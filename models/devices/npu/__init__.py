@@ -1,1 +1,1 @@
-"""Ascend NPUs."""
+"""Support for Ascend NPUs."""

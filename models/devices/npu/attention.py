@@ -25,16 +25,16 @@ class Plan:
     tables: torch.Tensor
     """int32 (rows, blocks of the longest sequence)."""
     mask: torch.Tensor
-    """int8 (MASK_SIZE, MASK_SIZE)."""
+    """Causal mask, int8 (MASK_SIZE, MASK_SIZE)."""
     query_ends: list[int] | torch.Tensor
-    """Where each row's tokens end, cumulative; a tensor where contexts are one."""
+    """Cumulative end of each row's tokens; a tensor if contexts are one."""
     prefill_tokens: list[int]
     contexts: list[int] | torch.Tensor
     """Of each row, its new tokens included; a tensor, int64, in graphs whose operators take one."""
     there: torch.Tensor | None = None
-    """int64 (rows * longest,): which token each place of a padded batch of prompts takes, ..."""
+    """Token at each place of a padded batch of prompts, int64 (rows * longest,)."""
     back: torch.Tensor | None = None
-    """... and int64 (tokens,): where each token's result is."""
+    """Place of each token's result, int64 (tokens,)."""
 
     @property
     def decode_contexts(self) -> list[int] | torch.Tensor:
@@ -43,7 +43,7 @@ class Plan:
 
 
 class Attention(Protocol):
-    """A layout."""
+    """Layout of attention inputs."""
 
     def plan(
         self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
@@ -112,7 +112,7 @@ class Packed:
     def __call__(
         self, queries: torch.Tensor, cache: KVCache, plan: Plan, scale: float
     ) -> torch.Tensor:
-        """TND."""
+        """Attend in the TND layout."""
         if not len(queries):
             return queries
         return _attend(
@@ -151,7 +151,7 @@ class Padded:
     def __call__(
         self, queries: torch.Tensor, cache: KVCache, plan: Plan, scale: float
     ) -> torch.Tensor:
-        """BNSD."""
+        """Attend in the BNSD layout."""
         prompts, first = len(plan.prefill_tokens), sum(plan.prefill_tokens)
         parts = []
         if prompts:

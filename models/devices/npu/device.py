@@ -106,7 +106,7 @@ class NPUDevice(PortableOperators):
         self.runtime.prepare_thread(threads)
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Tell whether fused attention takes this type."""
+        """Return True if fused attention supports this type."""
         return self.runtime.supports(dtype)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
@@ -131,7 +131,7 @@ class NPUDevice(PortableOperators):
             )
 
     def memory(self) -> Memory:
-        """The driver's figures."""
+        """Return the driver's figures."""
         return self.runtime.memory()
 
     def reset_peak(self) -> None:
@@ -139,11 +139,11 @@ class NPUDevice(PortableOperators):
         self.runtime.reset_peak()
 
     def peak(self) -> int:
-        """By PyTorch's allocator."""
+        """Return the peak of PyTorch's allocator."""
         return self.runtime.peak()
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Page-locked memory."""
+        """Allocate page-locked memory."""
         return self.runtime.pinned(*shape, dtype=dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -155,7 +155,7 @@ class NPUDevice(PortableOperators):
         return self.runtime.event()
 
     def synchronize(self) -> None:
-        """All streams."""
+        """Wait for all streams."""
         self.runtime.synchronize()
 
     def stream(self) -> AbstractContextManager[None]:
@@ -358,7 +358,7 @@ class NPUDevice(PortableOperators):
     def norm_rotate_store(
         self, qkv: torch.Tensor, how: HeadTransform, cache: KVCache, slots: torch.Tensor
     ) -> torch.Tensor:
-        """Five operators."""
+        """Call five operators."""
         kv_heads, size = cache.keys.shape[2:]
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
         if how.norms is not None:

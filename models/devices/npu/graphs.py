@@ -83,7 +83,7 @@ class CompiledStep:
         self._module: DecodePass | None = None
 
     def __call__(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
-        """(rows, hidden)."""
+        """Run the step; returns (rows, hidden)."""
         batch, token_ids = inputs.batch, inputs.token_ids
         plan: Plan = batch.plan
         if self._module is None:
@@ -152,7 +152,7 @@ class DecodePass(torch.nn.Module):
         self.compiled: Callable[..., torch.Tensor] | None = None
 
     def forward(self, *arguments: Any) -> torch.Tensor:
-        """As compiled."""
+        """Run the compiled pass."""
         assert self.compiled is not None
         return self.compiled(*arguments)
 

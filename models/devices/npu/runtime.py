@@ -53,7 +53,7 @@ class NPUEvent:
     """An event on the calling thread's current stream."""
 
     def __init__(self, event: Any) -> None:
-        """`event` is torch_npu's."""
+        """Wrap an event of torch_npu."""
         self.event = event
 
     def record(self) -> None:
@@ -61,7 +61,7 @@ class NPUEvent:
         self.event.record()
 
     def done(self) -> bool:
-        """Tell whether the stream has passed it."""
+        """Return True if the stream has passed it."""
         return bool(self.event.query())
 
     def wait(self) -> None:
@@ -95,9 +95,9 @@ class AscendRuntime:
 
     name = "npu"
     block_multiple, largest_block = 128, 512
-    """What fused attention takes for several positions of a row."""
+    """Block sizes that fused attention supports for several positions per row."""
     packed_heads: tuple[int, ...] = (64, 128, 192)
-    """What it takes of packed tokens."""
+    """Head sizes that it supports for packed tokens."""
     collective_backend = "hccl"
     default_dtype: torch.dtype
 
@@ -144,15 +144,15 @@ class AscendRuntime:
         self._npu.reset_peak_memory_stats(self.torch_device)
 
     def peak(self) -> int:
-        """By PyTorch's allocator."""
+        """Return the peak of PyTorch's allocator."""
         return int(self._npu.max_memory_allocated(self.torch_device)) - self._base
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Page-locked memory."""
+        """Allocate page-locked memory."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def synchronize(self) -> None:
-        """All streams."""
+        """Wait for all streams."""
         self._npu.synchronize()
 
     def event(self) -> NPUEvent:

@@ -21,7 +21,7 @@ _KINDS = {
 
 
 class AnthropicErrorDetail(Struct):
-    """The error itself."""
+    """The `error` object of a response."""
 
     type: str
     message: str

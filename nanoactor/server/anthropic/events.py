@@ -28,7 +28,7 @@ _UNSIGNED = "unsigned"
 
 
 class MessagesWriter(BlockWriter):
-    """Writes one answer."""
+    """Writes the events of one message."""
 
     ping = encode({"type": "ping"})
 
@@ -57,7 +57,7 @@ class MessagesWriter(BlockWriter):
         return self.encoded([msgspec.to_builtins(error_body(problem))])
 
     def whole(self) -> dict[str, Any]:
-        """Return the message."""
+        """Return the complete message."""
         self.close()
         return self._message(self._stop_reason)
 

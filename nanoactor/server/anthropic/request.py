@@ -122,11 +122,11 @@ class _Conversation(Extended, kw_only=True, forbid_unknown_fields=True):
 
 
 class CountTokensRequest(_Conversation, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/messages/count_tokens`."""
+    """Body of `POST /v1/messages/count_tokens`."""
 
 
 class MessagesRequest(_Conversation, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/messages`."""
+    """Body of `POST /v1/messages`."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
     stream: bool | None = None

@@ -19,7 +19,7 @@ from nanoactor.server.translating import Options
 
 
 class MessagesRoutes:
-    """`/v1/messages` and `/v1/messages/count_tokens`."""
+    """Routes `/v1/messages` and `/v1/messages/count_tokens`."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class MessagesRoutes:
         self._options = options
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        """`POST /v1/messages`."""
+        """Handle `POST /v1/messages`."""
         context_of(request).names = NAMES
         body = await self._http.read(request, MessagesRequest)
         thinking = body.thinking

@@ -84,7 +84,7 @@ def _as_error(content: Any) -> Any:
 
 
 def _is_prefix(messages: Sequence[Chat]) -> bool:
-    """Tell whether the last message is the beginning of the answer."""
+    """Return True if the last message prefills the response."""
     last = messages[-1] if messages else {}
     return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
 

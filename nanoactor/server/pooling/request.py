@@ -26,7 +26,7 @@ class _Pooled(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class EmbeddingRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/embeddings`."""
+    """Body of `POST /v1/embeddings`."""
 
     ROUTE: ClassVar[str] = "embeddings"
     input: str | list[str | int | list[int]]
@@ -100,7 +100,7 @@ class RerankRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
 
 
 class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
-    """`POST /score`: vLLM's."""
+    """Body of vLLM's `POST /score`."""
 
     ROUTE: ClassVar[str] = "score"
     text_1: str | list[str] | None = None

@@ -32,7 +32,7 @@ _PAUSE = 32
 
 
 class PoolingRoutes:
-    """The three handlers."""
+    """Handlers of the three pooling routes."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class PoolingRoutes:
         }
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
-        """`POST /v1/embeddings`."""
+        """Handle `POST /v1/embeddings`."""
         body = await self._http.read(request, EmbeddingRequest)
         outputs = await self._embed(request, body.texts, body.params, body.priority or 0)
         tokens = sum(len(output.prompt_token_ids) for output in outputs)

@@ -69,7 +69,7 @@ class ResponsesWriter(BlockWriter):
         return self.encoded([{"type": "response.failed", "response": failed}])
 
     def whole(self) -> dict[str, Any]:
-        """Return the response."""
+        """Return the complete response."""
         self.close()
         return self._response(self._status)
 

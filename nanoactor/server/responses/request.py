@@ -90,7 +90,7 @@ class TextOptions(Struct, forbid_unknown_fields=True):
 
 
 class Reasoning(Struct, forbid_unknown_fields=True):
-    """Wishes for thoughts."""
+    """Reasoning options of a request."""
 
     effort: (
         Annotated[str, Meta(description="Given to the chat template, if that reads it")] | None

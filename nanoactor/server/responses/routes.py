@@ -33,7 +33,7 @@ class ResponsesRoutes:
         self._options = options
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        """`POST /v1/responses`."""
+        """Handle `POST /v1/responses`."""
         body, tools, chat = await self._read(request)
         if body.store:
             fate = "is ignored: no response is stored, send the whole input each time"

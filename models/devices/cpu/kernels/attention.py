@@ -93,7 +93,7 @@ def _softmax(scores, head, count):
 
 @inlined
 def _attend(inputs, outputs, keys, values, blocks, context, row, span, shape, scale, like):
-    """Let a row's queries of a span of KV heads attend to its context."""
+    """Compute the attention of a row's queries in a span of KV heads."""
     block_size, kv_heads, size = shape
     group = inputs.shape[1] // kv_heads
     heads = range(span[0] * group, span[1] * group)

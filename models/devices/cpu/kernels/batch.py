@@ -57,7 +57,7 @@ def _locate(tables, slot_of, positions, slot_mapping, count, slots, width, block
 
 
 def advance(tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor) -> None:
-    """See `BatchOperators.advance`."""
+    """Implement `BatchOperators.advance`."""
     deltas = tables.rope_deltas
     _advance(
         tables.blocks.data_ptr(),

@@ -43,7 +43,7 @@ _REORDERED = {"reassoc", "contract", "nsz", "arcp"}
 
 
 def knows(x: torch.Tensor) -> bool:
-    """Tell whether kernels take elements of this type."""
+    """Return True if kernels support elements of this type."""
     return x.dtype in _LIKE
 
 
@@ -97,11 +97,9 @@ def compile_kernels(
 def kernel(
     scalars: str, parallel: bool = False, purpose: str = STEPS
 ) -> Callable[[Callable[..., None]], Any]:
-    """Have a function compiled when it is called, or by `compile_kernels`, and kept on disk.
-
-    `scalars` gives the types of its arguments but `like`: `a` for an address, `n` for a number of
-    elements, `f` for a float. With `parallel`, its `prange` loops are spread over threads.
-    """
+    """Compile a function when it is first called, or in `compile_kernels`, and cache it on disk.
+    `scalars` gives the types of its arguments except `like`: `a` for an address, `n` for a number
+    of elements, `f` for a float. With `parallel`, its `prange` loops are spread over threads."""
 
     def compiled(function: Callable[..., None]) -> Any:
         options = {"nogil": True, "fastmath": _REORDERED, "error_model": "numpy"}
@@ -118,7 +116,7 @@ def kernel(
 
 
 def both(scalars: str, purpose: str = STEPS) -> Callable[[Callable[..., None]], tuple[Any, Any]]:
-    """Have a function compiled for one thread and for several."""
+    """Compile a function for one thread and for several."""
 
     def compiled(function: Callable[..., None]) -> tuple[Any, Any]:
         # Numba finds compiled code by a function's name and line.

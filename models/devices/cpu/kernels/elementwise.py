@@ -153,7 +153,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def takes_heads(qkv: torch.Tensor, how: HeadTransform) -> bool:
-    """Return whether `norm_rotate_store` does it: whole heads, norms of their type."""
+    """Return True if `norm_rotate_store` supports the layout: whole heads, norms of their type."""
     whole = 2 * how.rotation[0].shape[-1] == qkv.shape[-1]
     return whole and (how.norms is None or how.norms[0].dtype == qkv.dtype)
 

@@ -34,7 +34,7 @@ def _lay_out(source, values, begin, end, offset):
 
 @inlined
 def _rows_of(values, begin, end):
-    """What `_lay_out` has laid out: (blocks, rows, block)."""
+    """Return the rows that `_lay_out` laid out: (blocks, rows, block)."""
     blocks, block = values.shape[1], values.shape[2]
     return view(
         values.ctypes.data + 4 * begin * blocks * block, (blocks, end - begin, block), FLOAT

@@ -57,7 +57,7 @@ def _best(values):
 
 @inlined
 def _is_finite(row, best):
-    """Tell whether the highest logit is a finite number, and none is NaN."""
+    """Return True if the highest logit is finite and none is NaN."""
     largest = np.uint32(0)
     for i in range(len(row)):
         largest = max(largest, bits_of(row[i]) & np.uint32(0x7FFFFFFF))

@@ -10,7 +10,7 @@ from nanoactor.models.batch import DecodeRows, RowBuffers, SlotTables
 
 
 def advance(tables: SlotTables, rows: DecodeRows, into: RowBuffers, ids: torch.Tensor) -> None:
-    """See `BatchOperators.advance`."""
+    """Implement `BatchOperators.advance`."""
     if count := len(rows.slots):
         _advance[(triton.cdiv(count, 128),)](
             tables.blocks,

@@ -31,7 +31,7 @@ class Splits:
     """The chunks of a step's rows, and room for their results."""
 
     rows: torch.Tensor
-    """int32 (items,): the row of each chunk; items are in the order of rows, ..."""
+    """Row of each chunk, int32 (items,), in the order of rows."""
     numbers: torch.Tensor
     """int32 (items,): ... and of the chunks within a row."""
     firsts: torch.Tensor
@@ -39,7 +39,7 @@ class Splits:
     plan: torch.Tensor
     """int32 (2,): positions in a chunk, items in use."""
     outputs: torch.Tensor
-    """float32 (items, heads, head_dim): each chunk's attention, ..."""
+    """Attention of each chunk, float32 (items, heads, head_dim)."""
     weights: torch.Tensor
     """float32 (items, heads): ... and the base-2 logarithm of its sum of exponentials."""
 

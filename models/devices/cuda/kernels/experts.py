@@ -49,7 +49,7 @@ class TritonExperts:
         return None if found[0] is None or found[1] is None else (found[0], found[1])
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """See `Operators.experts`."""
+        """Implement `Operators.experts`."""
         if not len(x):
             return torch.empty_like(x)
         x, shares = x.contiguous(), shares.contiguous()

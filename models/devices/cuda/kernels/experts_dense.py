@@ -44,7 +44,7 @@ def tile_for(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
 def grouped(
     x: torch.Tensor, weights: DenseExperts, ids: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
-    """Return what each pair of a token and an expert gives, times its share: (tokens, chosen,
+    """Return the output of each pair of a token and an expert, times its weight: (tokens, chosen,
     hidden)."""
     tokens, chosen = ids.shape
     experts, hidden, inner = weights.down.shape

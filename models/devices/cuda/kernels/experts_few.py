@@ -71,7 +71,7 @@ def packed_matrices(gate_up: Packed, down: Packed) -> Matrices:
 def through(
     x: torch.Tensor, weights: Matrices, ids: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
-    """See `Operators.experts`."""
+    """Implement `Operators.experts`."""
     (tokens, hidden), chosen = x.shape, ids.shape[1]
     inner, outputs = weights.down.inputs, weights.gate_up.outputs_at_once
     between, y = x.new_empty(tokens * chosen, inner), torch.empty_like(x)

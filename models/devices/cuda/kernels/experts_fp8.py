@@ -29,7 +29,7 @@ def tile_for(pairs: int, experts: int) -> Tile:
 def grouped(
     x: torch.Tensor, gate_up: Packed, down: Packed, ids: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
-    """Return what each pair of a token and an expert gives, times its share: (tokens, chosen,
+    """Return the output of each pair of a token and an expert, times its weight: (tokens, chosen,
     hidden)."""
     tokens, chosen = ids.shape
     experts, hidden = down.weight.shape[:2]

@@ -43,7 +43,7 @@ class Packed:
     group: int
     block: int
     offset: int
-    """Where the inputs begin."""
+    """Index of the first input within its block."""
 
 
 def refusal(weights: Fp8Blocks) -> str | None:
@@ -142,7 +142,8 @@ class Tile:
     warps: int
     stages: int
     programs: int
-    """Where there are fewer, blocks of inputs are divided over several; their sums are added."""
+    """Number of programs to aim for: with fewer, blocks of inputs are divided over several
+    programs, and their sums are added."""
 
 
 # By tokens, up to the first number: few read bytes, many multiply.

@@ -18,7 +18,7 @@ _ROWS = 128
 
 
 def tokens_per_program(heads: int, kv_heads: int) -> int:
-    """Return how many tokens of a row a program has."""
+    """Return the number of a row's tokens per program."""
     return max(1, _ROWS // triton.next_power_of_2(heads // kv_heads))
 
 

@@ -59,9 +59,9 @@ class Parts:
     """Memory for the sums of programs that divide contexts; steps use it one after the other."""
 
     sums: torch.Tensor
-    """float32 (programs, rows, head_dim): not divided by the ..."""
+    """Unnormalized outputs, float32 (programs, rows, head_dim)."""
     totals: torch.Tensor
-    """... sums of exponentials, float32 (programs, 2, rows), behind the maxima of their scores."""
+    """Maxima of the scores and sums of exponentials, float32 (programs, 2, rows)."""
     done: torch.Tensor
     """int32 (programs,): how many of those that divide a context are done; 0 between launches."""
 
@@ -75,7 +75,7 @@ class Parts:
 
     @staticmethod
     def wanted(multiprocessors: int) -> int:
-        """Return how many programs to have at most where contexts are divided."""
+        """Return the largest number of programs if contexts are divided."""
         return _WAVES * _AT_ONCE * multiprocessors
 
     def ways(self, programs: int) -> int:

@@ -30,13 +30,13 @@ class Partials:
     """Results of the parts of the vocabulary."""
 
     highest: torch.Tensor
-    """float32 (rows, parts): the highest logit of each part, ..."""
+    """Highest logit of each part, float32 (rows, parts)."""
     highest_ids: torch.Tensor
-    """int32: ... its id, ..."""
+    """Id of `highest`, int32 (rows, parts)."""
     scores: torch.Tensor
-    """... the highest perturbed score, ..."""
+    """Highest perturbed score of each part, float32 (rows, parts)."""
     score_ids: torch.Tensor
-    """... and its id."""
+    """Id of `scores`, int32 (rows, parts)."""
     group_maxima: torch.Tensor
     """float32 (rows, groups of 256 ids)."""
     truncating: torch.Tensor

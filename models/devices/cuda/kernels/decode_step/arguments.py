@@ -30,17 +30,17 @@ class StepInputs:
     """The inputs of a step's rows; the tensors stay where they are from step to step."""
 
     token_ids: torch.Tensor
-    """int32 (rows,), like ..."""
+    """Token ids, int32 (rows,)."""
     positions: torch.Tensor
-    """... rotary positions, ..."""
+    """Rotary positions, int32 (rows,)."""
     contexts: torch.Tensor
-    """... lengths, the new token included, ..."""
+    """Context lengths, the new token included, int32 (rows,)."""
     slots: torch.Tensor
-    """... and rows of `tables`."""
+    """Rows of `tables`, int32 (rows,)."""
     slot_mapping: torch.Tensor
     """int64 (rows,): where the new token's key and value go."""
     tables: torch.Tensor
-    """int32 (slots, blocks)."""
+    """Block tables, int32 (slots, blocks)."""
 
 
 class Scratch:

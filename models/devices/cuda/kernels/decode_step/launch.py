@@ -73,10 +73,10 @@ def map_of(matrix: torch.Tensor, box: int) -> bytes:
 
 
 class Kernel:
-    """A loaded kernel."""
+    """A kernel that is loaded on the device."""
 
     def __init__(self, cubin: bytes, shape: Shape) -> None:
-        """Raises `DriverError`."""
+        """Load the kernel. Raises `DriverError`."""
         driver = _driver()
         self._blocks = shape.blocks
         self._shared = layout_of(shape).total + _ALIGNING

@@ -40,22 +40,22 @@ class Phase:
     matrix: str | None
     """The weight, whose rows are outputs and whose columns are inputs; None: attention's."""
     rows: str | None
-    """The dimension that counts outputs, ..."""
+    """Name of the dimension that counts outputs."""
     columns: str | None
-    """... and the one that counts inputs."""
+    """Name of the dimension that counts inputs."""
     source: str
     sink: str
     stacked: int = 1
     """Matrices on top of each other, of which outputs are combined: gate and up."""
     to_all: bool = False
-    """Whether all blocks read the sink."""
+    """True if all blocks read the sink."""
     experts: Literal["outputs", "inputs"] | None = None
-    """Whether the matrices of the chosen experts follow each other by outputs or by inputs; None:
+    """Whether the matrices of the chosen experts are concatenated along outputs or inputs; None:
     there is one matrix."""
 
     @property
     def is_flagged(self) -> bool:
-        """Tell whether the source is flagged words for any number of rows."""
+        """Return True if the source consists of flagged words for any number of rows."""
         return self.source in ("QUERIES", "PARTS", "SCORES")
 
 
@@ -103,11 +103,11 @@ class Product:
     pieces: int
     """The inputs are read in so many pieces, each of so many boxes."""
     packed: bool = False
-    """Whether it is in FP8."""
+    """True if it is in FP8."""
     matrices: int = 1
     """Experts, each with such a matrix."""
     experts: Literal["outputs", "inputs"] | None = None
-    """See `Phase`."""
+    """Concatenation of experts' matrices, see `Phase`."""
 
     @property
     def scales(self) -> int:
@@ -115,8 +115,9 @@ class Product:
         return self.matrices * self.stacked * self.tiles * self.boxes * UNITS * self.packed
 
     def tiles_of(self, block: int, blocks: int, chosen: int = 1) -> int:
-        """Return how many tiles a block has: tile i of it is `block + i * blocks` of all tiles, of
-        which each of the `chosen` experts has some, or of which each has a part."""
+        """Return the number of tiles of a block: its tile i is `block + i * blocks` of all tiles.
+        With `experts` "outputs" each of the `chosen` experts adds tiles; with "inputs" each tile
+        spans all of them."""
         tiles = self.tiles * (chosen if self.experts == "outputs" else 1)
         return max(0, -(-(tiles - block) // blocks))
 
@@ -153,26 +154,25 @@ class Shape:
     rows: int
     block_size: int
     blocks: int
-    """Multiprocessors."""
+    """Number of multiprocessors."""
     packed: bool = False
-    """Whether the layers' matrices are in FP8, with a scale for each tile and 128 inputs."""
+    """True if the layers' matrices are in FP8, with a scale for each tile and 128 inputs."""
     mixture: Mixture | None = None
     """The experts of each layer, of which `inter` is the inner size; None: layers have none."""
     head: int = 0
     """0: hidden states alone; 1: logits in bfloat16, 2: in float32."""
     flagged: bool | None = None
-    """Whether what all blocks read has flags; None: with one row."""
+    """True if words that all blocks read carry flags; None: with one row."""
     in_flight: int | None = None
     """Boxes on their way at most; None: 2 for narrow models, 3 for others."""
     delays: bool = False
-    """Tests delay blocks at random, ..."""
+    """True if blocks are delayed at random, for tests."""
     trace: bool = False
-    """Whether block 0 records its clock."""
+    """True if block 0 records its clock."""
     poison: bool = False
-    """... and fill shared memory with NaN first."""
+    """True if shared memory is filled with NaN first, for tests."""
     fixed_registers: bool = False
-    """Whether threads keep the registers that the kernel begins with, as tools that instrument it
-    want it."""
+    """True if threads keep their initial registers, for instrumentation tools."""
 
     @classmethod
     def of(
@@ -206,7 +206,7 @@ class Shape:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Of a layer."""
+        """Return the phases of a layer."""
         return PHASES if self.mixture is None else EXPERT_PHASES
 
     @property
@@ -226,7 +226,8 @@ class Shape:
 
     @property
     def has_flags(self) -> bool:
-        """Tell whether what all blocks read is flagged words; else it lies behind arrivals."""
+        """Return True if words that all blocks read carry flags; otherwise they are guarded by
+        arrivals."""
         return self.rows == 1 if self.flagged is None else self.flagged
 
     @property
@@ -314,7 +315,7 @@ def scored_experts(shape: Shape) -> int:
 
 
 def input_scales(shape: Shape, columns: int) -> int:
-    """Return how many scales the inputs in shared memory have, of up to so many columns."""
+    """Return the number of scales of inputs in shared memory with at most `columns` columns."""
     of_rows = shape.rows * (columns // UNIT_BYTES + 1)
     return max(of_rows, (shape.pairs + 1) * (shape.inter // UNIT_BYTES + 1)) * shape.packed
 
@@ -406,7 +407,7 @@ def _products(shape: Shape) -> Iterator[str]:
 
 
 def _flight_of(shape: Shape, product: Product) -> int:
-    """Return how many boxes of a matrix may be on their way."""
+    """Return the largest number of boxes of a matrix in flight."""
     narrow = shape.hidden <= 1536
     flight = shape.in_flight or ((4 if shape.packed else 2) if narrow else 3)
     if product.experts is not None:  # their boxes may be small
