@@ -75,7 +75,7 @@ def _hint(unknown: list[str], options: list[str]) -> str:
 
 
 def _parse(arguments: list[str]) -> Any:
-    """Parse arguments; the model and the prompt may stand anywhere among the options."""
+    """Parse arguments; the model and the prompt may appear anywhere among the options."""
     parser, commands = _parser()
     command, options = arguments[:1], [_as_utf8(argument) for argument in arguments[1:]]
     own = commands.get(command[0]) if command else None
@@ -96,7 +96,7 @@ def _parse(arguments: list[str]) -> Any:
 
 
 def _place(own: argparse.ArgumentParser, args: Any, given: list[str], line: Line) -> None:
-    """Tell which of the texts without a flag is the model, and which the prompt."""
+    """Determine which positional argument is the model, and which the prompt."""
     takes_prompt = hasattr(args, "prompt")
     most = 1 + takes_prompt
     if line.model is not None and len(given) == most:

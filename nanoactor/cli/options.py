@@ -19,7 +19,7 @@ from typing import Any, get_args
 _PLAIN = (int, float, str)
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
 _FOLLOWING = ("served_model_name",)
-"""Options whose values may follow each other, as in vLLM; they would swallow a model behind."""
+"""Options that take several values in a row, as in vLLM; they would swallow a model after them."""
 _DESCRIBED: dict[Any, dict[str, str]] = {}
 """Found before: each command has the same configurations, and to read a source takes a while."""
 
@@ -148,7 +148,7 @@ def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def descriptions(config: type[Any]) -> dict[str, str]:
-    """Return, by field, the text that stands below it in its source, where the source is there."""
+    """Return, by field, the text below it in its source, if the source is available."""
     if config not in _DESCRIBED:
         _DESCRIBED[config] = _read_descriptions(config)
     return _DESCRIBED[config]

@@ -18,7 +18,7 @@ from nanoactor.params import SamplingParams
 from nanoactor.vision.prompt import IMAGE_PLACEHOLDER, VISION_END, VISION_START
 
 _MEASURABLE = 1e-3
-"""Seconds between first and last token from which on a rate is told."""
+"""Minimum seconds between first and last token for which a rate is reported."""
 
 
 def _params(args: Any) -> SamplingParams:

@@ -1,1 +1,1 @@
-"""Names, flags and modules of other engines, and what stands for them here."""
+"""Names, flags and modules of other engines, and their equivalents here."""

@@ -17,7 +17,7 @@ Takes = Literal["value", "flag", "list"]
 
 
 class _AnyValue:
-    """Stands for every value."""
+    """Placeholder for any value."""
 
     def __repr__(self) -> str:
         return "any value"
@@ -401,7 +401,7 @@ SAMPLING: tuple[Name, ...] = (
         }.items()
     ),
 )
-"""Parameters of `SamplingParams`; fields of it that do not stand here are the same."""
+"""Parameters of `SamplingParams`; its fields that are not listed here are the same."""
 
 NAMES: Mapping[str, Name] = {name.theirs: name for name in (*ENGINE, *SERVER)}
 """All options, by the names that vLLM and SGLang give them."""

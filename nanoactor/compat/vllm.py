@@ -1,4 +1,4 @@
-"""Stands in for the package `vllm` in Python programs that were made for it.
+"""Replacement for the package `vllm` in Python programs written for it.
 
     import nanoactor.compat.vllm
 
@@ -8,8 +8,8 @@
 or, for a program that is a module: `python -m nanoactor.compat.vllm lm_eval --model vllm ...`.
 
 After `install`, `import vllm` finds this module, and `importlib.metadata` finds a distribution of
-that name, whose version is the one that the classes here behave like. Names that some program only
-imports exist, and raise `NotInNanoactor` when they are used; all others do not exist.
+that name, with the version whose behavior the classes here follow. Names that a program only
+imports exist, and raise `NotInNanoactor` when used; all others do not exist.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nanoactor.params import BeamSearchParams, DefaultTokens, SamplingParams, To
 from nanoactor.structured_outputs import StructuredOutputsParams
 
 VERSION = "0.31.0"
-"""The version of vLLM whose behaviour is here; the newest that TRL 1.16 takes without a warning."""
+"""The vLLM version whose behavior is here; the newest that TRL 1.16 takes without a warning."""
 
 
 class NotInNanoactor(NanoactorError, NotImplementedError):
@@ -96,7 +96,7 @@ class LLM(ours.LLM):
         chat_template: None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Return the answers to conversations as `nanoactor.LLM.chat` does, capped likewise."""
+        """Return the outputs for conversations as `nanoactor.LLM.chat` does, capped likewise."""
         _check_absent(lora_request=lora_request, chat_template=chat_template)
         if options.pop("chat_template_content_format", "auto") not in ("auto", "openai", "string"):
             raise InvalidRequest('chat_template_content_format must be "auto"')
@@ -107,7 +107,7 @@ class LLM(ours.LLM):
         return self._call(self._llm.reset_prefix_cache())
 
     def __getattr__(self, name: str) -> Any:
-        """Raise `AttributeError`, which says whose attribute it would be."""
+        """Raise `AttributeError`, naming vLLM's class."""
         raise AttributeError(f"{name!r} is an attribute of vLLM's LLM that nanoactor does not have")
 
 
@@ -168,7 +168,7 @@ def resolve_chat_template(
 
 
 def _absent(name: str, why: str) -> Any:
-    """Return a class that stands for a name of vLLM's; to make one, or to call it, raises."""
+    """Return a class in place of a name in vLLM; it raises when instantiated."""
 
     def refuse(self: object, *_: Any, **__: Any) -> NoReturn:
         raise NotInNanoactor(f"vllm's {name} is not in nanoactor: {why}")

@@ -101,7 +101,7 @@ def visible_devices(machine: Machine) -> Iterator[Finding]:
 
 
 def network(_machine: Machine) -> Iterator[Finding]:
-    """Listen on the loopback interface, at a free port and at the server's, and let go."""
+    """Check that the loopback interface can be bound, at a free port and at the server's."""
     up = "ip link set lo up (and let this process bind sockets, where a sandbox forbids it)"
     other = "nanoactor serve MODEL --port 8001"
     for name, port, fix in (("loopback", 0, up), ("port 8000", 8000, other)):

@@ -72,7 +72,7 @@ class Machine:
     @functools.cached_property
     def probe(self) -> dict[str, Any]:
         """The report of `probe.py` on torch; "cut_short" is why it ended before it had said all."""
-        # -P: no module of this directory may stand in for another of the same name.
+        # -P: no module in this directory may shadow another of the same name.
         command = [sys.executable, "-P", str(Path(__file__).with_name("probe.py"))]
         environment = {**self.environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         # torch alone may take half a minute to import from a cold disk, and each NPU some seconds.

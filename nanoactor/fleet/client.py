@@ -127,7 +127,7 @@ class FleetLLM(Pooled):
 
     @public
     async def close(self) -> None:
-        """End all links; requests that are not over raise `EngineClosed`. The replicas live on."""
+        """Close all links; unfinished requests raise `EngineClosed`. The replicas keep running."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -298,11 +298,11 @@ class FleetLLM(Pooled):
     # -- a request's journal ----------------------------------------------------------------
 
     def abort(self, entry: Entry) -> None:
-        """Nobody reads a request any more."""
+        """Abort a request that is no longer read."""
         page = self.fleet.pages.get(entry.submit.uid)
         if page is not None and not entry.over:
             self.fleet.abort(page)
 
     def go_on(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Raise `InvalidRequest`: no answer here is held."""
+        """Raise `InvalidRequest`: sequences are never held here."""
         raise InvalidRequest(_HELD)

@@ -48,7 +48,7 @@ class Counts:
 
 
 class Fleet:
-    """All replicas, for one ingress. It lives on the ingress's loop."""
+    """All replicas, as seen by one ingress. Runs on the ingress's loop."""
 
     def __init__(self, connector: Connector, ingress: str, silence: float = SILENCE) -> None:
         """`ingress` names it to the replicas; `silence`: seconds after which one hangs."""
@@ -57,15 +57,15 @@ class Fleet:
         self.dispatch = Dispatch(self.router)
         self.counts = Counts()
         self.replicas: dict[str, Replica] = {}
-        """Those whose link is up."""
+        """Replicas whose link is up."""
         self._links: dict[str, LinkEnd] = {}
         self._retries: dict[str, tuple[float, float]] = {}
-        """By replica that was lost: when it is tried again, and how long was waited."""
+        """By lost replica: when it is retried, and the length of that wait."""
         self._at: dict[Part, tuple[Replica, int]] = {}
         """Where each part runs."""
         self._streams = 0
         self.pages: dict[int, Page] = {}
-        """Requests that are not over, by number."""
+        """Unfinished requests, by number."""
         self.trials = TrialRuns(self)
         self.first_up = asyncio.Event()
         self.facts: dict[str, Any] = {}
@@ -128,7 +128,7 @@ class Fleet:
         return replica
 
     def up(self, link: LinkEnd) -> None:
-        """A replica has said who it is."""
+        """Register a replica that has identified itself."""
         assert link.hello is not None
         self.replicas[link.replica] = Replica(link, link.hello)
         self._retries.pop(link.replica, None)
@@ -137,7 +137,7 @@ class Fleet:
         self.first_up.set()
 
     def lost(self, link: LinkEnd, cause: str) -> None:
-        """A replica has died or hangs: what ran there goes on elsewhere."""
+        """Handle a replica that has died or hangs: its requests resume elsewhere."""
         replica = self._forget(link)
         waited = min(_LONGEST_WAIT, 2 * self._retries.get(link.replica, (0.0, 0.5))[1])
         self._retries[link.replica] = time.monotonic() + waited, waited
@@ -236,7 +236,7 @@ class Fleet:
         self.trials.note_going_on(page)
 
     def abort(self, page: Page) -> None:
-        """Nobody reads a request any more."""
+        """Abort a request that is no longer read."""
         page.abort()
         self._drop(page)
 

@@ -30,13 +30,13 @@ _FIGURES = (
     ("kv_blocks_available", "blocks", "available"),
     ("device_busy_seconds", "runner.0", "busy_seconds"),
 )
-"""Told for /metrics: the name, and whose figure it is under which name."""
+"""Figures for /metrics: the name, and the actor and name of the source figure."""
 _PACE = ("device_busy_seconds", "steps", "prefill_tokens")
-"""Those that tell what a token takes."""
+"""Figures that determine the time per token."""
 
 
 class TokenPace:
-    """Learns what a token of a prompt takes, from what the device did between two looks."""
+    """Estimate of the prefill time per token, from the device's work between two looks."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -45,7 +45,7 @@ class TokenPace:
         """A step without prompts."""
 
     def note(self, busy: float, steps: float, prefilled: float) -> None:
-        """Between two looks the device was busy for so many seconds, in so many steps."""
+        """Record the device's busy seconds, steps and prefilled tokens between two looks."""
         if steps <= 0:
             return
         if prefilled < _TELLING_TOKENS:

@@ -1,4 +1,4 @@
-"""A replica's end of its links: streams of an engine, told to ingresses in common reports."""
+"""A replica's end of its links: an engine's streams, sent to ingresses in combined reports."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ log = logging.getLogger("nanoactor.fleet")
 WINDOW = 32
 """Reports that may be on the way on a link."""
 SILENCE = 20.0
-"""Seconds without a word of an ingress after which its link ends: it says one every few."""
+"""Seconds without a message from an ingress after which its link ends; it sends one every few."""
 _TIMER = 0.001
-"""Seconds that a loop's timer can tell apart: shorter waits would end at once, again and again."""
+"""Resolution of a loop's timer in seconds: shorter waits would end at once, repeatedly."""
 _REPORT_BYTES = 1 << 20
-"""What a report holds at most of texts and tokens, but for the first stream's in it."""
+"""Maximum size of texts and tokens in a report, except those of its first stream."""
 
 
 class Hub:
@@ -116,7 +116,7 @@ class Hub:
         return self.reserved_by is None or (self.reserved_by == link and order.is_alone)
 
     def reserve(self, link: str, wanted: bool) -> None:
-        """Reserve the replica for one link, if nobody has, or give it back."""
+        """Reserve the replica for one link if it is not reserved, or release it."""
         if wanted and self.reserved_by is None:
             self.reserved_by = link
         elif not wanted and self.reserved_by == link:
@@ -130,7 +130,7 @@ class Hub:
         return self.llm.submit_pooled(prompt, PoolingParams(), priority=priority, scores=scores)
 
     def note_end(self) -> None:
-        """A stream is over: the one who has reserved the replica may have it to itself now."""
+        """Note the end of a stream: the link that reserved the replica may now have it alone."""
         if self.reserved_by is not None and not self.streams:
             self.tell_load()
 
@@ -141,7 +141,7 @@ class Hub:
 
 
 class Stream:
-    """One request of an ingress's, and what it is about to be told of it."""
+    """One request of an ingress, and what is still to be reported of it."""
 
     def __init__(self, order: wire.Begin, request: Request | None) -> None:
         self.order, self.request = order, request
@@ -152,7 +152,7 @@ class Stream:
         self.output: RequestOutput | None = None
         self.error: NanoactorError | None = None
         self.told = asyncio.Event()
-        """Set when nothing of it waits to be told."""
+        """Set when nothing of the stream waits to be reported."""
         self.reader: asyncio.Task[None] | None = None
 
     def end(self) -> None:
@@ -170,14 +170,14 @@ class Link:
         self._hub, self.name = hub, name
         self.streams: dict[int, Stream] = {}
         self._pending: dict[int, Stream] = {}
-        """Those of which something waits to be told."""
+        """Streams with something to report."""
         self._declined: list[int] = []
         self._pace = Pace(hub.interval)
         self._news = asyncio.Event()
         self._reported = self._read = self._orders = 0
         self._heard = time.monotonic()
         self._looks = 0
-        """How often the engine had been looked at when the ingress was told."""
+        """The engine's look count at the last report to the ingress."""
         self._closed = False
         self._index: list[IndexEvents] = []
         self._index_told = asyncio.Event()
@@ -239,7 +239,7 @@ class Link:
         return request
 
     def _fail(self, order: wire.Begin, error: NanoactorError) -> None:
-        """Tell that a stream has ended before it began."""
+        """Report that a stream ended before it started."""
         stream = Stream(order, None)
         stream.error = error
         self._pending[order.stream] = stream
@@ -255,7 +255,7 @@ class Link:
     # -- streams --------------------------------------------------------------------------
 
     async def _follow(self, stream: Stream, request: Request) -> None:
-        """Read a request to its end; what comes while the last of it waits to be told merges."""
+        """Read a request to its end; outputs are merged while the last one waits to be reported."""
         number = stream.order.stream
         try:
             await request.accepted()
@@ -286,7 +286,7 @@ class Link:
             self._hub.note_end()
 
     def note(self, *, urgent: bool) -> None:
-        """Something waits to be told."""
+        """Note that something waits to be reported."""
         self._pace.note(urgent=urgent)
         self._news.set()
 
@@ -317,7 +317,7 @@ class Link:
         return time.monotonic() - self._heard > SILENCE
 
     async def _is_due(self) -> bool:
-        """Wait until a report may be due; tell whether one is."""
+        """Wait until a report may be due; return whether one is."""
         has_room = self._reported - self._read < WINDOW
         wait = self._pace.due - time.monotonic()
         if has_room and wait <= 0:

@@ -1,4 +1,4 @@
-"""An ingress's end of a link: reports in, orders out, and whether the replica lives."""
+"""An ingress's end of a link: receives reports, sends orders, detects a dead replica."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FAREWELL_SECONDS = 60.0
 
 
 class Connector(Protocol):
-    """The way to replicas: what Ray does, and in tests a stand-in."""
+    """Access to replicas: Ray, or a substitute in tests."""
 
     @property
     def members(self) -> frozenset[str]:
@@ -36,23 +36,24 @@ class Connector(Protocol):
         """Call this on the ingress's loop whenever `members` has changed."""
 
     def open(self, replica: str, link: str) -> AsyncGenerator[bytes, None]:
-        """Open a link: yield the replica's reports. Raises where the replica dies, or is gone."""
+        """Open a link: yield the replica's reports. Raises if the replica dies or is gone."""
 
     async def push(self, replica: str, orders: bytes) -> bool:
-        """Send orders to a replica; returns False if it does not know the link. Raises likewise."""
+        """Send orders to a replica; return False if it does not know the link. Raises like
+        `open`."""
 
 
 class Owner(Protocol):
-    """The fleet, which hears of a link."""
+    """The fleet, notified of a link's events."""
 
     def up(self, link: LinkEnd) -> None:
-        """The replica has said who it is."""
+        """Handle a replica that has identified itself."""
 
     def reported(self, link: LinkEnd, report: wire.Report) -> None:
-        """The replica has reported."""
+        """Handle a report from the replica."""
 
     def lost(self, link: LinkEnd, cause: str) -> None:
-        """The replica has died, or hangs, or has closed the link; it is heard no more."""
+        """Handle a replica that has died, hangs or has closed the link; no more reports follow."""
 
 
 class LinkEnd:
@@ -154,7 +155,7 @@ class LinkEnd:
         self._lose(f"it has said nothing for {self._silence:g} s")
 
     def give_up(self, cause: str) -> None:
-        """The replica lives, but its engine does not."""
+        """Give up on a replica that is alive but has a dead engine."""
         self._lose(cause)
 
     def _lose(self, cause: str) -> None:

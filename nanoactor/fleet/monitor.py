@@ -44,7 +44,7 @@ _OF_REPLICAS = (
 
 
 class FleetMonitor:
-    """Looks at what replicas have reported; asks nobody."""
+    """Monitor of what replicas have reported; sends no queries itself."""
 
     def __init__(self, llm: FleetLLM) -> None:
         self._llm = llm

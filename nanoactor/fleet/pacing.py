@@ -6,13 +6,13 @@ INTERVAL = 0.05
 """Seconds between reports of streams that are under way: each costs ingress and replica together
 nearly a millisecond of a core, whatever is in it."""
 SOON = 0.01
-"""... and where one has begun or ended, or is refused."""
+"""... and if one has started or ended, or is refused."""
 BEAT = 1.0
-"""Seconds after which a replica that has nothing to tell says so."""
+"""Seconds after which a replica with nothing to report sends a heartbeat."""
 
 
 class Pace:
-    """Tells when the next report is due, by what waits to be told."""
+    """Timing of the next report, by what waits to be reported."""
 
     def __init__(self, interval: float = INTERVAL, soon: float = SOON, beat: float = BEAT) -> None:
         self._interval, self._soon, self._beat = interval, min(soon, interval), beat
@@ -20,12 +20,12 @@ class Pace:
         self._waits = self._is_urgent = False
 
     def note(self, *, urgent: bool) -> None:
-        """Something waits to be told."""
+        """Note that something waits to be reported."""
         self._waits = True
         self._is_urgent = self._is_urgent or urgent
 
     def reported(self, now: float) -> None:
-        """All that waited was told."""
+        """Note that everything waiting was reported."""
         self._last, self._waits, self._is_urgent = now, False, False
 
     @property

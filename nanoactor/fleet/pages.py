@@ -1,4 +1,4 @@
-"""An ingress's journal: what each client asked for, what it was told, and where that runs."""
+"""An ingress's journal: each client's request, what was sent to it, and where it runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Page:
         return part
 
     def move(self, part: Part) -> list[Part]:
-        """A replica is gone on which a part ran: return what goes on elsewhere."""
+        """Handle the loss of the replica that ran a part; return the parts to resume elsewhere."""
         self.parts.remove(part)
         if self.entry.over or self.entry.aborted:
             return []
@@ -63,21 +63,21 @@ class Page:
         return moved
 
     def end(self, uid: int, reason: str, stop_reason: int | str | None) -> None:
-        """One of its answers is over."""
+        """Note the end of one of its sequences."""
         answer = self.entry.answer(uid)
         answer.metrics.finished_time = time.monotonic()
         terminal = own_terminal(self.entry, uid, reason)
         self.entry.note_end(uid, dataclasses.replace(terminal, stop_reason=stop_reason))
 
     def abort(self) -> None:
-        """Nobody reads it any more."""
+        """Abort the request: it is no longer read."""
         self.entry.aborted = True
         for uid in self.entry.uids:
             if self.entry.answer(uid).terminal is None:
                 self.end(uid, "abort", None)
 
     def take(self, delta: wire.Delta, part: Part) -> None:
-        """Take what is new of one of its answers."""
+        """Take the news of one of its sequences."""
         uid = self.entry.submit.uid + part.answers[delta.index]
         answer = self.entry.answer(uid)
         if answer.terminal is not None:
@@ -99,7 +99,7 @@ class Page:
         self.entry.wake()
 
     def note_figures(self, part: Part, progress: wire.Progress) -> None:
-        """A part is over; what is known of it only then."""
+        """Record the figures that are known only once a part is finished."""
         for index in part.answers:
             answer = self.entry.answers[index]
             if answer.terminal is None:
@@ -121,12 +121,12 @@ class Page:
 
 
 class Part:
-    """A request in one place, or one of its answers that goes on from another place."""
+    """A request in one place, or one of its sequences that resumes in another."""
 
     def __init__(self, page: Page, answers: Sequence[int], is_moved: bool) -> None:
         self.page, self.answers, self.is_moved = page, answers, is_moved
         self.fingerprint = ""
-        """Of the replica that has told of it; where it must go on. Empty: anywhere."""
+        """Fingerprint of the replica that reported it; it must resume on the same. Empty: any."""
         self.refused_by: set[str] = set()
         """Replicas that had no room for it."""
         self.waits_since = time.monotonic()
@@ -134,7 +134,7 @@ class Part:
 
     @property
     def told_ids(self) -> bytes:
-        """int32: the tokens of its answer that its reader was told."""
+        """Return the tokens of its sequence that were sent to its reader, as int32."""
         if len(self.answers) > 1:
             return b""
         return np.asarray(self._answer.token_ids, np.int32).tobytes()
@@ -154,7 +154,7 @@ class Part:
         page, entry = self.page, self.page.entry
         params = page.params
         if entry.submit.spec.prompt_logprobs >= 0 and entry.has_prompt_logprobs:
-            params = dataclasses.replace(params, prompt_logprobs=None)  # they were told
+            params = dataclasses.replace(params, prompt_logprobs=None)  # already sent
         told = -1
         if self.is_moved and len(self.answers) == 1:
             assert params.seed is not None

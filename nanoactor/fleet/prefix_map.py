@@ -28,7 +28,7 @@ class PrefixMap:
         too, as they were wanted."""
 
     def take(self, replica: str, news: IndexNews, now: float) -> None:
-        """Play back what a replica tells of its index."""
+        """Apply the index changes that a replica reports."""
         known = self._known.setdefault(replica, OrderedDict())
         if news.cleared:
             known.clear()
@@ -37,7 +37,7 @@ class PrefixMap:
         self._add(replica, _keys(news.remembered), now)
 
     def expect(self, replica: str, hashes: bytes, now: float) -> None:
-        """A prompt with these hashes goes to a replica, which will have them soon."""
+        """Note that a replica will soon have the blocks of a prompt with these hashes."""
         self._add(replica, _keys(hashes), now)
 
     def _add(self, replica: str, keys: Sequence[int], now: float) -> None:

@@ -19,8 +19,8 @@ from nanoactor.vision.prompt import VisualItem, block_extras, expand_prompt, ite
 log = logging.getLogger("nanoactor.fleet")
 
 _MOST_TOKENS = 16384
-"""Of a prompt that are hashed: that takes an ingress's loop some 2 ms. What differs only behind
-them is routed as if it were the same."""
+"""Prompt tokens that are hashed, which takes an ingress's loop some 2 ms. Prompts that differ only
+after them are routed as if identical."""
 _DEFAULT_BLOCK = 16
 
 
@@ -31,7 +31,7 @@ class PromptHasher:
         assert config.prefix_salt is not None
         self._salt = config.prefix_salt
         self.block_size = config.block_size or _DEFAULT_BLOCK
-        """Set again when a replica tells its own."""
+        """Set again when a replica reports its own."""
         self._vision = files.config.vision
         self._reader: MediaReader | None = None
         if files.images is not None:

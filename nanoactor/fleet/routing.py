@@ -30,19 +30,19 @@ _LEAST_SECONDS = 1e-6
 _SLOT = 0.05
 """Share of an answer's time that each other answer costs it, in a replica that is full of them."""
 _BESIDE = 0.5
-"""Share of an answer's steps that another one beside it is expected to run too."""
+"""Share of a sequence's steps that another one alongside it is expected to run too."""
 
 
 @dataclasses.dataclass
 class Answers:
-    """Means of the latest answers, for all replicas together."""
+    """Running means over recent sequences of all replicas."""
 
     seconds: float = 2.0
     """From the first token to the last."""
     tokens: float = 128.0
 
     def note(self, seconds: float, tokens: int) -> None:
-        """An answer is over."""
+        """Record a finished sequence."""
         self.seconds += _WEIGHT * (seconds - self.seconds)
         self.tokens += _WEIGHT * (tokens - self.tokens)
 
@@ -57,7 +57,7 @@ _IDLE = Load(0, 0, 0, 0, 0, 0.0, is_reserved=False)
 
 
 class Place:
-    """A replica as an ingress knows it: what it last told, and what was sent to it since."""
+    """A replica as an ingress knows it: its last report, and what was sent to it since."""
 
     def __init__(self, replica: str, hello: Hello) -> None:
         self.replica, self.hello = replica, hello
@@ -65,14 +65,14 @@ class Place:
         self.blocks: int = hello.facts["num_blocks"]
         self.load = _IDLE
         self._sent: deque[tuple[int, int]] = deque()
-        """(number of the order, tokens) of what the replica's report did not know of."""
+        """(number, tokens) of each order that the replica's last report did not include."""
 
     def sent(self, order: int, tokens: int) -> None:
-        """A stream with so many tokens to compute goes to the replica, as its order `order`."""
+        """Note that order `order`, with `tokens` tokens to compute, is sent to the replica."""
         self._sent.append((order, tokens))
 
     def told(self, load: Load, orders: int) -> None:
-        """The replica tells its load, as of so many orders."""
+        """Take the load that the replica reported, as of `orders` orders."""
         self.load = load
         while self._sent and self._sent[0][0] <= orders:
             self._sent.popleft()

@@ -53,7 +53,7 @@ class TrialRuns:
         return replica is self._replica
 
     def keeps(self, part: Part) -> bool:
-        """Keep the part of a suspect until its trial; tell whether it is one."""
+        """Keep the part of a suspect until its trial; return whether it is one."""
         uid = part.page.uid
         if uid == self._trials.on_trial:  # its replica has not taken it, or leaves
             self._trials.put_back()
@@ -84,11 +84,11 @@ class TrialRuns:
             self._trials.put_back()
 
     def note_going_on(self, page: Page) -> None:
-        """A request runs again."""
+        """Note that a request has resumed."""
         self._trials.note_going_on(page.uid, time.monotonic())
 
     def forget(self, page: Page) -> None:
-        """A request is over."""
+        """Forget a finished request."""
         self._trials.forget(page.uid)
         self._pages.pop(page.uid, None)
         for part in [part for part in self._kept if part.page is page]:
@@ -121,7 +121,7 @@ class TrialRuns:
                 return
 
     def reported(self, replica: Replica, is_alone: bool) -> None:
-        """A replica has reported: perhaps it is free for the trial, or the trial is over."""
+        """Handle a replica's report: it may be free for the trial, or the trial may be finished."""
         if replica is not self._replica or self._suspect is None:
             return
         now, tried = time.monotonic(), self._trials.on_trial
@@ -142,8 +142,8 @@ class TrialRuns:
             self._fleet.begin(part, replica, is_alone=True)
 
     def tick(self, now: float) -> None:
-        """Ask again for a replica that another ingress had reserved, and give back what nobody
-        needs."""
+        """Ask again for a replica that another ingress had reserved, and release one that is no
+        longer needed."""
         replica = self._replica
         if replica is not None and self._trials.on_trial is None:
             if self._suspect in self._trials.suspects:

@@ -1,10 +1,9 @@
-"""Requests that may be what ends replicas: a suspect runs alone, and a third death convicts it.
+"""Requests suspected of killing replicas: a suspect runs alone, and a third death convicts it.
 
-A request whose tokens crash an engine for good crashes the next one too, where it goes on, and so
-on, replica by replica. One that was there at two deaths, and came no further between them, is a
-suspect. It goes on alone: its replica gets nothing else meanwhile. If that dies too, the request is
-what kills. Deaths from outside look the same from here, so that being suspected costs nothing but
-waiting.
+A request whose tokens reliably crash an engine crashes the next one too when it resumes, replica by
+replica. One that was present at two deaths, without progress between them, is a suspect. It resumes
+alone: its replica gets nothing else meanwhile. If that one dies too, the request is the cause.
+External deaths look the same from here, so being suspected costs nothing but waiting.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ class _Record:
     """A request at a death."""
 
     tokens: int
-    """That it had been told."""
+    """Number of tokens it had been sent."""
     since: float
-    """When it went on."""
+    """When it resumed."""
 
 
 class Trials:
-    """Looks for what kills replicas. Requests are numbers, moments are seconds."""
+    """Search for requests that kill replicas. Requests are numbers, times are seconds."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
@@ -37,14 +36,14 @@ class Trials:
         """Those that wait to run alone, the first one first."""
         self.on_trial: int | None = None
         self._tokens, self._began = 0, 0.0
-        """Of the one on trial: what it had been told, and when it began to run alone."""
+        """Of the one on trial: the tokens it had been sent, and when it started to run alone."""
 
     def note_death(
         self, told: Mapping[int, int], now: float, *, is_alone: bool = False
     ) -> int | None:
-        """A replica has died or hung, on which these requests ran, with the tokens that each had
-        been told; `is_alone`: it was that of the trial, where nothing else ran. Return the one that
-        has killed, where that is known."""
+        """Note the death or hang of a replica that ran these requests, with the tokens that each
+        had been sent; `is_alone`: it was the replica of the trial, which ran nothing else. Return
+        the request that is the cause, if known."""
         if is_alone and self.on_trial is not None and list(told) == [self.on_trial]:
             culprit = self.on_trial
             self.forget(culprit)
@@ -86,7 +85,7 @@ class Trials:
             self.on_trial = None
 
     def forget(self, request: int) -> None:
-        """A request is over, or cleared."""
+        """Forget a request that is finished or cleared."""
         self._records.pop(request, None)
         self.suspects.pop(request, None)
         if self.on_trial == request:

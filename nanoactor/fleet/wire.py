@@ -42,9 +42,9 @@ class Begin(_Wire, frozen=True, tag="begin"):
     priority: int
     media: tuple[bytes, ...]
     told_ids: bytes
-    """int32: tokens of its one answer that were told before."""
+    """int32: tokens of its single sequence that were reported before."""
     told_characters: int
-    """Characters likewise; -1: it begins."""
+    """Characters reported before; -1: the stream is new."""
     is_alone: bool
     """True if it must run alone because it may crash the replica."""
     pools: bool
@@ -52,13 +52,13 @@ class Begin(_Wire, frozen=True, tag="begin"):
 
 
 class Abort(_Wire, frozen=True, tag="abort"):
-    """End a stream; nobody reads it any more."""
+    """End a stream that is no longer read."""
 
     stream: int
 
 
 class Reserve(_Wire, frozen=True, tag="reserve"):
-    """Take nothing new but what runs alone, or take anything again."""
+    """Accept only new streams that run alone, or accept all again."""
 
     wanted: bool
 
@@ -83,10 +83,10 @@ class Orders(_Wire, frozen=True):
 
 
 class Hello(_Wire, frozen=True):
-    """The first that a replica tells on a link."""
+    """The first message of a replica on a link."""
 
     fingerprint: str
-    """Replicas with the same continue each other's answers."""
+    """Replicas with the same fingerprint resume each other's sequences."""
     facts: dict[str, Any]
     """Those of `AsyncLLM.facts`, and where the replica's process is."""
     max_num_seqs: int
@@ -103,7 +103,7 @@ class Load(_Wire, frozen=True):
     waiting_tokens: int
     """Tokens of their prompts."""
     free_blocks: int
-    """Blocks of KV cache that nobody holds."""
+    """Free blocks of the KV cache."""
     streams: int
     """Streams of all ingresses."""
     token_seconds: float
@@ -195,7 +195,7 @@ def decode_orders(data: bytes) -> Orders:
 
 
 def decode_report(data: bytes) -> Report:
-    """Read a report; raises likewise."""
+    """Read a report. Raises likewise."""
     return _REPORT.decode(data)
 
 

@@ -36,7 +36,7 @@ _ONE_LOOP = {
 }
 _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 _MANY = 1_000_000
-"""Calls of ingresses: links live long, and the engine's own queue is what refuses."""
+"""Limit on calls, never reached: links live long, and the engine's own queue refuses requests."""
 _ROUTER = "nanoactor.ray_serve.router:ByName"
 _POLICY = "nanoactor.ray_serve.scaling:by_demand"
 

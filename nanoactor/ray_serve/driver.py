@@ -65,7 +65,7 @@ def run(
     if is_own:
         most = max(fleet.replicas, fleet.max_replicas or 0)
         cpus = max(os.cpu_count() or 1, math.ceil(most * fleet.cpus_per_replica))
-        # "local": beside whatever Ray this machine runs already.
+        # "local": alongside any Ray that this machine runs already.
         options = {"address": "local", "num_cpus": cpus, "object_store_memory": _STORE_BYTES}
         options |= {"include_dashboard": False}
     ray.init(**options, log_to_driver=False, logging_level="error")
@@ -123,8 +123,8 @@ def _reason(found: object) -> str:
 
 
 def _watch(stop: threading.Event) -> None:
-    """Log what Ray Serve says is wrong. Streams do not need its controller: where that cannot be
-    asked, as it is replaced itself, they go on."""
+    """Log errors that Ray Serve reports. Streams do not need its controller, and continue while it
+    cannot be asked because it is being replaced itself."""
     from nanoactor.ray_serve.api import serve
 
     before = ""

@@ -1,8 +1,8 @@
-"""`nanoactor serve --replicas N`: a Ray, the application in it, and an orderly end.
+"""`nanoactor serve --replicas N`: a Ray, the application in it, and an orderly shutdown.
 
-Ray's processes and its driver live in a session of their own, with no terminal: what a terminal or
-a supervisor signals to this process's group does not reach them, and ends nobody before answers are
-complete. This process tells the driver to stop by closing its pipe, which the kernel does too.
+Ray's processes and its driver run in their own session, without a terminal: signals from a terminal
+or a supervisor to this process's group do not reach them, so none ends before answers are complete.
+This process stops the driver by closing its pipe, as the kernel does if this process dies.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: Flee
             'max_model_len "auto" is for one engine, as caches may differ: give a number'
         )
     with only_ours():
-        read_model_files(config)  # what is wrong with it is told here, in one line
+        read_model_files(config)  # reports an error in them here, in one line
     with contextlib.ExitStack() as held:  # closed by a second signal, too
         await _serve_held(held, config, server, fleet)
 
@@ -85,7 +85,8 @@ async def _serve_held(
 def _start_driver(
     private: Path, config: EngineConfig, server: ServerConfig, fleet: FleetConfig
 ) -> subprocess.Popen[bytes]:
-    """Start it, and hand it the configuration through its pipe: keys stand in no command line."""
+    """Start the driver; pass the configuration through its pipe to keep keys off the command
+    line."""
     driver = subprocess.Popen(  # noqa: S603 - our own module
         _DRIVER,
         stdin=subprocess.PIPE,
@@ -104,8 +105,8 @@ def _start_driver(
 
 
 def _forward(lines: Iterable[bytes]) -> None:
-    """Pass on what the driver says. What its thread says of other processes, for which Ray has no
-    switch, is for those who look for it: it calls each end of a controller a failure."""
+    """Forward the driver's output. Lines from its thread about other processes, which Ray cannot
+    turn off, are only logged for debugging: they call each end of a controller a failure."""
     for line in lines:
         if b"(raylet)" in line:
             log.debug("%s", line.decode(errors="replace").rstrip())
@@ -153,7 +154,7 @@ async def _watch(driver: subprocess.Popen[bytes], asked: Asked, drain_timeout: f
 
 
 def _end(driver: subprocess.Popen[bytes]) -> None:
-    """End it at once, where it lives; the processes of a Ray of our own end with it."""
+    """Kill the driver if it is alive; the processes of our own Ray end with it."""
     if driver.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(driver.pid, signal.SIGKILL)

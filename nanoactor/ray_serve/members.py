@@ -1,4 +1,4 @@
-"""The replicas that serve, told by the router on its thread to the ingress on its own."""
+"""The serving replicas, passed from the router's thread to the ingress's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ReplicaGone(Exception):
 
 
 class Members:
-    """The replicas that serve, told from the router's thread to loops that watch."""
+    """The serving replicas, passed from the router's thread to the loops that watch them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

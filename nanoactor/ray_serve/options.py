@@ -17,11 +17,11 @@ class FleetConfig:
     """Options of `nanoactor serve` with several replicas. Raises `InvalidConfig`, naming one."""
 
     replicas: int = 0
-    """Serve with so many engines, each with all of the options above, on Ray; 0: with one engine
+    """Serve with this many engines on Ray, each with all of the options above; 0: with one engine
     and without Ray."""
     max_replicas: int | None = None
-    """Start further replicas, up to so many, while requests wait, and end them again. Default: as
-    many as `--replicas`."""
+    """Start further replicas, up to this total, while requests wait, and stop them again. Default:
+    as many as `--replicas`."""
     ray_address: str | None = None
     """The address of a Ray cluster to join, or "auto" for the one of this machine. Default: start
     a Ray of our own, for this machine alone, and end it with the server."""
@@ -30,10 +30,11 @@ class FleetConfig:
     cpus_per_replica: float = 1.0
     """CPUs that Ray sets aside for each replica's processes."""
     silence_timeout: float = SILENCE
-    """Seconds without a word after which a replica hangs, and its streams go on elsewhere."""
+    """Seconds without a message after which a replica counts as hung; its streams resume
+    elsewhere."""
     report_interval: float = INTERVAL
-    """Seconds between two reports of a replica about streams under way: each costs CPU, and text
-    comes in larger pieces the longer it is. First tokens and ends are told at once."""
+    """Seconds between two reports of a replica on running streams: each costs CPU, and longer
+    intervals make text arrive in larger pieces. First tokens and ends are reported at once."""
     target_waiting_tokens: int = 20_000
     """Prompt tokens that may wait on a replica before there should be another (`max_replicas`)."""
 

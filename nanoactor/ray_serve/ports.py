@@ -1,6 +1,6 @@
-"""The port of an ingress beside Ray Serve's own proxy.
+"""Port of an ingress alongside Ray Serve's own proxy.
 
-Both would share a port (`SO_REUSEPORT`), and the proxy would get a part of all requests. Ray's
+Both would share a port (`SO_REUSEPORT`), and the proxy would receive part of all requests. Ray's
 `serve run` always starts that proxy, on port 8000.
 """
 

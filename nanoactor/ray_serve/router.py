@@ -1,7 +1,7 @@
-"""Takes each call to the replica that its first argument names, and tells who the replicas are.
+"""Routes each call to the replica that its first argument names, and publishes the replicas.
 
-The choice is the ingress's own (`nanoactor.fleet.routing`): by what replicas have cached and how
-busy they are, which Ray does not know.
+The ingress itself chooses (`nanoactor.fleet.routing`), by the replicas' cached blocks and load,
+which Ray does not know.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from nanoactor.ray_serve.api import PendingRequest, RequestRouter, RunningReplic
 
 
 class ByName(RequestRouter):
-    """Routes by name; holds nothing of its own but who is there."""
+    """Router by replica name; its only state is the set of replicas."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Some have come, or are to end."""
+        """Handle replicas that have been added or are to end."""
         super().update_replicas(replicas)
         self._tell()
 

@@ -1,4 +1,4 @@
-"""Addresses of the public Internet, told from all others."""
+"""Public Internet addresses, distinguished from all others."""
 
 from __future__ import annotations
 

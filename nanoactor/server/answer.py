@@ -20,13 +20,13 @@ from nanoactor.server.requests import Body, ChatRequest, StreamOptions
 
 @dataclasses.dataclass(frozen=True)
 class Echoed:
-    """Stands where a request to the engine does, for a prompt that is only sent back."""
+    """Takes the place of an engine request for a prompt that is only echoed."""
 
     prompt_token_ids: Sequence[int]
 
 
 class Answer:
-    """One answer under way: its requests to the engine, and what they have brought."""
+    """An answer in progress: its engine requests and their outputs."""
 
     def __init__(self, body: Body, requests: Sequence[Request | Echoed]) -> None:
         self.body = body
@@ -40,30 +40,30 @@ class Answer:
         self.prompt_logprobs: list[Any] | None = None
         """Of a conversation, which has one prompt."""
         self.reasons: list[str | None] = [None] * (len(requests) * self.each)
-        """What ended each choice, once it is over."""
+        """Finish reason of each choice, once it has finished."""
         self.told = [0] * (len(requests) * self.each)
-        """Tokens of each choice that the client was told."""
+        """Number of tokens of each choice sent to the client."""
         self.reasoning = 0
-        """Those of them that are thoughts, as far as the text shows."""
+        """Number of reasoning tokens among them, as far as the text shows."""
         self.stop_reason: int | str | None = None
         """The stop string or token that ended the latest choice, if one did."""
         self.times: dict[str, float] = {}
         self.token_ids: list[list[int]] | None = None
-        """Of each choice, where the request wants them; ..."""
+        """Token ids of each choice, if the request asks for them."""
         if body.return_token_ids:
             self.token_ids = [[] for _ in self.told]
         self._unsent: list[list[int]] = [[] for _ in self.told]
-        """... those that no delta has had."""
+        """Token ids that no delta has carried yet."""
         self.is_complete = False
         """Whether its last request has come to its end."""
 
     def said(self, number: int, completion: CompletionOutput) -> int:
-        """Count the new tokens that the client is told."""
+        """Return the number of new tokens sent to the client."""
         choice = self.choices[number * self.each + completion.index]
         return 0 if choice.mute else len(completion.token_ids)
 
     def take(self, number: int, output: RequestOutput) -> list[Delta]:
-        """Take what an output adds; raises `APIError` where it ends what should go on."""
+        """Process an engine output; raise `APIError` if it ends a choice prematurely."""
         deltas: list[Delta] = []
         first = number * self.each
         if output.prompt_logprobs is not None:
@@ -100,7 +100,7 @@ class Answer:
             if self.token_ids is not None:
                 self.token_ids[index] += completion.token_ids
                 self._unsent[index] += completion.token_ids
-        if completion.finish_reason == "abort":  # not by the client, who would have left
+        if completion.finish_reason == "abort":  # not by the client, which would have disconnected
             raise unavailable("the server is shutting down; this answer is not complete")
         if completion.finish_reason is not None:
             self.stop_reason = completion.stop_reason
@@ -111,8 +111,8 @@ class Answer:
         return deltas
 
     def _tell_ids(self, index: int, delta: Delta) -> None:
-        """Give a delta the ids of all tokens since the one before, and the first one the prompt's,
-        but for a conversation's, which stand beside its choices."""
+        """Add the ids of all tokens since the previous delta. The first delta also gets the
+        prompt's ids, except in a conversation, where they are placed next to its choices."""
         assert self.token_ids is not None
         if len(self.token_ids[index]) == len(self._unsent[index]) and not self.is_chat:
             delta["prompt_token_ids"] = [*self.requests[index // self.each].prompt_token_ids]

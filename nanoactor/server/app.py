@@ -54,7 +54,7 @@ _HANDSHAKE = 10.0
 
 
 class Server:
-    """An engine behind a socket. `start`, then `stop`."""
+    """HTTP server of an engine. Call `start`, then `stop`."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Server:
         monitor: Watch | None = None,
         reuse_port: bool = False,
     ) -> None:
-        """`llm` is not started yet, and ends with the server. What stands for several engines
-        brings a text service of its own, and what looks at them. With `reuse_port` another server
-        may listen on the same port, as when one takes the place of another."""
+        """`llm` must not be started yet, and is closed with the server. An `llm` that represents
+        several engines needs its own `texts` and `monitor`. `reuse_port` lets another server listen
+        on the same port, for instance to replace this one."""
         self._reuse_port = reuse_port
         self.config = config
         self.llm = llm
@@ -212,8 +212,8 @@ class Server:
             raise InvalidConfig(f"default_chat_template_kwargs: {text}") from None
 
     async def drain(self) -> None:
-        """Refuse new work; return when what runs has ended, or has been broken off because the
-        time for that is over."""
+        """Refuse new requests and return once all running ones have ended; those that exceed
+        `drain_timeout` are aborted."""
         self._http.draining = True
         if self._reuse_port and self._listening is not None:
             self._listening.close()  # new connections are for the others on this port
@@ -248,7 +248,7 @@ def _fair_share(config: EngineConfig) -> int:
 def _lifetime(
     start: Callable[[], Awaitable[object]], stop: Callable[[], Awaitable[None]]
 ) -> Callable[[web.Application], AsyncIterator[None]]:
-    """Of a part that lives as long as the application, in aiohttp's form."""
+    """Wrap a component's start and stop as an aiohttp cleanup context."""
 
     async def live(app: web.Application) -> AsyncIterator[None]:
         await start()

@@ -1,4 +1,4 @@
-"""Answers whose text, thoughts and calls are blocks of their own: what two APIs' writers share."""
+"""Writer of answers whose text, reasoning and calls are separate blocks; shared by two APIs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 
 def encode(event: Event) -> bytes:
-    """Return an event as it goes over the wire: its type stands in its name, too."""
+    """Encode an event as it goes over the wire, with its type also as its SSE name."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
@@ -33,7 +33,7 @@ class BlockWriter(abc.ABC):
         """The reason for which a chat would end, once it has."""
         self._open = False
         self._texts: list[str] = []
-        """Pieces of the last block's text, thoughts or arguments."""
+        """Pieces of the last block's text, reasoning or arguments."""
 
     @abc.abstractmethod
     def encoded(self, events: list[Event]) -> bytes:

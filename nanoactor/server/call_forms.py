@@ -1,4 +1,4 @@
-"""The form in which a model calls functions: by its chat template, unless the server is told."""
+"""The form in which a model calls functions: from its chat template, unless configured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoactor.server.tool_choice import Tool
 from nanoactor.server.xml_calls import QwenCoderCalls
 
 WITH_SPECIAL_TOKENS: tuple[CallForm, ...] = ("llama3_json", "mistral", "mistral_args")
-"""Forms whose marks are special tokens, which text leaves out unless it is told otherwise."""
+"""Forms marked by special tokens, which the output text omits by default."""
 
 
 def call_form(wanted: str, of_template: CallForm) -> CallForm:

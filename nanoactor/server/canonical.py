@@ -13,14 +13,14 @@ _FIRST = ("$schema", "type", "title", "description", "enum", "properties", "requ
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose members are names, not keywords."""
 _VALUES = ("default", "const", "examples", "enum", "required", "example")
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 
 
 def ordered_schema(schema: Any) -> Any:
-    """Return a JSON schema with its members in one order, whatever theirs is.
+    """Return a JSON schema with its members in canonical order.
 
-    Keywords have a fixed order. Properties stand as `required`, a list, names them, then those that
-    it does not by name: a schema whose properties are all required keeps its own order.
+    Keywords have a fixed order. Properties follow the order of the list `required`, then the others
+    by name: a schema whose properties are all required keeps its own order.
     """
     if isinstance(schema, list):
         return [ordered_schema(one) for one in schema]

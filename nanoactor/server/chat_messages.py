@@ -29,8 +29,8 @@ class ImageURL(Struct, forbid_unknown_fields=True):
 
 
 class ContentPart(Struct, omit_defaults=True):
-    """A part of a message's content: text, an assistant's earlier thoughts, or a picture where the
-    model sees."""
+    """A part of a message's content: text, earlier reasoning of the assistant, or a picture if the
+    model has vision."""
 
     type: Annotated[str, Meta(examples=[*TEXT_PARTS, *THOUGHT_PARTS, _IMAGE])]
     text: str | None = None

@@ -23,13 +23,13 @@ class TextChoice:
     def __init__(
         self, index: int, echo: str = "", logprobs: TextLogprobs | None = None, mute: bool = False
     ) -> None:
-        """`echo`: the prompt, where it is to stand before the answer; `mute`: there is none."""
+        """`echo`: the prompt, if it is to precede the completion; `mute`: no completion is."""
         self._index = index
         self._echo = echo
         self.logprobs = logprobs
         self.mute = mute
         self.prompt_logprobs: list[Any] | None = None
-        """As they are told beside the answer."""
+        """In the form in which the response reports them."""
         self._text: list[str] = []
         self._reason: str | None = None
 
@@ -52,7 +52,7 @@ class TextChoice:
         return [_choice(self._index, None, self._new_logprobs(), text=text)]
 
     def reasoning_share(self, tokens: int) -> int:
-        """Return 0: a completion has no thoughts."""
+        """Return 0: a text completion has no reasoning."""
         return 0
 
     def _new_logprobs(self) -> Any:
@@ -73,7 +73,7 @@ class TextChoice:
 
 
 class ChatChoice:
-    """Of a conversation: content, thoughts and calls."""
+    """A choice of a chat completion: content, reasoning and calls."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ChatChoice:
         self._calls: list[dict[str, Any]] = []
         self._reason: str | None = None
         self._latest = (0, 0)
-        """Characters of thoughts and of anything else in the latest piece."""
+        """Number of characters of reasoning and of anything else in the latest piece."""
 
     def begin(self) -> list[Delta]:
         """Return the delta that names the speaker."""
@@ -142,8 +142,8 @@ class ChatChoice:
         if self._tools is not None:
             pieces += self._tools.finish()
         deltas = self._deltas(thoughts, pieces)
-        # As in OpenAI's API: who has named a function does not read from the reason that one is
-        # called.
+        # As in OpenAI's API, the finish reason does not report a call of a function that the
+        # request has named.
         says_calls = self._calls and reason == "stop" and not self._named_call
         self._reason = "tool_calls" if says_calls else reason
         return self._scored([*deltas, self._member({}, self._reason)])

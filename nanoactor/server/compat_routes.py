@@ -45,11 +45,11 @@ class CompatRoutes:
         }
 
     def tokenizer_routes(self) -> Routes:
-        """Return those that tell the tokenizer."""
+        """Return the routes that expose the tokenizer."""
         return {"/tokenizer_info": ("GET", self.tokenizer_info)}
 
     def control_routes(self) -> Routes:
-        """Return those by which a caller rules the engine."""
+        """Return the routes that control the engine."""
         return {
             "/server_info": ("GET", self.server_info),
             "/get_world_size": ("GET", self.world_size),

@@ -61,7 +61,7 @@ from nanoactor.text.template import TemplateFacts
 _STREAM = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    # Some proxies keep answers back until they are whole, unless they are told not to.
+    # Some proxies buffer responses until they are complete unless this header forbids it.
     "X-Accel-Buffering": "no",
 }
 _GONE = (asyncio.CancelledError, ConnectionError)
@@ -153,13 +153,13 @@ class Completions:
         wanted = [conversation(body.given["messages"])]
         bare = without_pictures(wanted[0])
         constraint, thoughts = body.constraint, None
-        if constraint is not None:  # which holds from behind the thoughts on
+        if constraint is not None:  # applies only after the reasoning
             thoughts = await self._thoughts(body, bare, options)
             constraint = constraint.for_model(thoughts, self._call_form)
 
         async def choices() -> Sequence[Choice]:
             begins: Begin = thoughts or await self._thoughts(body, bare, options)
-            # What continues the content of a message has no thoughts before it.
+            # A continuation of a message's content is not preceded by reasoning.
             begins = "said" if body.continue_final_message and begins == "none" else begins
             return [
                 self._chat_choice(body, index, begins, separate) for index in range(body.n or 1)
@@ -172,7 +172,7 @@ class Completions:
     async def _text_logprobs(
         self, body: CompletionRequest, wanted: Sequence[Prompt]
     ) -> list[Callable[[], TextLogprobs] | None]:
-        """Return makers of those of each prompt's choices; None where nobody wants them."""
+        """Return a `TextLogprobs` factory for each prompt; None if none are requested."""
         most, as_ids = wanted_logprobs(body), bool(body.return_tokens_as_token_ids)
         if most is None:
             return [None] * len(wanted)
@@ -185,7 +185,7 @@ class Completions:
     def _chat_choice(
         self, body: ChatRequest, index: int, begins: Begin, separate: bool
     ) -> ChatChoice:
-        """Make one; unless `separate`, its thoughts stay in its content."""
+        """Create a choice; unless `separate`, reasoning stays in its content."""
         as_ids = bool(body.return_tokens_as_token_ids)
         tools: CallFinder | None = None
         if body.calls_tools:
@@ -250,7 +250,7 @@ class Completions:
         if self._texts is None or body.add_generation_prompt is False:
             return "none"
         found = await self._texts.thoughts(options, messages)
-        # Answers begin with thoughts without a mark, where the prompt has not closed them.
+        # These outputs start with unmarked reasoning unless the prompt has closed it.
         return "open" if self._reasoning_parser == "deepseek_r1" and found != "none" else found
 
     @property
@@ -288,7 +288,7 @@ class Completions:
         self._live[answer] = requests
         try:
             answer.choices = await make_choices()
-            # Until here, whatever is wrong with a prompt can be told by a status.
+            # Until here, an error in a prompt can be reported by the HTTP status.
             with said_of(constraint):
                 for each in requests:
                     await each.accepted()
@@ -351,7 +351,7 @@ class Completions:
         read: Callable[[Send], Awaitable[None]],
     ) -> web.StreamResponse:
         """Send what `read` brings, as it comes or at once."""
-        # Before anything else: what cannot be written is told by a status.
+        # First, so that what cannot be written is still reported by the HTTP status.
         begin = writer.begin([delta for choice in answer.choices for delta in choice.begin()])
         if answer.streamed:
             return await self._stream(request, writer, begin, read)
@@ -433,8 +433,8 @@ class Completions:
 
 
 async def _send(writer: AnswerWriter, write: Write, deltas: list[Delta]) -> None:
-    """Write new members of choices. It waits while the client has 64 KiB unread; what comes
-    meanwhile merges where it is made. Raises `ConnectionError` where nobody listens any more."""
+    """Write new members of choices. Blocks while the client has 64 KiB unread; meanwhile new ones
+    are merged at their source. Raises `ConnectionError` if the client has disconnected."""
     if written := writer.push(deltas):
         await write(written)
 

@@ -1,4 +1,4 @@
-"""Options of the server: where it listens, whom it lets in, and how long it waits."""
+"""Server options: listening address, access control and timeouts."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class ServerConfig:
     ssl_keyfile: str | None = None
     """The private key of a TLS certificate, in PEM."""
     ssl_certfile: str | None = None
-    """A TLS certificate in PEM, with its chain; with it the server speaks HTTPS alone."""
+    """A TLS certificate in PEM, with its chain; if set, the server accepts only HTTPS."""
     served_model_name: str | Sequence[str] | None = None
     """The names by which clients call the model; answers and figures have the first. Default: the
     name it was started with."""
     api_keys: tuple[str, ...] = ()
-    """A key that callers must send. With any key set, every route but /live and /ready asks for
+    """A key that callers must send. If any key is set, all routes except /live and /ready require
     one."""
     allowed_hosts: tuple[str, ...] = ()
     """A host name by which a server on the loopback interface may be called, besides localhost."""
@@ -52,8 +52,8 @@ class ServerConfig:
     """The form in which the model calls functions: "hermes", "qwen3_coder", "llama3_json" or
     "mistral". "auto" finds it in the chat template."""
     reasoning_parser: str = "auto"
-    """The form in which the model thinks: "qwen3", "deepseek_r1" (its answers begin with thoughts,
-    whatever the prompt ends with) or "none". "auto" finds it in the chat template."""
+    """The reasoning format of the model: "qwen3", "deepseek_r1" (outputs start with reasoning
+    whatever the prompt ends with) or "none". "auto" detects it from the chat template."""
     default_chat_template_kwargs: Mapping[str, Any] | None = None
     """Variables of the chat template for requests that do not set them: {"enable_thinking":
     false}."""
@@ -82,12 +82,12 @@ class ServerConfig:
     log_level: str | None = None
     """"debug", "info", "warning" or "error": of the server's log, the access log included."""
     vllm_metrics: bool = False
-    """Tell the figures at /metrics that vLLM has too under its names besides, for dashboards."""
+    """Also report the /metrics figures that vLLM has under vLLM's names, for dashboards."""
     enable_tokenizer_info_endpoint: bool = False
-    """Serve /tokenizer_info, which tells the chat template and special tokens."""
+    """Serve /tokenizer_info, which exposes the chat template and special tokens."""
     enable_control_endpoints: bool = False
-    """Serve /reset_prefix_cache, /pause, /resume, /is_paused, /server_info and /get_world_size, by
-    which whoever may call changes or reads more than answers."""
+    """Serve /reset_prefix_cache, /pause, /resume, /is_paused, /server_info and /get_world_size,
+    which let any caller change the engine or read more than responses."""
 
     def __post_init__(self) -> None:
         """Check every option by itself."""

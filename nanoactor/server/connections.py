@@ -47,7 +47,7 @@ def acceptor(
 
 
 class Connection(web.RequestHandler):
-    """A connection whose broken requests get an answer in our shape, no traceback in the log."""
+    """Connection that answers malformed requests in our format, without logging a traceback."""
 
     def __init__(self, server: web.Server, note: Note, **options: Any) -> None:
         super().__init__(server, **options)
@@ -67,7 +67,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no HTTP request, and errors that nobody else has caught."""
+        """Respond to malformed HTTP requests and to uncaught errors."""
         context = context_of(request)
         if request.writer.output_size:
             raise ConnectionError("the answer has begun; it can only be broken off")

@@ -54,7 +54,7 @@ class RequestContext:
             self.path = _canonical(self.path.removeprefix(root))
 
     def explain(self, error: Exception) -> APIError:
-        """Turn an error into what the client is told; the log has the cause of a bug."""
+        """Convert an error to the one reported to the client; the cause of a bug is only logged."""
         problem = error if isinstance(error, APIError) else from_engine(error, self.fields)
         problem = renamed(problem, self.names)
         if problem.code == "internal_error":
@@ -70,7 +70,7 @@ class RequestContext:
 
 _CONTEXT = web.RequestKey("context", RequestContext)
 CURRENT_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request id", default="")
-"""That of the request at hand, for whoever answers it and writes logs of its own."""
+"""Id of the current request, for log lines written while it is handled."""
 
 
 def context_of(request: web.BaseRequest) -> RequestContext:
@@ -90,7 +90,7 @@ def _canonical(path: str) -> str:
 
 
 def answer_as_http1(request: web.BaseRequest) -> None:
-    """Answer a request in an HTTP version that this server speaks, whatever version it asks for."""
+    """Respond in an HTTP version that this server speaks, whatever version was requested."""
     if request.version not in (HttpVersion10, HttpVersion11):
         request._cache["version"] = HttpVersion11  # where the library keeps it
 

@@ -1,6 +1,6 @@
-"""The treatment of each field of a request: honoured, refused, or ignored.
+"""The treatment of each request field: honored, refused or ignored.
 
-Every field of the routes that generate stands here: those of OpenAI's API, Anthropic's and vLLM's.
+All fields of the generating routes are listed: those of OpenAI's API, Anthropic's and vLLM's.
 `docs/server.md` shows this table (`python -m tests.server.fields_table` writes it).
 """
 
@@ -207,7 +207,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 class Warned:
-    """Names that were warned of: once each, and not more of them than anybody would read."""
+    """Names warned about, once each, up to the limit `MOST`."""
 
     MOST = 200
 

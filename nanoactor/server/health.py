@@ -11,7 +11,7 @@ Figures = Mapping[str, Mapping[str, Any]]
 
 
 _BEHIND = ("detokenizer", "frontend")
-"""Who hears of steps by their tokens."""
+"""Actors that learn of steps through their tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Health:
 
 
 def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float) -> Health:
-    """Judge by the latest figures of every actor and by when each was heard, in ns.
+    """Assess health from the latest figures of each actor and when it was last heard, in ns.
 
-    Work is pending where the scheduler has requests, or the frontend has some that it waits for.
-    An actor stalls when its step, or its silence, is older than `limit` seconds meanwhile; a step
-    has as much more as the device may take for the one at hand. What comes behind the scheduler
-    must have done what the scheduler has told it, no more: a long prefill has steps without tokens.
+    Work is pending if the scheduler has requests, or the frontend waits for some. An actor stalls
+    if, meanwhile, its step or its silence is older than `limit` seconds; a step gets the additional
+    time that the device may take for the current one. Actors after the scheduler only have to
+    finish what the scheduler has sent them: a long prefill has steps without tokens.
     """
     scheduler = figures.get("scheduler", {})
     since, told_at = (int(scheduler.get(name, 0)) for name in ("live_since", "tokens_at"))
@@ -68,7 +68,8 @@ def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float
 def _culprit(
     actors: Mapping[str, Mapping[str, float | None]], lags: Mapping[str, float], limit: float
 ) -> str:
-    """The one that is silent, for whoever waits for it lags as much; else who lags most."""
+    """Return the silent actor, as actors that wait for it lag as much; else the one that lags
+    most."""
     silent = {name: own["silence"] or 0.0 for name, own in actors.items()}
     for ages in (silent, lags):
         worst = max(ages, key=lambda name: ages[name], default="")

@@ -167,7 +167,7 @@ class HttpFrontend:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Raise `APIError` for who may not call, and for what is not served."""
+        """Raise `APIError` for callers without access and for paths that are not served."""
         if request.version not in (HttpVersion10, HttpVersion11):
             raise APIError(505, "this server speaks HTTP/1.1 and HTTP/1.0")
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
@@ -213,8 +213,8 @@ class HttpFrontend:
         return self._keys.client(*given, request.remote or "")
 
     def _check_host(self, request: web.Request) -> None:
-        """A page elsewhere may point a name of its own at 127.0.0.1 and have a browser call us;
-        where only this machine can call, the name must be one that nobody else can own."""
+        """Check the host: a remote page may point its own name at 127.0.0.1 and make a browser call
+        us. If only this machine can call, the name must be one that no one else can own."""
         config, host = self._config, request.headers.get("Host", "").lower()
         if not config.on_loopback or config.api_keys or not host or _HOST.fullmatch(host):
             return
@@ -227,7 +227,7 @@ class HttpFrontend:
     # -- headers --------------------------------------------------------------------------
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Those of every answer, and what tells browsers whose pages may read it."""
+        """Add the headers of every response, and the CORS headers for allowed origins."""
         response.headers.update(context_of(request).headers)
         if self._config.cors_origins:
             response.headers["Vary"] = "Origin"

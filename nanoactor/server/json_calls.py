@@ -4,8 +4,8 @@
     [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}, ...]
     [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}
 
-Arguments that are an object, and come behind the name, are passed on as they come. What comes out
-does not depend on how the text is cut.
+Arguments that are an object after the name are passed on as they arrive. The result does not depend
+on how the text is split.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _ObjectEnd:
         self._quoted = self._escaped = False
 
     def find(self, text: str) -> int | None:
-        """Return the place behind the brace that closes it; None where that is still to come."""
+        """Return the position after the closing brace, or None if it is still to come."""
         for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -57,7 +57,7 @@ class _ObjectEnd:
 
 
 class _JsonCalls(SteppedCalls):
-    """Finds objects that are calls; forms tell where one may stand."""
+    """Finder of JSON objects that are calls; subclasses determine where one may occur."""
 
     def __init__(self, names: Collection[str] = ()) -> None:
         """`names`: those of the functions; where there are none, any name is one."""
@@ -103,7 +103,7 @@ class _JsonCalls(SteppedCalls):
     def _open(
         self, name: str, rest: str, tail: Callable[[list[Piece]], bool], pieces: list[Piece]
     ) -> None:
-        """Begin a call whose arguments are the object that follows."""
+        """Start a call whose arguments are the object that follows."""
         pieces.append(Call(self.calls, name))
         self.calls += 1
         self._said_since = False
@@ -122,7 +122,7 @@ class _JsonCalls(SteppedCalls):
         return True
 
     def _tail(self, pieces: list[Piece]) -> bool:
-        """Drop the rest of the object whose arguments have ended: further members, its brace."""
+        """Drop the rest of the object after its arguments: further members and its brace."""
         end = self._outer.find(self._held)
         self._held = "" if end is None else self._held[end:]
         if end is None:
@@ -180,7 +180,7 @@ class _JsonCalls(SteppedCalls):
 
 
 class LlamaCalls(_JsonCalls):
-    """An answer of Llama 3: objects alone, at its beginning or behind `<|python_tag|>`."""
+    """Calls in Llama 3 output: objects only, at its start or after `<|python_tag|>`."""
 
     def _begin(self, pieces: list[Piece]) -> bool:
         begin = self._held.lstrip()
@@ -199,7 +199,7 @@ class LlamaCalls(_JsonCalls):
         return self._text_up_to(PYTHON_TAG, self._tagged, pieces)
 
     def _tagged(self, pieces: list[Piece]) -> bool:
-        """Behind a tag: an object, or text, which was a program of Python's."""
+        """Handle the part after a tag: an object, or text, which was a Python program."""
         begin = self._held.lstrip()
         if not begin:
             return False
@@ -225,7 +225,7 @@ class LlamaCalls(_JsonCalls):
 
 
 class MistralCalls(_JsonCalls):
-    """An answer of Mistral's models: calls behind `[TOOL_CALLS]`, in a list or by name."""
+    """Calls in the output of Mistral's models: after `[TOOL_CALLS]`, in a list or by name."""
 
     def new_id(self) -> str:
         """Return an id as Mistral's chat templates want it: nine letters and digits."""
@@ -248,7 +248,7 @@ class MistralCalls(_JsonCalls):
         return True
 
     def _named(self, pieces: list[Piece]) -> bool:
-        """Take a name, and what may stand between it and its arguments."""
+        """Take a name and the text allowed between it and its arguments."""
         is_whole = "{" in self._held or len(self._held) >= _LONGEST_HEADER
         found = _NAMED.match(self._held[:_LONGEST_HEADER]) if is_whole else None
         if found is not None:

@@ -1,4 +1,4 @@
-"""API keys: who may call."""
+"""API keys that authorize callers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class Keys:
-    """API keys, compared in a time that tells nothing about them."""
+    """API keys, compared in constant time."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key) for key in keys]

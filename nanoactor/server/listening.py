@@ -21,7 +21,7 @@ def listen(config: ServerConfig, reuse_port: bool = False) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(
         config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    # The kernel hangs up on clients that leave unread what they were sent, after so many ms.
+    # The kernel drops clients that leave sent data unread for this many ms.
     unread = max(1, min(int(1000 * config.send_timeout), 2**31 - 1))
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -42,7 +42,7 @@ def _listen_unix(path: Path) -> socket.socket:
     try:
         listener.setblocking(False)
         _remove_dead(path)
-        before = os.umask(0o177)  # nobody else may connect, not even for a moment
+        before = os.umask(0o177)  # no other user may connect, not even for a moment
         try:
             listener.bind(str(path))
         finally:
@@ -54,7 +54,7 @@ def _listen_unix(path: Path) -> socket.socket:
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove a socket that a server left when it was killed: nobody answers on it."""
+    """Remove the stale socket of a killed server, on which no process listens."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.stat().st_mode):
             return  # binding says that there is something

@@ -23,7 +23,7 @@ def spelled(token: int, logprob: Logprob, as_ids: bool) -> str:
 
 
 def cut(told: Logprobs, token: int, most: int) -> Logprobs:
-    """Of what is told in the place of a token: itself, and so many of the likeliest."""
+    """Return the entries of the token itself and of the `most` likeliest."""
     return {
         other: one
         for other, one in told.items()
@@ -35,8 +35,8 @@ class TextLogprobs:
     """Those of a completion's choice, in pieces and as a whole."""
 
     def __init__(self, most: int, as_ids: bool, spans: Spans = (b"", [])) -> None:
-        """So many of the likeliest are told beside each token; `as_ids`: tokens are told by their
-        ids; `spans` are those of the prompt that the choice begins with."""
+        """`most`: likeliest tokens reported for each token; `as_ids`: tokens are reported by id;
+        `spans`: those of the prompt that the choice starts with."""
         self._most, self._as_ids, self._spans = most, as_ids, spans
         self._echoed = 0
         self._pending = _no_text()
@@ -92,7 +92,7 @@ class ChatLogprobs:
     """Those of a message, in pieces and as a whole."""
 
     def __init__(self, most: int, as_ids: bool) -> None:
-        """So many of the likeliest tokens are told beside each."""
+        """`most`: likeliest tokens reported for each token."""
         self._most, self._as_ids = most, as_ids
         self._pending: list[Shape] = []
         self._all: list[Shape] = []

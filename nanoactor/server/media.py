@@ -1,7 +1,7 @@
-"""Pictures by URL: what a `data:` URL holds, or what a host that the operator trusts sends.
+"""Pictures by URL: the content of a `data:` URL, or a response from a host the operator trusts.
 
-Whoever sends a URL chooses where this server connects to. So a host must be allowed by name, and
-nothing is connected to but addresses that have been seen to be public, at every redirect anew.
+The sender of a URL chooses where this server connects. So a host must be allowed by name, and the
+server connects only to addresses verified as public, checked again at every redirect.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class MediaLoader:
                 f"the picture did not arrive within {seconds:g} s: try again, or {_INSTEAD}"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            # The error's own text holds addresses, which are nobody's business.
+            # The error's own text contains addresses, which must not be exposed.
             raise InvalidRequest(f"{_reason(error)}: try again, or {_INSTEAD}") from error
 
     @contextlib.contextmanager
@@ -177,7 +177,7 @@ class MediaLoader:
         )
 
     def _check(self, url: URL, what: str) -> None:
-        """Raise `InvalidRequest` for a URL that may not be fetched, as far as it alone tells."""
+        """Raise `InvalidRequest` for a URL that may not be fetched, judging by the URL alone."""
         if url.scheme not in _WEB:
             raise _wrong_scheme(what, url.scheme)
         if "@" in url.raw_authority:
@@ -272,9 +272,9 @@ class _Rule:
 
 
 class _Resolver(AbstractResolver):
-    """Looks up names, and gives aiohttp nothing but public addresses to connect to.
+    """Resolver that gives aiohttp only public addresses to connect to.
 
-    Where it connects is thus what was checked: nobody looks the name up again.
+    The checked addresses are thus those it connects to: the name is not looked up again.
     """
 
     def __init__(self, look_up: LookUp | None, is_public: Callable[[str], bool]) -> None:
@@ -291,7 +291,7 @@ class _Resolver(AbstractResolver):
             addresses = await self._look_up(host, port)
         except (socket.gaierror, UnicodeError):
             addresses = ()
-        # Unknown names are told from inner ones to nobody.
+        # Clients must not be able to distinguish unknown names from internal ones.
         if not addresses or not all(map(self._is_public, addresses)):
             raise _not_public()
         return [

@@ -22,7 +22,7 @@ import nanoactor
 from nanoactor.outputs import RequestMetrics
 from nanoactor.server.vllm_metrics import under_vllms_names
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # moments at which counters were made: figures that nobody draws
+disable_created_metrics()  # type: ignore[no-untyped-call]  # counter creation times are not used
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 """How answers end."""
@@ -44,7 +44,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value so many times."""
+        """Record a value `times` times."""
         self._counts[bisect.bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
@@ -74,7 +74,7 @@ class Timer:
         return self._tokens
 
     def tokens(self, count: int) -> None:
-        """So many more have come."""
+        """Record `count` new tokens."""
         if not count:
             return
         times, metrics = self._times, self._metrics
@@ -89,7 +89,7 @@ class Timer:
         self._tokens += count
 
     def end(self, prompt: int | None) -> None:
-        """It is complete; its prompt had so many tokens. None: another answer has told that."""
+        """Record the end of an answer. `prompt`: its prompt's tokens; None: already recorded."""
         times, metrics = self._times, self._metrics
         if prompt is not None and times.first_scheduled_time is not None:
             metrics.queue.observe(times.first_scheduled_time - times.arrival_time)
@@ -115,8 +115,8 @@ class Metrics(Collector):
     """All figures of a server."""
 
     def __init__(self, model: str = "", *, vllm_names: bool = False) -> None:
-        """`model`: what clients call it; `vllm_names`: figures that vLLM has too are told under
-        its names besides."""
+        """`model`: the name that clients use; `vllm_names`: also report figures that vLLM has under
+        vLLM's names."""
         self._model, self._vllm_names = model, vllm_names
         self._registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._registry)
@@ -215,7 +215,7 @@ class Metrics(Collector):
         return text
 
     def note_vector(self, times: RequestMetrics, prompt: int) -> None:
-        """Count a vector or a score that is there, of a prompt with so many tokens."""
+        """Count a finished vector or score; `prompt` is the number of tokens in its prompt."""
         if times.first_scheduled_time is not None:
             self.queue.observe(times.first_scheduled_time - times.arrival_time)
         if times.finished_time is not None:

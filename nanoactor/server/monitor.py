@@ -51,7 +51,7 @@ _COUNTERS = (
     ("pictures_encoded", "Pictures that the tower has encoded.", "scheduler", "items_encoded"),
     ("encoder_cache_hits", "Pictures found encoded.", "blocks", "encoder_hits"),
 )
-"""What counts up: its name and text, and whose figure it is under which name."""
+"""Counters: name, help text, and the actor and name of the source figure."""
 _PICTURES = (
     ("pictures", "Pictures that came with requests.", "items"),
     ("pictures_decoded", "Those of them whose pixels were wanted.", "decoded"),
@@ -68,7 +68,7 @@ class Snapshot:
     tracks: dict[str, list[int]]
     """By actor and device: how busy in each stretch of the time before, in percent."""
     gone: list[str]
-    """Actors whose process has died since the look before, or is being replaced."""
+    """Actors whose process has died since the previous look or is being replaced."""
     busy_seconds: float
     """Of the device, since the start."""
     load_seconds: float
@@ -101,7 +101,7 @@ class Monitor:
         metrics.engine = self.collect
 
     async def start(self) -> None:
-        """Look for the first time, and go on looking."""
+        """Take the first look and start the monitoring tasks."""
         await self._look()
         self._tasks = [
             asyncio.ensure_future(self._keep_looking()),
@@ -203,7 +203,7 @@ class Monitor:
         return self._figures.get(actor, {})
 
     def _window(self, over: int) -> tuple[Snapshot, Snapshot]:
-        """The latest snapshot, after the one so many before it, or the oldest there is."""
+        """Return the snapshot `over` before the latest, or the oldest one, and the latest."""
         return self._snapshots[max(0, len(self._snapshots) - 1 - over)], self._snapshots[-1]
 
     def _idle(self, over: int) -> float:

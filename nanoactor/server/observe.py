@@ -33,8 +33,8 @@ _ICON = (
     '<rect x="6" y="6.8" width="7" height="2.4" rx="1"/>'
     '<rect x="4" y="10.6" width="6" height="2.4" rx="1"/></g></svg>'
 )
-# Where a loop is late, a span is remembered some time after its end: the device's, say. Looks
-# overlap by so much, and `joined` takes each span once.
+# If a loop is late, a span (of the device, say) is recorded some time after its end. Looks overlap
+# by this much, and `joined` takes each span once.
 _LATE_NS = 500_000_000
 _TRACE_PART = 0.5
 """Seconds between looks: busy tracks remember little more than two."""
@@ -66,7 +66,7 @@ class Observation:
         self._policy = _content_policy(self._page.decode())
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        """`GET /live`: the process runs, and its loop too."""
+        """`GET /live`: the process and its event loop are running."""
         return json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
@@ -149,7 +149,7 @@ class Observation:
         return looks
 
     async def _export(self, request: web.Request, looks: bytes) -> web.StreamResponse:
-        """In a process of its own, whose output is only passed on."""
+        """Export in a separate process, and only pass on its output."""
         pipe = asyncio.subprocess.PIPE
         exporter = await asyncio.create_subprocess_exec(*_EXPORTER, stdin=pipe, stdout=pipe)
         assert exporter.stdin is not None

@@ -11,8 +11,8 @@ from typing import Literal
 
 OPEN, CLOSE = "<think>", "</think>"
 Begin = Literal["none", "optional", "open", "said"]
-"""How an answer begins: with thoughts where its prompt has opened them; with none where the prompt
-has ended within what the model says."""
+"""How an output starts: "open" with reasoning that its prompt has opened, "said" within content
+that its prompt has started."""
 
 
 def held_back(text: str, tag: str) -> int:
@@ -32,7 +32,7 @@ class _Where(enum.Enum):
     START = enum.auto()
     THINKING = enum.auto()
     BETWEEN = enum.auto()
-    """The thoughts have ended, and nothing but line breaks has come since."""
+    """After the reasoning, with only line breaks since."""
     SAYING = enum.auto()
 
 
@@ -40,12 +40,12 @@ class ReasoningParser:
     """Feeds on pieces of text; the outcome does not depend on how the text is cut."""
 
     def __init__(self, begins: Begin = "optional") -> None:
-        """`begins`: how the text does, as far as its prompt tells."""
+        """`begins`: how the text starts, as far as known from its prompt."""
         self._opened = begins == "open"
         self._where = _Where.SAYING if begins == "said" else _Where.START
         self._held = ""
         self._begun = False
-        """Whether a thought has gone out: line breaks before the first are dropped."""
+        """Whether reasoning has been emitted: line breaks before it are dropped."""
 
     @property
     def thinking(self) -> bool:
@@ -53,7 +53,7 @@ class ReasoningParser:
         return self._where is _Where.THINKING
 
     def push(self, text: str) -> tuple[str, str]:
-        """(thoughts, content) that are certain now."""
+        """Add text; return the (reasoning, content) that is now certain."""
         if self._where is _Where.SAYING:
             return "", text
         self._held += text
@@ -69,7 +69,7 @@ class ReasoningParser:
         return thoughts, content
 
     def _start(self) -> str:
-        """Decide how the text begins; returns content where there are no thoughts."""
+        """Decide how the text starts; return content if there is no reasoning."""
         begin = self._held.lstrip()
         if begin.startswith(OPEN):
             self._where, self._held = _Where.THINKING, begin[len(OPEN) :]

@@ -50,7 +50,7 @@ _SGLANG = Meta(description="SGLang's name of max_tokens or min_tokens")
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """Options of a stream: what it tells besides text."""
+    """Options of a stream: what it contains besides text."""
 
     include_usage: bool | None = None
     """True if the stream ends with its usage."""
@@ -85,8 +85,8 @@ else:
 
 
 class _Body(_Sampling, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both kinds of completion; the sampling parameters that stand here are
-    those of which HTTP has more to say."""
+    """Fields of both kinds of completion; the sampling parameters listed here are those that HTTP
+    treats specially."""
 
     model: Annotated[str, Meta(description="Default: the one that is served")] | None = None
     stream: bool | None = None
@@ -398,7 +398,7 @@ def sampling_params(
 
 
 def _take_other_names(body: Body, values: dict[str, Any]) -> None:
-    """Give parameters the values that stand under SGLang's names; `APIError` for two of them."""
+    """Take parameters from their SGLang names; raise `APIError` if the two names disagree."""
     for name in ("max_tokens", "min_tokens"):
         other = name.replace("_", "_new_")
         if (given := getattr(body, other)) is not None:
@@ -408,7 +408,7 @@ def _take_other_names(body: Body, values: dict[str, Any]) -> None:
 
 
 def wanted_logprobs(body: Body) -> int | None:
-    """The number of the likeliest tokens told beside each; None: no log-probability is."""
+    """Return the number of likeliest tokens reported for each; None without log-probabilities."""
     if isinstance(body, ChatRequest):
         return (body.top_logprobs or 0) if body.logprobs else None
     if body.logprobs is True:

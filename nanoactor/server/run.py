@@ -23,7 +23,7 @@ _SAME = 0.5
 """Seconds within which a second signal is the first one's echo: `timeout` sends two at once, to the
 process and to its group."""
 _DEAD_FOR = 5.0
-"""Seconds for which /health tells of a dead engine before the server ends too."""
+"""Seconds for which /health reports a dead engine before the server ends too."""
 
 
 async def serve(llm: AsyncLLM, config: ServerConfig) -> None:

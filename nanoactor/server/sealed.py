@@ -1,8 +1,8 @@
-"""Thoughts in a field that clients keep and send back without reading it.
+"""Reasoning in a field that clients keep and send back without reading it.
 
 Both APIs have one: `encrypted_content` of a reasoning item, and `signature` of a thinking block
-whose text is omitted. Nothing is encrypted here: the operator of the server may read all of it
-anyway, and thoughts that come back let the next prompt be the same as the last, token by token.
+whose text is omitted. Nothing is encrypted: the operator of the server can read everything anyway,
+and reasoning that is sent back lets the next prompt match the last, token by token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _RATIO = 4
 
 
 def seal(thoughts: str) -> str:
-    """Return thoughts as printable ASCII: packed, unless they pack better than `unseal` accepts."""
+    """Return reasoning as printable ASCII, compressed unless the ratio exceeds `unseal`'s limit."""
     text = thoughts.encode("utf-8", "replace")
     packed = zlib.compress(text)
     if len(text) > _RATIO * len(packed):

@@ -19,7 +19,7 @@ from nanoactor.tracing import Trace
 
 
 class Engine(Protocol):
-    """`AsyncLLM`, or what stands for several."""
+    """`AsyncLLM`, or an equivalent for several engines."""
 
     config: EngineConfig
     files: ModelFiles
@@ -28,7 +28,7 @@ class Engine(Protocol):
         """Start serving."""
 
     async def close(self) -> None:
-        """End; requests that are not over raise `EngineClosed`."""
+        """Close; unfinished requests raise `EngineClosed`."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -68,14 +68,14 @@ class Engine(Protocol):
 
 
 class Tracer(Protocol):
-    """An engine that can tell what its actors did."""
+    """An engine that can trace its actors."""
 
     async def trace(self, since: int = 0) -> Trace:
         """Return the trace after a time of the monotonic clock, in ns."""
 
 
 class Watch(Protocol):
-    """Looks at what answers, for `/health`, `/metrics` and the page."""
+    """Monitor of the engine, for `/health`, `/metrics` and the page."""
 
     async def start(self) -> None:
         """Look from now on."""

@@ -1,4 +1,4 @@
-"""Shares of the queue: no client may have so many answers under way that it fills it for others."""
+"""Queue shares: limits each client's answers in progress, so that none fills the queue."""
 
 from __future__ import annotations
 

@@ -117,11 +117,11 @@ def said_of(constraint: Constraint | None) -> Iterator[None]:
 def constraint_of(
     body: Constrained, calls: ToolGrammar | None = None, free_calls: ToolGrammar | None = None
 ) -> Constraint | None:
-    """Return a request's constraint; `APIError` where it has several.
+    """Return a request's constraint; raise `APIError` if it has several.
 
-    `calls`: those that the request demands, or whose arguments it constrains; `free_calls`: those
-    that may come instead of an answer that `response_format` describes. Where calls are demanded
-    there is no content of which `response_format` could be true, so that it says nothing.
+    `calls`: calls that the request demands or whose arguments it constrains; `free_calls`: calls
+    that may replace content described by `response_format`. If calls are demanded, there is no
+    content for `response_format` to describe, so it has no effect.
     """
     asked = _asked(body)
     first, second = [*asked, "", ""][:2]
@@ -164,8 +164,8 @@ _NAMES = {
 
 
 def _asked(body: Constrained) -> dict[str, dict[str, Any]]:
-    """By the fields that constrain the answer: values of `StructuredOutputsParams`. A constraint
-    that stands under several names, as for servers of several versions, is one."""
+    """Return values of `StructuredOutputsParams` by the field that constrains the output. A
+    constraint given under several names, as for servers of several versions, counts once."""
     found: dict[str, dict[str, Any]] = {}
     wanted = body.response_format
     if wanted is not None and (wanted.type != "text" or wanted.schema or wanted.json_schema):

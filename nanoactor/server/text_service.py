@@ -1,7 +1,7 @@
-"""Text work that is no generation, in a process of its own: the server's loop only passes it on.
+"""Text work other than generation, in a separate process: the server's loop only passes it on.
 
-A second small system of actors beside the engine's: whoever tokenizes a book for its own purposes
-delays neither prompts nor streams.
+It is a second small system of actors alongside the engine's: a client that tokenizes a book delays
+neither prompts nor streams.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ log = logging.getLogger("nanoactor.server")
 T = TypeVar("T")
 
 _OUTSTANDING = 32
-"""Requests that may be under way; more wait in the server, ..."""
+"""Requests that may be in progress; more wait in the server."""
 _WAITING = 256
-"""... up to so many."""
+"""Requests that may wait in the server."""
 _PATIENCE, _SHORT = 30.0, 3.0
 """Seconds until a reply is no longer waited for; the short one where a stream waits."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
@@ -89,7 +89,7 @@ class TextReply:
 
 @message(102)
 class Withdraw:
-    """Server to service: nobody waits for the reply to a request any more."""
+    """Server to service: the reply to a request is no longer awaited."""
 
     number: int
 
@@ -98,8 +98,8 @@ class TextWorker(Actor):
     """The service's end, in its process: handles requests, one after the other."""
 
     def __init__(self, config: tuple[Path, RenderOptions, tuple[int, ...]]) -> None:
-        """`config`: where the tokenizer lies, what a chat template may take, and the ids that
-        stand for pictures."""
+        """`config`: the tokenizer's directory, the limits of chat templates, and the ids reserved
+        for pictures."""
         self._directory, self._limits, self._reserved = config
         self._templates: RenderQueue | None = None
         self._long_texts = WorkerThread("long texts")
@@ -113,7 +113,7 @@ class TextWorker(Actor):
         self._templates = RenderQueue(self._directory, self._limits)
         self._encoder = TextEncoder(self._directory, self._reserved)
         try:
-            facts, _ = self._templates.describe()  # a tokenizer has told what is wrong
+            facts, _ = self._templates.describe()  # the tokenizer has already reported errors
         except InvalidRequest:
             facts = TemplateFacts(exists=True)
         return facts
@@ -125,7 +125,7 @@ class TextWorker(Actor):
             self._templates.close()
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Requests, and that nobody waits for a reply."""
+        """Return the handlers of requests and withdrawals."""
         return {TextRequest: self._request, Withdraw: self._withdraw}
 
     def _withdraw(self, event: Withdraw) -> None:
@@ -247,7 +247,7 @@ class TextClient(Actor):
             raise EngineOverloaded(f"{_WAITING} texts wait to be tokenized already")
         self._waiting += 1
         try:
-            await self._room.acquire()  # given back by the reply, even if nobody waits for it
+            await self._room.acquire()  # released by the reply, even if it is no longer awaited
         finally:
             self._waiting -= 1
         number = next(self._numbers)
@@ -268,7 +268,7 @@ class TextClient(Actor):
             reply.set_result(event)
 
     def fail(self, error: BaseException) -> None:
-        """Nobody replies any more."""
+        """Fail all outstanding requests with `error`."""
         for reply in self._replies.values():
             self._room.release()
             if not reply.done():
@@ -284,8 +284,8 @@ class TextService:
     def __init__(
         self, directory: Path, longest: int, limits: RenderOptions, reserved: tuple[int, ...] = ()
     ) -> None:
-        """`longest`: bytes of the longest text that is accepted; `limits` of its templates;
-        `reserved`: ids that stand for pictures."""
+        """`longest`: bytes of the longest accepted text; `limits`: those of its templates;
+        `reserved`: ids reserved for pictures."""
         self._config = directory, limits, reserved
         self._longest = longest
         self._dead: EngineDead | None = EngineDead("the text service is not started")
@@ -294,7 +294,7 @@ class TextService:
         self._client: TextClient | None = None
         """None until the process has started: what fails before that, `start` raises."""
         self._thoughts: dict[bytes, Thoughts] = {}
-        """By digest of template options: whether thoughts may follow a prompt."""
+        """By digest of template options: whether reasoning may follow a prompt."""
         self._guessing = False
         self.template = TemplateFacts()
         """What the model's chat template can do; known once started."""
@@ -355,7 +355,7 @@ class TextService:
         return await self._call(list[int], "encode", text, special)
 
     async def encode_conversation(self, messages: str, options: str) -> list[int]:
-        """Ids of a conversation whose messages and template options are JSON."""
+        """Return the ids of a conversation given as JSON messages and template options."""
         return await self._call(list[int], "render", messages, options, True)
 
     async def encode_chat(self, messages: Any, options: Mapping[str, Any]) -> list[int]:

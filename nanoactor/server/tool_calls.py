@@ -1,11 +1,11 @@
-"""Finds calls of functions in a model's text, in the form that Hermes and Qwen3 write:
+"""Finds function calls in a model's text, in the form that Hermes and Qwen3 write:
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-Arguments are passed on as they come and stand. What follows a tag but is no call stays text.
-White space around calls is dropped.
+Arguments are passed on verbatim as they arrive. Text after a tag that is not a call stays text.
+Whitespace around calls is dropped.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def new_id() -> str:
 
 
 class SteppedCalls(abc.ABC):
-    """Feeds on pieces of text, step by step: each step takes what it can from what is held, and
-    tells whether the next may go on."""
+    """Step-by-step parser of text pieces: each step takes what it can of the held text, and returns
+    whether the next may run."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -108,16 +108,16 @@ class SteppedCalls(abc.ABC):
 class _Where(enum.Enum):
     TEXT = enum.auto()
     HEADER = enum.auto()
-    """Behind an opening tag: up to the arguments, in the usual form."""
+    """After an opening tag: up to the arguments, in the usual form."""
     UNUSUAL = enum.auto()
     """A call in another form is held until its end."""
     OBJECT = enum.auto()
     STRING = enum.auto()
     """Arguments that are an object in a string are held too: its escapes may be cut anywhere."""
     TAIL = enum.auto()
-    """Behind the arguments, up to the brace that closes the call."""
+    """After the arguments, up to the brace that closes the call."""
     NEXT = enum.auto()
-    """Behind that brace: a tag, or another call where the tags were forgotten."""
+    """After that brace: a tag, or another call if the tags were forgotten."""
 
 
 class ToolCallParser(SteppedCalls):
@@ -181,7 +181,7 @@ class ToolCallParser(SteppedCalls):
         return True
 
     def _unusual(self, pieces: list[Piece]) -> bool:
-        """Hold a call up to the closing tag that stands in no string."""
+        """Hold a call up to the first closing tag outside strings."""
         for at, character in enumerate(self._held):
             if self._in_string(character) or character != "<":
                 continue
@@ -200,7 +200,8 @@ class ToolCallParser(SteppedCalls):
         return False
 
     def _whole(self, raw: str, close: str, pieces: list[Piece]) -> None:
-        """A call whose order or form does not let its arguments be streamed, or no call."""
+        """Handle a call whose arguments could not be streamed for its form, or text that is no
+        call."""
         call = decoded_call(raw)
         if call is None:
             self._say(f"{self._space}{OPEN}{raw}{close}", pieces)
@@ -306,16 +307,17 @@ class ToolCallParser(SteppedCalls):
 
 
 class CallsBehindThoughts:
-    """Finds calls in an answer whose thoughts stay in its content: what these mention is no call.
+    """Finds calls in output that includes reasoning; calls mentioned in the reasoning do not count.
 
-    What comes out does not depend on how the text is cut.
+    The result does not depend on how the text is split.
     """
 
     def __init__(self, begins: Begin, calls: CallFinder | None = None) -> None:
-        """`begins`: how the text does, as far as its prompt tells; `calls` finds those behind."""
+        """`begins`: how the text starts, if its prompt shows it; `calls` parses the text after
+        reasoning."""
         self._calls = calls or ToolCallParser()
         self._thinks = {"open": True, "said": False}.get(begins)
-        """None until the text has told."""
+        """None until known from the text."""
         self._held = ""
 
     def new_id(self) -> str:
@@ -350,7 +352,7 @@ class CallsBehindThoughts:
 
 
 def text_of(quoted: str) -> str | None:
-    """Return the text that a JSON string stands for; None where it is none."""
+    """Return the text that a JSON string represents, or None if it is not a string."""
     try:
         text = json.loads(quoted, strict=False)
     except ValueError:

@@ -48,7 +48,7 @@ def split_pictures(parts: list[Chat], options: Options) -> tuple[Any, list[Chat]
 
 
 def needed(value: Any, name: str, path: str) -> Any:
-    """Return a member of what stands at a path; raise `APIError` where it is missing."""
+    """Return a member of the object at a path; raise `APIError` if it is missing."""
     if value is None:
         raise invalid(f"{path} needs {name}", f"{path}.{name}")
     return value

@@ -81,7 +81,7 @@ class QwenCoderCalls(SteppedCalls):
         return False
 
     def _opening(self, pieces: list[Piece]) -> bool:
-        """Take a function's name, behind its tag or behind that of a call."""
+        """Take a function's name, after its own tag or that of a call."""
         begin = self._held.lstrip()
         if not begin or (begin != FUNCTION and FUNCTION.startswith(begin)):
             return False

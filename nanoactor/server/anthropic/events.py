@@ -24,7 +24,7 @@ _DELTAS = {
     "call": ("input_json_delta", "partial_json"),
 }
 _UNSIGNED = "unsigned"
-"""The signature of thoughts that are shown: clients send back no block without one."""
+"""Signature of reasoning that is shown; clients do not send back a block without one."""
 
 
 class MessagesWriter(BlockWriter):
@@ -33,7 +33,7 @@ class MessagesWriter(BlockWriter):
     ping = encode({"type": "ping"})
 
     def __init__(self, answer: Answer, *, omits_thoughts: bool = False) -> None:
-        """`omits_thoughts`: thoughts are sealed in their block's signature, and not shown."""
+        """`omits_thoughts`: reasoning is sealed in its block's signature instead of shown."""
         super().__init__(answer)
         self._omits = omits_thoughts
         self._id = f"msg_{uuid.uuid4().hex[:24]}"
@@ -86,7 +86,7 @@ class MessagesWriter(BlockWriter):
 
     @property
     def _stop_reason(self) -> str:
-        """A call that is not whole is never told as one to run: it was cut, by whatever."""
+        """Return the stop reason; never "tool_use" for an incomplete call."""
         is_stopped = isinstance(self.answer.stop_reason, str)
         if self.reason == "length":
             return "max_tokens"
@@ -107,7 +107,7 @@ class MessagesWriter(BlockWriter):
         return b"".join(map(encode, events))
 
     def scored(self, entries: list[dict[str, Any]]) -> None:
-        """Do nothing: this API tells no log-probabilities."""
+        """Do nothing: this API has no log-probabilities."""
 
     def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
         """Return an empty block of the message."""
@@ -120,7 +120,7 @@ class MessagesWriter(BlockWriter):
         return [self._event("content_block_start", content_block=dict(self.blocks[-1]))]
 
     def grown(self, kind: str, text: str) -> list[Event]:
-        """Return the event of a further piece, unless thoughts are omitted."""
+        """Return the event of another piece, or none if it is omitted reasoning."""
         if kind == "thoughts" and self._omits:
             return []
         name, member = _DELTAS[kind]

@@ -78,7 +78,7 @@ class AnthropicToolChoice(Struct, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True):
-    """A wish for thoughts, where the model's template has a switch for them."""
+    """Request for reasoning, if the model's template has a switch for it."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, _IGNORED] | None = None

@@ -281,7 +281,7 @@ class _Reader:
 
 
 def _inner_block(given: Any, path: str) -> Block:
-    """Return a block within another, whose further members say nothing here."""
+    """Return a block nested in another; unknown members are ignored."""
     if not isinstance(given, dict):
         raise invalid(f"{path} must be a block with a type", path)
     known = {name: value for name, value in given.items() if name in Block.__struct_fields__}

@@ -8,10 +8,10 @@ Entry = dict[str, Any]
 
 
 class TokenScores:
-    """Assigns each token of an answer to the piece of text that the token begins in.
+    """Assignment of each token of an output to the piece of text in which it starts.
 
-    Tokens come in their order, and so do pieces: of thoughts, texts and calls. Marks between them,
-    such as `</think>`, belong to no piece.
+    Tokens arrive in order, as do pieces: reasoning, texts and calls. Marks between them, such as
+    `</think>`, belong to no piece.
     """
 
     def __init__(self) -> None:

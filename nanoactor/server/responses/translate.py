@@ -47,7 +47,7 @@ HOSTED_TOOLS = (
     "mcp",
     "tool_search",
 )
-"""Tools that OpenAI runs itself, or has trained its own models for; some have a date behind."""
+"""Tools that OpenAI runs itself or has trained its own models for; some names end in a date."""
 NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -207,15 +207,15 @@ def _named(choice: Any, tools: Tools, path: str) -> Chat:
 
 
 class _Reader:
-    """Reads the items of an input. Those of one answer become one message of a chat: thoughts,
-    then text, then calls."""
+    """Reader of the items of an input. Those of one assistant turn become one chat message:
+    reasoning, then text, then calls."""
 
     def __init__(self, tools: Tools, options: Options, warn: Warn) -> None:
         self._tools, self._options, self._warn = tools, options, warn
         self._texts: dict[str, list[str]] = {}
         """Of the assistant's message that is put together, by member."""
         self._calls: list[Chat] = []
-        """Likewise."""
+        """Calls of that message."""
         self._pictures: list[Chat] = []
         """Those of calls' results that the template does not show there."""
 
@@ -310,7 +310,7 @@ class _Reader:
         self._pictures += pictures
 
     def _thoughts(self, item: Item) -> str:
-        """Return the thoughts of an item: as they are, as we have sealed them, or their summary."""
+        """Return the reasoning of an item: as given, unsealed, or its summary."""
         content = item.content if isinstance(item.content, list) else []
         shown = "\n".join(part.text for part in content if part.text)
         sealed = unseal(item.encrypted_content or "")
@@ -353,7 +353,7 @@ def _text_of(value: Any, name: str, path: str) -> str:
 
 
 def _output_of(item: Item, path: str) -> str | list[Part]:
-    """Return the output of a function: a text, or parts, whose further members say nothing."""
+    """Return the output of a function: a text or parts; unknown members are ignored."""
     given = needed(item.output, "output", path)
     if isinstance(given, str):
         return given
