@@ -52,14 +52,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _speak_utf8() -> None:
-    """Read and write UTF-8 where the locale (POSIX, say) knows nothing but ASCII."""
+    """Read and write UTF-8 even if the locale (POSIX, say) supports only ASCII."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name == "ascii":
             stream.reconfigure(encoding="utf-8", errors="surrogateescape")
 
 
 def _as_utf8(argument: str) -> str:
-    """Read an argument as UTF-8 that was read as ASCII."""
+    """Decode an argument as UTF-8 that was read as ASCII."""
     with contextlib.suppress(UnicodeError):
         return os.fsencode(argument).decode()
     return argument
@@ -69,7 +69,7 @@ _MODEL = "a directory, a name on the Hugging Face hub, `demo` or `demo-vl`"
 
 
 def _hint(unknown: list[str], options: list[str]) -> str:
-    """Return the options that were all but certainly meant."""
+    """Return hints for the options that were almost certainly meant."""
     given = (name.partition("=")[0] for name in unknown if name.startswith("-"))
     return "".join(f"; {name}{hint}" for name in given if (hint := meant(name, options)))
 
@@ -190,7 +190,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
 
 def _doctor(args: Any) -> int:
-    """Print what is found, and return the exit status: 1 where something is bad."""
+    """Print the findings; return exit status 1 if one is bad."""
     findings = examine(Machine())
     print(as_json(findings) if args.json else as_text(findings), flush=True)
     return int(any(finding.state == "bad" for finding in findings))

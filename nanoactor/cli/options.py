@@ -21,7 +21,7 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
 _FOLLOWING = ("served_model_name",)
 """Options that take several values in a row, as in vLLM; they would swallow a model after them."""
 _DESCRIBED: dict[Any, dict[str, str]] = {}
-"""Found before: each command has the same configurations, and to read a source takes a while."""
+"""Cache: every command has the same configurations, and reading a source takes a while."""
 
 
 def add_options(group: Any, config: type[Any], **defaults: Any) -> dict[str, Mapping[str, Any]]:

@@ -22,7 +22,7 @@ async def run_server(args: Any) -> None:
     """Serve until a signal."""
     from nanoactor.server.run import serve
 
-    # Out of the environment: it is nothing to the processes that are started.
+    # Removed from the environment: started processes do not need it.
     keys = [os.environ.pop(name, None) for name in (KEY_VARIABLE, VLLM_KEY_VARIABLE)]
     key = next(filter(None, keys), None)
     options = ({"api_keys": (key,)} if key else {}) | values(args, ServerConfig)
@@ -42,7 +42,7 @@ async def run_server(args: Any) -> None:
 
 
 def run_on_uvloop(main: Coroutine[Any, Any, None]) -> None:
-    """Run as `asyncio.run` does; a server has enough to do for a faster loop to show."""
+    """Run like `asyncio.run`; a server is busy enough for a faster loop to matter."""
     import uvloop
 
     uvloop.run(main)

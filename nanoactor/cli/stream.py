@@ -58,7 +58,7 @@ def _with_images(text: str, files: list[str]) -> Prompt:
 
 
 def _check_writable(path: str | None) -> None:
-    """Refuse a path before the run that cannot be written after it."""
+    """Refuse a path before the run if it cannot be written afterwards."""
     if path is not None:
         try:
             with open(path, "a"):

@@ -94,7 +94,7 @@ class _Foreign(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Write down why the flag changes nothing, or end with what is wrong."""
+        """Record why the flag changes nothing, or exit with an error."""
         name, flag = self._name, option_string or ""
         value = not flag.startswith("--no-") if name.takes == "flag" else _value(values)
         if not name.allows(value):

@@ -33,9 +33,9 @@ class Name:
     theirs: str
     scope: Scope
     ours: str = ""
-    """The field that has the same meaning; empty where there is none."""
+    """The field that has the same meaning; empty if there is none."""
     accepts: tuple[Any, ...] = ()
-    """Values, besides None, that ask for nothing or for what is always so."""
+    """Values, besides None, that request nothing or the fixed behavior."""
     note: str = ""
     """The difference, or the reason."""
     takes: Takes = "value"

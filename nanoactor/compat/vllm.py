@@ -54,11 +54,11 @@ class TokensPrompt(TypedDict, total=False):
 
 
 class LLM(ours.LLM):
-    """nanoactor's engine with the rest of what vLLM's programs call."""
+    """nanoactor's engine with the other methods that vLLM's programs call."""
 
     @property
     def llm_engine(self) -> Any:
-        """The little that programs read of the engine below: `model_config`."""
+        """The few attributes that programs read of the inner engine: `model_config`."""
         engine = self._llm
         config = SimpleNamespace(
             model=engine.config.model,
@@ -78,8 +78,8 @@ class LLM(ours.LLM):
         priority: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Return completed outputs as `nanoactor.LLM.generate` does; `max_tokens` is a cap where
-        the context leaves less room, as in vLLM."""
+        """Return completed outputs as `nanoactor.LLM.generate` does; `max_tokens` is a cap if the
+        context leaves less room, as in vLLM."""
         _check_absent(
             lora_request=lora_request,
             priority=priority,
@@ -251,7 +251,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
-        """Yield that of `vllm`, where that, or all, are asked for."""
+        """Yield the distribution of `vllm`, if it or all are requested."""
         name = getattr(context, "name", None)
         if name is None or name.lower() == "vllm":
             yield _Distribution()
@@ -273,10 +273,8 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 def install() -> None:
-    """Have `vllm` be this module from now on; a second call changes nothing.
-
-    Raises `ImportError` where the real package has been imported already.
-    """
+    """Make `import vllm` return this module from now on; a second call changes nothing. Raises
+    `ImportError` if the real package has already been imported."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if "vllm" in sys.modules:
@@ -287,7 +285,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`; what has been imported stays where it was imported to."""
+    """Undo `install`; names that were already imported remain."""
     sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _Finder)]
     for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
         if isinstance(getattr(sys.modules[name].__spec__, "loader", None), _Finder):

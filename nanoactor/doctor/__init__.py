@@ -1,6 +1,6 @@
 """`nanoactor doctor`: diagnose this machine and print fixes.
 
-A check is a function of a `Machine` that reads what it needs, and yields what it makes of it.
+A check is a function of a `Machine` that reads what it needs and yields its findings.
 """
 
 from nanoactor.doctor import ascend, checks

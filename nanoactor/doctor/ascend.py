@@ -25,7 +25,7 @@ _INSTALL_CANN = "install CANN (toolkit, and the ops of your chip), then source i
 
 
 def npu(machine: Machine) -> Iterator[Finding]:
-    """Check all of it where an NPU is meant to be used; else say so in one line."""
+    """Run all Ascend checks if an NPU is to be used; otherwise report that in one line."""
     if machine.wants_npu:
         for check in (_driver, _nodes, _smi, _cann, _torch_npu, _devices):
             yield from check(machine)
@@ -38,13 +38,13 @@ def npu(machine: Machine) -> Iterator[Finding]:
 
 
 def driver_version(machine: Machine) -> str:
-    """Return the version of the NPU's driver, "" where there is none."""
+    """Return the version of the NPU's driver, "" if there is none."""
     return machine.match(r"^version\s*=\s*(.+)$", _DRIVER_FILE)
 
 
 def _driver(machine: Machine) -> Iterator[Finding]:
     version = driver_version(machine)
-    if version or not machine.probe.get("npus"):  # else it lies elsewhere, and works
+    if version or not machine.probe.get("npus"):  # otherwise it is elsewhere, and works
         ill = f"no version in {_DRIVER_FILE}"
         fix = f"{_INSTALL_DRIVER}; in a container: start it with {_DRIVER_MOUNT}; on a machine "
         fix += "without an NPU: pip uninstall torch_npu"

@@ -1,4 +1,4 @@
-"""Checks of Python, torch, GPUs and the host: ports, what rings are made of, limits, processors."""
+"""Checks of Python, torch, GPUs and the host: ports, ring prerequisites, limits, processors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def python(machine: Machine) -> Iterator[Finding]:
 
 
 def torch(machine: Machine) -> Iterator[Finding]:
-    """Check torch's version, and that it could be asked at all."""
+    """Check torch's version, and that torch could be queried at all."""
     said, fix = machine.probe, "pip install 'torch>=2.11'"
     version, trouble = said.get("torch"), said["cut_short"]
     if version:
@@ -50,7 +50,7 @@ def release(version: str | None) -> tuple[int, ...]:
 
 
 def gpu(machine: Machine) -> Iterator[Finding]:
-    """Check NVIDIA GPUs, and Triton where there are any."""
+    """Check NVIDIA GPUs, and Triton if there are any."""
     driver = machine.match(r"\b(\d+\.\d+[\d.]*)\b", "/proc/driver/nvidia/version") or "unknown"
     if found := machine.probe.get("gpus"):
         yield judge_devices("GPU", found, "nvidia-smi", driver)
@@ -64,7 +64,7 @@ def gpu(machine: Machine) -> Iterator[Finding]:
 
 
 def judge_devices(name: str, found: list[tuple[str, str]], tool: str, driver: str) -> Finding:
-    """Judge the devices that torch sees by the states that the probe gives them."""
+    """Judge the devices that torch sees by the states that the probe reports."""
     states = {state for _, state in found}
     what = f"{len(found)}: {'; '.join(line for line, _ in found)}; driver {driver}"
     fix = f"{tool}: is it healthy, and nobody else's?"
@@ -94,7 +94,7 @@ def _no_gpu(machine: Machine, driver: str) -> Finding:
 
 
 def visible_devices(machine: Machine) -> Iterator[Finding]:
-    """Show the variables that hide devices, where they are set."""
+    """Show the variables that hide devices, if set."""
     for name in ("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         if name in machine.environment:
             yield Finding(name, "ok", machine.environment[name] or "(empty)")
@@ -114,21 +114,21 @@ def network(_machine: Machine) -> Iterator[Finding]:
 
 
 def rings(_machine: Machine) -> Iterator[Finding]:
-    """Make what a ring is made of: anonymous memory, mapped, and an eventfd."""
+    """Create the parts of a ring: anonymous memory, a mapping, and an eventfd."""
     trouble = ""
     try:
         with os.fdopen(os.memfd_create("nanoactor-doctor"), "r+b") as memory:
             memory.truncate(1 << 20)
             mmap.mmap(memory.fileno(), 1 << 20).close()
         os.close(os.eventfd(0))
-    except (OSError, AttributeError) as error:  # refused by a sandbox; or not of this Python
+    except (OSError, AttributeError) as error:  # refused by a sandbox, or missing in this Python
         trouble = f"no anonymous memory or eventfd: {error}"
     fix = "let this process call memfd_create and eventfd: a seccomp profile may forbid it"
     yield judge("rings", not trouble, "memfd and eventfd can be had", trouble, fix)
 
 
 def limits(machine: Machine) -> Iterator[Finding]:
-    """Check open files, and /dev/shm where HCCL may want it."""
+    """Check open files, and /dev/shm if HCCL may need it."""
     if machine.wants_npu:
         with contextlib.suppress(OSError):
             size = shutil.disk_usage(machine.path("/dev/shm")).total  # noqa: S108
@@ -143,7 +143,7 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 
 def numa(machine: Machine) -> Iterator[Finding]:
-    """Say where the accelerators are, and how to stay near them if there is more than one place."""
+    """Report where the accelerators are, and how to stay near them if they are on several nodes."""
     count = len(machine.files("/sys/devices/system/node/node[0-9]*")) or 1
     where = [f"{kind} {address}: node {node}" for kind, address, node in machine.pci]
     what = "; ".join([f"{count} node{'s' * (count > 1)}", *where])
@@ -154,7 +154,7 @@ def numa(machine: Machine) -> Iterator[Finding]:
 
 
 def cpu(machine: Machine) -> Iterator[Finding]:
-    """Check cores, memory and bfloat16 of the host, or of the container where it has less."""
+    """Check cores, memory and bfloat16 of the host, or of the container if it has less."""
     cores, both, v1 = len(os.sched_getaffinity(0)), f"{_CGROUP}/cpu.max", f"{_CGROUP}/cpu/cpu.cfs"
     yield Finding("CPU", "ok", f"{cores} cores, {_memory(machine)}")
     given = _number(machine, r"^(\d+)", both, f"{v1}_quota_us")

@@ -12,8 +12,8 @@ State = Literal["ok", "note", "bad"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """A thing that was checked. "bad" keeps the engine or its device from working; a "note" costs
-    speed, or may matter later; both have a fix: a command, or what to do."""
+    """Result of a check. "bad" keeps the engine or its device from working; a "note" costs speed,
+    or may matter later; both have a fix: a command, or what to do."""
 
     name: str
     state: State

@@ -33,7 +33,7 @@ def run_command(command: Sequence[str], env: Mapping[str, str], seconds: float) 
         output, errors = process.communicate(timeout=seconds)
     except TimeoutExpired as late:
         return (late.output or b"").decode(errors="replace"), f"no answer within {seconds:g} s"
-    finally:  # what is stuck in a driver cannot be killed: it is left alone
+    finally:  # a process stuck in a driver cannot be killed: leave it alone
         with contextlib.suppress(OSError, TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=1.0)
@@ -44,7 +44,7 @@ def run_command(command: Sequence[str], env: Mapping[str, str], seconds: float) 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """This machine, or a made-up one. What cannot be read is empty: nothing raises."""
+    """This machine, or a simulated one. Whatever cannot be read is empty: nothing raises."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)

@@ -1,7 +1,7 @@
-"""Ask torch and torch_npu about this machine; print each answer at once, as a line of JSON.
+"""Query torch and torch_npu about this machine; print each answer at once, as a line of JSON.
 
-Run as a program of its own, with TORCH_DEVICE_BACKEND_AUTOLOAD=0: an import may fail where CANN is
-missing, a driver may hang or crash. It imports nothing of nanoactor, and nothing imports it.
+Run as a separate program, with TORCH_DEVICE_BACKEND_AUTOLOAD=0: an import may fail without CANN,
+and a driver may hang or crash. It imports nothing of nanoactor, and nothing imports it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def _tell(name: str, ask: Callable[[], Any]) -> Any:
-    """Print and return the answer; where there is none print why, as the name with "_trouble"."""
+    """Print and return the answer; if there is none, print why, as the name with "_trouble"."""
     answer = None
     try:
         answer = ask()

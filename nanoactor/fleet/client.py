@@ -51,7 +51,7 @@ log = logging.getLogger("nanoactor.fleet")
 _NOT_SAMPLED = SamplingParams(seed=0, output_kind=RequestOutputKind.FINAL_ONLY)
 """The parameters of requests that pool."""
 _TRIES = 3
-"""How often a text is sent to the process that tokenizes, where that dies."""
+"""Attempts to tokenize a text if the tokenizing process dies."""
 _AGAIN_SECONDS = 0.2
 _HELD = (
     "answers that their caller leads (beam search, held answers) stay with the engine that began "
@@ -60,7 +60,7 @@ _HELD = (
 
 
 class FleetLLM(Pooled):
-    """The replicas of one model, used from one event loop as `AsyncLLM` is."""
+    """The replicas of one model, used from one event loop like `AsyncLLM`."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class FleetLLM(Pooled):
         ingress: str | None = None,
         silence: float = SILENCE,
     ) -> None:
-        """`config` is that of the replicas, `connector` leads to them; `ingress` names this end;
-        a replica that says nothing for `silence` seconds hangs. Raises as `AsyncLLM` does, and
-        `InvalidConfig` without a `prefix_salt`."""
+        """`config` is that of the replicas, `connector` connects to them; `ingress` names this end;
+        a replica that sends nothing for `silence` seconds counts as hung. Raises as `AsyncLLM`
+        does, and `InvalidConfig` without a `prefix_salt`."""
         if config.prefix_salt is None:
             raise InvalidConfig("a fleet needs a prefix_salt that all of its engines have")
         if config.max_model_len == "auto":
@@ -211,11 +211,11 @@ class FleetLLM(Pooled):
 
     @public
     async def beam_search(self, *_: Any, **__: Any) -> None:
-        """Raise `InvalidRequest`: beams do not move."""
+        """Raise `InvalidRequest`: beams cannot be moved."""
         raise InvalidRequest(_HELD)
 
     def _check_room(self, requests: int) -> None:
-        """Raise `EngineOverloaded` where no replica, and no queue here, has room."""
+        """Raise `EngineOverloaded` if neither a replica nor the queue here has room."""
         replicas = self.fleet.replicas.values()
         if replicas and all(replica.place.is_full for replica in replicas):
             raise EngineOverloaded(f"all {len(replicas)} replicas are full")

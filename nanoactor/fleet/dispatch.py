@@ -1,4 +1,4 @@
-"""The queue for places: moved streams first, as many as would run at once; then new requests."""
+"""Queue of parts that wait for a replica: moved streams first, if they can run at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanoactor.fleet.pages import Part
 from nanoactor.fleet.routing import Place, Router
 
 PATIENCE = 120.0
-"""Seconds for which a request waits while no replica could take it at all, however empty."""
+"""Seconds for which a request waits while no replica could take it, even an idle one."""
 
 
 class Dispatch:
@@ -27,7 +27,7 @@ class Dispatch:
         part.waits_since = time.monotonic()
 
     def remove(self, part: Part) -> None:
-        """It waits no more."""
+        """Remove a part from the queue."""
         self._moved.pop(part, None)
         self._new.pop(part, None)
 
@@ -37,15 +37,15 @@ class Dispatch:
         return len(self._moved) + len(self._new)
 
     def note_serving(self, places: Sequence[Place], now: float) -> None:
-        """These replicas serve, perhaps others only for now: what they could take need not lose
-        patience."""
+        """Restart the wait of parts that a serving replica could take, even if it cannot do so
+        now."""
         for part in (*self._moved, *self._new):
             if any(fits(part, place) for place in places):
                 part.waits_since = now
 
     def place(self, places: Iterable[Place], begin: Callable[[Part, Place], None]) -> None:
-        """Begin what can begin. A death's herd is bounded by what the others have free: moved
-        streams go where they run at once, and what is new waits where they wait."""
+        """Start all parts that can start. Free slots bound the rush after a death: moved streams go
+        where they run at once, and new ones are held back where moved ones wait."""
         usable = list(places)
         blocked: set[str] = set()
         for part in sorted(self._moved, key=_by_priority):

@@ -1,4 +1,4 @@
-"""The digest that is equal for replicas which continue each other's answers."""
+"""Digest that is equal for replicas that can resume each other's sequences."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _RESULTS = (
     "skip_tokenizer_init",
     "tensor_parallel_size",
 )
-"""Options that change what an answer is, or how it rounds."""
+"""Options that change an output, or its rounding."""
 
 
 def fingerprint(files: ModelFiles, config: EngineConfig) -> str:
-    """Return a digest of the model's files and of what else an answer depends on. Reads every file,
-    which takes about as long as loading the model."""
+    """Return a digest of the model's files and everything else that outputs depend on. Reads every
+    file, which takes about as long as loading the model."""
     found = hashlib.blake2b(digest_size=16)
     found.update(f"{VERSION} {nanoactor.__version__} {device_kind(config.device)}".encode())
     for name in _RESULTS:

@@ -1,5 +1,5 @@
-"""The replicas of an ingress: links to them, the streams on each, and what becomes of these when
-one dies, hangs, leaves, or is tried with a suspect."""
+"""The replicas of an ingress: links to them, the streams on each, and what to do with these when a
+replica dies, hangs, leaves or runs a suspect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SILENCE = 10.0
 _TICK = 1.0
 _LONGEST_WAIT = 10.0
 _DEAD, _LEAVES = "EngineDead", "EngineClosed"
-"""Errors that say that the replica is going, not what is wrong with the request."""
+"""Errors that report that the replica is leaving, not that the request is wrong."""
 _REFUSALS = ("EngineOverloaded", "OutOfResources")
 """... and those after which another replica is asked."""
 POISON = (
@@ -69,13 +69,13 @@ class Fleet:
         self.trials = TrialRuns(self)
         self.first_up = asyncio.Event()
         self.facts: dict[str, Any] = {}
-        """Those of the replica that came last."""
+        """Facts of the replica that came last."""
         self._ticker: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def start(self) -> None:
-        """Link to all replicas, and to those that come."""
+        """Link to all replicas, present and future."""
         self._connector.watch(self.update_members)
         self._ticker = asyncio.ensure_future(self._tick())
         self.update_members()
@@ -91,7 +91,7 @@ class Fleet:
     # -- replicas that come and go ----------------------------------------------------------
 
     def update_members(self) -> None:
-        """Some replicas are new, or are no more to be used."""
+        """Follow a change of the members: link to new ones, and leave removed ones."""
         members = self._connector.members
         now = time.monotonic()
         for replica in members - self._links.keys():
@@ -170,7 +170,7 @@ class Fleet:
         self.fail(page, PoisonRequest(POISON))
 
     def _move_safely(self, part: Part, replica: Replica) -> None:
-        """One that cannot be moved must not keep others from it."""
+        """Move a part; a failure must not keep other parts from moving."""
         try:
             self._move(part, replica)
         except Exception as error:
@@ -198,17 +198,17 @@ class Fleet:
             self.dispatch.add(part)
 
     def advance(self) -> None:
-        """Begin what can begin now."""
+        """Start everything that can start now."""
         if self._closed:
             return
         if self.dispatch.waiting:
             self.dispatch.place([replica.place for replica in self.usable()], self._begin)
-        # A lone replica takes what waits between two trials.
+        # A lone replica takes new requests between two trials.
         if len(self.replicas) > 1 or not self.dispatch.waiting:
             self.trials.advance()
 
     def usable(self) -> Iterator[Replica]:
-        """Go through the replicas that take what is new."""
+        """Iterate over the replicas that accept new requests."""
         for replica in self.replicas.values():
             is_reserved = replica.place.load.is_reserved or self.trials.is_on(replica)
             if not (replica.link.is_leaving or is_reserved):
@@ -248,7 +248,7 @@ class Fleet:
         self._drop(page)
 
     def _drop(self, page: Page) -> None:
-        """Abort what of it runs, forget what waits."""
+        """Abort its running parts and forget the waiting ones."""
         for part in page.parts:
             self.dispatch.remove(part)
             if part in self._at:
@@ -276,7 +276,7 @@ class Fleet:
     # -- reports ----------------------------------------------------------------------------
 
     def reported(self, link: LinkEnd, report: wire.Report) -> None:
-        """Take what a replica reports."""
+        """Process a replica's report."""
         replica = self.replicas.get(link.replica)
         if replica is None or replica.link is not link:
             return
@@ -374,7 +374,7 @@ class Fleet:
                 self.dispatch.note_serving([r.place for r in self.replicas.values()], now)
                 self._give_up(now)
                 self.advance()
-            except Exception:  # a bug here must not end the watch over all others
+            except Exception:  # a bug here must not stop the supervision of all others
                 log.exception("the fleet's clock has failed once")
 
     def _give_up(self, now: float) -> None:
@@ -403,7 +403,7 @@ class Fleet:
 
     @property
     def block_size(self) -> int:
-        """Return the tokens in a block of the engines' caches; 0 where none serves."""
+        """Return the tokens in a block of the engines' caches; 0 if none serves."""
         return next((r.place.block_size for r in self.replicas.values()), 0)
 
     @property

@@ -15,9 +15,9 @@ log = logging.getLogger("nanoactor.fleet")
 
 LOOK_SECONDS = 1.0
 _TELLING_TOKENS = 64
-"""Tokens of prompts below which a look says nothing about their pace."""
+"""Prompt tokens between two looks below which they say nothing about the pace."""
 _WEIGHT = 0.3
-"""Of a new measurement."""
+"""Weight of a new measurement."""
 _FIGURES = (
     ("output_tokens", "scheduler", "output_tokens"),
     ("prefill_tokens", "scheduler", "prefill_tokens"),
@@ -72,7 +72,7 @@ class Gauges:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Look from now on."""
+        """Start looking."""
         self._task = asyncio.ensure_future(self._keep_looking())
 
     async def stop(self) -> None:

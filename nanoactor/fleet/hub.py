@@ -51,7 +51,7 @@ class Hub:
         """The link whose suspect is to run alone here."""
 
     def start(self) -> None:
-        """Look at the engine from now on."""
+        """Start looking at the engine."""
         self.gauges.start()
 
     async def stop(self) -> None:
@@ -99,7 +99,7 @@ class Hub:
             await link.end()
 
     def take(self, data: bytes) -> bool:
-        """Take a batch of orders; False where its link has ended. Raises `msgspec.DecodeError`."""
+        """Process orders; return False if the link has ended. Raises `msgspec.DecodeError`."""
         batch = wire.decode_orders(data)
         link = self.links.get(batch.link)
         if link is None:
@@ -124,7 +124,7 @@ class Hub:
         self.tell_load()
 
     def pool(self, prompt: Prompt, priority: int) -> Request:
-        """Queue a prompt for its vector, or its judgement."""
+        """Queue a prompt for its vector or its score."""
         pooling = self.llm.files.pooling
         scores = pooling is not None and pooling.scores
         return self.llm.submit_pooled(prompt, PoolingParams(), priority=priority, scores=scores)
@@ -276,7 +276,7 @@ class Link:
             stream.error = error
             self._pending[number] = stream
             self.note(urgent=True)
-        except Exception as error:  # whatever it is, the ingress hears of it
+        except Exception as error:  # whatever the error, it is reported to the ingress
             log.exception("request %s has failed", stream.order.request_id)
             stream.error = ComputationFailed(f"the replica has failed: {error!r}")
             self._pending[number] = stream
@@ -339,7 +339,7 @@ class Link:
                 self._index.append(events)
                 self._index_told.clear()
                 self.note(urgent=False)
-                await self._index_told.wait()  # what changes meanwhile merges
+                await self._index_told.wait()  # changes made meanwhile are merged
 
     def _report(self, hello: wire.Hello | None = None) -> bytes:
         self._reported += 1
@@ -392,7 +392,7 @@ class Link:
         await asyncio.gather(*(s.reader for s in streams if s.reader), return_exceptions=True)
 
     def close(self) -> None:
-        """End the link with what is ready."""
+        """End the link, sending what is ready."""
         self._closed = True
         self._news.set()
 

@@ -18,7 +18,7 @@ from nanoactor.fleet.hub import WINDOW
 log = logging.getLogger("nanoactor.fleet")
 
 WORD_SECONDS = 3.0
-"""Seconds after which an ingress that has nothing to order says so."""
+"""Seconds after which an ingress without orders sends a heartbeat."""
 _TICK = 0.5
 _CLOSE_SECONDS = 2.0
 _SUDDEN_SECONDS = 3.0
@@ -67,10 +67,10 @@ class LinkEnd:
         self.hello: wire.Hello | None = None
         self.is_over = False
         self.left_at: float | None = None
-        """When the replica was no member any more: it gets nothing new, and is to end, or dead."""
+        """When the replica left the members: it gets nothing new, and is about to end or dead."""
         self.heard = time.monotonic()
         self.ordered = 0
-        """How many orders were given."""
+        """Number of orders given."""
         self._connector, self._owner, self._silence = connector, owner, silence
         self._orders: list[wire.Order] = []
         self._read = self._told_read = 0
@@ -105,11 +105,11 @@ class LinkEnd:
             self._lose("it has closed the link")
         except msgspec.DecodeError as error:
             self._lose(f"its report cannot be read: {error}")
-        except Exception as error:  # whatever the way to it raises
+        except Exception as error:  # whatever the connector raises
             self._lose(f"{type(error).__name__}: {error}"[:300])
 
     def _take(self, report: wire.Report) -> None:
-        if self.is_over:  # it hung, and has come back: its streams run elsewhere
+        if self.is_over:  # it hung and has come back: its streams run elsewhere
             return
         self.heard = time.monotonic()
         self._read = report.number
@@ -121,7 +121,7 @@ class LinkEnd:
         self._owner.reported(self, report)
 
     async def _push(self) -> None:
-        """One batch after the other, so that they arrive in their order."""
+        """Send one batch after the other, so that they arrive in order."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WORD_SECONDS):
@@ -143,8 +143,8 @@ class LinkEnd:
                 return
 
     async def _watch(self) -> None:
-        """Notice a replica that hangs. Time in which this process did not run itself, which is seen
-        by late ticks, does not count."""
+        """Detect a hung replica. Time in which this process itself did not run, as late ticks show,
+        does not count."""
         silent, heard = 0.0, self.heard
         while silent < self._silence:
             before = time.monotonic()

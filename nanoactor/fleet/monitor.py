@@ -17,7 +17,7 @@ from nanoactor.server.health import Health
 
 INTERVAL, BINS, KEPT = 0.5, 10, 60
 _SILENCE = 3.0
-"""Seconds without a report after which /health names a replica: it makes one each second."""
+"""Seconds without a report after which /health names a replica; reports come every second."""
 _COUNTERS = (
     ("moved", "Streams that went on with another replica."),
     ("requeued", "Requests without a token that went to another replica."),
@@ -56,7 +56,7 @@ class FleetMonitor:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Look from now on."""
+        """Start looking."""
         self._look()
         self._task = asyncio.ensure_future(self._keep_looking())
 
@@ -149,7 +149,7 @@ class FleetMonitor:
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Go through the figures, for Prometheus."""
+        """Iterate over the figures, for Prometheus."""
         fleet, now = self._llm.fleet, time.monotonic()
         up = float(self.health().well)
         yield GaugeMetricFamily("nanoactor_up", "Whether a replica serves.", value=up)

@@ -18,7 +18,7 @@ class Page:
     """One request of a client."""
 
     def __init__(self, entry: Entry, params: SamplingParams, priority: int) -> None:
-        """`params` have a seed; `entry` is what its reader reads."""
+        """`params` have a seed; `entry` is what the reader reads."""
         self.entry, self.params, self.priority = entry, params, priority
         self.token_ids: bytes = b""
         """int32: the prompt, once it is tokenized."""
@@ -30,11 +30,11 @@ class Page:
         self.length = 0
         """Tokens of the prompt, with those of its pictures, as far as they are known."""
         self.parts: list[Part] = []
-        """What is not over of it."""
+        """Unfinished parts of it."""
 
     @property
     def uid(self) -> int:
-        """The ingress's number of it."""
+        """Return the ingress's number of the request."""
         return self.entry.submit.uid
 
     @property
@@ -43,7 +43,7 @@ class Page:
         return sum(len(answer.token_ids) for answer in self.entry.answers)
 
     def begin(self) -> Part:
-        """Return all of it, which has not begun."""
+        """Return the part for the whole request, which has not started."""
         part = Part(self, range(len(self.entry.answers)), is_moved=False)
         self.parts = [part]
         return part
@@ -77,7 +77,7 @@ class Page:
                 self.end(uid, "abort", None)
 
     def take(self, delta: wire.Delta, part: Part) -> None:
-        """Take the news of one of its sequences."""
+        """Process a delta of one of its sequences."""
         uid = self.entry.submit.uid + part.answers[delta.index]
         answer = self.entry.answer(uid)
         if answer.terminal is not None:
@@ -115,7 +115,7 @@ class Page:
                 metrics.first_scheduled_time = min(began, first)
 
     def note_accepted(self, prompt: bytes) -> None:
-        """A replica has taken it; what its prompt became."""
+        """Note that a replica has accepted it, with its expanded prompt."""
         self.entry.prompt_token_ids = wire.bytes_to_ids(prompt)
         self.entry.accepted.set()
 
@@ -126,11 +126,11 @@ class Part:
     def __init__(self, page: Page, answers: Sequence[int], is_moved: bool) -> None:
         self.page, self.answers, self.is_moved = page, answers, is_moved
         self.fingerprint = ""
-        """Fingerprint of the replica that reported it; it must resume on the same. Empty: any."""
+        """Fingerprint of its replica, once known; it resumes only on an equal one. Empty: any."""
         self.refused_by: set[str] = set()
         """Replicas that had no room for it."""
         self.waits_since = time.monotonic()
-        """When it was last known that no replica could take it, however long it waits."""
+        """When a replica could last have taken it, even if only after a wait."""
 
     @property
     def told_ids(self) -> bytes:

@@ -9,19 +9,19 @@ from nanoactor.fleet.wire import IndexNews
 from nanoactor.kv.hashing import HASH_BYTES
 
 MOST_BLOCKS = 1 << 18
-"""Blocks that are known of a replica at most: some 25 MB. The oldest are forgotten first."""
+"""Maximum number of known blocks per replica, some 25 MB. The oldest are forgotten first."""
 LATELY = 60.0
-"""Seconds in which a block that is wanted again was in use."""
+"""Seconds within which a block that is requested again counts as in use."""
 _KEY_BYTES = 8
 
 
 class PrefixMap:
-    """Hashes of the full blocks in the prefix index of each replica. Where it is wrong, a request
-    goes to a replica that has to compute more: never to a wrong answer."""
+    """Hashes of the full blocks in the prefix index of each replica. If it is wrong, a request goes
+    to a replica that has to compute more; outputs are never affected."""
 
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self._most = most_blocks
-        # Plain dicts take ever longer to find their oldest key, once many were dropped.
+        # Plain dicts take longer and longer to find their oldest key once many were removed.
         self._known: dict[str, OrderedDict[int, None]] = {}
         self._used: dict[str, OrderedDict[int, float]] = {}
         """By replica: when its blocks were last in a prompt or new, the oldest first; evicted ones
@@ -60,7 +60,7 @@ class PrefixMap:
         return len(used)
 
     def forget(self, replica: str) -> None:
-        """A replica is gone."""
+        """Forget a replica."""
         self._known.pop(replica, None)
         self._used.pop(replica, None)
 

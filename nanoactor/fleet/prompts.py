@@ -44,9 +44,9 @@ class PromptHasher:
         return block_hashes(ids, self.block_size, self._salt).tobytes()
 
     async def of_pictures(self, token_ids: Int32, media: Sequence[Media]) -> tuple[int, bytes]:
-        """Return the length of a prompt with a placeholder for each picture once these have their
-        tokens, and its hashes; its own length and none where a replica will have to say what is
-        wrong with it, or where there are videos. Their headers are read on a thread."""
+        """Return the length of a prompt with each picture's placeholder expanded, and its hashes;
+        the unexpanded length and no hashes if a replica will have to report an error, or if there
+        are videos. Picture headers are read on a thread."""
         try:
             return await asyncio.to_thread(self._of_pictures, token_ids, media)
         except NanoactorError:

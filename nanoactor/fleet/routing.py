@@ -1,8 +1,8 @@
 """The choice of a replica: the one that will have computed the prompt first.
 
-Cost is time. A replica that has the beginning of a prompt cached saves its prefill; one that is
-busy makes it wait. Weighed in seconds, a replica is left, however much it has cached, once waiting
-for it takes longer than computing the prompt elsewhere.
+Cost is time. A replica that has the start of a prompt cached saves its prefill; a busy one makes it
+wait. Weighed in seconds, a replica loses, however much it has cached, once waiting for it takes
+longer than computing the prompt elsewhere.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from nanoactor.fleet.prefix_map import PrefixMap
 from nanoactor.fleet.wire import Hello, Load
 
 _TOKEN_SECONDS = 5e-5
-"""What a token of a prompt takes, as long as no replica has measured it."""
+"""Assumed time per prompt token until a replica has measured it."""
 _WEIGHT = 0.1
-"""Of one more answer, in the means."""
+"""Weight of another sequence in the means."""
 _TURNS = 8.0
-"""How often a conversation comes back, more or less: so often it is computed again where its blocks
-are evicted."""
+"""Rough number of later turns of a conversation, each of which recomputes evicted blocks."""
 _FULL = 2.0
-"""Share of a cache in use beyond which it is as bad as it can be."""
+"""Share of a cache in use beyond which the cost of eviction no longer rises."""
 _UNEQUAL = 2.0
-"""How many times faster one replica may be than the others: more is an error of measurement."""
+"""Maximum speed ratio of one replica to the others: more is a measurement error."""
 _LEAST_SECONDS = 1e-6
 _SLOT = 0.05
-"""Share of an answer's time that each other answer costs it, in a replica that is full of them."""
+"""Share of a sequence's time that each other one costs it on a full replica."""
 _BESIDE = 0.5
 """Share of a sequence's steps that another one alongside it is expected to run too."""
 
@@ -89,7 +88,7 @@ class Place:
 
     @property
     def is_full(self) -> bool:
-        """Return True if it would refuse another stream."""
+        """Return True if the replica would refuse another stream."""
         return self.streams >= self.hello.max_num_seqs + self.hello.max_waiting_requests
 
     def has_room(self, tokens: int) -> bool:
@@ -112,7 +111,7 @@ class Place:
 
 
 class Router:
-    """Chooses a place for each request."""
+    """Chooser of a replica for each request."""
 
     def __init__(self) -> None:
         self.prefixes = PrefixMap()
@@ -122,7 +121,8 @@ class Router:
     def choose(
         self, places: Iterable[Place], hashes: Sequence[int], tokens: int, now: float
     ) -> Place | None:
-        """Return the place where a prompt with these hashes is computed first; None without any."""
+        """Return the place that computes a prompt with these hashes first; None if there is
+        none."""
         self._turn += 1
         best, least = None, (float("inf"), 0, 0)
         several = list(places)

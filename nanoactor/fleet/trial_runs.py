@@ -17,31 +17,31 @@ log = logging.getLogger("nanoactor.fleet")
 
 
 class Runs(Protocol):
-    """The fleet, as far as trials need it."""
+    """The fleet, as far as trials use it."""
 
     replicas: dict[str, Replica]
 
     def usable(self) -> Iterator[Replica]:
-        """Go through the replicas that take what is new."""
+        """Iterate over the replicas that accept new requests."""
 
     def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
         """Run a part on a replica."""
 
 
 class TrialRuns:
-    """Carries out what `Trials` decides."""
+    """Executor of the decisions of `Trials`."""
 
     def __init__(self, fleet: Runs) -> None:
         self._fleet = fleet
         self._trials = Trials()
         self._pages: dict[int, Page] = {}
-        """Suspects, by number."""
+        """Pages of suspects, by number."""
         self._kept: dict[Part, None] = {}
-        """Their parts, which wait."""
+        """Waiting parts of suspects."""
         self._replica: Replica | None = None
-        """Reserved, or about to be, ..."""
+        """The replica reserved, or requested, ..."""
         self._suspect: int | None = None
-        """... for this one."""
+        """... for this suspect."""
 
     @property
     def waiting(self) -> int:
@@ -66,7 +66,7 @@ class TrialRuns:
         return True
 
     def note_death(self, replica: Replica) -> Page | None:
-        """A replica has died; return the request that has killed it, where that is known."""
+        """Note the death of a replica; return the request that caused it, if known."""
         pages = {part.page.uid: part.page for part in replica.parts.values()}
         told = {uid: page.told for uid, page in pages.items()}
         before = len(self._trials.suspects)
@@ -78,7 +78,7 @@ class TrialRuns:
         return pages.get(culprit) if culprit is not None else None
 
     def note_gone(self, replica: Replica) -> None:
-        """A replica is no more."""
+        """Handle the end of a replica."""
         if replica is self._replica:
             self._replica = self._suspect = None
             self._trials.put_back()
@@ -102,7 +102,7 @@ class TrialRuns:
         self._replica = self._suspect = None
 
     def advance(self) -> None:
-        """Reserve a replica for the next suspect that has one: that with the fewest streams."""
+        """Reserve the replica with the fewest streams for the next suspect that fits on one."""
         replica = self._replica
         if replica is not None:
             if replica.link.is_leaving and self._trials.on_trial is None:
@@ -156,5 +156,5 @@ class TrialRuns:
                 part.waits_since = now
 
     def take_hopeless(self, now: float) -> list[Part]:
-        """Return suspects' parts for which no replica has come for too long."""
+        """Return suspects' parts that have waited too long for a replica."""
         return [part for part in self._kept if now - part.waits_since > PATIENCE]

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from nanoactor.suspects import NEXT_TO_NOTHING, TRIAL_SECONDS, WELL_PAST
 
 _SOON = 2.0
-"""Seconds in which what is computed reaches its reader, however slow tokens are."""
+"""Seconds within which computed tokens reach the reader, even slow tokens."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,7 +28,7 @@ class _Record:
 
 
 class Trials:
-    """Search for requests that kill replicas. Requests are numbers, times are seconds."""
+    """Detection of requests that kill replicas. Requests are numbers, times are seconds."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
@@ -58,17 +58,17 @@ class Trials:
         return None
 
     def note_going_on(self, request: int, now: float) -> None:
-        """A request that was there at a death runs again."""
+        """Note that a request that was present at a death has resumed."""
         if (record := self._records.get(request)) is not None:
             record.since = now
 
     @property
     def next(self) -> int | None:
-        """Return which one is to run alone next; None while one does, or where there is none."""
+        """Return the next request to run alone, or None while one does or if there is none."""
         return None if self.on_trial is not None else next(iter(self.suspects), None)
 
     def begin(self, request: int, tokens: int, now: float) -> None:
-        """A suspect runs, alone."""
+        """Note that a suspect has started to run alone."""
         del self.suspects[request]
         self.on_trial, self._tokens, self._began = request, tokens, now
 
@@ -79,7 +79,7 @@ class Trials:
         return more >= WELL_PAST or seconds > TRIAL_SECONDS or (seconds > 2 * _SOON and more >= 4)
 
     def put_back(self) -> None:
-        """The trial came to nothing: its replica has left."""
+        """Cancel the trial: its replica has left."""
         if self.on_trial is not None:
             self.suspects = {self.on_trial: None, **self.suspects}
             self.on_trial = None

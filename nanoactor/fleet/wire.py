@@ -20,7 +20,7 @@ from nanoactor.structured_outputs import StructuredOutputsParams
 from nanoactor.vision.media import Media
 
 VERSION = 2
-"""Of this format: a part of the fingerprint, so that replicas of another one are not used."""
+"""Version of this format: part of the fingerprint, so that replicas with another are not used."""
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -31,10 +31,10 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Begin(_Wire, frozen=True, tag="begin"):
-    """Run a request, or what is left of one of its answers."""
+    """Run a request, or the rest of one of its sequences."""
 
     stream: int
-    """The ingress's number of it on this link."""
+    """The ingress's number of the stream on this link."""
     request_id: str
     token_ids: bytes
     """int32: the prompt, in which a picture is one placeholder."""
@@ -88,7 +88,7 @@ class Hello(_Wire, frozen=True):
     fingerprint: str
     """Replicas with the same fingerprint resume each other's sequences."""
     facts: dict[str, Any]
-    """Those of `AsyncLLM.facts`, and where the replica's process is."""
+    """Those of `AsyncLLM.facts`, and the location of the replica's process."""
     max_num_seqs: int
     max_waiting_requests: int
 
@@ -110,11 +110,11 @@ class Load(_Wire, frozen=True):
     """Prefill time per token; 0: not known yet."""
     is_reserved: bool
     figures: dict[str, float] = {}
-    """For /metrics, by name; empty where nothing was looked at since."""
+    """For /metrics, by name; empty without a new look since."""
 
 
 class Delta(_Wire, frozen=True):
-    """News of an answer."""
+    """News of a sequence."""
 
     stream: int
     index: int
@@ -126,21 +126,21 @@ class Delta(_Wire, frozen=True):
     finish_reason: str | None
     stop_reason: int | str | None
     vector: bytes
-    """float32: the answer of a request that pools, with its end; else empty."""
+    """float32: the result of a pooling request, with its end; else empty."""
 
 
 class Progress(_Wire, frozen=True):
-    """News of a stream besides its answers."""
+    """News of a stream other than its sequences'."""
 
     stream: int
     accepted: bytes | None
-    """int32: its prompt, with a token for each row of its pictures."""
+    """int32: the prompt, with a token for each row of its pictures."""
     prompt_logprobs: list[Any] | None
     is_over: bool
     cached_tokens: int
     preemptions: int
     queued: float
-    """Seconds that it waited for its first step; below 0: not known."""
+    """Seconds waited for the first step; below 0: not known."""
 
 
 class Failure(_Wire, frozen=True):
@@ -153,7 +153,7 @@ class Failure(_Wire, frozen=True):
 
 
 class IndexNews(_Wire, frozen=True):
-    """A difference of the prefix index: hashes of 16 bytes each, one after the other."""
+    """Changes of the prefix index: hashes of 16 bytes each, concatenated."""
 
     cleared: bool
     forgotten: bytes
@@ -173,7 +173,7 @@ class Report(_Wire, frozen=True):
     progress: list[Progress] = []
     failures: list[Failure] = []
     declined: list[int] = []
-    """Streams that are not taken here: they have to go elsewhere."""
+    """Streams refused here, which have to go elsewhere."""
     is_alone: bool = False
     """True if the ingress that reserved the replica now has it to itself."""
     index: list[IndexNews] = []
@@ -195,7 +195,7 @@ def decode_orders(data: bytes) -> Orders:
 
 
 def decode_report(data: bytes) -> Report:
-    """Read a report. Raises likewise."""
+    """Read a report. Raises like `decode_orders`."""
     return _REPORT.decode(data)
 
 
@@ -208,7 +208,7 @@ def ids_to_bytes(ids: Sequence[int]) -> bytes:
 
 
 def bytes_to_ids(data: bytes) -> list[int]:
-    """Return token ids that were written so."""
+    """Return token ids from their int32 bytes."""
     found: list[int] = np.frombuffer(data, np.int32).tolist()
     return found
 
@@ -217,7 +217,7 @@ _CAP = "max_tokens_cap"
 
 
 def params_to_bytes(params: SamplingParams) -> bytes:
-    """Return parameters, but for what has its default and for the kind of output."""
+    """Return parameters without default values and without the kind of output."""
     given = {
         field.name: value
         for field in dataclasses.fields(SamplingParams)
@@ -231,7 +231,7 @@ def params_to_bytes(params: SamplingParams) -> bytes:
 
 
 def bytes_to_params(data: bytes) -> SamplingParams:
-    """Return parameters for outputs that have what is new. Raises `InvalidRequest`."""
+    """Return parameters for delta outputs. Raises `InvalidRequest`."""
     given = msgspec.msgpack.decode(data)
     if _CAP in given:
         given["max_tokens"] = TokenCap(given.pop(_CAP))

@@ -1,4 +1,4 @@
-"""Every name of Ray that is used, in one place: the request router's API may change with a release.
+"""All names of Ray that are used, in one place: the request router's API may change with a release.
 
 `tests/ray_serve/test_api.py` imports them; the extra's bounds are the releases that were tried.
 """

@@ -28,8 +28,8 @@ from nanoactor.server.config import ServerConfig
 
 _SALT_BYTES = 32
 _SPARE_SECONDS = 15.0
-"""After the last answer was due: to end processes."""
-# Ours never blocks it: a loop and a thread for each part of Serve cost a third more processor time.
+"""Seconds after the last answer is due, to end processes."""
+# Our code never blocks: a loop and a thread for each part of Serve take a third more CPU time.
 _ONE_LOOP = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

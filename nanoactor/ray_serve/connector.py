@@ -1,4 +1,4 @@
-"""The way from an ingress to its replicas: calls of a Ray Serve handle."""
+"""Connection from an ingress to its replicas: calls of a Ray Serve handle."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def _transport(engines: Any) -> dict[str, Any]:
 
 
 def _check(replica: str) -> None:
-    # Without any replica a router keeps calls until one comes.
+    # Without any replica, a router holds calls until one is there.
     if not MEMBERS.now:
         raise ReplicaGone(f"replica {replica} serves no more")

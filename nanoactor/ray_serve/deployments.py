@@ -35,7 +35,7 @@ bind_to_loopback()  # when Ray imports this module, before it opens the port
 log = logging.getLogger("nanoactor.ray")
 
 LOG_VARIABLE = "NANOACTOR_RAY_LOG"
-"""Names the file to which the ingress writes its log, where that is on this machine."""
+"""Variable with the file to which the ingress writes its log, if that is on this machine."""
 
 
 class Engine:
@@ -60,11 +60,11 @@ class Engine:
                 yield report
 
     async def push(self, replica: str, orders: bytes) -> bool:
-        """Take orders of an ingress; `replica` is for the router."""
+        """Take orders from an ingress; `replica` is for the router."""
         return self._hub.take(orders)
 
     def check_health(self) -> None:
-        """Raise where the engine serves no more, so that Ray replaces the replica."""
+        """Raise if the engine no longer serves, so that Ray replaces the replica."""
         if self._llm.dead is not None:
             raise self._llm.dead
 
@@ -74,14 +74,14 @@ class Engine:
         return {"demand": self._fleet.demand(load, self._llm.config.max_num_seqs)}
 
     async def __del__(self) -> None:
-        """End the engine; Ray Serve awaits it, once no link is left."""
+        """Close the engine; Ray Serve awaits this once no link is left."""
         if hasattr(self, "_hub"):
             await self._hub.stop()
             await self._llm.close()
 
 
 def _opened(config: EngineConfig) -> AsyncLLM:
-    """Make an engine; of several replicas on a node one fetches the model, the others wait."""
+    """Create an engine; one of several replicas on a node fetches the model, the others wait."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoactor" / "locks"
     home.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(f"{config.model} {config.revision}".encode()).hexdigest()[:32]
@@ -92,7 +92,7 @@ def _opened(config: EngineConfig) -> AsyncLLM:
 
 @contextlib.contextmanager
 def _environment_of_children() -> Iterator[None]:
-    """Leave out what Ray sets for one process of its own: our runners choose their threads."""
+    """Unset `OMP_NUM_THREADS`, which Ray sets for its process: our runners choose their threads."""
     given = os.environ.pop("OMP_NUM_THREADS", None)
     try:
         yield
@@ -122,7 +122,7 @@ class Ingress:
             log.warning("others can reach %s, and no API key is set (--api-key)", server.host)
 
     async def __call__(self, request: Any) -> Any:
-        """Send a request that came by Ray Serve's own proxy to this server's port."""
+        """Send a request that came through Ray Serve's own proxy to this server's port."""
         from starlette.responses import RedirectResponse
 
         return RedirectResponse(str(request.url.replace(port=self._server.port)), 307)
@@ -139,8 +139,8 @@ class Ingress:
 
 @functools.cache
 def _write_logs(shown: int) -> None:
-    """Write this process's log to Ray's file of it, and what is of a level that is `shown` where
-    the fleet's user looks, if that is on this machine."""
+    """Write this process's log to its Ray file, and records from level `shown` on to the file that
+    `LOG_VARIABLE` names, if that is on this machine."""
     for name in ("server", "access", "ray", "fleet", "engine"):
         logging.getLogger(f"nanoactor.{name}").setLevel(logging.INFO)
     logger = logging.getLogger("nanoactor")

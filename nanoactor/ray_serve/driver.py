@@ -90,7 +90,7 @@ def run(
 
 
 def _deploy(application: object, stop: threading.Event) -> bool:
-    """Deploy, and wait until it runs; False where that was stopped meanwhile."""
+    """Deploy and wait until the application runs; return False if stopped meanwhile."""
     from nanoactor.ray_serve.api import serve
 
     failures: list[BaseException] = []
@@ -115,7 +115,7 @@ def _deploy(application: object, stop: threading.Event) -> bool:
 
 
 def _reason(found: object) -> str:
-    """Return the last lines of what an application has failed of."""
+    """Return the last lines of an application's failure message."""
     deployments = getattr(found, "deployments", {}).values()
     told = [one.message for one in deployments if one.message] or [getattr(found, "message", "")]
     lines = [line.strip() for line in "\n".join(told).splitlines() if line.strip()]

@@ -32,12 +32,12 @@ log = logging.getLogger("nanoactor.server")
 
 _DRIVER = [sys.executable, "-m", "nanoactor.ray_serve.driver"]
 _END_SECONDS = 60.0
-"""After the last answer was due, in which the driver has to end."""
+"""Seconds after the last answer is due in which the driver has to end."""
 _INSTALL = "pip install 'nanoactor[ray]'"
 
 
 def check_ray() -> None:
-    """Raise `InvalidConfig`, with what to do, where Ray is not installed."""
+    """Raise `InvalidConfig` with a fix if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise InvalidConfig(f"replicas need Ray, which is not installed: {_INSTALL}")
     if importlib.util.find_spec("starlette") is None:
@@ -46,7 +46,7 @@ def check_ray() -> None:
 
 async def serve_replicas(config: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests end; a second signal ends at
-    once. Raises `StartupFailed` where Ray, or the application in it, does not start or dies."""
+    once. Raises `StartupFailed` if Ray or the application does not start, or dies."""
     check_ray()
     if server.uds is not None:
         raise InvalidConfig("uds is for one engine: replicas answer on host and port")
@@ -128,14 +128,15 @@ def environment(private: Path, fleet: FleetConfig) -> dict[str, str]:
         **found,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
-        # Off its label: with it Ray takes 127.0.0.1 for the address of this machine.
+        # Not used for its named purpose: with it Ray takes 127.0.0.1 for the address of this
+        # machine.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "NANOACTOR_RAY_LOOPBACK": "1",
     }
 
 
 async def _watch(driver: subprocess.Popen[bytes], asked: Asked, drain_timeout: float) -> None:
-    """Wait until the driver ends, or is asked to and has."""
+    """Wait until the driver ends, by itself or on request."""
     assert driver.stdin is not None
     ended = asyncio.ensure_future(asyncio.to_thread(driver.wait))
     stopping = asyncio.ensure_future(asked.wait())

@@ -1,8 +1,8 @@
-"""Ray Serve opens a port for each replica, on all interfaces: on one machine loopback is enough.
+"""Ray Serve opens a port for each replica on all interfaces; on one machine loopback is enough.
 
-No option says so in Ray 2.60, so that the function which opens it is replaced, in the replica's
-process and before it is called. Where it is gone, the log says that the port is open to others; it
-wants Ray's token all the same.
+Ray 2.60 has no option for it, so the function that opens the port is replaced in the replica's
+process before it is called. If that function is missing, the log says that the port is open to
+others; it requires Ray's token all the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 VARIABLE = "NANOACTOR_RAY_LOOPBACK"
-"""Set in the processes of a Ray that was started for one machine."""
+"""Variable set in the processes of a Ray that was started for one machine."""
 
 log = logging.getLogger("nanoactor.ray")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class ReplicaGone(Exception):
-    """A call names a replica that does not serve any more."""
+    """A call names a replica that no longer serves."""
 
 
 class Members:
@@ -31,7 +31,7 @@ class Members:
             self._watchers.append((asyncio.get_running_loop(), changed))
 
     def tell(self, names: frozenset[str]) -> None:
-        """They are these now; from any thread."""
+        """Set the members; callable from any thread."""
         with self._lock:
             if names == self._now:
                 return
@@ -43,4 +43,4 @@ class Members:
 
 
 MEMBERS = Members()
-"""Of the engines' deployment: a process is the ingress of one."""
+"""Members of the engines' deployment: a process is the ingress of one."""

@@ -26,7 +26,7 @@ class FleetConfig:
     """The address of a Ray cluster to join, or "auto" for the one of this machine. Default: start
     a Ray of our own, for this machine alone, and end it with the server."""
     ingresses: int | None = None
-    """Servers in front of the engines, one on a node. Default: as many as there are nodes."""
+    """Number of servers in front of the engines, one per node. Default: the number of nodes."""
     cpus_per_replica: float = 1.0
     """CPUs that Ray sets aside for each replica's processes."""
     silence_timeout: float = SILENCE
@@ -36,7 +36,7 @@ class FleetConfig:
     """Seconds between two reports of a replica on running streams: each costs CPU, and longer
     intervals make text arrive in larger pieces. First tokens and ends are reported at once."""
     target_waiting_tokens: int = 20_000
-    """Prompt tokens that may wait on a replica before there should be another (`max_replicas`)."""
+    """Prompt tokens that may wait on a replica before another is needed (`max_replicas`)."""
 
     def __post_init__(self) -> None:
         """Validate every option."""

@@ -24,8 +24,8 @@ _EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound 
 
 
 async def beside_proxy(config: ServerConfig) -> ServerConfig:
-    """Return the configuration with the first port, from its own on, that no proxy of Ray Serve's
-    has. Raises `InvalidConfig` where there is none among the next."""
+    """Return the configuration with the first port, from its own on, that no Ray Serve proxy uses.
+    Raises `InvalidConfig` if there is none among the next."""
     for port in range(config.port, min(config.port + _TRIES, 1 << 16)):
         if port and await _is_proxys(config.host, port):
             continue

@@ -34,7 +34,7 @@ class ByName(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the one that the call names. A call to one that is gone fails at once."""
+        """Return the replica that the call names. A call to one that is gone fails at once."""
         if pending_request is None:
             return [candidate_replicas]
         from nanoactor.ray_serve.members import ReplicaGone

@@ -1,4 +1,4 @@
-"""The number of replicas: all of them together say how many their load is worth."""
+"""The number of replicas: the sum of what their loads require."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 _FULL = 0.8
-"""Share of a replica that may be in use before there should be another."""
+"""Share of a replica that may be in use before another is needed."""
 
 
 def by_demand(context: Any) -> tuple[int, dict[str, Any]]:
-    """Return a number for Ray Serve, between the bounds that were given."""
+    """Return a number of replicas for Ray Serve, within the configured bounds."""
     reported = context.aggregated_metrics.get("demand", {})
     wanted = wanted_replicas(sum(reported.values()))
     least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas

@@ -1,4 +1,4 @@
-"""The start of a replica on cores that others serve from: it takes half of them until it is ready.
+"""Start of a replica on cores that others serve from: it uses half of them until it is ready.
 
 Priorities would be simpler, but an unprivileged process cannot raise its own again.
 """
@@ -15,8 +15,8 @@ from nanoactor.runner.threads import CORES_VARIABLE
 
 @contextlib.contextmanager
 def half_of_the_cores() -> Iterator[None]:
-    """Keep this process, and those that it starts meanwhile, to half of the cores that it may use;
-    give them all back at the end. Runners choose their threads by all of them."""
+    """Restrict this process, and those it starts meanwhile, to half of its allowed cores; restore
+    all of them at the end. Runners choose their threads by all of them."""
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
         yield

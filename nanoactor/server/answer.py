@@ -1,4 +1,4 @@
-"""An answer under way: its requests to the engine, what they bring, and how an API writes it."""
+"""An answer in progress: its engine requests, their outputs, and how an API writes it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Answer:
         self.choices: Sequence[Choice] = ()
         self.cached = 0
         self.each = body.n or 1
-        """Choices of each request."""
+        """Number of choices of each request."""
         self.prompt_logprobs: list[Any] | None = None
-        """Of a conversation, which has one prompt."""
+        """Prompt log-probabilities of a conversation, which has one prompt."""
         self.reasons: list[str | None] = [None] * (len(requests) * self.each)
         """Finish reason of each choice, once it has finished."""
         self.told = [0] * (len(requests) * self.each)
@@ -55,7 +55,7 @@ class Answer:
         self._unsent: list[list[int]] = [[] for _ in self.told]
         """Token ids that no delta has carried yet."""
         self.is_complete = False
-        """Whether its last request has come to its end."""
+        """Whether its last request has finished."""
 
     def said(self, number: int, completion: CompletionOutput) -> int:
         """Return the number of new tokens sent to the client."""
@@ -120,12 +120,12 @@ class Answer:
 
     @property
     def is_chat(self) -> bool:
-        """Return True if it continues a conversation."""
+        """Return True if this is a chat completion."""
         return isinstance(self.body, ChatRequest)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Return the number of tokens in all prompts."""
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     @property
@@ -135,28 +135,28 @@ class Answer:
 
 
 class AnswerWriter(Protocol):
-    """Writes an answer in the shapes of one API, as events of a stream or as a whole."""
+    """Writer of an answer in the format of one API, as events of a stream or as a whole."""
 
     ping: bytes
-    """An event that says nothing, to keep a connection open; empty where the API has none."""
+    """An empty event that keeps a connection open; empty if the API has none."""
 
     def begin(self, deltas: list[Delta]) -> bytes:
-        """Return the events with which a stream begins; `deltas` are those of its choices."""
+        """Return the first events of a stream; `deltas` are those of its choices."""
 
     def push(self, deltas: list[Delta]) -> bytes:
-        """Take what is new; return its events."""
+        """Process deltas; return their events."""
 
     def take(self, deltas: list[Delta]) -> None:
-        """Take what is new of an answer that is not streamed."""
+        """Process deltas of an answer that is not streamed."""
 
     def end(self) -> bytes:
-        """Return the events of an answer that is complete."""
+        """Return the final events of a complete answer."""
 
     def error(self, problem: APIError) -> bytes:
-        """Return the events with which a stream ends that is broken off."""
+        """Return the final events of an aborted stream."""
 
     def whole(self) -> dict[str, Any]:
-        """Return the answer, of which `take` has taken everything."""
+        """Return the whole answer, after `take` has processed all deltas."""
 
 
 class CompletionWriter:
@@ -179,7 +179,7 @@ class CompletionWriter:
         self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if chat else {})
 
     def begin(self, deltas: list[Delta]) -> bytes:
-        """Return the speaker, or a prompt that is echoed."""
+        """Return the role, or an echoed prompt."""
         prompt = {}
         if self._answer.is_chat and self._answer.token_ids is not None:
             prompt["prompt_token_ids"] = [*self._answer.requests[0].prompt_token_ids]
@@ -190,7 +190,7 @@ class CompletionWriter:
         return b"".join([self._chunk([delta]) for delta in deltas])
 
     def take(self, deltas: list[Delta]) -> None:
-        """Do nothing: the choices keep what they make."""
+        """Do nothing: the choices keep their own output."""
 
     def _chunk(self, choices: list[Delta], usage: Any = None, **more: Any) -> bytes:
         value = {**self._chunk_head, "choices": choices, **more}
@@ -201,16 +201,16 @@ class CompletionWriter:
         return event(value | {"usage": usage} if self._tells_usage else value)
 
     def end(self) -> bytes:
-        """Return the usage, if it was asked for, and the mark that all has come."""
+        """Return the usage, if requested, and the end-of-stream mark."""
         usage = self._chunk([], self._usage()) if self._tells_usage else b""
         return usage + _DONE
 
     def error(self, problem: APIError) -> bytes:
-        """Return the error in the place of the mark."""
+        """Return the error in place of the end mark."""
         return event(problem.body)
 
     def _usage(self) -> dict[str, Any]:
-        """Return the tokens of all choices; of one choice its times, too."""
+        """Return the tokens of all choices, and the times if there is only one."""
         answer = self._answer
         details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": answer.cached}}
         if answer.is_chat:
@@ -248,9 +248,9 @@ def _usage(prompt: int, completion: int) -> dict[str, Any]:
 
 
 def _times(metrics: RequestMetrics) -> dict[str, float]:
-    """Return for how long a request waited, read its prompt and generated, in seconds.
+    """Return the times that a request spent waiting, on its prompt and generating, in seconds.
 
-    Under the names that Groq's API gives them; none where it has got no token.
+    Named as in Groq's API; empty if the request has got no token.
     """
     began, first = metrics.first_scheduled_time, metrics.first_token_time
     if began is None or first is None:

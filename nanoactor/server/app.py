@@ -1,4 +1,4 @@
-"""The server put together: the engine, the text service, the monitor, and the routes to them."""
+"""The server assembled: the engine, the text service, the monitor and their routes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ log = logging.getLogger("nanoactor.server")
 
 _BACKLOG = 4096
 _DIVISIBLE = 16
-"""Requests in a queue that is shared among clients."""
+"""Minimum length of a queue that is shared among clients."""
 _PICTURES_BYTES = 64 << 20
-"""What the pictures of a request may take in its body."""
+"""Body bytes that a request's pictures may take."""
 _STORED = "{id:(?!input_tokens|compact)[^/]+}"
 """The id of a response, in a path: no other route of the API."""
 _REPLY_SECONDS = 2.0
-"""How long the last answers may take to leave."""
+"""Seconds that the last answers may take to be sent."""
 
 
 _HANDSHAKE = 10.0
@@ -87,7 +87,7 @@ class Server:
             limits = render_options(llm.config, llm.files)
             reserved = llm.files.placeholders
             self._texts = TextService(llm.files.tokenizer_directory, longest, limits, reserved)
-        # Text may be escaped, token ids are written out: both take more than the prompt itself.
+        # Text may be escaped and token ids written out: both take more than the prompt itself.
         sees = llm.files.images is not None
         largest = config.max_body_bytes or longest + (1 << 20) + sees * _PICTURES_BYTES
         decoder = Decoder(config.strict, sees, self._template_members)
@@ -177,8 +177,8 @@ class Server:
         return routes
 
     async def start(self) -> None:
-        """Start the engine, then listen. Raises what the engine raises, and `OSError` where the
-        address cannot be had; nothing is left running then."""
+        """Start the engine, then listen. Raises the engine's errors, and `OSError` if the address
+        is not available; nothing is left running then."""
         security = tls(self.config)
         listener = listen(self.config, self._reuse_port)
         self.port = 0 if self.config.uds is not None else listener.getsockname()[1]
@@ -216,7 +216,7 @@ class Server:
         `drain_timeout` are aborted."""
         self._http.draining = True
         if self._reuse_port and self._listening is not None:
-            self._listening.close()  # new connections are for the others on this port
+            self._listening.close()  # new connections go to the others on this port
         log.info("shutting down: %d requests under way", self._http.at_work)
         if not await self._http.idle(self.config.drain_timeout):
             log.warning("%d answers are broken off", self._completions.live)
@@ -224,7 +224,7 @@ class Server:
             await self._http.idle(_REPLY_SECONDS)
 
     async def stop(self) -> None:
-        """Drain, then end everything."""
+        """Drain, then stop everything."""
         try:
             await self.drain()
         finally:
@@ -235,7 +235,7 @@ class Server:
 
 
 async def _nothing() -> None:
-    """There is nothing to start."""
+    """Do nothing: there is nothing to start."""
 
 
 def _fair_share(config: EngineConfig) -> int:
@@ -259,7 +259,7 @@ def _lifetime(
 
 
 def raise_descriptor_limit() -> None:
-    """As many descriptors as this process may have: each connection takes one."""
+    """Raise the soft limit of open descriptors to the hard one: each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

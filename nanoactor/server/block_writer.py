@@ -21,8 +21,8 @@ def encode(event: Event) -> bytes:
 
 
 class BlockWriter(abc.ABC):
-    """Turns a chat's deltas into blocks, one after the other. A writer of an API says how a block
-    begins, grows and ends."""
+    """Turns a chat's deltas into blocks, one after the other. The writer of each API defines how a
+    block starts, grows and ends."""
 
     ping = b""
 
@@ -45,7 +45,7 @@ class BlockWriter(abc.ABC):
 
     @abc.abstractmethod
     def opened(self, kind: str) -> list[Event]:
-        """Return the events with which the last block begins."""
+        """Return the events that start the last block."""
 
     @abc.abstractmethod
     def grown(self, kind: str, text: str) -> list[Event]:
@@ -60,11 +60,11 @@ class BlockWriter(abc.ABC):
         """Take log-probabilities, before the pieces that these tokens make."""
 
     def push(self, deltas: list[Delta]) -> bytes:
-        """Take what is new; return its events."""
+        """Process deltas; return their events."""
         return self.encoded(self._events(deltas))
 
     def take(self, deltas: list[Delta]) -> None:
-        """Take what is new of an answer that is not streamed."""
+        """Process deltas of an answer that is not streamed."""
         self._events(deltas)
 
     def close(self) -> list[Event]:
@@ -89,7 +89,7 @@ class BlockWriter(abc.ABC):
         return events
 
     def _add(self, kind: str, text: str) -> list[Event]:
-        """Add text to a block of this kind, which is begun unless it is open."""
+        """Add text to a block of this kind, opening one if needed."""
         begin = [] if self._open and self._kind == kind else self._begin(kind, {})
         self._texts.append(text)
         return [*begin, *self.grown(kind, text)]
@@ -109,8 +109,8 @@ class BlockWriter(abc.ABC):
 
 
 def parsed_arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a call as an object that JSON can write; None where they are none:
-    broken off in the midst, say. Halves of characters are replaced."""
+    """Return the arguments of a call as an object that JSON can write; None if they are not one,
+    for instance if cut off. Halves of characters are replaced."""
     try:
         value = json.loads(text or "{}", strict=False, parse_constant=_refuse)
         msgspec.json.encode(value := _writable(value))

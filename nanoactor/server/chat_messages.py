@@ -182,7 +182,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 async def load_pictures(messages: Sequence[dict[str, Any]], loader: MediaLoader) -> None:
-    """Put the bytes of pictures where their URLs are. Raises `InvalidRequest`."""
+    """Replace picture URLs by the pictures' bytes. Raises `InvalidRequest`."""
     pictures = [
         part
         for message in messages

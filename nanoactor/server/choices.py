@@ -23,7 +23,7 @@ class TextChoice:
     def __init__(
         self, index: int, echo: str = "", logprobs: TextLogprobs | None = None, mute: bool = False
     ) -> None:
-        """`echo`: the prompt, if it is to precede the completion; `mute`: no completion is."""
+        """`echo`: the prompt, if the completion starts with it; `mute`: omit the output itself."""
         self._index = index
         self._echo = echo
         self.logprobs = logprobs

@@ -24,7 +24,7 @@ _FILES = ("vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_fil
 
 
 class CompatRoutes:
-    """Version, probes, `/invocations`, a page of documentation, and what is served on demand:
+    """invocations`/Version, probes, `/invocations`, a page of documentation, and optional routes:
     `/tokenizer_info`, and control of the engine."""
 
     def __init__(
@@ -142,7 +142,7 @@ class CompatRoutes:
         return json_response({"success": await self._engine().reset_prefix_cache()})
 
     async def pause(self, request: web.Request) -> web.StreamResponse:
-        """`POST /pause?mode=keep`: requests wait where they are until `/resume`."""
+        """`POST /pause?mode=keep`: suspend requests until `/resume`."""
         mode = request.query.get("mode", "")
         if mode != "keep":
             raise invalid(

@@ -1,4 +1,4 @@
-"""`/v1/completions`, and chats, which come by three APIs: requests to the engine and answers."""
+"""`/v1/completions`, and chats of three APIs: engine requests and their answers."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ _STREAM = {
     "X-Accel-Buffering": "no",
 }
 _GONE = (asyncio.CancelledError, ConnectionError)
-"""Raised where a client has left."""
+"""Raised if a client has disconnected."""
 Send = Callable[[list[Delta]], Awaitable[None]]
-"""Takes new members of an answer's choices on to the client."""
+"""Sends new members of an answer's choices to the client."""
 MakeWriter = Callable[[Answer], AnswerWriter]
 
 
@@ -88,9 +88,9 @@ class Completions:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
-        """`texts` is None where the engine has no tokenizer; `separate_reasoning` is what requests
-        want that do not say; `most_answers` may one client have under way; `caps`: `max_tokens` is
-        lowered where the context leaves less room, instead of refused."""
+        """`texts` is None if the engine has no tokenizer; `separate_reasoning`: default for
+        requests that do not set it; `most_answers`: limit per client; `caps`: `max_tokens` is
+        lowered if the context leaves less room, instead of refused."""
         self._llm = llm
         self._texts = texts
         self._http = http
@@ -102,7 +102,7 @@ class Completions:
         self._turns = Turns()
         self._shares = Shares(most_answers)
         self._live: dict[Answer, Sequence[Request]] = {}
-        """Answers under way, each with its requests to the engine."""
+        """Answers in progress, each with its engine requests."""
 
     # -- the two ways in ------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Completions:
     async def answer_chat(
         self, request: web.Request, body: ChatRequest, make_writer: MakeWriter = CompletionWriter
     ) -> web.StreamResponse:
-        """Answer a chat that came by any API, in its shapes."""
+        """Answer a chat from any API, in its format."""
         template = self._texts.template if self._texts is not None else None
         variables = template.variables if template is not None else ()
         options = template_options(body, variables, self._http.template_defaults)
@@ -203,7 +203,7 @@ class Completions:
     async def _echo_alone(
         self, request: web.Request, body: CompletionRequest, wanted: Sequence[Prompt]
     ) -> web.StreamResponse:
-        """The prompts, and nothing else: the engine is not asked."""
+        """Return only the prompts, without using the engine."""
         sampling_params(_at_least_one(body))
         echoed = [Echoed(await self._token_ids(prompt)) for prompt in wanted]
         answer = Answer(body, echoed)
@@ -221,7 +221,7 @@ class Completions:
         return await self._answer(request, answer, CompletionWriter(answer), finish)
 
     async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
-        """Of a prompt that the model could continue."""
+        """Return the ids of a prompt that the model could continue."""
         if isinstance(prompt, Mapping):
             ids: Sequence[int] = prompt["prompt_token_ids"]
         elif self._texts is None or not isinstance(prompt, str):
@@ -233,7 +233,7 @@ class Completions:
         return ids
 
     async def _echoes(self, wanted: Sequence[Prompt]) -> list[str]:
-        """The prompts as text."""
+        """Return the prompts as text."""
         ids = [prompt["prompt_token_ids"] for prompt in wanted if isinstance(prompt, Mapping)]
         if ids and self._texts is None:
             raise invalid("echo needs a tokenizer, and the engine has none", "echo")
@@ -268,9 +268,9 @@ class Completions:
         make_choices: Callable[[], Awaitable[Sequence[Choice]]],
         how: _How,
     ) -> web.StreamResponse:
-        """Queue the prompts first: whether there is room shows at once, and what the answer still
-        needs to know of them is found out while they wait."""
-        # What is no number of answers is refused as that, not as too many.
+        """Queue the prompts first: whether there is room shows at once, and the rest that the
+        answer needs to know of them is determined while they wait."""
+        # An invalid number of answers is refused as such, not as too many.
         each = SamplingParams(n=1 if body.n is None else body.n).n
         with self._shares.hold(self._http.client_of(request), len(wanted) * each):
             return await self._answered(request, body, wanted, make_choices, how)
@@ -309,19 +309,20 @@ class Completions:
             self._note_turn(answer, how)
 
     def _note_ends(self, answer: Answer) -> None:
-        """Count the answers by what ended them."""
+        """Count the answers by finish reason."""
         error, gone = sys.exception(), "error"
         if isinstance(error, _GONE):
             gone = "abort"
         elif isinstance(error, Exception):
             problem = error if isinstance(error, APIError) else from_engine(error, frozenset())
             if problem.status < 500:
-                return  # what is refused is no answer
+                return  # a refused request is no answer
         for reason in answer.reasons:
             self._metrics.success.labels(reason or gone).inc()
 
     def _note_turn(self, answer: Answer, how: _How) -> None:
-        """Count the tokens of the turn before that the cache held, if an answer is complete."""
+        """Record how many tokens of the previous turn were reused and recomputed, if an answer is
+        complete."""
         if how.messages and answer.is_complete:
             size: int = self._llm.facts["block_size"]
             counted = self._turns.add(
@@ -350,7 +351,7 @@ class Completions:
         writer: AnswerWriter,
         read: Callable[[Send], Awaitable[None]],
     ) -> web.StreamResponse:
-        """Send what `read` brings, as it comes or at once."""
+        """Send the output of `read`, streamed or at once."""
         # First, so that what cannot be written is still reported by the HTTP status.
         begin = writer.begin([delta for choice in answer.choices for delta in choice.begin()])
         if answer.streamed:
@@ -369,7 +370,7 @@ class Completions:
         begin: bytes,
         read: Callable[[Send], Awaitable[None]],
     ) -> web.StreamResponse:
-        """As server-sent events; from its head on errors can only be events."""
+        """Send server-sent events; once the headers are sent, errors can only be events."""
         context, response = context_of(request), web.StreamResponse(headers=_STREAM)
         await response.prepare(request)
 
@@ -382,7 +383,7 @@ class Completions:
         except ConnectionError:
             raise
         except Exception as error:
-            # It takes the place of the mark by which clients know that all has come.
+            # It replaces the mark by which clients recognize the end.
             problem = context.explain(error)
             last = writer.error(problem)
             context.broken_off = True
@@ -426,7 +427,7 @@ class Completions:
         return len(self._live)
 
     def break_off(self) -> None:
-        """End all that is under way: each client reads an error."""
+        """Abort all running answers: each client reads an error."""
         for requests in self._live.values():
             for request in requests:
                 request.close()
@@ -440,7 +441,7 @@ async def _send(writer: AnswerWriter, write: Write, deltas: list[Delta]) -> None
 
 
 def _at_least_one(body: CompletionRequest) -> CompletionRequest:
-    """The same for the engine, which has no requests for nothing: what it says is left out."""
+    """Return the body for the engine, which cannot generate 0 tokens; the output is dropped."""
     return msgspec.structs.replace(body, max_tokens=1, min_tokens=None)
 
 
@@ -453,4 +454,4 @@ class _How:
     constraint: Constraint | None = None
     writer: MakeWriter = CompletionWriter
     messages: Sequence[Any] = ()
-    """Those of a chat, without its pictures."""
+    """Messages of a chat, without its pictures."""

@@ -32,7 +32,7 @@ class ServerConfig:
     ssl_certfile: str | None = None
     """A TLS certificate in PEM, with its chain; if set, the server accepts only HTTPS."""
     served_model_name: str | Sequence[str] | None = None
-    """The names by which clients call the model; answers and figures have the first. Default: the
+    """The names by which clients call the model; answers and figures use the first. Default: the
     name it was started with."""
     api_keys: tuple[str, ...] = ()
     """A key that callers must send. If any key is set, all routes except /live and /ready require
@@ -58,15 +58,15 @@ class ServerConfig:
     """Variables of the chat template for requests that do not set them: {"enable_thinking":
     false}."""
     drop_volatile_lines: bool = True
-    """Leave lines out of system texts that a coding agent changes with every request, so that its
-    conversation stays in the prefix cache; on /v1/messages alone (docs/server.md lists them)."""
+    """Drop lines of system texts that a coding agent changes with every request, so that its
+    conversation stays in the prefix cache; only on /v1/messages (docs/server.md lists them)."""
     max_body_bytes: int | None = None
     """The longest body of a request. Default: what the longest prompt can take."""
     max_answers_per_client: int | None = None
-    """Answers that one client may have under way, by its API key, or by its address where no keys
-    are set. Default: max_num_seqs, and half of max_waiting_requests."""
+    """Answers that one client may have in progress, by its API key, or by its address without keys.
+    Default: max_num_seqs, and half of max_waiting_requests."""
     max_connections: int = 10_000
-    """Connections at once; further ones get 503."""
+    """Maximum number of connections; further ones get 503."""
     drain_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
     idle_timeout: float = 75.0
@@ -74,11 +74,11 @@ class ServerConfig:
     body_timeout: float = 30.0
     """Seconds that a request's body may take."""
     send_timeout: float = 60.0
-    """Seconds that a client may leave unread what it was sent."""
+    """Seconds that a client may leave sent data unread."""
     access_log: bool = True
     """Write a line for each request."""
     disable_access_log_for_endpoints: str | None = None
-    """Paths of which no line is written, with commas between them: /health,/metrics."""
+    """Comma-separated paths that are not logged: /health,/metrics."""
     log_level: str | None = None
     """"debug", "info", "warning" or "error": of the server's log, the access log included."""
     vllm_metrics: bool = False
@@ -107,7 +107,7 @@ class ServerConfig:
                 raise InvalidConfig("an API key must be printable ASCII without spaces")
 
     def _check_names(self) -> None:
-        """Check names of the model, and the two paths."""
+        """Check the model's names, and the two paths."""
         given = self.served_model_name
         names = (given,) if isinstance(given, str) else tuple(given or ())
         if not all(isinstance(name, str) and name for name in names):

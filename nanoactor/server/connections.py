@@ -1,4 +1,4 @@
-"""Connections: how many there may be, and which are hung up on."""
+"""Connections: their number, and which ones are closed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nanoactor.server.context import context_of, json_response
 from nanoactor.server.errors import RETRY_AFTER, APIError, unavailable
 
 _LONGEST_FAULT = 200
-"""Characters of what a parser says."""
+"""Maximum characters of a parser's message."""
 _LINGER = 2.0
 """Seconds for which the rest of a refused body is read, so that its sender can read the answer."""
 
 Note = Callable[[web.BaseRequest, int, float], None]
-"""Takes a request, the status of its answer, and the seconds that it took."""
+"""Called with a request, the status of its answer and its duration in seconds."""
 
 
 def acceptor(
@@ -53,7 +53,7 @@ class Connection(web.RequestHandler):
         super().__init__(server, **options)
         self._note = note
         self.stalled = False
-        """Whether it has ended as its client did not read what it was sent."""
+        """Whether it was closed because its client did not read sent data."""
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Report a client that disconnects without having read its response."""
@@ -86,7 +86,7 @@ class Connection(web.RequestHandler):
 
 
 def malformed(error: BaseException | None, status: int = 400) -> APIError:
-    """Say what is wrong with what is no request."""
+    """Return the error for bytes that are not an HTTP request."""
     said = error.message if isinstance(error, HttpProcessingError) else str(error or "")
     told = said.strip().partition("\n")[0].rstrip(":")
     if isinstance(error, LineTooLong):
@@ -103,10 +103,10 @@ def malformed(error: BaseException | None, status: int = 400) -> APIError:
 
 
 class _Refusal(asyncio.Protocol):
-    """A connection too many."""
+    """A connection beyond the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Say so, and hang up."""
+        """Report it and close the connection."""
         transport = cast("asyncio.Transport", transport)  # uvloop's is none by name
         body = msgspec.json.encode(unavailable("too many connections").body)
         head = (

@@ -1,4 +1,4 @@
-"""The context of a request, besides what it asks for, and answers in JSON."""
+"""Context of a request besides its body, and answers in JSON."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class RequestContext:
-    """Goes with a request through the server, and says in the log what came of it."""
+    """State of a request on its way through the server, and its outcome for the log."""
 
     def __init__(self, request: web.BaseRequest) -> None:
         given = request.headers.get("x-request-id", "")
         self.id = given if _ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
         self.path = _canonical(request.path)
         self.headers = {"x-request-id": self.id, "Server": "nanoactor"}
-        """Of the answer, whatever it is."""
+        """Headers of the answer, whatever it is."""
         self.fields: frozenset[str] = frozenset()
-        """The parameters that its kind of request has."""
+        """Parameters of this kind of request."""
         self.names: Mapping[str, str] = {}
-        """By the names of a chat's fields: those of its API, where it is another."""
+        """Field names in the request's API, by those of a chat, if they differ."""
         self.note = ""
-        """For the log: what came of it."""
+        """The outcome, for the log."""
         self.broken_off = False
-        """Whether its answer ended with an error after it had begun."""
+        """Whether its answer ended with an error after it had started."""
 
     def is_below(self, root: str) -> None:
-        """Take the part of the path that is a proxy's out of it."""
+        """Remove a proxy's prefix from the path."""
         if root and (self.path == root or self.path.startswith(f"{root}/")):
             self.path = _canonical(self.path.removeprefix(root))
 
@@ -62,7 +62,7 @@ class RequestContext:
         return problem
 
     def error_body(self, problem: APIError) -> Any:
-        """Return the body of an answer that is an error, in the shape of its API."""
+        """Return the body of an error response, in the format of its API."""
         if self.path.startswith("/v1/messages"):
             return error_body(problem, self.id)
         return problem.body
@@ -74,7 +74,7 @@ CURRENT_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request id", d
 
 
 def context_of(request: web.BaseRequest) -> RequestContext:
-    """Return the context of a request, which is made when it is first asked for."""
+    """Return the context of a request, creating it on first use."""
     if _CONTEXT not in request:
         request[_CONTEXT] = made = RequestContext(request)
         CURRENT_ID.set(made.id)
@@ -96,4 +96,4 @@ def answer_as_http1(request: web.BaseRequest) -> None:
 
 
 json_response = functools.partial(web.json_bytes_response, dumps=msgspec.json.encode)
-"""Makes an answer in JSON of a value, and perhaps a `status` and `headers`."""
+"""Makes a JSON response from a value, with optional `status` and `headers`."""

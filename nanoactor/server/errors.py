@@ -20,9 +20,9 @@ from nanoactor.errors import (
 from nanoactor.runtime.errors import NodeDied, NodeStalled
 
 RETRY_AFTER = "1"
-"""Seconds until another try is worth it: a queue that is full now moves within steps."""
+"""Seconds until a retry makes sense: a full queue moves within steps."""
 _LONGEST = 2000
-"""Characters of a message: some quote what was sent."""
+"""Maximum characters of a message: some quote the request."""
 # At the ends of what the decoder says: between them it may quote a client.
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.([A-Za-z_][\w.\[\]]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`(?: - at `\$\.?([^`]*)`)?$", re.DOTALL)
@@ -44,7 +44,7 @@ class Error(Struct):
 
 
 class APIError(Exception):
-    """An answer other than the one that was asked for."""
+    """An answer other than the requested one."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class APIError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`param` names the field of the request that is wrong, `code` what programs look for."""
+        """`param` names the wrong field of the request; `code` is for programs."""
         super().__init__(message)
         self.status = status
         self.message = message[:_LONGEST]
@@ -73,12 +73,12 @@ class APIError(Exception):
 
 
 def invalid(message: str, param: str | None = None) -> APIError:
-    """The request cannot be served as it is."""
+    """Return an error for a request that cannot be served as it is."""
     return APIError(400, message, param=param)
 
 
 def unavailable(message: str) -> APIError:
-    """Not now, or not here any more."""
+    """Return an error for a request that cannot be served now, or no longer here."""
     return APIError(503, message, headers={"Retry-After": RETRY_AFTER})
 
 
@@ -106,8 +106,8 @@ _TOO_LONG = re.compile(
 
 
 def death_for_clients(error: BaseException) -> str:
-    """Say that the engine has died, without what is none of a client's business: only the log has
-    an exception's words, which may name files."""
+    """Report that the engine has died, without details: exceptions may name files, so their text
+    only goes to the log."""
     cause = error.__cause__
     if cause is None or isinstance(cause, NodeDied | NodeStalled):
         return str(error)
@@ -122,7 +122,7 @@ def from_engine(error: Exception, names: frozenset[str]) -> APIError:
         return APIError(503, death_for_clients(error), code="engine_dead")
     if isinstance(error, OutOfResources):
         return APIError(503, str(error), code="out_of_resources", headers=_LATER)
-    if isinstance(error, PoisonRequest):  # a status that clients do not try again
+    if isinstance(error, PoisonRequest):  # a status that clients do not retry
         return APIError(422, str(error), code="poison_request")
     if isinstance(error, ComputationFailed):
         return APIError(500, str(error), code="computation_failed")
@@ -139,7 +139,7 @@ def from_engine(error: Exception, names: frozenset[str]) -> APIError:
 
 
 def renamed(problem: APIError, names: Mapping[str, str]) -> APIError:
-    """Return an error that names the fields of another API, where it names one of a chat's."""
+    """Return an error with a chat's field names replaced by those of another API."""
     for ours, theirs in names.items():
         if re.match(rf"{re.escape(ours)}\b", problem.message):
             problem.message = theirs + problem.message.removeprefix(ours)
@@ -154,7 +154,7 @@ def _too_deep() -> APIError:
 
 
 def from_decoding(error: Exception) -> APIError:
-    """A body that is no JSON, or not what is expected."""
+    """Return an error for a body that is not JSON, or not as expected."""
     if isinstance(error, RecursionError):
         return _too_deep()
     if isinstance(error, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Is the engine getting on? Judged by the age of each actor's latest step while work is pending."""
+"""Engine health, judged by the age of each actor's latest step while work is pending."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Health:
     status: str
     """"ok", "recovering", "stalled" or "dead"."""
     culprit: str
-    """The actor that lags most, where there is one."""
+    """The most lagging actor, if any."""
     work_pending: bool
     step_age: float | None
-    """Seconds since the latest completed step, or since there is work if that is later; None
-    where nothing is pending."""
+    """Seconds since the latest completed step, or since work arrived if that is later; None if
+    nothing is pending."""
     actors: Mapping[str, Mapping[str, float | None]]
     """By actor: the age of its latest step, and of its latest sign of life."""
 
@@ -46,7 +46,7 @@ def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float
     scheduler = figures.get("scheduler", {})
     since, told_at = (int(scheduler.get(name, 0)) for name in ("live_since", "tokens_at"))
     pending = bool(since) or bool(figures.get("frontend", {}).get("entries", 0))
-    if scheduler.get("paused"):  # nothing is late that is not to happen
+    if scheduler.get("paused"):  # nothing is late if it is not supposed to happen
         since, pending = 0, False
     actors: dict[str, dict[str, float | None]] = {}
     lags: dict[str, float] = {}
@@ -79,10 +79,10 @@ def _culprit(
 
 
 def recovering(victims: str, seconds: float) -> Health:
-    """Processes have died, and are replaced; requests wait."""
+    """Return the health while dead processes are replaced; requests wait."""
     return Health("recovering", victims, True, seconds, {})
 
 
 def dead(reason: str) -> Health:
-    """The engine has died."""
+    """Return the health of a dead engine."""
     return Health("dead", reason, True, None, {})

@@ -29,12 +29,12 @@ from nanoactor.server.responses.request import ResponsesRequest
 access_log = logging.getLogger("nanoactor.access")
 
 OPEN_PATHS = ("/live", "/ready", "/favicon.ico")
-"""What probes may see without a key, and what browsers ask for by themselves."""
+"""Paths that probes may see without a key, and that browsers request by themselves."""
 _QUIET = (*OPEN_PATHS, "/health", "/metrics", "/activity")
-"""What is asked for again and again, by machines."""
+"""Paths that machines request again and again."""
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|\d+\.\d+\.\d+\.\d+|localhost|[\w.-]+\.localhost)(:\d+)?")
 _NEAR = 0.85
-"""How alike a path must be to one that exists to be taken for it."""
+"""Minimum similarity of an unknown path to an existing one to be taken for it."""
 _NOT_SERVED = {
     "/embed": "vectors are at /v1/embeddings",
     "/pooling": "vectors are at /v1/embeddings, scores at /score",
@@ -50,9 +50,9 @@ _NOT_SERVED = {
     "/api/": "Ollama's API is not served; OpenAI's is, at /v1/chat/completions",
     "/generate": "text is generated at /v1/completions and /v1/chat/completions",
 }
-"""By a part of a path: what clients of other servers look for there, and what is here instead."""
+"""By a part of a path: hint for clients that look there for another server's feature."""
 _MANY_BODIES = 64
-"""How many bodies of the largest size may be on their way at once."""
+"""Number of bodies of the largest size that may be in transit at once."""
 _SMALL_BODY = 1 << 16
 _GONE = 499
 """As nginx writes it: the client has gone away."""
@@ -60,13 +60,13 @@ _OUTCOMES = {429: "overloaded", _GONE: "client_gone", 503: "unavailable"}
 
 _BODY = web.RequestKey("body", bytes)
 Routes = Mapping[str, tuple[str, Handler]]
-"""By path: its method and what answers it."""
+"""By path: its methods and handler."""
 B = TypeVar("B", bound=Struct)
 _GENERATES = (CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest)
 
 
 class HttpFrontend:
-    """Takes requests to their handlers, and makes errors of theirs answers."""
+    """Passes requests to their handlers, and turns their errors into responses."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class HttpFrontend:
         metrics: Metrics,
         decoder: Decoder,
     ) -> None:
-        """`names`: what clients call the model; `metrics` count its requests; `decoder` reads their
+        """`names`: the model's names for clients; `metrics` counts the requests; `decoder` reads
         bodies."""
         self._config = config
         self._names = names
@@ -89,13 +89,13 @@ class HttpFrontend:
         self._body_room = _MANY_BODIES * max_body_bytes
         self._paths: list[str] = []
         self._places = dict.fromkeys(("", config.root_path))
-        """A proxy may pass its own part of a path on, or leave it out."""
+        """A proxy may keep its own part of a path, or remove it."""
         quiet = (config.disable_access_log_for_endpoints or "").split(",")
         self._unlogged = {path.strip() for path in quiet}
         self.draining = False
         """Whether new work is refused."""
         self.at_work = 0
-        """How many requests that are work are under way, from their heads on."""
+        """Number of running requests that count as work, from their headers on."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -114,7 +114,7 @@ class HttpFrontend:
         return app
 
     async def idle(self, seconds: float) -> bool:
-        """Wait until no work is under way; False where that takes longer."""
+        """Wait until no work is running; return False on timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
@@ -124,7 +124,7 @@ class HttpFrontend:
 
     @web.middleware
     async def _account(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Count a request, and write down what came of it."""
+        """Count a request and log its outcome."""
         context_of(request).is_below(self._config.root_path)
         begin, status = time.monotonic(), _GONE
         is_work = int(request.method == "POST")
@@ -146,7 +146,7 @@ class HttpFrontend:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Make an answer of an error; one that leaves a body unread ends the connection."""
+        """Convert an error to a response; one that leaves a body unread closes the connection."""
         context = context_of(request)
         try:
             return await handler(request)
@@ -254,7 +254,7 @@ class HttpFrontend:
     # -- the log --------------------------------------------------------------------------
 
     def note(self, request: web.BaseRequest, status: int, seconds: float) -> None:
-        """Count a request and write it down."""
+        """Count and log a request."""
         context = context_of(request)
         outcome = _OUTCOMES.get(status) or ("ok" if status < 400 else f"{status // 100}xx")
         path = context.path if context.path in self._paths else "other"
@@ -277,7 +277,7 @@ class HttpFrontend:
     # -- bodies ---------------------------------------------------------------------------
 
     async def read(self, request: web.Request, kind: type[B]) -> B:
-        """Read a body of this kind; `APIError` says what is wrong with it."""
+        """Read a body of this kind; raise `APIError` if it is invalid."""
         body = self.decoder.decode(kind, await self.body(request))
         context = context_of(request)
         context.fields = frozenset(kind.__struct_fields__)
@@ -290,8 +290,8 @@ class HttpFrontend:
         return body
 
     async def body(self, request: web.Request) -> bytes:
-        """The whole body of a request that must be JSON; `APIError` where it is not, is too long,
-        or takes too long. A second call returns it again."""
+        """Return the whole body of a request that must be JSON; raise `APIError` if it is not, is
+        too long, or takes too long. A second call returns it again."""
         known: bytes | None = request.get(_BODY)
         if known is not None:
             return known
@@ -323,7 +323,7 @@ class HttpFrontend:
         return body
 
     async def _read(self, request: web.Request) -> bytes:
-        """All of it. What has come of large bodies is bounded together; small ones always pass."""
+        """Read all of it. Large bodies in transit share a limit; small ones always pass."""
         body = bytearray()
         held = 0
         try:
@@ -345,4 +345,4 @@ class HttpFrontend:
 
 
 async def _expect_later(request: web.Request) -> None:
-    """A body is asked for (`Expect: 100-continue`) only where its head is accepted."""
+    """Request a body (`Expect: 100-continue`) only if its headers are accepted."""

@@ -30,7 +30,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class _ObjectEnd:
-    """Finds where an object ends, text by text."""
+    """Finds the end of an object, text by text."""
 
     def __init__(self, depth: int = 0) -> None:
         """`depth`: how many braces and brackets are open already."""
@@ -60,11 +60,11 @@ class _JsonCalls(SteppedCalls):
     """Finder of JSON objects that are calls; subclasses determine where one may occur."""
 
     def __init__(self, names: Collection[str] = ()) -> None:
-        """`names`: those of the functions; where there are none, any name is one."""
+        """`names`: names of the functions; if empty, any name is one."""
         super().__init__()
         self._names = names
         self._parts: list[str] = []
-        """The candidate so far, where it is held to its end."""
+        """The candidate so far, if it is held to its end."""
         self._end = _ObjectEnd()
         self._step: Callable[[list[Piece]], bool] = self._begin
 
@@ -80,11 +80,11 @@ class _JsonCalls(SteppedCalls):
         """Choose what follows a candidate's end."""
 
     def _mark(self) -> str:
-        """Return the mark before what is held, which will be text if nothing follows."""
+        """Return the mark before the held text, which becomes text if nothing follows."""
         return ""
 
     def _candidate(self, pieces: list[Piece]) -> bool:
-        """Decide whether the object that begins here may be a call."""
+        """Decide whether the object that starts here may be a call."""
         header = _HEADER.match(self._held[:_LONGEST_HEADER])
         if header is not None:
             name = text_of(header[1])

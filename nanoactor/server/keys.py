@@ -29,7 +29,7 @@ class Keys:
         if not self._digests:
             return True
         given = [_digest(_key_in(authorization or "")), _digest((api_key or "").strip())]
-        # All of them, whichever fits.
+        # Compare all of them, whichever matches.
         fits = [hmac.compare_digest(one, known) for one in given for known in self._digests]
         return any(fits)
 

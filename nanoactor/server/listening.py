@@ -14,8 +14,8 @@ from nanoactor.server.config import ServerConfig
 
 
 def listen(config: ServerConfig, reuse_port: bool = False) -> socket.socket:
-    """Return a bound socket: before the model is loaded it is known whether the address can be had.
-    Raises `OSError` where it cannot."""
+    """Return a bound socket, before the model is loaded. Raises `OSError` if the address is not
+    available."""
     if config.uds is not None:
         return _listen_unix(Path(config.uds))
     family, _, _, _, address = socket.getaddrinfo(
@@ -57,7 +57,7 @@ def _remove_dead(path: Path) -> None:
     """Remove the stale socket of a killed server, on which no process listens."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.stat().st_mode):
-            return  # binding says that there is something
+            return  # binding reports the existing file
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             try:
                 probe.connect(str(path))

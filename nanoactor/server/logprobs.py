@@ -45,7 +45,7 @@ class TextLogprobs:
     def add_prompt(
         self, ids: Sequence[int], logprobs: Sequence[Logprobs | None], echo: str
     ) -> None:
-        """Add those of the prompt that the choice begins with."""
+        """Add those of the prompt that the choice starts with."""
         first, starts = self._spans
         for token, told, start in zip(ids, logprobs, starts, strict=True):
             own = Logprob(0.0, bytes=first) if told is None else told[token]

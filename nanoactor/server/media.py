@@ -122,7 +122,7 @@ class MediaLoader:
         return await self._fetch(url)
 
     async def close(self) -> None:
-        """Break off what is being fetched, and leave no connection."""
+        """Abort running fetches, and leave no connection."""
         self._closed = True
         for limit in self._running:
             if not limit.expired():
@@ -239,7 +239,7 @@ class _Rule:
     """An entry of `allowed_domains`."""
 
     host: str
-    """With a dot in front where names below it are meant."""
+    """With a leading dot if it means the names below."""
     port: int | None
 
     @classmethod
@@ -307,7 +307,7 @@ class _Resolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Look up nothing more; what is being looked up ends by itself."""
+        """Start no more lookups; running ones end by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _ask_system(self, host: str, port: int) -> list[str]:
@@ -319,8 +319,8 @@ class _Resolver(AbstractResolver):
 
 
 def _canonical(host: str) -> str:
-    """Return a host as hosts are compared; raise `ValueError` for what is neither a name nor an
-    address in its usual form."""
+    """Return a host in the form used for comparison; raise `ValueError` if it is neither a name nor
+    an address in its usual form."""
     if ":" in host:
         if "%" in host:
             raise ValueError

@@ -1,4 +1,4 @@
-"""Figures for Prometheus: what clients saw, and what the actors say of themselves."""
+"""Figures for Prometheus: latencies that clients saw, and the actors' own figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nanoactor.server.vllm_metrics import under_vllms_names
 disable_created_metrics()  # type: ignore[no-untyped-call]  # counter creation times are not used
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
-"""How answers end."""
+"""Finish reasons of answers."""
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LAGS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
@@ -33,7 +33,7 @@ _TOKENS = tuple(float(1 << power) for power in range(18))
 
 
 class Histogram:
-    """Counts by size. Made for the path of every token: `observe` takes several at once."""
+    """Histogram for the path of every token: `observe` takes several values at once."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         """`bounds`: the upper ones, ascending."""
@@ -49,7 +49,7 @@ class Histogram:
         self._sum += value * times
 
     def family(self) -> Metric:
-        """As Prometheus reads it: cumulative."""
+        """Return the cumulative form that Prometheus reads."""
         edges = [*map(floatToGoString, self._bounds), "+Inf"]
         totals = itertools.accumulate(self._counts)
         buckets = [(edge, float(total)) for edge, total in zip(edges, totals, strict=True)]
@@ -59,8 +59,8 @@ class Histogram:
 
 
 class Timer:
-    """Takes the times of one request, as its tokens came to the server's loop: how fast its client
-    reads them does not count."""
+    """Timer of one request, at the arrival of its tokens on the server's loop: its client's reading
+    speed does not count."""
 
     def __init__(self, metrics: Metrics, times: RequestMetrics) -> None:
         self._metrics = metrics
@@ -102,7 +102,7 @@ class Timer:
             metrics.tpot.observe((self._last - times.first_token_time) / (self._tokens - 1))
 
     def _observe_phases(self, began: float) -> None:
-        """Observe for how long its prompt was computed, and its output."""
+        """Observe the times that its prompt and its output took."""
         metrics, first = self._metrics, self._times.first_token_time
         if first is None:
             return
@@ -190,7 +190,7 @@ class Metrics(Collector):
             "event_loop_lag_seconds", "How late the server's event loop was for a timer.", _LAGS
         )
         self.engine: Callable[[], Iterator[Metric]] = lambda: iter(())
-        """Figures of the engine, as last known."""
+        """Latest known figures of the engine."""
         self._registry.register(self)
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float] = _LATENCY) -> Histogram:
@@ -210,7 +210,7 @@ class Metrics(Collector):
             yield from under_vllms_names([*families, *self.success.collect()], self._model)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         text: bytes = generate_latest(self._registry)
         return text
 

@@ -1,4 +1,4 @@
-"""Looks at the engine twice a second, for /metrics, /health and the page, however many ask."""
+"""Looks at the engine twice a second, for /metrics, /health and the page, whatever the demand."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from nanoactor.server.metrics import Metrics
 log = logging.getLogger("nanoactor.server")
 
 INTERVAL, BINS, KEPT = 0.5, 10, 60
-"""Seconds between looks, stretches that each is divided into, and looks that are remembered."""
+"""Seconds between looks, parts that each is divided into, and looks that are kept."""
 _LAG_INTERVAL = 0.02
 _EARLIER = 0.5
-"""Share of the stall timeout after which /health says no: balancers can go elsewhere before the
+"""Share of the stall timeout after which /health fails, so that load balancers can react before the
 engine is given up."""
 _SHARE_OVER = 20
 """Looks over which shares are averaged: ten seconds."""
@@ -70,20 +70,20 @@ class Snapshot:
     gone: list[str]
     """Actors whose process has died since the previous look or is being replaced."""
     busy_seconds: float
-    """Of the device, since the start."""
+    """Busy seconds of the device since the start."""
     load_seconds: float
-    """For which there was something to do."""
+    """Seconds for which there was something to do."""
     steps: int
-    """That the device has done."""
+    """Steps that the device has done."""
     figures: dict[str, float]
-    """Of the queue, the sequences, the cache."""
+    """Figures of the queue, the sequences and the cache."""
 
 
 class Monitor:
-    """Keeps the latest snapshots, and how late the loop is for its timers."""
+    """Keeps the latest snapshots, and measures how late the loop runs its timers."""
 
     def __init__(self, llm: AsyncLLM, metrics: Metrics, stall_timeout: float | None) -> None:
-        """`stall_timeout` is the engine's: long before it ends, /health says no."""
+        """`stall_timeout` is the engine's; /health fails long before it."""
         self._llm = llm
         self._metrics = metrics
         self._limit = math.inf if stall_timeout is None else _EARLIER * stall_timeout
@@ -124,11 +124,11 @@ class Monitor:
                 self._dead = str(error)
                 log.critical("%s", error)
                 self._tell_health()
-            except Exception:  # figures that are not understood must not end the watch
+            except Exception:  # errors in figures must not end the monitoring
                 log.exception("the engine's health could not be read")
 
     def _tell_health(self) -> None:
-        """Log when it changes, once."""
+        """Log each change of the health once."""
         health = self.health()
         if health.well != self._was_well:
             self._was_well = health.well
@@ -138,7 +138,7 @@ class Monitor:
                 log.error("the engine is %s: %s", health.status, health.culprit)
 
     async def _measure_lag(self) -> None:
-        """Measure how much later than asked the loop runs what is due."""
+        """Measure the delay of the loop's timers."""
         while True:
             due = time.monotonic() + _LAG_INTERVAL
             await asyncio.sleep(_LAG_INTERVAL)
@@ -207,20 +207,20 @@ class Monitor:
         return self._snapshots[max(0, len(self._snapshots) - 1 - over)], self._snapshots[-1]
 
     def _idle(self, over: int) -> float:
-        """Share of the time with work for which the device had none, in the last snapshots."""
+        """Return the device's idle share of the time with work, in the last snapshots."""
         first, last = self._window(over)
         load = last.load_seconds - first.load_seconds
         busy = last.busy_seconds - first.busy_seconds
         return min(1.0, max(0.0, 1 - busy / load)) if load > 0 else 0.0
 
     def _step_seconds(self, over: int) -> float:
-        """Mean time of a step in the last snapshots."""
+        """Return the mean time of a step in the last snapshots."""
         first, last = self._window(over)
         steps = last.steps - first.steps
         return (last.busy_seconds - first.busy_seconds) / steps if steps else 0.0
 
     def _busy(self, over: int) -> dict[str, float]:
-        """By track: its mean share in the last snapshots."""
+        """Return the mean share of each track in the last snapshots."""
         several = list(self._snapshots)[-over:]
         whole = 100 * BINS * len(several)
         return {
@@ -252,7 +252,7 @@ class Monitor:
         yield CounterMetricFamily("nanoactor_restart_seconds", text, value=seconds)
 
     def since(self, number: int) -> dict[str, Any]:
-        """The looks after one with this number, for the page."""
+        """Return the looks after the one with this number, for the page."""
         new = [snapshot for snapshot in self._snapshots if snapshot.number > number]
         before, last = self._window(1)
         return {

@@ -44,7 +44,7 @@ _EXPORTER = [sys.executable, "-m", "nanoactor.tracing.export"]
 
 
 class Observation:
-    """The handlers that only look."""
+    """The read-only handlers."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Observation:
         http: HttpFrontend,
         texts: TextService | None,
     ) -> None:
-        """`tracer`: none where the actors are those of several engines."""
+        """`tracer`: None if there are several engines."""
         self._tracer = tracer
         self._monitor = monitor
         self._metrics = metrics
@@ -70,7 +70,7 @@ class Observation:
         return json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
-        """`GET /ready`: requests are welcome."""
+        """`GET /ready`: requests are accepted."""
         if self._http.draining:
             raise unavailable("the server is shutting down")
         health = self._monitor.health()
@@ -79,7 +79,7 @@ class Observation:
         return json_response({"status": "ok"})
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """`GET /health`: how old each actor's latest step is; 503 where that is too old."""
+        """`GET /health`: the age of each actor's latest step; 503 if too old."""
         health = self._monitor.health()
         value = {**dataclasses.asdict(health), "draining": self._http.draining}
         if self._texts is not None:
@@ -97,7 +97,7 @@ class Observation:
         return web.Response(body=self._metrics.text(), headers=kind)
 
     async def activity(self, request: web.Request) -> web.StreamResponse:
-        """`GET /activity?since=N`: what the page draws."""
+        """`GET /activity?since=N`: data for the page."""
         number = _only(request, "since", "0")
         if not re.fullmatch(r"\d{1,15}", number, re.ASCII):
             raise invalid("since must be the number of an earlier answer", "since")
@@ -116,7 +116,7 @@ class Observation:
         )
 
     async def trace(self, request: web.Request) -> web.StreamResponse:
-        """`GET /trace?seconds=N`: what the actors do meanwhile, for ui.perfetto.dev."""
+        """`GET /trace?seconds=N`: the actors' activity meanwhile, for ui.perfetto.dev."""
         if self._tracer is None:
             raise APIError(404, "a timeline is one engine's, and several answer here")
         seconds = _seconds(_only(request, "seconds", "1"))
@@ -136,7 +136,7 @@ class Observation:
             self._exports -= 1
 
     async def _watch(self, tracer: Tracer, seconds: float) -> list[list[NodeTrace]]:
-        """Look again and again, as tracks remember the last seconds only."""
+        """Look repeatedly, as tracks only remember the last seconds."""
         begin = since = time.monotonic_ns()
         end = begin + int(seconds * 1e9)
         looks: list[list[NodeTrace]] = []
@@ -174,14 +174,14 @@ class Observation:
 
 
 def _only(request: web.Request, name: str, default: str) -> str:
-    """The one parameter that a path takes; `APIError` for any other."""
+    """Return the only parameter of a path; raise `APIError` for any other."""
     if others := [other for other in request.query if other != name]:
         raise invalid(f"{others[0][:100]!r} is not a parameter of {request.path}", others[0])
     return request.query.get(name, default)
 
 
 def _up_to(node: NodeTrace, end: int) -> NodeTrace:
-    """Without what ended after a moment: the next look brings it."""
+    """Drop spans that end after a time: the next look includes them."""
     tracks = [
         dataclasses.replace(track, spans=track.spans[track.spans["end"] <= end])
         for track in node.tracks

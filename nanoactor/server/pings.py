@@ -12,7 +12,7 @@ Write = Callable[[bytes], Awaitable[None]]
 
 
 class Pinged:
-    """Writes the events of one stream, and a ping wherever it has been silent."""
+    """Writes the events of one stream, and a ping whenever it has been silent."""
 
     def __init__(self, write: Write, ping: bytes) -> None:
         self._write, self._ping = write, ping
@@ -20,12 +20,12 @@ class Pinged:
         self._last = self._loop.time()
 
     async def write(self, events: bytes) -> None:
-        """Write events; raises `ConnectionError` where the client has gone."""
+        """Write events; raise `ConnectionError` if the client has disconnected."""
         self._last = self._loop.time()
         await self._write(events)
 
     async def ping(self) -> None:
-        """Write pings until cancelled, or until the client has gone."""
+        """Write pings until cancelled, or until the client has disconnected."""
         with contextlib.suppress(ConnectionError):
             while True:
                 await asyncio.sleep(self._last + SECONDS - self._loop.time())
@@ -35,7 +35,7 @@ class Pinged:
 
 @contextlib.asynccontextmanager
 async def pinged(write: Write, ping: bytes) -> AsyncIterator[Write]:
-    """Yield a `write` that keeps a connection open; the same one where the API has no ping."""
+    """Yield a `write` that keeps a connection open; the same one if the API has no ping."""
     if not ping:
         yield write
         return

@@ -16,7 +16,7 @@ that its prompt has started."""
 
 
 def held_back(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that begins `tag`, and may become it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `tag`."""
     for size in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:size]):
             return size
@@ -37,7 +37,7 @@ class _Where(enum.Enum):
 
 
 class ReasoningParser:
-    """Feeds on pieces of text; the outcome does not depend on how the text is cut."""
+    """Parser of text pieces; the result does not depend on how the text is split."""
 
     def __init__(self, begins: Begin = "optional") -> None:
         """`begins`: how the text starts, as far as known from its prompt."""

@@ -1,6 +1,6 @@
-"""Bodies of requests as typed structures, which also make the OpenAPI document.
+"""Bodies of requests as typed structures, from which the OpenAPI document is made.
 
-A structure has what is honoured. What becomes of everything else, `fields.py` says.
+Structures contain the honored fields; `fields.py` determines what happens to all others.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from nanoactor.server.tool_choice import (
 )
 
 MAX_PROMPTS, MAX_ITEMS = 512, 4096
-"""How many prompts, and how many members of any other list, a request may hold: more would hold up
-the loop for too long."""
+"""Maximum number of prompts, or members of any other list, in a request: more would block the loop
+for too long."""
 _DEFAULT_COMPLETION_TOKENS = 16
 
 
@@ -59,7 +59,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: Annotated[bool, Meta(description="Ignored")] | None = None
 
 
-# A parameter of the engine's is one of requests too, without being named here.
+# A parameter of the engine is one of requests too, without being named here.
 if TYPE_CHECKING:
 
     class _Sampling(Constrained, kw_only=True):
@@ -118,16 +118,16 @@ class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def constraint(self) -> Constraint | None:
-        """The constraint of the answers. Raises `APIError` where there are several."""
+        """Return the constraint of the answers. Raises `APIError` if there are several."""
         return constraint_of(self)
 
 
 class _Given(Struct, dict=True):
-    """A body of which a part goes to the chat template."""
+    """A body that is partly passed to the chat template."""
 
     @property
     def given(self) -> dict[str, Any]:
-        """The body as the client wrote it: members in their order, unknown ones among them."""
+        """The body as the client wrote it, with unknown members and in the original order."""
         found: dict[str, Any] | None = self.__dict__.get("given")
         return msgspec.to_builtins(self) if found is None else found
 
@@ -166,14 +166,14 @@ class ChatRequest(_Body, _Given, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def constraint(self) -> Constraint | None:
-        """The constraint of the answer. Raises `APIError` where there are several."""
+        """Return the constraint of the answer. Raises `APIError` if there are several."""
         parallel = self.parallel_tool_calls is not False
         tools, choice = self.tools or (), self.tool_choice
         demanded = tool_grammar(tools, choice, parallel)
         return constraint_of(self, demanded, possible_calls(tools, choice, parallel))
 
     def check(self) -> None:
-        """Raise `APIError` for what is not served, or does not go together."""
+        """Raise `APIError` for unsupported or contradictory fields."""
         check_tool_choice(self.tools or (), self.tool_choice)
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs goes with logprobs: true", "top_logprobs")
@@ -201,7 +201,7 @@ class TokenizeRequest(_Given, kw_only=True, forbid_unknown_fields=True):
     thinking: Annotated[Any, _FOR_TEMPLATE] = None
 
     def check(self) -> None:
-        """Raise `APIError` for what does not go together."""
+        """Raise `APIError` for contradictory fields."""
         if (self.prompt is None) == (self.messages is None):
             raise invalid("give either prompt or messages", "prompt")
         of_chats = (self.tools, self.chat_template_kwargs, self.add_generation_prompt)
@@ -249,8 +249,7 @@ def _structures(hint: Any) -> Iterator[type[Struct]]:
 
 
 class Decoder:
-    """Bodies to structures. Fields that are not known are ignored, or refused where it is
-    `strict`."""
+    """Decoder of bodies to structures. Unknown fields are ignored, or refused if `strict`."""
 
     def __init__(
         self,
@@ -258,12 +257,12 @@ class Decoder:
         sees: bool = False,
         template_members: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`sees`: the model takes pictures; `template_members`: what its chat template looks up."""
+        """`sees`: the model takes pictures; `template_members`: members its chat template reads."""
         self._strict, self._sees, self._template_members = strict, sees, template_members
         self._warned = Warned()
 
     def decode(self, kind: type[B], body: bytes) -> B:
-        """A body as a structure of this kind; `APIError` says what is wrong with it."""
+        """Return a body as a structure of this kind; raise `APIError` if it is invalid."""
         try:
             raw = msgspec.json.decode(body)
             if issubclass(kind, _Given) and isinstance(raw, dict):
@@ -289,7 +288,7 @@ class Decoder:
         return body
 
     def warn(self, name: str, fate: str) -> None:
-        """Log once what becomes of something that is not honoured; refuse it where it is strict."""
+        """Log once what happens to an unsupported field; refuse it if strict."""
         if self._strict:
             raise invalid(f"{name}: {fate}", name.partition(":")[0])
         self._warned.warn(name, f"{fate} (--strict refuses it)")
@@ -297,7 +296,7 @@ class Decoder:
     def check_tools(
         self, body: ChatRequest | TokenizeRequest, options: dict[str, Any], shown: bool
     ) -> None:
-        """Take tools out of a template's options where it would not show them, with a warning: an
+        """Remove tools from a template's options if it would not show them, with a warning: an
         answer that need not call a function can do without. One that must is refused later."""
         choice = body.tool_choice if isinstance(body, ChatRequest) else None
         if options.get("tools") and not shown and not demands_calls(choice):
@@ -332,7 +331,7 @@ class Decoder:
             self._warned.warn(path, "the chat template does not read (--strict refuses it)")
 
     def _clean(self, raw: Any, kind: type[Struct], path: str) -> None:
-        """Take out what is ignored; `APIError` for what is refused."""
+        """Remove ignored fields; raise `APIError` for refused ones."""
         if not isinstance(raw, dict):
             return  # the structure says what is wrong with that
         config = kind.__struct_config__
@@ -374,8 +373,8 @@ class Decoder:
 def sampling_params(
     body: Body, constraint: Constraint | None = None, *, caps: bool = False
 ) -> SamplingParams:
-    """The engine's parameters; raises `InvalidRequest`, which names the one that is wrong. `caps`:
-    the request's `max_tokens` is lowered where the context leaves less room."""
+    """Return the engine's parameters; raise `InvalidRequest` naming a wrong one. `caps`: the
+    request's `max_tokens` is lowered if the context leaves less room."""
     values = {name: getattr(body, name) for name in SAMPLING}
     _take_other_names(body, values)
     if values["max_tokens"] is None:
@@ -417,7 +416,7 @@ def wanted_logprobs(body: Body) -> int | None:
 
 
 def prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
-    """The engine's prompts: one, or several."""
+    """Return the engine's prompts: one, or several."""
     prompt, truncates = body.prompt, body.truncate_prompt_tokens is not None
     if body.echo and truncates:
         raise invalid("echo with truncate_prompt_tokens is not supported", "truncate_prompt_tokens")

@@ -32,7 +32,7 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
     server = Server(llm, config)
     asked = Asked()
     loop = asyncio.get_running_loop()
-    # Under nohup a hang-up is ignored, and stays so.
+    # Under nohup a hang-up is ignored; leave it so.
     hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     heeded = [number for number in SIGNALS if hung_up or number is not signal.SIGHUP]
     for number in heeded:
@@ -48,7 +48,7 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> None:
             await asyncio.gather(starting, return_exceptions=True)
             return
         await starting
-        # What is there now stays: the collector need not look at it again and again.
+        # Existing objects stay: the collector need not scan them again and again.
         gc.collect()
         gc.freeze()
         await asyncio.wait((dying, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -91,13 +91,12 @@ class Asked(asyncio.Event):
     """Set when the server is to end."""
 
     def __init__(self, before_end: Callable[[], object] = lambda: None) -> None:
-        """`before_end` is called where a second signal ends this process at once."""
+        """`before_end` is called when a second signal ends this process at once."""
         super().__init__()
         self._since, self._before_end = 0.0, before_end
 
     def by_signal(self, number: signal.Signals) -> None:
-        """End; where that is under way already, have the kernel end us, and our processes with
-        us."""
+        """End; if that is already in progress, let the kernel end us and our processes."""
         now = time.monotonic()
         if self._since and now - self._since > _SAME:
             self._before_end()

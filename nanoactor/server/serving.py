@@ -1,4 +1,4 @@
-"""The needs of a server: one engine, or an ingress of several, that answers its requests."""
+"""Requirements of a server: one engine, or an ingress of several, that serves its requests."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Watch(Protocol):
     """Monitor of the engine, for `/health`, `/metrics` and the page."""
 
     async def start(self) -> None:
-        """Look from now on."""
+        """Start looking."""
 
     async def stop(self) -> None:
         """Stop watching."""
@@ -90,4 +90,4 @@ class Watch(Protocol):
         """Return the looks after one with this number, for the page."""
 
     def collect(self) -> Iterator[Metric]:
-        """Go through the figures, for Prometheus."""
+        """Iterate over the figures, for Prometheus."""

@@ -10,7 +10,7 @@ from nanoactor.server.errors import RETRY_AFTER, APIError
 
 
 class Shares:
-    """Answers under way, by client: its API key, or its address where there are no keys."""
+    """Answers in progress by client: its API key, or its address without keys."""
 
     def __init__(self, most: int) -> None:
         """`most`: answers of one client, waiting or running."""
@@ -23,8 +23,7 @@ class Shares:
 
     @contextlib.contextmanager
     def hold(self, client: str, answers: int) -> Iterator[None]:
-        """Count answers of a client while they are under way; raise `APIError` where they are too
-        many."""
+        """Count a client's answers while they are in progress; raise `APIError` for too many."""
         if self._held[client] + answers > self._most:
             text = (
                 f"{self._held[client]} answers for this client are under way, and {answers} more "

@@ -56,15 +56,15 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
 
 _SCHEMA = "response_format.schema"
 CLOSED = (ResponseFormat, JsonSchema, StructuredOutputs)
-"""Objects of which an unknown member is refused, as it would change the answer."""
+"""Objects in which an unknown member is refused, as it would change the output."""
 _OURS = "structured_outputs"
-"""The engine's parameter, with which its messages about constraints begin."""
+"""The engine's parameter, with which its messages about constraints start."""
 _OTHERS = Meta(description="SGLang's or llama.cpp's name of a member of structured_outputs")
 _OLDER = Meta(description="Older name of a member of structured_outputs")
 
 
 class Constrained(Struct, kw_only=True):
-    """Fields that constrain an answer; one of them may."""
+    """Fields that constrain the output; only one may be set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -95,7 +95,7 @@ class Constraint:
         return StructuredOutputsParams(**self.values, thoughts=self.thoughts)
 
     def for_model(self, thoughts: Thoughts, form: CallForm) -> Constraint:
-        """Return the same for a model that may think first, and writes calls in this form."""
+        """Return the constraint for a model that may reason first and writes calls in this form."""
         values = dict(self.values)
         if isinstance(tools := values.get("tools"), ToolGrammar):
             values["tools"] = dataclasses.replace(tools, form=form)
@@ -138,8 +138,8 @@ def constraint_of(
 
 
 def _checked_schema(values: dict[str, Any]) -> str:
-    """Return the schema that `response_format` asks for, as text; what is wrong with it is said of
-    that field, though it becomes a part of the calls' grammar."""
+    """Return the schema of `response_format` as text; errors name that field although the schema
+    becomes part of the calls' grammar."""
     wanted = Constraint("response_format", values)
     with said_of(wanted):
         schema = wanted.params.json

@@ -36,8 +36,8 @@ class TextRoutes:
         media: MediaLoader,
         names: Sequence[str],
     ) -> None:
-        """`texts` is None where the engine has no tokenizer; `names` are what clients call the
-        model."""
+        """`texts` is None if the engine has no tokenizer; `names` are the model's names for
+        clients."""
         self._llm = llm
         self._media = media
         self._pictures = PictureExpander(llm.config, llm.files)

@@ -56,7 +56,7 @@ _OUTSTANDING = 32
 _WAITING = 256
 """Requests that may wait in the server."""
 _PATIENCE, _SHORT = 30.0, 3.0
-"""Seconds until a reply is no longer waited for; the short one where a stream waits."""
+"""Seconds to wait for a reply; the shorter time applies if a stream waits."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 """Seconds before a dead process is started again."""
 _MANY_OPTIONS = 256
@@ -81,7 +81,7 @@ class TextReply:
 
     number: int
     result: bytes
-    """In msgpack; empty where there is an error."""
+    """In msgpack; empty if there is an error."""
     error: str
     refused: bool = False
     """True if the machine is at fault for the error, not the request."""
@@ -95,7 +95,7 @@ class Withdraw:
 
 
 class TextWorker(Actor):
-    """The service's end, in its process: handles requests, one after the other."""
+    """The service's end, in its own process: handles requests, one after the other."""
 
     def __init__(self, config: tuple[Path, RenderOptions, tuple[int, ...]]) -> None:
         """`config`: the tokenizer's directory, the limits of chat templates, and the ids reserved
@@ -104,7 +104,7 @@ class TextWorker(Actor):
         self._templates: RenderQueue | None = None
         self._long_texts = WorkerThread("long texts")
         self._finder: SpanFinder | None = None
-        """Its tables take a moment, and few want them."""
+        """Created on demand: its tables take a moment, and few requests need them."""
 
     def setup(self) -> TemplateFacts:
         """Load the tokenizer."""
@@ -113,7 +113,7 @@ class TextWorker(Actor):
         self._templates = RenderQueue(self._directory, self._limits)
         self._encoder = TextEncoder(self._directory, self._reserved)
         try:
-            facts, _ = self._templates.describe()  # the tokenizer has already reported errors
+            facts, _ = self._templates.describe()  # errors are reported by the engine's tokenizer
         except InvalidRequest:
             facts = TemplateFacts(exists=True)
         return facts
@@ -155,7 +155,7 @@ class TextWorker(Actor):
                 self._reply(event.number, method)
 
     def _encode(self, number: int, pieces: Sequence[Piece], made: Callable[[Any], Any]) -> None:
-        """Reply with what `made` makes of the ids of these texts."""
+        """Reply with the result of `made` for the ids of these texts."""
         if not self._encoder.is_bounded and self._templates is not None:
             done = functools.partial(self.context.call_soon, self._encoded, number, made)
             self._templates.encode(number, pieces, done)
@@ -207,7 +207,7 @@ class TextWorker(Actor):
             with native_calls():
                 result = msgspec.msgpack.encode(compute(), enc_hook=np.ndarray.tolist)
             reply = TextReply(number, result, "")
-        except Exception as error:  # nothing that a client asks may end the process
+        except Exception as error:  # no client request may end the process
             if machine_refuses(error):
                 error = out_of_resources(error)
             refused = isinstance(error, OutOfResources)
@@ -242,7 +242,7 @@ class TextClient(Actor):
         return {TextReply: self._reply}
 
     async def call(self, method: str, arguments: bytes) -> TextReply:
-        """Send a request and wait for its reply; `EngineOverloaded` where too many wait."""
+        """Send a request and wait for its reply; raise `EngineOverloaded` if too many wait."""
         if self._waiting >= _WAITING:
             raise EngineOverloaded(f"{_WAITING} texts wait to be tokenized already")
         self._waiting += 1
@@ -277,9 +277,9 @@ class TextClient(Actor):
 
 
 class TextService:
-    """Tokenizes, detokenizes and renders templates elsewhere. Every method raises
-    `InvalidRequest` for what cannot be done and `EngineDead` while its process is dead or does not
-    answer; a dead one is started again."""
+    """Tokenizes, detokenizes and renders templates in another process. Every method raises
+    `InvalidRequest` for invalid input, and `EngineDead` while the process is dead or does not
+    reply; a dead one is restarted."""
 
     def __init__(
         self, directory: Path, longest: int, limits: RenderOptions, reserved: tuple[int, ...] = ()
@@ -292,7 +292,7 @@ class TextService:
         self._silent = False
         self._restarting: asyncio.Task[None] | None = None
         self._client: TextClient | None = None
-        """None until the process has started: what fails before that, `start` raises."""
+        """None until the process has started: `start` raises earlier errors."""
         self._thoughts: dict[bytes, Thoughts] = {}
         """By digest of template options: whether reasoning may follow a prompt."""
         self._guessing = False
@@ -351,7 +351,7 @@ class TextService:
                 return
 
     async def encode(self, text: str, special: bool) -> list[int]:
-        """Ids of a text; with `special`, those that the tokenizer adds by itself too."""
+        """Return the ids of a text, with `special` including those that the tokenizer adds."""
         return await self._call(list[int], "encode", text, special)
 
     async def encode_conversation(self, messages: str, options: str) -> list[int]:
@@ -359,15 +359,15 @@ class TextService:
         return await self._call(list[int], "render", messages, options, True)
 
     async def encode_chat(self, messages: Any, options: Mapping[str, Any]) -> list[int]:
-        """Ids of a conversation."""
+        """Return the ids of a conversation."""
         return await self.encode_conversation(_json(messages), _json(options))
 
     async def decode_all(self, several: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each of these ids, special tokens included."""
+        """Return the text of each list of ids, special tokens included."""
         return await self._call(list[str], "decode", several)
 
     async def spans(self, prompts: Sequence[Any]) -> list[Spans]:
-        """The place of each token in the text of each of these prompts, texts or ids."""
+        """Return the span of each token in the text of each of these prompts, texts or ids."""
         return await self._call(list[Spans], "spans", prompts)
 
     async def thoughts(self, options: Mapping[str, Any], messages: Any) -> Thoughts:
@@ -405,7 +405,7 @@ class TextService:
     async def _call(
         self, kind: type[T], method: str, *arguments: Any, patience: float = _PATIENCE
     ) -> T:
-        """The result, of this kind, of a method of the worker's."""
+        """Return the result, of this type, of a worker's method."""
         try:
             encoded = msgspec.msgpack.encode(arguments)
         except OverflowError:

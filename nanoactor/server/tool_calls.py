@@ -24,7 +24,7 @@ from nanoactor.server.reasoning import Begin, held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _LONGEST_HEADER = 1024
-"""Characters within which a call must come to its arguments for these to be streamed."""
+"""Characters within which a call must reach its arguments for these to be streamed."""
 # Up to where an object or a string begins as the arguments.
 _HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=[{"])', re.DOTALL
@@ -54,13 +54,13 @@ Piece = str | Call | Arguments
 
 
 class CallFinder(Protocol):
-    """Finds calls in a text, whatever their form."""
+    """Finder of calls in a text, whatever their form."""
 
     def new_id(self) -> str:
         """Return an id for a call."""
 
     def push(self, text: str) -> list[Piece]:
-        """Take more text; return what is certain now, in order."""
+        """Add text; return the pieces that are now certain, in order."""
 
     def finish(self) -> list[Piece]:
         """Return the text held back, at the end of the output."""
@@ -95,7 +95,7 @@ class SteppedCalls(abc.ABC):
 
     @abc.abstractmethod
     def _advance(self, pieces: list[Piece]) -> bool:
-        """Take the step at hand."""
+        """Take the current step."""
 
     def _say(self, text: str, pieces: list[Piece]) -> None:
         if not self._said_since:
@@ -121,7 +121,7 @@ class _Where(enum.Enum):
 
 
 class ToolCallParser(SteppedCalls):
-    """Feeds on pieces of text; what comes out does not depend on how the text is cut."""
+    """Parser of text pieces; the result does not depend on how the text is split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class ToolCallParser(SteppedCalls):
         self._space = ""
         """White space before the last opening tag: part of the text if no call follows."""
         self._parts: list[str] = []
-        """What is held for long, so that a long call does not cost its length for each piece."""
+        """Parts held for long, so that the cost of a long call is not quadratic in its pieces."""
         self._depth = 0
         self._quoted = self._escaped = False
         self._steps = {
@@ -217,7 +217,7 @@ class ToolCallParser(SteppedCalls):
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def _object(self, pieces: list[Piece]) -> bool:
-        """Pass an object on, up to the brace that closes it, or to where it is broken off."""
+        """Pass an object on, up to the brace that closes it or the point where it is cut off."""
         end = self._end_of_object()
         passed = self._held if end is None else self._held[:end]
         if passed:
@@ -271,7 +271,7 @@ class ToolCallParser(SteppedCalls):
         return False
 
     def _tail(self, pieces: list[Piece]) -> bool:
-        """Drop what is left of a call."""
+        """Drop the rest of a call."""
         return self._skip_to(f"{CLOSE}|{OPEN}|}}")
 
     def _next(self, pieces: list[Piece]) -> bool:
@@ -366,7 +366,7 @@ def whole_characters(text: str) -> str:
 
 
 def decoded_call(raw: str) -> tuple[str, str] | None:
-    """Return (name, arguments as JSON text) of a call that is complete; None where it is none."""
+    """Return (name, arguments as JSON text) of a complete call, or None if it is not one."""
     try:
         call = _members(raw)
     except (ValueError, RecursionError):

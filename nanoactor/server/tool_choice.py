@@ -98,7 +98,7 @@ def demands_calls(choice: ToolChoice | None) -> bool:
 
 
 def check_tool_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
-    """Raise `APIError` where a choice demands what the tools have not."""
+    """Raise `APIError` if a choice demands something that is not among the tools."""
     if choice in (None, "none", "auto"):
         return
     if not tools:
@@ -128,11 +128,9 @@ def _wanted(choice: ToolChoice | None) -> list[str]:
 def tool_grammar(
     tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool
 ) -> ToolGrammar | None:
-    """Return which calls an answer must or may have; None where they are the model's affair.
-
-    A demanded call has arguments that its function's schema allows; any other call where a function
-    is strict. `parallel`: whether there may be several calls.
-    """
+    """Return the calls that an answer must or may have; None if they are up to the model. A
+    demanded call has arguments that its function's schema allows, as has any other call of a strict
+    function. `parallel`: whether there may be several calls."""
     functions = _callable(tools, choice)
     if named_tool(choice) is not None:
         # One call, as in OpenAI's API: a client that names a function reads one.
@@ -148,7 +146,7 @@ def tool_grammar(
 def possible_calls(
     tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool
 ) -> ToolGrammar | None:
-    """Return the calls that may come instead of another form of answer; None where none may."""
+    """Return the calls that may replace another form of answer; None if none may."""
     functions = _callable(tools, choice)
     if choice == "none" or demands_calls(choice) or not functions:
         return None
@@ -191,8 +189,8 @@ def unenforced(grammar: ToolGrammar | None, tools: Sequence[Tool]) -> Iterator[s
 
 
 def _texts(functions: Sequence[Function]) -> Iterator[tuple[Function, bytes]]:
-    """Yield each function with its schema as text. Raises `APIError` where all together are more
-    than a grammar may be, before this loop looks into them."""
+    """Yield each function with its schema as text. Raises `APIError` if all together exceed the
+    limit of a grammar, before this loop parses them."""
     size = 0
     for function in functions:
         given = function.parameters

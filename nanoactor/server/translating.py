@@ -9,7 +9,7 @@ from typing import Any
 from nanoactor.server.errors import invalid
 
 Warn = Callable[[str, str], None]
-"""Takes a name and what becomes of it; logs that once, or raises where it is strict."""
+"""Called with a name and its treatment; logs it once, or raises if strict."""
 Chat = dict[str, Any]
 """A chat's body, or a part of it."""
 LEFT_OUT = "is left out of the prompt: only functions are called here"
@@ -21,7 +21,7 @@ def text_part(text: str) -> Chat:
 
 
 def content_of(parts: list[Chat]) -> Any:
-    """Return parts as one text where they are nothing else: a list and a text are the same."""
+    """Return parts as one text if they are nothing else: a list and a text are the same."""
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts

@@ -1,4 +1,4 @@
-"""Turns of conversations: how much of the prompt before a turn finds again in the prefix cache."""
+"""Turns of conversations: how much of the previous turn's prompt is found in the prefix cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MOST = 4096
 
 
 class Turns:
-    """Remembers the latest turns by their messages; a later one begins with the same."""
+    """Remembers the latest turns by their messages; a later one starts with the same."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self._tokens: OrderedDict[bytes, int] = OrderedDict()
-        """Of the prompt of a turn, by the digest of its messages."""
+        """Tokens of a turn's prompt, by the digest of its messages."""
 
     def add(
         self,

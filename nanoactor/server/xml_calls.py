@@ -35,7 +35,7 @@ from nanoactor.server.tool_calls import (
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_OF_FUNCTION, END_OF_PARAMETER = "</function>", "</parameter>"
 _ENDS = re.compile(r"\n?</parameter>|\n(?=<parameter=|</function>)")
-"""A value's ends; where its closing tag was forgotten, a tag that begins a line."""
+"""The ends of a value: if its closing tag was forgotten, a tag that starts a line."""
 _ANY_END = (f"\n{END_OF_PARAMETER}", END_OF_PARAMETER, f"\n{PARAMETER}", f"\n{END_OF_FUNCTION}")
 _LONGEST_END = max(map(len, _ANY_END))
 _LONGEST_NAME = 256
@@ -56,7 +56,7 @@ class QwenCoderCalls(SteppedCalls):
         """Parameters of the call at hand."""
         self._kinds: frozenset[str] = frozenset()
         self._parts: list[str] = []
-        """The value at hand so far, where it is held to its end."""
+        """The current value so far, if it is held to its end."""
         self._begun = False
         """Whether the value at hand has lost its first line break."""
         self._step: Callable[[list[Piece]], bool] = self._text
@@ -139,7 +139,7 @@ class QwenCoderCalls(SteppedCalls):
         self._step = self._text_value if is_text else self._value
 
     def _first_break(self) -> bool:
-        """Drop the line break with which a value begins; False where it may be still to come."""
+        """Drop the line break that starts a value; return False if it may still come."""
         if not self._begun:
             if not self._held:
                 return False
@@ -211,7 +211,7 @@ def _json(text: str) -> str:
 
 
 def _kinds(schema: Any, key: str) -> frozenset[str]:
-    """Return the types that a parameter may have; "string" alone where nothing is said."""
+    """Return the types that a parameter may have; only "string" if none is given."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     own = properties.get(key) if isinstance(properties, dict) else None
     return frozenset(_types(own)) or frozenset({"string"})

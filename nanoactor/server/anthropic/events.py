@@ -38,7 +38,7 @@ class MessagesWriter(BlockWriter):
         self._omits = omits_thoughts
         self._id = f"msg_{uuid.uuid4().hex[:24]}"
         self._is_broken = False
-        """Whether a call has no whole arguments."""
+        """Whether a call has incomplete arguments."""
 
     def begin(self, deltas: list[Delta]) -> bytes:
         """Return the events before the first token: the message, empty, and a ping."""
@@ -74,8 +74,8 @@ class MessagesWriter(BlockWriter):
         }
 
     def _usage(self) -> dict[str, int]:
-        """Return the tokens: those of the prompt without those that the cache held, as in
-        Anthropic's API. How many it held is known at the end."""
+        """Return the token counts, without the cached part of the prompt, as in Anthropic's API.
+        Its size is known only at the end."""
         answer = self.answer
         return {
             "input_tokens": answer.prompt_tokens - answer.cached,
@@ -116,7 +116,7 @@ class MessagesWriter(BlockWriter):
         return dict(_EMPTY[kind])
 
     def opened(self, kind: str) -> list[Event]:
-        """Return the event with which the last block begins."""
+        """Return the event that starts the last block."""
         return [self._event("content_block_start", content_block=dict(self.blocks[-1]))]
 
     def grown(self, kind: str, text: str) -> list[Event]:
@@ -127,7 +127,7 @@ class MessagesWriter(BlockWriter):
         return [self._event("content_block_delta", delta={"type": name, member: text})]
 
     def closed(self, kind: str, text: str) -> list[Event]:
-        """Fill the last block in; return the events with which it ends."""
+        """Complete the last block; return its final events."""
         block, events = self.blocks[-1], []
         if kind == "text":
             block["text"] = text

@@ -23,7 +23,7 @@ class Source(Struct):
 
 
 class Block(Struct, forbid_unknown_fields=True):
-    """A part of a message's content, of any type; `type` says which members count."""
+    """A part of a message's content, of any type; `type` determines the members used."""
 
     type: Annotated[str, Meta(examples=["text", "image", "tool_use", "tool_result", "thinking"])]
     text: str | None = None
@@ -70,7 +70,7 @@ class AnthropicTool(Struct, forbid_unknown_fields=True):
 
 
 class AnthropicToolChoice(Struct, forbid_unknown_fields=True):
-    """A demand for calls."""
+    """Demand for calls."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -95,7 +95,7 @@ class OutputFormat(Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    """Wishes for the answer."""
+    """Options of the answer."""
 
     effort: (
         Annotated[str, Meta(description="Given to the chat template, if that reads it")] | None
@@ -105,7 +105,7 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
 
 
 class _Conversation(Extended, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both routes: what makes the prompt."""
+    """Fields of both routes, which determine the prompt."""
 
     ROUTE: ClassVar[str] = "messages"
     model: Annotated[str, Meta(description="Default: the one that is served")] | None = None

@@ -47,7 +47,7 @@ NAMES = {
 
 
 def to_chat(body: MessagesRequest | CountTokensRequest, options: Options, warn: Warn) -> Chat:
-    """Return the body of a chat that asks for the same. Raises `APIError`, naming the field."""
+    """Return the body of an equivalent chat. Raises `APIError`, naming the field."""
     tools = _Tools(body.tools or (), warn)
     reader = _Reader(tools, options, warn)
     messages = [_said("system", text) for text in reader.system(body.system)]
@@ -97,7 +97,7 @@ def _sampling(body: MessagesRequest) -> Chat:
 
 
 def _thinking(body: MessagesRequest | CountTokensRequest) -> Chat:
-    """Return the fields that a template may read; the model's own way where nothing is said."""
+    """Return the fields that a template may read; unset ones keep the model's default."""
     found: Chat = {}
     if body.output_config is not None and body.output_config.effort is not None:
         found["reasoning_effort"] = body.output_config.effort
@@ -153,7 +153,7 @@ class _Reader:
         self._tools, self._options, self._warn = tools, options, warn
 
     def system(self, given: str | list[Block] | None) -> list[str]:
-        """Return the system's text, if there is any, without lines that change by themselves."""
+        """Return the system's text, if any, without lines that change by themselves."""
         blocks = [Block("text", text=given)] if isinstance(given, str) else given or []
         texts = []
         for number, block in enumerate(blocks):

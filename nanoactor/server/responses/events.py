@@ -25,7 +25,7 @@ _KINDS = {
     "thoughts": ("reasoning", "rs"),
     "call": ("function_call", "fc"),
 }
-"""By kind of block: the type of its item, and what its id begins with."""
+"""By kind of block: the type of its item, and the prefix of its id."""
 _SEALED = "reasoning.encrypted_content"
 
 
@@ -39,7 +39,7 @@ class ResponsesWriter(BlockWriter):
         self._numbers = itertools.count()
         self._scores = TokenScores()
         self._of_text: list[Entry] = []
-        """Log-probabilities of the tokens of the last item, where it is a text."""
+        """Log-probabilities of the tokens of the last item, if it is a text."""
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -126,7 +126,7 @@ class ResponsesWriter(BlockWriter):
         self._scores.push(entries)
 
     def opened(self, kind: str) -> list[Event]:
-        """Return the events with which the last item, and its one part, begin."""
+        """Return the events that start the last item and its only part."""
         self._of_text = []
         index = len(self.blocks) - 1
         item = dict(self.blocks[-1])
@@ -145,7 +145,7 @@ class ResponsesWriter(BlockWriter):
         return [self._text_event(kind, "delta", scores, delta=text)]
 
     def closed(self, kind: str, text: str) -> list[Event]:
-        """Fill the last item in; return the events with which it and its part end."""
+        """Complete the last item; return the events that end it and its part."""
         item = self.blocks[-1]
         is_cut = self.reason == "length" or (kind == "call" and parsed_arguments(text) is None)
         item["status"] = "incomplete" if is_cut else "completed"

@@ -27,8 +27,8 @@ class TokenScores:
             self._bytes += bytes(entry["bytes"] or ())
 
     def take(self, text: str) -> list[Entry]:
-        """Return the tokens that begin in this piece; none where the piece is not made of tokens'
-        bytes, as where half a character was replaced."""
+        """Return the tokens that start in this piece; none if the piece does not consist of tokens'
+        bytes, for instance if half a character was replaced."""
         if not self._entries:
             return []
         sought = text.encode(errors="replace")

@@ -256,7 +256,7 @@ class _Reader:
                 self._leave_out(item, path)
 
     def _leave_out(self, item: Item, path: str) -> None:
-        """Warn of an item that no prompt shows; raise `APIError` where that would mislead."""
+        """Warn of an item that no prompt shows; raise `APIError` if that would mislead."""
         kind, at = item.type[:100], f"{path}.type"
         if kind == "item_reference":
             raise invalid(f"{path}: items are not stored here: send the item", at)
