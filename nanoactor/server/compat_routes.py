@@ -24,7 +24,7 @@ _FILES = ("vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_fil
 
 
 class CompatRoutes:
-    """invocations`/Version, probes, `/invocations`, a page of documentation, and optional routes:
+    """Version, probes, `/invocations`, a page of documentation, and optional routes:
     `/tokenizer_info`, and control of the engine."""
 
     def __init__(

@@ -29,11 +29,11 @@ class Turns:
         cached_tokens: int,
         block_size: int,
     ) -> tuple[int, int]:
-        """Remember a turn; return how many tokens of the longest turn that it continues came from
-        the cache, and how many were computed again. The last block of a prompt is never counted, as
-        the answer fills it. (0, 0) where it continues none.
+        """Remember a turn; return how many tokens of the longest turn that it continues came
+        from the cache, and how many were recomputed: (0, 0) if it continues none.
 
-        `messages` and `options` are what the chat template gets; order of members does not count.
+        The last block of a prompt is never counted, as the answer fills it. `messages` and
+        `options` are those passed to the chat template; the order of members does not count.
         """
         *before, own = _digests(messages, options)
         known = [self._tokens[digest] for digest in before if digest in self._tokens]

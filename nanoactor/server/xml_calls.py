@@ -35,7 +35,7 @@ from nanoactor.server.tool_calls import (
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_OF_FUNCTION, END_OF_PARAMETER = "</function>", "</parameter>"
 _ENDS = re.compile(r"\n?</parameter>|\n(?=<parameter=|</function>)")
-"""The ends of a value: if its closing tag was forgotten, a tag that starts a line."""
+"""The ends of a value: its closing tag or, if forgotten, a tag that starts a line."""
 _ANY_END = (f"\n{END_OF_PARAMETER}", END_OF_PARAMETER, f"\n{PARAMETER}", f"\n{END_OF_FUNCTION}")
 _LONGEST_END = max(map(len, _ANY_END))
 _LONGEST_NAME = 256
